@@ -1,0 +1,234 @@
+"""The asset family of one recipe: conflicts → plan → layer/* → snapshot → release, and a report.
+
+A factory: each recipe file of the warehouse gives its own chain, whose edge to `expert_index` names
+exactly the checkpoints it uses, so that lineage and staleness in the UI are the truth.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+
+from assets.experts import expert_index
+from assets.metadata import MIB, markdown_table, plan_metadata
+from mergepipe_pipeline.pipeline.audit import non_finite
+from mergepipe_pipeline.pipeline.conflicts import conflicts as find_conflicts
+from mergepipe_pipeline.pipeline.deploy import (
+    RecipeCard,
+    current_plan,
+    current_snapshot,
+    plan_recipe,
+    release_recipe,
+    snapshot_recipe,
+)
+from mergepipe_pipeline.pipeline.inspect import shares, verify
+from mergepipe_pipeline.pipeline.merge import merge_layers
+from mergepipe_pipeline.resources import MergePipe
+
+
+def layer_key(recipe: str, layer: str) -> dg.AssetKey:
+    """`<recipe>/layer/03` for `layer.03`; embed and head keep their names."""
+    return dg.AssetKey([recipe, "layer", layer.removeprefix("layer.")])
+
+
+def build_recipe_assets(card: RecipeCard) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
+    """All assets and checks of one recipe."""
+    return [
+        _conflicts(card),
+        _plan(card),
+        _within_budget(card),
+        _layers(card),
+        _snapshot(card),
+        _whole(card),
+        _finite(card),
+        _release(card),
+        _report(card),
+    ]
+
+
+def _common(card: RecipeCard, group: str) -> dict[str, Any]:
+    tags = {"recipe": card.name, **{f"expert/{m}": "" for m in card.members}}
+    return {"group_name": group, "tags": tags}
+
+
+def _members(card: RecipeCard) -> dg.AssetDep:
+    mapping = dg.SpecificPartitionsPartitionMapping(list(card.members))
+    return dg.AssetDep(expert_index, partition_mapping=mapping)
+
+
+def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
+    @dg.asset(key=[card.name, "conflicts"], deps=[_members(card)], **_common(card, card.name))
+    def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """How the experts' deltas agree and differ, from catalog sketches: no weight is read."""
+        found = find_conflicts(
+            mergepipe.warehouse, card.raw, relative_to=mergepipe.warehouse.recipes
+        )
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(found.digest),
+            metadata={
+                "experts": len(found.experts),
+                "interference": found.interference,
+                "cosine_standard_error": found.standard_error,
+                "cosines": markdown_table(("", *found.experts), found.cosine_rows()),
+                "norms": markdown_table(("layer", *found.experts), found.norm_rows()),
+            },
+        )
+
+    return conflicts
+
+
+def _plan(card: RecipeCard) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[card.name, "plan"],
+        deps=[[card.name, "conflicts"], _members(card)],
+        **_common(card, card.name),
+    )
+    def plan(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """What will be read of which expert under the budget, and the bound on what that costs."""
+        made = plan_recipe(mergepipe.warehouse, card)
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(made.plan_id), metadata=plan_metadata(made)
+        )
+
+    return plan
+
+
+def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=dg.AssetKey([card.name, "plan"]), blocking=True, name="within_budget")
+    def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
+        """The plan buys no more expert bytes than the budget."""
+        e = current_plan(mergepipe.warehouse, card.name).estimates
+        return dg.AssetCheckResult(
+            passed=e.budget_bytes is None or e.expert_bytes_planned <= e.budget_bytes,
+            metadata={
+                "planned_bytes": e.expert_bytes_planned,
+                "budget_bytes": str(e.budget_bytes or "unlimited"),
+            },
+        )
+
+    return within_budget
+
+
+def _layers(card: RecipeCard) -> dg.AssetsDefinition:
+    names = {layer_key(card.name, layer): layer for layer in card.layers}
+    common = _common(card, f"{card.name}_layers")
+    specs = [
+        dg.AssetSpec(
+            key, deps=[[card.name, "plan"]], skippable=True, kinds={"safetensors"}, **common
+        )
+        for key in names
+    ]
+
+    @dg.multi_asset(name=f"{card.name}__layers", specs=specs, can_subset=True, pool="disk_write")
+    def layers(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe
+    ) -> Iterator[dg.MaterializeResult[None]]:
+        """Merge each layer, or reuse it from the action cache; reported as each one ends."""
+        selected = [names[key] for key in context.selected_asset_keys]
+        plan = current_plan(mergepipe.warehouse, card.name)
+        for done in merge_layers(mergepipe.warehouse, plan, selected, knobs=mergepipe.knobs):
+            yield dg.MaterializeResult(
+                asset_key=layer_key(card.name, done.name),
+                data_version=dg.DataVersion(done.layer_key),
+                metadata={
+                    "reused": done.reused,
+                    "expert_bytes_read": done.expert_bytes_read,
+                    "base_bytes_read": done.base_bytes_read,
+                    "seconds": round(done.wall_s, 3),
+                    "bytes_written": done.bytes_written,
+                    "object": done.stored.sha256,
+                },
+            )
+
+    return layers
+
+
+def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
+    deps = [[card.name, "plan"], *(layer_key(card.name, layer) for layer in card.layers)]
+
+    @dg.asset(
+        key=[card.name, "snapshot"],
+        deps=deps,
+        **_common(card, card.name),
+        retry_policy=dg.RetryPolicy(max_retries=1),
+        pool="disk_write",
+    )
+    def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """The immutable Hugging Face folder of the merged layers, committed by one rename."""
+        made = snapshot_recipe(mergepipe.warehouse, card.name)
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(made.snapshot_id),
+            metadata={
+                "snapshot_id": made.snapshot_id,
+                "path": dg.MetadataValue.path(made.path),
+                "mib": round(sum(s.nbytes for s in made.manifest.shards) / MIB, 3),
+                "inputs": markdown_table(
+                    ("role", "name", "content"),
+                    [(i.role, i.name, i.content_sha256[:16]) for i in made.manifest.inputs],
+                ),
+            },
+        )
+
+    return snapshot
+
+
+def _whole(card: RecipeCard) -> dg.AssetChecksDefinition:
+    @dg.asset_check(
+        asset=dg.AssetKey([card.name, "snapshot"]), blocking=True, name="every_byte_verified"
+    )
+    def every_byte_verified(mergepipe: MergePipe) -> dg.AssetCheckResult:
+        """Every file of the snapshot has the digest that its manifest states."""
+        made = current_snapshot(mergepipe.warehouse, card.name)
+        done = verify(mergepipe.warehouse, made.snapshot_id)
+        return dg.AssetCheckResult(
+            passed=True, metadata={"files": done.files, "bytes": done.nbytes}
+        )
+
+    return every_byte_verified
+
+
+def _finite(card: RecipeCard) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=dg.AssetKey([card.name, "snapshot"]), blocking=True, name="all_finite")
+    def all_finite(mergepipe: MergePipe) -> dg.AssetCheckResult:
+        """No merged weight is NaN or infinite."""
+        bad = non_finite(current_snapshot(mergepipe.warehouse, card.name))
+        return dg.AssetCheckResult(passed=not bad, metadata={"tensors": ", ".join(bad) or "none"})
+
+    return all_finite
+
+
+def _release(card: RecipeCard) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[card.name, "release"], deps=[[card.name, "snapshot"]], **_common(card, card.name)
+    )
+    def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """The ref that names the audited snapshot: what readers load."""
+        ref, done = release_recipe(mergepipe.warehouse, card)
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(ref.snapshot_id),
+            metadata={
+                "ref": ref.name,
+                "version": ref.number,
+                "snapshot_id": ref.snapshot_id,
+                "sequence": done.sequence,
+            },
+        )
+
+    return release
+
+
+def _report(card: RecipeCard) -> dg.AssetsDefinition:
+    @dg.asset(key=[card.name, "report"], deps=[[card.name, "release"]], **_common(card, card.name))
+    def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """Which bytes of which expert went into each layer of what is released now."""
+        plan = current_plan(mergepipe.warehouse, card.name)
+        rows = [
+            (s.place, s.expert, s.nbytes_total, s.nbytes_read, s.nbytes_known_zero)
+            for s in shares(plan, "layer")
+        ]
+        headers = ("layer", "expert", "bytes", "bytes read", "bytes known zero")
+        return dg.MaterializeResult(
+            metadata={"by_layer": markdown_table(headers, rows), **plan_metadata(plan)}
+        )
+
+    return report

@@ -1,0 +1,23 @@
+"""MergePipe: merging LLM checkpoints as data management.
+
+The interface for scripts and notebooks is `Planner`, `Engine` and `Catalog`, loaded when first asked
+for, so that importing any one module stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.api import Catalog, Engine, Planner
+
+__version__ = "0.1.0"
+__all__ = ["Catalog", "Engine", "Planner", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"Catalog", "Engine", "Planner"}:
+        from mergepipe_pipeline import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

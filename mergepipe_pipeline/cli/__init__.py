@@ -1,0 +1,4 @@
+"""The command `mergepipe`: one function per verb, thin over `pipeline`.
+
+Verbs are imported inside the commands, so that `--help` answers at once and never loads torch.
+"""

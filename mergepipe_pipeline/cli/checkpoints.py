@@ -1,0 +1,117 @@
+"""Commands about what the catalog knows: `register`, `analyze`, `ls`, `sql`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from mergepipe_pipeline.cli.common import Console, size, table, verb
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.option("--name", help="Name in the catalog (default: the folder's name).")
+@click.option("--base", help="Registered name or path of the base this expert was tuned from.")
+@verb
+def register(console: Console, path: str, name: str | None, base: str | None) -> None:
+    """Make a checkpoint known by name, from its headers alone."""
+    from mergepipe_pipeline.pipeline.register import register as run
+
+    r = run(console.home, path, name, base)
+    c = r.checkpoint
+    console.show(
+        {
+            "name": r.name,
+            "version": r.version,
+            "base": r.base,
+            "checkpoint_id": c.checkpoint_id,
+            "tensors": len(c.tensors),
+            "files": len(c.files),
+            "nbytes": c.nbytes,
+            "root": c.root,
+        },
+        f"{r.name}: version {r.version}, {len(c.tensors)} tensors in {len(c.files)} file(s), "
+        f"{size(c.nbytes)}" + (f", base {r.base}" if r.base else ""),
+    )
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--base", help="Analyse against this base instead of the registered one.")
+@click.option("--block-size", "block_elems", type=int, help="Elements per block (a power of two).")
+@verb
+def analyze(
+    console: Console, names: tuple[str, ...], base: str | None, block_elems: int | None
+) -> None:
+    """Read experts once against their base and remember block statistics (default: all names)."""
+    from mergepipe_pipeline.pipeline.analyze import analyze as run
+
+    done = run(console.home, names, base=base, block_elems=block_elems, progress=console.progress)
+    rows = [
+        (
+            a.name,
+            a.base or "-",
+            "analysed" if a.fresh else "known",
+            "-" if a.norm is None else f"{a.norm:.4g}",
+            a.zero_blocks,
+            a.blocks,
+            a.content_sha256[:16],
+        )
+        for a in done
+    ]
+    console.show(
+        [asdict(a) for a in done],
+        *table(("name", "base", "state", "|delta|", "zero blocks", "blocks", "content"), rows),
+    )
+
+
+@click.command()
+@verb
+def ls(console: Console) -> None:
+    """List checkpoints, snapshots and refs."""
+    from mergepipe_pipeline.pipeline.inspect import ls as run
+
+    listing = run(console.home)
+    checkpoints = [
+        (
+            c["name"],
+            c["version"],
+            c["base"] or "-",
+            c["tensors"],
+            size(c["nbytes"]),
+            "yes" if c["analysed"] else "no",
+            c["root"],
+        )
+        for c in listing.checkpoints
+    ]
+    snapshots = [
+        (s["snapshot_id"][:16], s["method"], size(s["nbytes"]), ", ".join(s["inputs"]))
+        for s in listing.snapshots
+    ]
+    refs = [(r["ref"], r["version"], r["snapshot_id"][:16], r["reason"]) for r in listing.refs]
+    console.show(
+        asdict(listing),
+        *table(
+            ("checkpoint", "version", "base", "tensors", "size", "analysed", "path"), checkpoints
+        ),
+        "",
+        *table(("snapshot", "method", "size", "inputs"), snapshots),
+        "",
+        *table(("ref", "version", "snapshot", "reason"), refs),
+    )
+
+
+@click.command()
+@click.argument("query", required=False)
+@verb
+def sql(console: Console, query: str | None) -> None:
+    """Query the catalog with SQL; without a query, list the views."""
+    from mergepipe_pipeline.catalog.catalog import Catalog
+    from mergepipe_pipeline.catalog.queries import VIEWS
+
+    if not query:
+        console.show(dict(VIEWS), *table(("view", "what it holds"), list(VIEWS.items())))
+        return
+    columns, rows = Catalog(console.home.catalog).sql(query)
+    console.show([dict(zip(columns, row, strict=True)) for row in rows], *table(columns, rows))

@@ -1,0 +1,179 @@
+"""What all commands share: `--home`, `--json`, tables, progress bars, and how errors leave the process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from mergepipe_pipeline.errors import MergePipeError, StorageFullError
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.pipeline.progress import Advance
+    from mergepipe_pipeline.warehouse import Warehouse
+
+_FULL = {28, 122}  # ENOSPC, EDQUOT
+
+
+@dataclass(frozen=True)
+class Console:
+    """Where a command writes: data on stdout (JSON or text), progress and warnings on stderr."""
+
+    home_dir: str | None
+    as_json: bool
+
+    @functools.cached_property
+    def home(self) -> Warehouse:
+        """The warehouse, created if it is not there."""
+        from mergepipe_pipeline.warehouse import Warehouse
+
+        return Warehouse.at(self.home_dir).ensure()
+
+    @property
+    def progress(self) -> Bars:
+        """Progress bars for people; silent for machines."""
+        return Bars(visible=not self.as_json and sys.stderr.isatty())
+
+    def show(self, data: Any, *lines: str) -> None:
+        """Print `data` as JSON, or the lines for people."""
+        if self.as_json:
+            click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+        else:
+            for line in lines:
+                click.echo(line)
+
+    def warn(self, lines: Sequence[str]) -> None:
+        """Print warnings to stderr."""
+        for line in lines:
+            click.echo(f"warning: {line}", err=True)
+
+
+class Bars:
+    """Progress bars on stderr (rich)."""
+
+    def __init__(self, *, visible: bool) -> None:
+        self._visible = visible
+
+    @contextmanager
+    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
+        """One bar in bytes, with rate and time left."""
+        if not self._visible or total_nbytes == 0:
+            yield lambda nbytes: None
+            return
+        from rich.console import Console as RichConsole
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=RichConsole(stderr=True)) as bars:
+            bar = bars.add_task(label, total=total_nbytes)
+            yield lambda nbytes: bars.advance(bar, nbytes)
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command `--home` and `--json`, a `Console` as first argument, and the exit codes."""
+
+    @click.option(
+        "--home",
+        "home_dir",
+        metavar="DIR",
+        default=None,
+        help="Warehouse folder (default: $MERGEPIPE_HOME or ./warehouse).",
+    )
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+    @click.pass_context
+    @functools.wraps(function)
+    def run(ctx: click.Context, /, home_dir: str | None, as_json: bool, **options: Any) -> None:
+        chosen = home_dir or (ctx.obj or {}).get("home_dir") or os.environ.get("MERGEPIPE_HOME")
+        console = Console(chosen, as_json)
+        try:
+            function(console, **options)
+        except MergePipeError as error:
+            fail(error, as_json)
+        except OSError as error:
+            fail(from_os_error(error), as_json)
+
+    return run
+
+
+def from_os_error(error: OSError) -> MergePipeError:
+    """An operating system's refusal in the project's words."""
+    if error.errno in _FULL:
+        return StorageFullError(
+            "The disk is full",
+            where=str(error.filename or "warehouse"),
+            found=str(error.strerror),
+            next_step="free space and run the same command again; nothing is lost",
+        )
+    return MergePipeError(
+        "The operating system refused",
+        where=str(error.filename or "unknown file"),
+        found=str(error.strerror or error),
+        next_step="check the path and its permissions, then run again",
+    )
+
+
+def fail(error: MergePipeError, as_json: bool) -> NoReturn:
+    """Print the error (JSON on stdout for machines, one paragraph on stderr for people) and exit."""
+    if as_json:
+        body = {k: v for k, v in vars(error).items() if v}
+        click.echo(
+            json.dumps(
+                {"error": {"class": type(error).__name__, **body}, "exit_code": error.exit_code},
+                indent=2,
+            )
+        )
+    click.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_code)
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes for people: 1.2 GiB."""
+    if nbytes is None:
+        return "unlimited"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Lines of a plain left-aligned table, numbers right-aligned."""
+    cells = [[str(c) for c in row] for row in rows]
+    widths = [max([len(h), *(len(r[i]) for r in cells)]) for i, h in enumerate(headers)]
+    numeric = [
+        all(not isinstance(r[i], str) for r in rows) and bool(rows) for i in range(len(headers))
+    ]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(
+            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+
+    return [line(headers), line(["-" * w for w in widths]), *(line(r) for r in cells)]
+
+
+def recipe_folder(path: str) -> Path:
+    """The folder that relative model paths of a recipe may start from."""
+    return Path(path).expanduser().resolve().parent

@@ -1,0 +1,48 @@
+"""Entry point: the group of commands, and nothing else."""
+
+from __future__ import annotations
+
+import click
+
+from mergepipe_pipeline import __version__
+from mergepipe_pipeline.cli.checkpoints import analyze, ls, register, sql
+from mergepipe_pipeline.cli.demo import demo
+from mergepipe_pipeline.cli.merging import check, explain, merge, plan
+from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback, verify
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mergepipe")
+@click.option(
+    "--home",
+    "home_dir",
+    metavar="DIR",
+    default=None,
+    help="Warehouse folder (default: $MERGEPIPE_HOME or ./warehouse).",
+)
+@click.pass_context
+def main(ctx: click.Context, home_dir: str | None) -> None:
+    """Merge LLM checkpoints as data management: plan under a byte budget, stream, publish snapshots."""
+    ctx.obj = {"home_dir": home_dir}
+
+
+for command in (
+    register,
+    analyze,
+    check,
+    plan,
+    merge,
+    publish,
+    history,
+    rollback,
+    verify,
+    explain,
+    ls,
+    sql,
+    gc,
+    demo,
+):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Commands about a recipe: `check`, `plan`, `merge`, `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, verb
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.pipeline.merge import MergeOutcome
+    from mergepipe_pipeline.spec.plan import MergePlan
+
+
+def planning_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The options that decide what a plan buys."""
+    for option in (
+        click.option(
+            "--block-size",
+            "block_elems",
+            type=int,
+            help="Elements per block (a power of two, 4096 to 1048576).",
+        ),
+        click.option("--strategy", help="full, magnitude, hash or drop-experts."),
+        click.option("--budget", help="Expert bytes that may be read: 25%, 8GiB, 0, none."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command()
+@click.argument("recipe", type=click.Path())
+@planning_options
+@verb
+def check(console: Console, recipe: str, **planning: Any) -> None:
+    """Show every problem of a recipe and its full cost, from headers alone."""
+    from mergepipe_pipeline.pipeline.check import check as run
+    from mergepipe_pipeline.pipeline.check import load_recipe
+
+    checked = run(console.home, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning)
+    c = checked.cost
+    console.warn(checked.recipe.warnings)
+    console.show(
+        {
+            "recipe": checked.recipe.name,
+            "method": checked.recipe.method,
+            "base": checked.base.name if checked.base else None,
+            "experts": [e.name for e in checked.experts],
+            **asdict(c),
+            "warnings": list(checked.recipe.warnings),
+        },
+        f"{checked.recipe.name}: {checked.recipe.method} of {len(checked.experts)} experts, "
+        f"{c.tensors} tensors in {c.layers} layers",
+        f"  expert bytes        {size(c.expert_bytes_total)}",
+        f"  budget              {size(c.budget_bytes)}",
+        f"  base bytes          {size(c.base_bytes)}",
+        f"  output bytes        {size(c.output_bytes)} ({size(c.free_bytes)} free)",
+        f"  read once to learn  {size(c.analysis_bytes)}",
+    )
+
+
+@click.command()
+@click.argument("recipe", type=click.Path())
+@planning_options
+@verb
+def plan(console: Console, recipe: str, **planning: Any) -> None:
+    """Decide what to read under the budget, and print the bound on what that costs."""
+    from mergepipe_pipeline.pipeline.inspect import shares
+
+    made = _plan(console, recipe, planning)
+    e = made.estimates
+    console.warn(made.warnings)
+    rows = [
+        (s.expert, size(s.nbytes_total), size(s.nbytes_read), size(s.nbytes_known_zero))
+        for s in shares(made, "expert")
+    ]
+    console.show(
+        {
+            "plan_id": made.plan_id,
+            "recipe": made.recipe_name,
+            "method": made.method,
+            "layers": len(made.layers),
+            **asdict(e),
+        },
+        f"plan {made.plan_id[:16]}  {made.method}, {e.strategy}",
+        f"  expert bytes   {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}"
+        f" (budget {size(e.budget_bytes)})",
+        f"  blocks         {e.blocks_bought} bought, {e.blocks_zero} known to be zero, "
+        f"{e.blocks_total - e.blocks_bought - e.blocks_zero} left of {e.blocks_total}",
+        f"  error bound    {bound_text(made)}",
+        "",
+        *table(("expert", "size", "read", "known zero"), rows),
+    )
+
+
+def bound_text(made: MergePlan) -> str:
+    """The bound, absolute and relative to the predicted update, with the argument behind it."""
+    e = made.estimates
+    if e.error_bound is None:
+        return f"none: {e.bound_note}"
+    relative = ""
+    if e.update_norm:
+        relative = f" ({100 * e.error_bound / e.update_norm:.1f} % of the update's predicted norm)"
+    return f"{e.error_bound:.4g} in L2{relative}, {e.bound_note}"
+
+
+def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
+    from mergepipe_pipeline.pipeline.check import load_recipe
+    from mergepipe_pipeline.pipeline.plan import make_plan
+
+    return make_plan(
+        console.home,
+        load_recipe(recipe),
+        relative_to=recipe_folder(recipe),
+        progress=console.progress,
+        **planning,
+    )
+
+
+@click.command()
+@click.argument("recipe", type=click.Path())
+@planning_options
+@click.option("--out", type=click.Path(), help="Also write a plain Hugging Face folder here.")
+@click.option("--publish", "publish_ref", is_flag=True, help="Publish under the recipe's ref.")
+@click.option("--threads", type=int, help="Threads for arithmetic and reading.")
+@click.option("--window-size", "window_elems", type=int, help="Elements per window.")
+@click.option("--memory", "memory_mib", type=int, help="Buffer memory in MiB.")
+@verb
+def merge(
+    console: Console,
+    recipe: str,
+    out: str | None,
+    publish_ref: bool,
+    threads: int | None,
+    window_elems: int | None,
+    memory_mib: int | None,
+    **planning: Any,
+) -> None:
+    """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
+    from pathlib import Path
+
+    from mergepipe_pipeline.pipeline.export import check_out, export
+    from mergepipe_pipeline.pipeline.merge import EngineKnobs
+    from mergepipe_pipeline.pipeline.merge import merge as run
+
+    if out:
+        check_out(Path(out))
+    made = _plan(console, recipe, planning)
+    console.warn(made.warnings)
+    knobs = EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20)
+    outcome = run(console.home, made, knobs=knobs, progress=console.progress)
+    summary = outcome.summary()
+    lines = _merged_lines(outcome)
+    if out:
+        export(console.home, outcome.snapshot.snapshot_id, Path(out))
+        summary["path"] = summary["out"] = str(Path(out).resolve())
+        lines.append(f"  folder        {summary['out']}")
+    if publish_ref:
+        from mergepipe_pipeline.pipeline.publish import publish
+
+        ref = publish(console.home, outcome.snapshot.snapshot_id, made.ref)
+        summary["ref"], summary["ref_version"] = ref.name, ref.number
+        lines.append(f"  published     {ref.name}, version {ref.number}")
+    console.show(summary, *lines)
+
+
+def _merged_lines(outcome: MergeOutcome) -> list[str]:
+    s = outcome.summary()
+    return [
+        f"snapshot {s['snapshot_id']}",
+        f"  layers        {s['layers_executed']} executed, {s['layers_reused']} reused",
+        f"  expert bytes  {size(s['expert_bytes_read'])} read, {size(s['expert_bytes_planned'])} "
+        f"planned of {size(s['expert_bytes_total'])} (budget {size(s['budget_bytes'])})",
+        f"  base bytes    {size(s['base_bytes_read'])} read, {size(s['bytes_written'])} written",
+        f"  error bound   {bound_text(outcome.plan)}",
+        f"  time          {s['wall_s']:.2f} s",
+        f"  path          {s['path']}",
+    ]
+
+
+@click.command()
+@click.argument("what")
+@click.option(
+    "--by",
+    type=click.Choice(["expert", "layer", "tensor"]),
+    default="expert",
+    show_default=True,
+    help="How to group what was bought.",
+)
+@verb
+def explain(console: Console, what: str, by: str) -> None:
+    """Say what a plan, snapshot or ref reads of each expert, and what it leaves."""
+    from mergepipe_pipeline.pipeline.inspect import explain as run
+
+    made, rows = run(console.home, what, by)
+    e = made.estimates
+    lines = [
+        (
+            s.expert,
+            s.place,
+            size(s.nbytes_total),
+            size(s.nbytes_read),
+            f"{100 * s.nbytes_read / max(1, s.nbytes_total):.1f} %",
+            size(s.nbytes_known_zero),
+        )
+        for s in rows
+    ]
+    console.show(
+        {
+            "plan_id": made.plan_id,
+            "method": made.method,
+            "estimates": asdict(e),
+            "shares": [asdict(s) for s in rows],
+        },
+        f"plan {made.plan_id[:16]}  {made.method}, strategy {e.strategy}, "
+        f"{size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)} expert bytes",
+        f"error bound {bound_text(made)}",
+        "",
+        *table(("expert", by, "size", "read", "share", "known zero"), lines),
+    )

@@ -1,0 +1,87 @@
+"""Commands about results: `publish`, `history`, `rollback`, `verify`, `gc`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from mergepipe_pipeline.cli.common import Console, size, table, verb
+
+
+@click.command()
+@click.argument("snapshot")
+@click.option("--ref", required=True, help="Name to publish under.")
+@click.option("--reason", default="published", show_default=True)
+@click.option("--expect", "expected", type=int, help="Refuse unless this is the current version.")
+@verb
+def publish(console: Console, snapshot: str, ref: str, reason: str, expected: int | None) -> None:
+    """Make a ref name a snapshot, after checking every byte of it."""
+    from mergepipe_pipeline.pipeline.publish import publish as run
+
+    done = run(console.home, snapshot, ref, reason=reason, expected=expected)
+    console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
+
+
+@click.command()
+@click.argument("ref")
+@verb
+def history(console: Console, ref: str) -> None:
+    """Show every version of a ref."""
+    from mergepipe_pipeline.pipeline.publish import history as run
+
+    refs = run(console.home, ref)
+    console.show(
+        [asdict(r) for r in refs],
+        *table(
+            ("version", "snapshot", "reason"), [(r.number, r.snapshot_id, r.reason) for r in refs]
+        ),
+    )
+
+
+@click.command()
+@click.argument("ref")
+@click.option("--to", type=int, help="Version to go back to (default: the last different one).")
+@click.option("--reason", default="rollback", show_default=True)
+@verb
+def rollback(console: Console, ref: str, to: int | None, reason: str) -> None:
+    """Publish an older version of a ref again."""
+    from mergepipe_pipeline.pipeline.publish import rollback as run
+
+    done = run(console.home, ref, to, reason)
+    console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
+
+
+@click.command()
+@click.argument("what")
+@verb
+def verify(console: Console, what: str) -> None:
+    """Re-hash every byte of a snapshot (id, prefix or ref); exit 0, or name what is wrong."""
+    from mergepipe_pipeline.pipeline.inspect import verify as run
+
+    done = run(console.home, what, console.progress)
+    console.show(
+        {"ok": True, **asdict(done)}, f"ok: {done.files} files, {size(done.nbytes)} checked"
+    )
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option(
+    "--older-than",
+    "older_than_s",
+    type=float,
+    default=3600.0,
+    show_default=True,
+    help="Keep unreferenced files younger than this many seconds.",
+)
+@verb
+def gc(console: Console, dry_run: bool, older_than_s: float) -> None:
+    """Remove what no snapshot needs: old staging, unreferenced objects and actions."""
+    from mergepipe_pipeline.pipeline.gc import collect
+
+    done = collect(console.home, older_than_s=older_than_s, dry_run=dry_run)
+    console.show(
+        asdict(done),
+        f"{'would remove' if dry_run else 'removed'} {done.files} files, {size(done.nbytes)}",
+    )

@@ -1,0 +1,73 @@
+"""The one home of every hash: content digests, ids from canonical JSON, sealed JSON files.
+
+SHA-256 everywhere: CPUs have instructions for it and every tool can check it. An id is the digest
+of a canonical JSON value, so that equal facts have equal ids in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from mergepipe_pipeline.errors import CorruptionError
+
+SEAL_KEY = "sha256"
+
+
+def new_hash() -> hashlib._Hash:
+    """A fresh streaming content hash (SHA-256)."""
+    return hashlib.sha256()
+
+
+def sha256_hex(data: bytes) -> str:
+    """SHA-256 of `data` as 64 hexadecimal characters."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte form of a JSON value: sorted keys, no blanks, UTF-8, no NaN.
+
+    Raises ValueError for NaN or infinity and TypeError for what JSON cannot hold.
+    """
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def digest_json(value: Any) -> str:
+    """SHA-256 (64 hex) of the canonical JSON of `value`: the id of a fact."""
+    return sha256_hex(canonical_json(value))
+
+
+def seal(value: dict[str, Any]) -> bytes:
+    """File bytes of a JSON object that carries its own digest under `sha256`, readable and canonical."""
+    sealed = {**value, SEAL_KEY: digest_json(value)}
+    return (
+        json.dumps(sealed, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    ).encode()
+
+
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """The object inside sealed JSON bytes; any flipped bit raises CorruptionError naming `where`."""
+    try:
+        value = json.loads(data)
+        stated = value.pop(SEAL_KEY)
+    except (ValueError, AttributeError, KeyError) as error:
+        raise CorruptionError(
+            "A sealed JSON file cannot be read",
+            where=where,
+            expected=f"an object with {SEAL_KEY!r}",
+            found=str(error),
+            next_step="restore the file, or delete what it describes and run again",
+        ) from error
+    if seal(value) != data:
+        raise CorruptionError(
+            "A sealed JSON file was changed after it was written",
+            where=where,
+            expected=f"sha256 {str(stated)[:16]}",
+            found=f"sha256 {digest_json(value)[:16]}",
+            next_step="restore the file, or delete what it describes and run again",
+        )
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,80 @@
+"""Names and sizes of element types, in the three vocabularies that meet here.
+
+safetensors codes (`BF16`) are the project's own names; YAML and config.json say `bfloat16`; torch has
+its objects, which the engine asks for by the YAML name. No torch here.
+"""
+
+from __future__ import annotations
+
+from mergepipe_pipeline.errors import RecipeError
+
+#: Bytes per element, by safetensors code. Sub-byte types are refused by the header parser.
+ITEMSIZE: dict[str, int] = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+#: Codes whose elements a merge can do arithmetic on.
+FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+
+TORCH_NAME: dict[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+_FROM_NAME = {name: code for code, name in TORCH_NAME.items() if code in FLOATING}
+_FROM_NAME |= {"float": "F32", "half": "F16", "double": "F64"}
+
+
+def itemsize(code: str) -> int:
+    """Bytes per element of a safetensors dtype code; KeyError for an unknown one."""
+    return ITEMSIZE[code]
+
+
+def code_from_name(name: str, where: str) -> str:
+    """The safetensors code of a dtype named as in YAML (`bfloat16`, `torch.bfloat16`).
+
+    Raises RecipeError for a name that is no floating-point dtype.
+    """
+    try:
+        return _FROM_NAME[name.removeprefix("torch.")]
+    except KeyError:
+        raise RecipeError(
+            "Unknown dtype",
+            where=where,
+            expected="one of " + ", ".join(sorted(_FROM_NAME)),
+            found=repr(name),
+            next_step="use float32, float16 or bfloat16",
+        ) from None

@@ -1,0 +1,92 @@
+"""The checkpoints of a plan, open for reading: experts behind their access sets, the base in full.
+
+The gate is here: an expert's reader refuses any element outside the plan, and what it counts is what the
+kernel was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.spec.blocks import Range, coalesce
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, Source
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.source import open_source
+
+
+class SourcePool:
+    """Readers for the sources of one plan; a context manager that closes their files.
+
+    Raises CheckpointChangedError when a checkpoint is not the one that was planned.
+    """
+
+    def __init__(self, plan: MergePlan) -> None:
+        self._stack = ExitStack()
+        self._readers: dict[tuple[int, bool], BlockReader] = {}
+        self._plan = plan
+
+    def __enter__(self) -> SourcePool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def expert(self, source: int) -> BlockReader:
+        """The gated reader of an expert: exactly the plan's ranges."""
+        return self._reader(source, gated=True)
+
+    def base(self, source: int) -> BlockReader:
+        """The ungated reader of the base (or of the model that stands in for one)."""
+        return self._reader(source, gated=False)
+
+    def verify_unchanged(self) -> None:
+        """Raise CheckpointChangedError if any file read so far is not the planned one any more."""
+        for reader in self._readers.values():
+            reader.verify_unchanged()
+
+    def bytes_read(self) -> tuple[int, int]:
+        """Bytes read so far, from experts through the gate and from the base."""
+        counts = [0, 0]
+        for (_, gated), reader in self._readers.items():
+            counts[0 if gated else 1] += reader.bytes_read
+        return counts[0], counts[1]
+
+    def _reader(self, source: int, *, gated: bool) -> BlockReader:
+        key = (source, gated)
+        if key not in self._readers:
+            self._readers[key] = self._open(self._plan.sources[source], source, gated=gated)
+        return self._readers[key]
+
+    def _open(self, planned: Source, number: int, *, gated: bool) -> BlockReader:
+        checkpoint = open_checkpoint(planned.root, planned.name)
+        if checkpoint.checkpoint_id != planned.checkpoint_id:
+            raise CheckpointChangedError(
+                "A checkpoint changed after the plan was made",
+                where=planned.root,
+                expected=planned.checkpoint_id,
+                found=checkpoint.checkpoint_id,
+                next_step="run the merge again: it plans anew from the files as they are",
+            )
+        files = self._stack.enter_context(open_source(planned.root))
+        allowed = access_set(self._plan.layers, number) if gated else None
+        return BlockReader(files, checkpoint, allowed)
+
+
+def access_set(layers: Sequence[LayerTask], source: int) -> dict[str, tuple[Range, ...]]:
+    """Tensor name to the element ranges of `source` that the layers read as an expert's."""
+    ranges: dict[str, list[Range]] = {}
+    for layer in layers:
+        for task in layer.tasks:
+            for e in task.experts:
+                if e.source == source:
+                    ranges.setdefault(e.tensor.name, []).extend(e.read)
+    return {name: coalesce(r) for name, r in ranges.items()}

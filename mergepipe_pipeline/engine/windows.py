@@ -1,0 +1,44 @@
+"""How much memory a merge may hold: the one place that decides it.
+
+A window is a run of elements of one tensor that is read, merged and written together. Its length
+falls as the number of experts rises, so that the bytes held stay the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: Windows in flight: one being read, one being merged, one being written.
+SLOTS = 3
+_QUANTUM = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Knobs that change speed and memory, never bits.
+
+    `memory_bytes` bounds the buffers of one running layer; `window_elems` overrides the length that
+    follows from it; `threads` is for arithmetic and for reads each.
+    """
+
+    memory_bytes: int = 192 << 20
+    window_elems: int | None = None
+    threads: int = max(1, os.cpu_count() or 1)
+
+    def window_for(self, n_experts: int, itemsize: int) -> int:
+        """Window length in elements for a tensor with `n_experts` inputs of `itemsize` bytes."""
+        if self.window_elems is not None:
+            return max(1, self.window_elems)
+        raw = SLOTS * (n_experts + 1) * itemsize
+        rows = 4 * (n_experts + 1)
+        working = 4 * 8
+        fits = self.memory_bytes // (raw + rows + working)
+        return int(max(_QUANTUM, min(1 << 20, fits // _QUANTUM * _QUANTUM)))
+
+
+def cut(numel: int, window_elems: int) -> Iterator[tuple[int, int]]:
+    """Half-open element ranges that cover a tensor in order."""
+    for start in range(0, numel, window_elems):
+        yield start, min(numel, start + window_elems)

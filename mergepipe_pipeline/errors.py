@@ -1,0 +1,148 @@
+"""Every error a user can meet: one root class, one exit code per class.
+
+A message is built from four parts, so that none is forgotten: what happened, where (file, tensor,
+key path), what was expected against what was found, and the next step. The CLI prints `str(error)`
+and exits with `exit_code`; nothing else in the project decides either.
+"""
+
+from __future__ import annotations
+
+
+class MergePipeError(Exception):
+    """Root of all errors the project raises on purpose; `exit_code` is the process's exit status."""
+
+    exit_code = 10
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.next_step = next_step
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        parts = [self.what.rstrip(".") + "."]
+        if self.where:
+            parts.append(f"Where: {self.where}.")
+        if self.expected or self.found:
+            pair = [
+                f"expected {self.expected}" if self.expected else "",
+                f"found {self.found}" if self.found else "",
+            ]
+            sentence = ", ".join(p for p in pair if p)
+            parts.append(sentence[0].upper() + sentence[1:] + ".")
+        if self.next_step:
+            parts.append(f"Next: {self.next_step.rstrip('.')}.")
+        return " ".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Dagster carries errors between processes; keyword-only arguments need this to pickle.
+        return (_rebuild, (type(self), self.__dict__.copy()))
+
+
+def _rebuild(cls: type[MergePipeError], state: dict[str, object]) -> MergePipeError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, state.get("what"))
+    error.__dict__.update(state)
+    return error
+
+
+class RecipeError(MergePipeError):
+    """A recipe cannot be understood or cannot run; `problems` holds every problem found at once."""
+
+    exit_code = 11
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        problems: tuple[str, ...] = (),
+        where: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, expected=expected, found=found, next_step=next_step)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        lines += [f"  {i}. {p}" for i, p in enumerate(self.problems, 1)]
+        return "\n".join(lines)
+
+
+class CheckpointError(MergePipeError):
+    """A checkpoint is missing, damaged, hostile or of a format that is not read."""
+
+    exit_code = 12
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """A checkpoint is still being written: files named by its index are absent or too short."""
+
+    exit_code = 13
+
+
+class CheckpointChangedError(CheckpointError):
+    """A source file is not the one that was registered or planned."""
+
+    exit_code = 14
+
+
+class IncompatibleCheckpointsError(MergePipeError):
+    """Checkpoints of one recipe do not fit together (tensors, shapes, layers)."""
+
+    exit_code = 15
+
+
+class BudgetError(MergePipeError):
+    """A budget cannot be parsed, or a read would leave the planned access set."""
+
+    exit_code = 16
+
+
+class NotFoundError(MergePipeError, KeyError):
+    """A named thing (checkpoint, plan, snapshot, ref) is not in the warehouse."""
+
+    exit_code = 17
+
+    __str__ = MergePipeError.__str__
+
+
+class CommitConflictError(MergePipeError):
+    """Another writer published first; `expected` and `found` name the versions."""
+
+    exit_code = 18
+
+
+class CorruptionError(MergePipeError):
+    """Stored bytes are not the bytes that were written."""
+
+    exit_code = 19
+
+
+class StorageFullError(MergePipeError):
+    """The disk is full or a quota is reached; nothing published was touched."""
+
+    exit_code = 20
+
+
+class OperatorError(MergePipeError):
+    """An operator cannot be applied to what it was given."""
+
+    exit_code = 21
+
+
+class BusyError(MergePipeError):
+    """Another process does the same work right now."""
+
+    exit_code = 22

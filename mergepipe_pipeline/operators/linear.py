@@ -1,0 +1,58 @@
+"""Weighted sum of the models themselves. Works on values, not on deltas, and needs no base."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.operators.registry import PerModel, Weight, Window, operator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _check(tensor: str, numel: int, weight: PerModel, normalize: bool) -> None:
+    if normalize and sum(weight) == 0:
+        raise OperatorError(
+            "The weights of a linear merge sum to zero",
+            where=f"tensor {tensor}",
+            expected="a sum to divide by",
+            found=f"weights {list(weight)}",
+            next_step="change a weight, or set normalize: false",
+        )
+
+
+def _coefficients(weight: PerModel, normalize: bool) -> tuple[float, ...]:
+    _check("any", 0, weight, normalize)
+    total = sum(weight) if normalize else 1.0
+    return tuple(w / total for w in weight)
+
+
+@operator(
+    "linear",
+    space="value",
+    needs_base=False,
+    formula="Σ wᵢTᵢ, divided by Σ wᵢ if normalize",
+    reference="https://arxiv.org/abs/2203.05482",
+    coefficients=_coefficients,
+    check=_check,
+)
+def linear(
+    window: Window,
+    *,
+    weight: Weight,
+    normalize: Annotated[bool, "divide by the sum of the weights"] = True,
+) -> Tensor:
+    """Weighted mean (or sum) of the experts' values.
+
+    Raises OperatorError if normalize is set and the weights sum to zero.
+    Source: Model soups (https://arxiv.org/abs/2203.05482).
+    """
+    _check(window.task.name, 0, weight, normalize)
+    total = window.experts[0].mul_(weight[0])
+    for k in range(1, len(weight)):
+        total.add_(window.experts[k].mul_(weight[k]))
+    if normalize:
+        # A tensor, since some devices divide by a Python number through its rounded reciprocal.
+        total.div_(total.new_full((), sum(weight)))
+    return total

@@ -1,0 +1,235 @@
+"""What an operator is, and the table of all of them; a function's signature is its schema.
+
+Not a merge: nothing here computes. `recipe` reads the schemas, `planner` the coefficients, and the
+engine calls `apply` for one window after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import Parameter as Argument
+from inspect import signature
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.spec.operator import Fact, OperatorSchema, Parameter, Response, Space
+from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.spec.recipe import Params
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OPERATORS: dict[str, Operator] = {}
+
+
+class PerModel(tuple[float, ...]):
+    """Annotation of a parameter given per expert: one value for each, in recipe order."""
+
+    __slots__ = ()
+
+
+#: Default of a per-model parameter: 1.0 for each expert.
+ONE_EACH: Final = PerModel((1.0,))
+
+# What the parameters that several operators share mean; the annotation carries the help text.
+Weight = Annotated[PerModel, "factor of this model"]
+Density = Annotated[PerModel, "share of the delta's elements to keep; 1 or more keeps all"]
+Lambda = Annotated[float, "factor of the merged update, applied after normalisation"]
+Int8Mask = Annotated[bool, "accepted for mergekit recipes, without effect on results"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Elements [start_elem, start_elem + n) of one tensor, from the base and from K experts.
+
+    `base` is [n] float32 and never written to, or None for an operator that needs none. `experts`
+    is [K, n] float32 in the order of `task.experts`: deltas for space "delta", values for space
+    "value". The operator may overwrite it.
+    """
+
+    base: Tensor | None
+    experts: Tensor
+    task: TensorTask
+    start_elem: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A registered merge method.
+
+    `apply(window)` gives the merged values, base included, as [n] float32.
+    `coefficients(params, model_params)` gives one effective cᵢ of δᵢ per expert: exact for additive
+    operators (without the drop scale), for votes the share when all experts agree.
+    `validate(tensor, numel, params, model_params)` raises OperatorError if the parameters cannot
+    work for a tensor of `numel` elements.
+    """
+
+    schema: OperatorSchema
+    apply: Callable[[Window], Tensor]
+    coefficients: Callable[[Params, Sequence[Params]], tuple[float, ...]]
+    validate: Callable[[str, int, Params, Sequence[Params]], None]
+
+
+def operator(
+    name: str,
+    *,
+    formula: str,
+    reference: str,
+    coefficients: Callable[..., tuple[float, ...]],
+    check: Callable[..., None] | None = None,
+    space: Space = "delta",
+    needs_base: bool = True,
+    fact: Fact = "none",
+    response: Response = "additive",
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register `function(window, *, parameters…) -> Tensor` as the merge method `name`.
+
+    Keyword-only arguments become recipe parameters: `Annotated[PerModel, help]` is given per model,
+    `Annotated[float | bool | int, help]` once per tensor; a trailing underscore is dropped
+    (`lambda_`). `coefficients(**values)` and `check(tensor, numel, **values)` get the same values.
+
+    Raises OperatorError for a name that is taken and for an argument without type or help.
+    """
+
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if name in OPERATORS:
+            raise OperatorError(
+                "Two operators have the same name",
+                where=f"{function.__module__}.{function.__qualname__}",
+                expected="a name of its own",
+                found=repr(name),
+                next_step="rename one of them",
+            )
+        schema = OperatorSchema(
+            name, _parameters(function), space, needs_base, fact, response, formula, reference
+        )
+
+        def apply(window: Window) -> Tensor:
+            task = window.task
+            _check_window(schema, window)
+            if not task.experts and window.base is not None:
+                return window.base.clone()
+            values = bind(schema, task.name, task.params, [e.params for e in task.experts])
+            return function(window, **values)
+
+        def coefficients_of(params: Params, model_params: Sequence[Params]) -> tuple[float, ...]:
+            return coefficients(**bind(schema, f"method {name}", params, model_params))
+
+        def validate(
+            tensor: str, numel: int, params: Params, model_params: Sequence[Params]
+        ) -> None:
+            values = bind(schema, tensor, params, model_params)
+            if check is not None:
+                check(tensor, numel, **values)
+
+        OPERATORS[name] = Operator(schema, apply, coefficients_of, validate)
+        return function
+
+    return register
+
+
+def bind(
+    schema: OperatorSchema, where: str, params: Params, model_params: Sequence[Params]
+) -> dict[str, Any]:
+    """Keyword arguments of an operator's function: every parameter, defaults filled in.
+
+    Raises OperatorError for a name the schema lacks, a required one left out, and a value that is
+    no finite number.
+    """
+    scopes: dict[str, Sequence[Params]] = {"method": [params], "model": model_params}
+    given: dict[str, list[dict[str, Any]]] = {}
+    for scope, rows in scopes.items():
+        known = {p.name for p in schema.parameters if p.scope == scope}
+        given[scope] = [dict(row) for row in rows]
+        for key in (key for row in given[scope] for key in row if key not in known):
+            raise OperatorError(
+                f"{schema.name} has no {scope} parameter {key!r}",
+                where=where,
+                expected="one of " + ", ".join(sorted(known)),
+                found=repr(key),
+                next_step="remove or rename the parameter",
+            )
+    values: dict[str, Any] = {}
+    for p in schema.parameters:
+        column = [_value(schema, p, where, row) for row in given[p.scope]]
+        values[_argument(p.name)] = PerModel(column) if p.scope == "model" else column[0]
+    return values
+
+
+def _value(schema: OperatorSchema, p: Parameter, where: str, row: dict[str, Any]) -> Any:
+    raw = row.get(p.name, p.default)
+    try:
+        number = float(raw)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise OperatorError(
+            f"{schema.name} cannot use its parameter {p.name!r}",
+            where=where,
+            expected=f"a finite number ({p.help})",
+            found="nothing" if raw is None else repr(raw),
+            next_step=f"give {p.name} a value in the recipe",
+        )
+    return {"float": float, "bool": bool, "int": int}[p.kind](number)
+
+
+def _check_window(schema: OperatorSchema, window: Window) -> None:
+    n_experts = len(window.task.experts)
+    missing_base = schema.needs_base and window.base is None
+    if missing_base or window.experts.shape[0] != n_experts or not (n_experts or schema.needs_base):
+        base = "a base" if schema.needs_base else "a base or none"
+        raise OperatorError(
+            f"{schema.name} was handed a window that does not fit its task",
+            where=f"tensor {window.task.name}, element {window.start_elem}",
+            expected=f"{base} and {max(1, n_experts)} experts",
+            found=f"{'no' if window.base is None else 'a'} base, {window.experts.shape[0]} experts",
+            next_step="report this: the engine and the plan disagree",
+        )
+
+
+def _argument(parameter_name: str) -> str:
+    return parameter_name + "_" if parameter_name == "lambda" else parameter_name
+
+
+def _parameters(function: Callable[..., Tensor]) -> tuple[Parameter, ...]:
+    # Tensor is unknown at run time: torch is imported for type checking only.
+    hints = get_type_hints(function, localns={"Tensor": object}, include_extras=True)
+    arguments = signature(function).parameters.values()
+    return tuple(
+        _parameter(a, hints.get(a.name), f"{function.__module__}.{function.__qualname__}")
+        for a in arguments
+        if a.kind is Argument.KEYWORD_ONLY
+    )
+
+
+def _parameter(argument: Argument, hint: Any, where: str) -> Parameter:
+    kinds: dict[Any, tuple[Literal["model", "method"], Literal["float", "bool", "int"]]] = {
+        PerModel: ("model", "float"),
+        float: ("method", "float"),
+        bool: ("method", "bool"),
+        int: ("method", "int"),
+    }
+    kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if kind not in kinds or not notes or not isinstance(notes[0], str):
+        raise OperatorError(
+            f"The argument {argument.name!r} of an operator has no type and help text",
+            where=where,
+            expected="Annotated[PerModel, help] or Annotated[float | bool | int, help]",
+            found=repr(hint),
+            next_step="annotate the argument",
+        )
+    default = None if argument.default is Argument.empty else argument.default
+    if isinstance(default, PerModel):
+        (default,) = default
+    return Parameter(argument.name.removesuffix("_"), *kinds[kind], default, notes[0])

@@ -1,0 +1,299 @@
+"""The verb `merge`: run what the action cache does not know, then commit a snapshot.
+
+A layer whose key is known is not read, not computed, not written. A crash loses at most the layers
+that were running; everything before is found again by key.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.pipeline.progress import Advance, Progress, Silent
+from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.model_folder import (
+    config_json,
+    index_json,
+    model_card,
+    shard_name,
+)
+from mergepipe_pipeline.snapshots.objects import ObjectStore, StoredObject
+from mergepipe_pipeline.snapshots.stage import stage_snapshot
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
+from mergepipe_pipeline.spec.snapshot import LineageEntry, Manifest, ShardEntry, SideFile, Snapshot
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.storage.checkpoint import side_files
+from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.engine.execute import LayerRunner
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKnobs:
+    """Speed and memory of a merge; never its bits. None means the engine's default."""
+
+    threads: int | None = None
+    window_elems: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutcome:
+    """One layer after `merge_layers`: reused from the action cache, or what it cost."""
+
+    name: str
+    layer_key: str
+    stored: StoredObject
+    reused: bool
+    expert_bytes_read: int
+    base_bytes_read: int
+    wall_s: float
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOutcome:
+    """A finished merge: the snapshot, its plan, every layer's outcome, and the time it took."""
+
+    snapshot: Snapshot
+    plan: MergePlan
+    layers: tuple[LayerOutcome, ...]
+    wall_s: float
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `merge --json`; bytes are bytes, `error_bound` an L2 norm."""
+        e = self.plan.estimates
+        return {
+            "snapshot_id": self.snapshot.snapshot_id,
+            "plan_id": self.plan.plan_id,
+            "path": self.snapshot.path,
+            "budget_bytes": e.budget_bytes,
+            "strategy": e.strategy,
+            "expert_bytes_total": e.expert_bytes_total,
+            "expert_bytes_planned": e.expert_bytes_planned,
+            "expert_bytes_read": sum(x.expert_bytes_read for x in self.layers),
+            "base_bytes_read": sum(x.base_bytes_read for x in self.layers),
+            "bytes_written": sum(x.bytes_written for x in self.layers),
+            "layers_executed": sum(not x.reused for x in self.layers),
+            "layers_reused": sum(x.reused for x in self.layers),
+            "error_bound": e.error_bound,
+            "error_bound_note": e.bound_note,
+            "update_norm_estimate": e.update_norm,
+            "wall_s": round(self.wall_s, 3),
+            "warnings": list(self.plan.warnings),
+        }
+
+
+def merge(
+    home: Warehouse,
+    plan: MergePlan,
+    *,
+    knobs: EngineKnobs | None = None,
+    progress: Progress | None = None,
+) -> MergeOutcome:
+    """Execute a plan and commit its snapshot; publishes nothing.
+
+    Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on a
+    full disk; staging is removed, finished layers stay for the next try.
+    """
+    started = time.monotonic()
+    layers = tuple(merge_layers(home, plan, knobs=knobs, progress=progress))
+    snapshot = commit(home, plan, layers)
+    return MergeOutcome(snapshot, plan, layers, time.monotonic() - started)
+
+
+def merge_layers(
+    home: Warehouse,
+    plan: MergePlan,
+    names: Sequence[str] | None = None,
+    *,
+    knobs: EngineKnobs | None = None,
+    progress: Progress | None = None,
+) -> Iterator[LayerOutcome]:
+    """Run or reuse the named layers (default: all) in plan order, yielding each as it is done."""
+    wanted = [layer for layer in plan.layers if names is None or layer.name in names]
+    store = object_store(home)
+    unknown = [layer for layer in wanted if store.lookup(layer.layer_key) is None]
+    total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
+    with (
+        (progress or Silent()).task(f"merge {plan.recipe_name}", total) as advance,
+        _LayerMerger(home, plan, knobs or EngineKnobs(), advance) as merger,
+    ):
+        for layer in wanted:
+            yield merger.merge(layer)
+
+
+class _LayerMerger:
+    """Looks a layer up, or runs it and records it. The engine starts with the first layer it is needed for."""
+
+    def __init__(
+        self, home: Warehouse, plan: MergePlan, knobs: EngineKnobs, advance: Advance
+    ) -> None:
+        self._home, self._plan, self._knobs, self._advance = home, plan, knobs, advance
+        self._store = object_store(home)
+        self._stack = ExitStack()
+        self._runner: LayerRunner | None = None
+        self._staging: Path | None = None
+
+    def __enter__(self) -> _LayerMerger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def merge(self, layer: LayerTask) -> LayerOutcome:
+        """One layer, from the action cache or by the engine."""
+        known = self._store.lookup(layer.layer_key)
+        if known is not None:
+            return LayerOutcome(layer.name, layer.layer_key, known, True, 0, 0, 0.0, 0)
+        runner, staging = self._engine()
+        path = staging / f"{layer.name}.safetensors"
+        result = runner.run(layer, path, self._advance)
+        stored = StoredObject(result.sha256, result.nbytes, result.tensors)
+        self._store.adopt(path, stored.sha256, stored.nbytes)
+        self._store.record(layer.layer_key, stored)
+        return LayerOutcome(
+            layer.name,
+            layer.layer_key,
+            stored,
+            False,
+            result.expert_bytes_read,
+            result.base_bytes_read,
+            result.wall_s,
+            result.nbytes,
+        )
+
+    def _engine(self) -> tuple[LayerRunner, Path]:
+        if self._runner is None or self._staging is None:
+            from mergepipe_pipeline.engine.execute import LayerRunner
+            from mergepipe_pipeline.engine.windows import EngineOptions
+
+            given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
+            self._staging = self._home.new_staging("merge")
+            self._stack.callback(remove_tree, self._staging)
+            self._runner = self._stack.enter_context(
+                LayerRunner(self._plan, EngineOptions(**given))
+            )
+        return self._runner, self._staging
+
+
+def commit(home: Warehouse, plan: MergePlan, layers: Sequence[LayerOutcome] = ()) -> Snapshot:
+    """Build the snapshot of a plan whose layers are all in the object store, and commit it.
+
+    `layers` only adds realised cost to the provenance. Raises NotFoundError naming the first layer that
+    is not merged yet.
+    """
+    store = object_store(home)
+    shards = []
+    for number, layer in enumerate(plan.layers, 1):
+        stored = store.lookup(layer.layer_key)
+        if stored is None:
+            raise NotFoundError(
+                "A layer of the plan is not merged yet",
+                where=layer.name,
+                expected=f"an object for layer key {layer.layer_key[:16]}",
+                found="none",
+                next_step="run `mergepipe merge` on the recipe",
+            )
+        shards.append(
+            ShardEntry(
+                shard_name(number, len(plan.layers)),
+                layer.name,
+                layer.layer_key,
+                stored.sha256,
+                stored.nbytes,
+                stored.tensors,
+            )
+        )
+    inputs = _lineage(home, plan)
+    files = _side_files(plan, shards, inputs)
+    manifest = Manifest(
+        plan_id=plan.plan_id,
+        method=plan.method,
+        inputs=inputs,
+        shards=tuple(shards),
+        side_files=tuple(
+            SideFile(name, sha256_hex(data), len(data)) for name, data in sorted(files.items())
+        ),
+    )
+    staging = home.new_staging("commit")
+    try:
+        staged = stage_snapshot(staging, manifest, store, files, _provenance(plan, layers))
+        return commit_snapshot(staged, home.snapshots)
+    finally:
+        remove_tree(staging)
+
+
+def object_store(home: Warehouse) -> ObjectStore:
+    """The warehouse's objects and action cache."""
+    return ObjectStore(home.objects, home.actions)
+
+
+def _lineage(home: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
+    catalog = Catalog(home.catalog)
+    has_base = any(t.base and t.experts for layer in plan.layers for t in layer.tasks)
+    return tuple(
+        LineageEntry(
+            "base" if i == 0 and has_base else "expert",
+            s.name,
+            catalog.content_sha256(s.checkpoint_id),
+        )
+        for i, s in enumerate(plan.sources)
+    )
+
+
+def _side_files(
+    plan: MergePlan, shards: Sequence[ShardEntry], inputs: Sequence[LineageEntry]
+) -> dict[str, bytes]:
+    """Everything beside the weights: the base's own files, config with the new dtype, index, card."""
+    root = plan.sources[plan.base_source].root
+    files = {}
+    with open_source(root) as source:
+        for name in side_files(root):
+            files[name] = source.read_range(name, 0, source.size(name))
+    dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
+    if "config.json" in files and len(dtypes) == 1:
+        files["config.json"] = config_json(files["config.json"], dtypes.pop())
+    files["model.safetensors.index.json"] = index_json(shards)
+    files["README.md"] = model_card(plan.method, plan.plan_id, inputs)
+    return files
+
+
+def _provenance(plan: MergePlan, layers: Sequence[LayerOutcome]) -> dict[str, Any]:
+    """What no id covers: who, when, where, how asked for, what it cost."""
+    return {
+        "recipe_name": plan.recipe_name,
+        "recipe": plan.recipe_text,
+        "ref": plan.ref,
+        "estimates": asdict(plan.estimates),
+        "warnings": list(plan.warnings),
+        "realised": {
+            "expert_bytes_read": sum(x.expert_bytes_read for x in layers),
+            "base_bytes_read": sum(x.base_bytes_read for x in layers),
+            "layers_executed": sum(not x.reused for x in layers),
+            "layers_reused": sum(x.reused for x in layers),
+        },
+        "sources": [asdict(s) for s in plan.sources],
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "versions": {p: version(p) for p in ("mergepipe-pipeline", "torch", "numpy")},
+    }

@@ -1,0 +1,47 @@
+"""The verbs `publish`, `history` and `rollback`: which snapshot a name stands for, and stood for."""
+
+from __future__ import annotations
+
+from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.verify import verify_snapshot
+from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def publish(
+    home: Warehouse,
+    snapshot_id: str,
+    ref: str,
+    *,
+    reason: str = "published",
+    expected: int | None = None,
+    audit: bool = True,
+) -> Ref:
+    """Make `ref` name the snapshot, after checking every byte of it (unless `audit` is False).
+
+    `expected` is the version the caller has seen; another one raises CommitConflictError. Raises
+    NotFoundError for an unknown snapshot, CorruptionError for a damaged one.
+    """
+    snapshot = load_snapshot(home.snapshots, snapshot_id)
+    if audit:
+        verify_snapshot(home.snapshots / snapshot.snapshot_id)
+    return RefStore(home.refs).publish(ref, snapshot.snapshot_id, reason, expected)
+
+
+def history(home: Warehouse, ref: str) -> tuple[Ref, ...]:
+    """Every version of a ref, oldest first. Raises NotFoundError."""
+    return tuple(RefStore(home.refs).history(ref))
+
+
+def rollback(home: Warehouse, ref: str, to: int | None = None, reason: str = "rollback") -> Ref:
+    """Publish again what version `to` named (default: the last different snapshot)."""
+    refs = RefStore(home.refs)
+    rolled = refs.rollback(ref, to, reason)
+    verify_snapshot(home.snapshots / rolled.snapshot_id)
+    return rolled
+
+
+def released(home: Warehouse, ref: str) -> Snapshot:
+    """The snapshot that `ref` names now. Raises NotFoundError."""
+    return load_snapshot(home.snapshots, RefStore(home.refs).current(ref).snapshot_id)

@@ -1,0 +1,28 @@
+"""What assets and sensors get from Dagster: the warehouse, and the knobs of the engine.
+
+The only place where Dagster configuration becomes core values.
+"""
+
+import dagster as dg
+
+from mergepipe_pipeline.pipeline.merge import EngineKnobs
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
+    """The warehouse at `home`, and how fast and how big a merge may be."""
+
+    home: str
+    threads: int | None = None
+    memory_mib: int | None = None
+    inbox_quiet_s: float = 10.0
+
+    @property
+    def warehouse(self) -> Warehouse:
+        """Every path of the warehouse."""
+        return Warehouse.at(self.home).ensure()
+
+    @property
+    def knobs(self) -> EngineKnobs:
+        """Threads and buffer memory of the engine."""
+        return EngineKnobs(self.threads, None, self.memory_mib and self.memory_mib << 20)

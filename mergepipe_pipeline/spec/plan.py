@@ -1,0 +1,243 @@
+"""What will be read and computed: all that the engine knows, and the identity of its result.
+
+`identity()` of a task covers what determines output bits and nothing else: content digests, operator
+with resolved parameters, covered ranges, dtypes. Paths, block size, budget and estimates stay out, so
+equal work has equal ids wherever and however it was planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.spec.blocks import Range, total_elems
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.recipe import Params
+
+#: Part of every layer key: raised when the engine or an operator changes its bits.
+ENGINE_VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint the engine opens: `checkpoint_id` is checked against the files before reading."""
+
+    name: str
+    root: str
+    checkpoint_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrimRule:
+    """Keep |δ| above a threshold, and ties at the threshold up to an element index.
+
+    An element at index e is kept iff bits(|δ_e|) > `threshold_bits`, or equal and e < `tie_stop_elem`.
+    `threshold_bits` is the float32 pattern of the magnitude (order equals magnitude order).
+    """
+
+    threshold_bits: int
+    tie_stop_elem: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertInput:
+    """One expert's part in one output tensor.
+
+    `source` indexes `MergePlan.sources`; `position` is the expert's place in the recipe (it addresses
+    random numbers). `covered` are the element ranges where the expert takes part; `read` those fetched
+    for it: `covered` without blocks whose delta is known to be zero. Outside, the expert equals the base.
+    `trim` and `scale` are tensor-scope facts the operator asked for.
+    """
+
+    source: int
+    position: int
+    tensor: TensorEntry
+    sha256: str
+    params: Params
+    covered: tuple[Range, ...]
+    read: tuple[Range, ...]
+    trim: TrimRule | None = None
+    scale: float = 1.0
+
+    @property
+    def read_nbytes(self) -> int:
+        """Expert bytes this input fetches."""
+        return total_elems(self.read) * (self.tensor.nbytes // max(1, self.tensor.numel))
+
+
+@dataclass(frozen=True, slots=True)
+class BaseInput:
+    """The base's tensor for one output tensor."""
+
+    source: int
+    tensor: TensorEntry
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTask:
+    """One output tensor: `operator` over `experts` on top of `base`; `copy` tensors have no experts."""
+
+    name: str
+    shape: tuple[int, ...]
+    out_dtype: str
+    operator: str
+    params: Params
+    seed: int
+    base: BaseInput | None
+    experts: tuple[ExpertInput, ...]
+
+    @property
+    def out_nbytes(self) -> int:
+        """Bytes of the output tensor."""
+        return prod(self.shape) * itemsize(self.out_dtype)
+
+    def identity(self) -> dict[str, Any]:
+        """What determines the output bits of this tensor, as canonical-JSON material."""
+        return {
+            "name": self.name,
+            "shape": self.shape,
+            "out_dtype": self.out_dtype,
+            "operator": self.operator,
+            "params": self.params,
+            "seed": self.seed,
+            "base": self.base and [self.base.sha256, self.base.tensor.dtype],
+            "experts": [
+                [
+                    e.position,
+                    e.sha256,
+                    e.tensor.dtype,
+                    e.params,
+                    e.covered,
+                    e.trim and [e.trim.threshold_bits, e.trim.tie_stop_elem],
+                    e.scale,
+                ]
+                for e in self.experts
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """One merged layer: its tasks become one safetensors object."""
+
+    name: str
+    tasks: tuple[TensorTask, ...] = field(repr=False)
+
+    @cached_property
+    def layer_key(self) -> str:
+        """64 hex: equal keys mean equal object bytes (the action cache's key)."""
+        return digest_json([ENGINE_VERSION, self.name, [t.identity() for t in self.tasks]])
+
+    @property
+    def expert_bytes_planned(self) -> int:
+        """Expert bytes this layer reads when it is executed."""
+        return sum(e.read_nbytes for t in self.tasks for e in t.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What the planner knew and promised; takes no part in any id.
+
+    `error_bound` bounds the L2 norm of (merged under this plan − merged in full), before the cast on
+    write; None where no bound is known (then `bound_note` says why). `update_norm` is the predicted
+    norm of (merged in full − base).
+    """
+
+    budget_bytes: int | None
+    strategy: str
+    block_elems: int
+    expert_bytes_total: int
+    expert_bytes_planned: int
+    blocks_total: int
+    blocks_bought: int
+    blocks_zero: int
+    error_bound: float | None
+    bound_note: str
+    update_norm: float | None
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Everything the engine needs for one merge; `plan_id` names the result it determines."""
+
+    recipe_name: str
+    recipe_text: str
+    method: str
+    sources: tuple[Source, ...]
+    base_source: int
+    layers: tuple[LayerTask, ...]
+    estimates: Estimates
+    ref: str
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def plan_id(self) -> str:
+        """64 hex over the layer keys and the side files' owner; equal ids, equal merged weights."""
+        return digest_json([ENGINE_VERSION, self.method, [lay.layer_key for lay in self.layers]])
+
+    @property
+    def plan_digest(self) -> str:
+        """The plan's digest π, as the paper calls it: the same as `plan_id`."""
+        return self.plan_id
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON material; `from_json` gives an equal plan back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> MergePlan:
+        """The plan stored by `to_json` (lists become tuples again)."""
+        return MergePlan(
+            **{
+                **value,
+                "sources": tuple(Source(**s) for s in value["sources"]),
+                "layers": tuple(_layer(v) for v in value["layers"]),
+                "estimates": Estimates(**value["estimates"]),
+                "warnings": tuple(value["warnings"]),
+            },
+        )
+
+
+def _layer(value: dict[str, Any]) -> LayerTask:
+    return LayerTask(value["name"], tuple(_task(t) for t in value["tasks"]))
+
+
+def _task(v: dict[str, Any]) -> TensorTask:
+    base = v["base"] and BaseInput(
+        v["base"]["source"], _tensor(v["base"]["tensor"]), v["base"]["sha256"]
+    )
+    return TensorTask(
+        **{
+            **v,
+            "shape": tuple(v["shape"]),
+            "params": _pairs(v["params"]),
+            "base": base,
+            "experts": tuple(_expert(e) for e in v["experts"]),
+        }
+    )
+
+
+def _expert(v: dict[str, Any]) -> ExpertInput:
+    return ExpertInput(
+        **{
+            **v,
+            "tensor": _tensor(v["tensor"]),
+            "params": _pairs(v["params"]),
+            "covered": _pairs(v["covered"]),
+            "read": _pairs(v["read"]),
+            "trim": v["trim"] and TrimRule(**v["trim"]),
+        }
+    )
+
+
+def _tensor(v: dict[str, Any]) -> TensorEntry:
+    return TensorEntry(**{**v, "shape": tuple(v["shape"])})
+
+
+def _pairs(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(v) for v in values)

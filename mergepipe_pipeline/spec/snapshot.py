@@ -1,0 +1,105 @@
+"""What was published: a manifest that names every byte, and refs that name manifests.
+
+The manifest is the snapshot: its digest is the snapshot's id. Recipe text, budget, time, host and
+realised cost go to `provenance.json`, which no id covers: two ways to ask for the same result name it
+alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from mergepipe_pipeline.digest import digest_json
+
+MANIFEST_FORMAT = "mergepipe-manifest/1"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One weight file of a snapshot: a merged layer and the content-addressed object it links to."""
+
+    file: str
+    layer: str
+    layer_key: str
+    sha256: str
+    nbytes: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """One other file of a snapshot (config, tokenizer, index, card, recipe)."""
+
+    file: str
+    sha256: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LineageEntry:
+    """One input checkpoint: its role, its name, the digest of its tensors' digests."""
+
+    role: str  # "base" or "expert"
+    name: str
+    content_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The identity of a snapshot: same inputs, same manifest, same id."""
+
+    plan_id: str
+    method: str
+    inputs: tuple[LineageEntry, ...]
+    shards: tuple[ShardEntry, ...]
+    side_files: tuple[SideFile, ...]
+    format: str = MANIFEST_FORMAT
+
+    @cached_property
+    def manifest_hash(self) -> str:
+        """64 hex over the whole manifest."""
+        return digest_json(self.to_json())
+
+    @property
+    def snapshot_id(self) -> str:
+        """The first 32 hex characters of `manifest_hash`: the name of the snapshot's folder."""
+        return self.manifest_hash[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON material; `from_json` gives an equal manifest back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Manifest:
+        """The manifest stored by `to_json`."""
+        return Manifest(
+            **{
+                **value,
+                "inputs": tuple(LineageEntry(**v) for v in value["inputs"]),
+                "shards": tuple(
+                    ShardEntry(**{**v, "tensors": tuple(v["tensors"])}) for v in value["shards"]
+                ),
+                "side_files": tuple(SideFile(**v) for v in value["side_files"]),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A published snapshot: its id, its folder, its manifest."""
+
+    snapshot_id: str
+    path: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Version `number` of the ref `name`: the snapshot it names, and a free-text reason."""
+
+    name: str
+    number: int
+    snapshot_id: str
+    reason: str

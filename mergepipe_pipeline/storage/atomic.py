@@ -1,0 +1,153 @@
+"""The one home of every rename, link and fsync: a name appears whole or not at all.
+
+Not a general file layer: four ways to make a name appear (replace, exclusive, adopt, folder), each
+durable when it returns. `crash_hook`, if set, is called before each change of the file system, so that tests
+can stop at any of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mergepipe_pipeline.errors import StorageFullError
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+crash_hook: Callable[[str], None] | None = None
+
+
+def write_atomic(path: str | Path, data: bytes) -> None:
+    """Make `path` hold exactly `data`: readers see the old file or the new one. Raises StorageFullError."""
+    final = Path(path)
+    with _full_disk_named(final), _temp_file(final, data) as temp:
+        _step("replace")
+        os.replace(temp, final)
+        _fsync_dir(final.parent)
+
+
+def create_exclusive(path: str | Path, data: bytes) -> None:
+    """Create `path` with `data`; of several writers one wins, the others get FileExistsError."""
+    final = Path(path)
+    with _full_disk_named(final), _temp_file(final, data) as temp:
+        _step("link")
+        os.link(temp, final)
+        _fsync_dir(final.parent)
+
+
+def adopt_file(temp: str | Path, final: str | Path) -> None:
+    """Give a finished file its final name on the same file system, durably; replaces an equal one."""
+    final = Path(final)
+    with _full_disk_named(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _fsync_file(Path(temp))
+        _step("adopt")
+        os.replace(temp, final)
+        _fsync_dir(final.parent)
+
+
+def publish_dir(staged: str | Path, final: str | Path) -> bool:
+    """Give a complete folder its final name by one rename. Raises StorageFullError.
+
+    Every file and folder inside is made durable first. Returns False, leaving `staged`, if `final` exists
+    and is not empty: then the same result is there already.
+    """
+    staged, final = Path(staged), Path(final)
+    with _full_disk_named(final):
+        for folder, _, files in os.walk(staged, topdown=False):
+            for name in files:
+                _fsync_file(Path(folder) / name)
+            _fsync_dir(Path(folder))
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _step("publish")
+        try:
+            os.rename(staged, final)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        _fsync_dir(final.parent)
+        return True
+
+
+def link_file(source: str | Path, target: str | Path) -> None:
+    """A second name for the same bytes; a copy where the file system has no links across it."""
+    with _full_disk_named(Path(target)):
+        _step("link")
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                raise
+            shutil.copyfile(source, target)
+
+
+def copy_file(source: str | Path, target: str | Path) -> None:
+    """An independent copy; the kernel shares or copies the blocks where it can."""
+    with _full_disk_named(Path(target)):
+        _step("copy")
+        shutil.copyfile(source, target)
+        os.chmod(target, 0o644)
+
+
+def remove_tree(path: str | Path) -> None:
+    """Remove a folder or file if it is there; what another process removed meanwhile is fine."""
+    _step("remove")
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _temp_file(final: Path, data: bytes) -> Iterator[Path]:
+    """A durable temporary file beside `final`, gone afterwards whatever happens."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _step("write")
+    handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _fsync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+_fsync_dir = _fsync_file
+
+
+def _step(name: str) -> None:
+    if crash_hook is not None:
+        crash_hook(name)
+
+
+@contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StorageFullError(
+                "The disk is full",
+                where=str(path),
+                found=os.strerror(error.errno or 0),
+                next_step="free space and run the same command again; finished work is kept",
+            ) from error
+        raise

@@ -1,0 +1,84 @@
+"""A folder of numbered versions, the highest is current: how names point at things that never change.
+
+Each version is one sealed JSON file created exclusively, so two writers cannot both publish the next one and
+history is never rewritten.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import CommitConflictError, NotFoundError
+from mergepipe_pipeline.storage.atomic import create_exclusive
+
+_FILE = re.compile(r"^(\d{8})\.json$")
+_TRIES = 64
+
+
+class VersionChain:
+    """The versions in one folder, numbered from 1."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+
+    def versions(self) -> list[int]:
+        """All version numbers, ascending; empty if the folder is not there."""
+        if not self._folder.is_dir():
+            return []
+        found = (_FILE.match(p.name) for p in self._folder.iterdir())
+        return sorted(int(m.group(1)) for m in found if m)
+
+    def get(self, number: int) -> dict[str, Any]:
+        """The value of one version. Raises NotFoundError, CorruptionError."""
+        path = self._path(number)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise NotFoundError(
+                "No such version",
+                where=str(self._folder),
+                found=str(number),
+                expected=", ".join(map(str, self.versions()[-5:])) or "none exists yet",
+                next_step="choose one that exists",
+            ) from None
+        return unseal(data, str(path))
+
+    def current(self) -> tuple[int, dict[str, Any]] | None:
+        """The highest version and its value, or None. Raises CorruptionError."""
+        versions = self.versions()
+        return (versions[-1], self.get(versions[-1])) if versions else None
+
+    def append(self, value: dict[str, Any], expected: int | None = None) -> int:
+        """Add a version and return its number.
+
+        With `expected`, the current number must be that (0 for none), else CommitConflictError; without, the
+        version goes after whatever is current when it is written.
+        """
+        for _ in range(_TRIES):
+            versions = self.versions()
+            last = versions[-1] if versions else 0
+            if expected is not None and last != expected:
+                raise self._conflict(expected, last)
+            try:
+                create_exclusive(self._path(last + 1), seal(value))
+            except FileExistsError:
+                if expected is not None:
+                    raise self._conflict(expected, last + 1) from None
+                continue
+            return last + 1
+        raise self._conflict(-1, -1)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.json"
+
+    def _conflict(self, expected: int, found: int) -> CommitConflictError:
+        return CommitConflictError(
+            "Another writer was first",
+            where=str(self._folder),
+            expected=f"version {expected}",
+            found=f"version {found}",
+            next_step="look at the current version, then try again",
+        )

@@ -1,0 +1,194 @@
+"""The safetensors format: 8 bytes of length, a JSON header, one buffer without holes.
+
+Parses, validates and builds headers; touches no file. Accepts and refuses what the safetensors
+library does (https://github.com/huggingface/safetensors), plus it refuses sub-byte types by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from mergepipe_pipeline.dtypes import ITEMSIZE
+from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
+
+LENGTH_NBYTES = 8
+MAX_HEADER_NBYTES = 100_000_000
+_MAX_ELEMS = 1 << 62
+#: The order in which the library sorts dtypes when it writes: widest first.
+_RANK = [
+    "U64",
+    "I64",
+    "F64",
+    "C64",
+    "F32",
+    "U32",
+    "I32",
+    "BF16",
+    "F16",
+    "U16",
+    "I16",
+    "F8_E8M0",
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "I8",
+    "U8",
+    "BOOL",
+]
+
+Described = tuple[str, str, tuple[int, ...]]
+
+
+def header_nbytes(first8: bytes, file_nbytes: int, file: str) -> int:
+    """Length of the JSON header, from a file's first 8 bytes. Raises CheckpointError."""
+    if len(first8) < LENGTH_NBYTES or file_nbytes < LENGTH_NBYTES:
+        raise IncompleteCheckpointError(
+            "A file is too short to be safetensors",
+            where=file,
+            expected="at least 8 bytes",
+            found=f"{file_nbytes} bytes",
+            next_step="copy the file again",
+        )
+    length = int.from_bytes(first8, "little")
+    if length > MAX_HEADER_NBYTES:
+        raise CheckpointError(
+            "A safetensors header states an absurd length",
+            where=file,
+            expected=f"at most {MAX_HEADER_NBYTES} bytes",
+            found=f"{length} bytes",
+            next_step="this is no safetensors file, or a damaged one: get it again",
+        )
+    if length + LENGTH_NBYTES > file_nbytes:
+        raise IncompleteCheckpointError(
+            "A file is shorter than its safetensors header",
+            where=file,
+            expected=f"at least {length + LENGTH_NBYTES} bytes",
+            found=f"{file_nbytes} bytes",
+            next_step="copy the file again",
+        )
+    return length
+
+
+def parse_header(
+    raw: bytes, file_nbytes: int, file: str
+) -> tuple[list[TensorEntry], dict[str, str]]:
+    """Tensor entries in buffer order and the metadata, from the JSON header `raw` of `file`.
+
+    Raises CheckpointError for anything the format forbids, IncompleteCheckpointError for a file that ends
+    before its tensors do.
+    """
+    header = _load(raw, file)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _bad(file, "__metadata__", "strings only", "another type")
+    entries = [
+        _entry(name, value, file, LENGTH_NBYTES + len(raw)) for name, value in header.items()
+    ]
+    entries.sort(key=lambda e: (e.start_byte, e.nbytes))
+    at = LENGTH_NBYTES + len(raw)
+    for e in entries:
+        if e.start_byte != at:
+            raise _bad(
+                file, e.name, f"data at byte {at}, after its neighbour", f"byte {e.start_byte}"
+            )
+        at += e.nbytes
+    if at > file_nbytes:
+        raise IncompleteCheckpointError(
+            "A shard is truncated",
+            where=file,
+            expected=f"{at} bytes as its header says",
+            found=f"{file_nbytes} bytes",
+            next_step="copy the file again",
+        )
+    if at < file_nbytes:
+        raise CheckpointError(
+            "A shard has bytes after its last tensor",
+            where=file,
+            expected=f"{at} bytes",
+            found=f"{file_nbytes} bytes",
+            next_step="the file is damaged: get it again",
+        )
+    return entries, metadata
+
+
+def tensor_order(tensors: Sequence[Described]) -> list[Described]:
+    """Tensors as the library lays them out: widest dtype first, then by name."""
+    return sorted(tensors, key=lambda t: (_RANK.index(t[1]), t[0]))
+
+
+def build_header(tensors: Sequence[Described], metadata: dict[str, str]) -> bytes:
+    """Length and padded JSON header of a file with `tensors` (name, dtype, shape) in `tensor_order`."""
+    body: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    at = 0
+    for name, dtype, shape in tensor_order(tensors):
+        nbytes = prod(shape) * ITEMSIZE[dtype]
+        body[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    raw = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % LENGTH_NBYTES)
+    return len(raw).to_bytes(LENGTH_NBYTES, "little") + raw
+
+
+def _load(raw: bytes, file: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen = dict(pairs)
+        if len(seen) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return seen
+
+    def refuse(token: str) -> Any:
+        raise ValueError(f"{token} is not JSON")
+
+    try:
+        if raw[:1] != b"{":
+            raise ValueError("it does not start with '{'")
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "A safetensors header is not valid JSON",
+            where=file,
+            expected="a JSON object",
+            found=str(error)[:200],
+            next_step="this is no safetensors file, or a damaged one: get it again",
+        ) from error
+    assert isinstance(header, dict)
+    return header
+
+
+def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise _bad(file, name, "dtype, shape and data_offsets", str(value)[:80])
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype not in ITEMSIZE:
+        raise _bad(file, name, "a dtype of whole bytes: " + ", ".join(ITEMSIZE), repr(dtype))
+    if not _naturals(shape) or prod(shape) > _MAX_ELEMS:
+        raise _bad(file, name, "a shape of natural numbers", str(shape)[:80])
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise _bad(file, name, "two ascending offsets", str(offsets)[:80])
+    if offsets[1] - offsets[0] != prod(shape) * ITEMSIZE[dtype]:
+        raise _bad(
+            file,
+            name,
+            f"{prod(shape) * ITEMSIZE[dtype]} bytes for {dtype} {shape}",
+            f"{offsets[1] - offsets[0]} bytes",
+        )
+    return TensorEntry(name, dtype, tuple(shape), file, data_start + offsets[0])
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v <= _MAX_ELEMS for v in values)
+
+
+def _bad(file: str, tensor: str, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        "A safetensors header is not valid",
+        where=f"{file}, {tensor}",
+        expected=expected,
+        found=found,
+        next_step="the file is damaged or hostile: get it again",
+    )

@@ -1,0 +1,87 @@
+"""Reads runs of elements of a checkpoint, through the gate: nothing outside the access set.
+
+The one place where budgeted bytes are counted: what the kernel delivered for each request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
+from mergepipe_pipeline.spec.blocks import Range
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.storage.source import CheckpointSource
+
+
+class BlockReader:
+    """Ranged reads of one checkpoint; `allowed` maps tensor names to element ranges (None: everything)."""
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        checkpoint: Checkpoint,
+        allowed: Mapping[str, Sequence[Range]] | None,
+    ) -> None:
+        self._source = source
+        self._checkpoint = checkpoint
+        self._allowed = allowed
+        self._bytes_read = 0
+        self._lock = threading.Lock()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes delivered so far."""
+        return self._bytes_read
+
+    def read_into(
+        self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
+    ) -> None:
+        """Fill `out` (bytes) with elements [start, stop) of a tensor by one ranged read.
+
+        Raises BudgetError outside the access set, CheckpointChangedError if the file is shorter.
+        """
+        if self._allowed is not None:
+            self._check(entry, start_elem, stop_elem)
+        size = itemsize(entry.dtype)
+        if (
+            len(out) != (stop_elem - start_elem) * size
+            or not 0 <= start_elem <= stop_elem <= entry.numel
+        ):
+            raise ValueError(
+                f"buffer of {len(out)} bytes for [{start_elem}, {stop_elem}) of {entry}"
+            )
+        self._source.read_into(entry.file, entry.start_byte + start_elem * size, out)
+        with self._lock:
+            self._bytes_read += len(out)
+
+    def read(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> bytearray:
+        """Elements [start, stop) of a tensor as bytes; raises as `read_into`."""
+        buffer = bytearray((stop_elem - start_elem) * itemsize(entry.dtype))
+        self.read_into(entry, start_elem, stop_elem, memoryview(buffer))
+        return buffer
+
+    def verify_unchanged(self) -> None:
+        """Raise CheckpointChangedError if any weight file is not the one that was opened."""
+        for f in self._checkpoint.files:
+            found = (self._source.size(f.path), self._source.mtime_ns(f.path))
+            if found != (f.nbytes, f.mtime_ns):
+                raise CheckpointChangedError(
+                    "A checkpoint changed while it was read",
+                    where=f"{self._checkpoint.root}, {f.path}",
+                    expected=f"{f.nbytes} bytes, mtime {f.mtime_ns}",
+                    found=f"{found[0]} bytes, mtime {found[1]}",
+                    next_step="run the same command again: it starts from the files as they are",
+                )
+
+    def _check(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
+        ranges = (self._allowed or {}).get(entry.name, ())
+        if not any(a <= start_elem and stop_elem <= b for a, b in ranges):
+            raise BudgetError(
+                "A read would leave the access set of the plan",
+                where=f"{self._checkpoint.name}, tensor {entry.name}",
+                expected=f"elements inside {list(ranges)[:4]}",
+                found=f"[{start_elem}, {stop_elem})",
+                next_step="this is a defect of mergepipe: please report it with the plan",
+            )

@@ -1,0 +1,169 @@
+"""Where checkpoint bytes come from: a small protocol, and local folders as its one implementation.
+
+Ranged reads only: nothing above this can ask for a whole file by accident.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
+
+
+class CheckpointSource(Protocol):
+    """Files of one checkpoint by relative path; a context manager that closes what it opened."""
+
+    def list(self) -> list[str]:
+        """Relative paths of all files, sorted."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Size in bytes. Raises CheckpointError if the file is not there."""
+        ...
+
+    def mtime_ns(self, path: str) -> int:
+        """Time of last change in nanoseconds. Raises CheckpointError if the file is not there."""
+        ...
+
+    def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `start_byte`. Raises CheckpointChangedError if there are fewer."""
+        ...
+
+    def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError if the file ends before."""
+        ...
+
+    def close(self) -> None:
+        """Close all files."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class LocalSource:
+    """A folder, or a single weight file, on a mounted file system. Safe for several threads."""
+
+    def __init__(self, root: str | Path) -> None:
+        path = Path(root)
+        self._only = path.name if path.is_file() else None
+        self._folder = path.parent if self._only else path
+        self._handles: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def list(self) -> list[str]:
+        """Relative paths of all files at the top of the folder, sorted."""
+        if self._only:
+            return [self._only]
+        return sorted(p.name for p in self._folder.iterdir() if p.is_file())
+
+    def size(self, path: str) -> int:
+        """Size in bytes. Raises CheckpointError if the file is not there."""
+        return self._stat(path).st_size
+
+    def mtime_ns(self, path: str) -> int:
+        """Time of last change in nanoseconds. Raises CheckpointError if the file is not there."""
+        return self._stat(path).st_mtime_ns
+
+    def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `start_byte`. Raises CheckpointChangedError if there are fewer."""
+        buffer = bytearray(nbytes)
+        self.read_into(path, start_byte, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError if the file ends before."""
+        handle, done = self._open(path), 0
+        while done < len(buffer):
+            n = os.preadv(handle, [buffer[done:]], start_byte + done)
+            if n == 0:
+                raise CheckpointChangedError(
+                    "A file ended while it was read",
+                    where=str(self._resolve(path)),
+                    expected=f"{len(buffer)} bytes from byte {start_byte}",
+                    found=f"{done} bytes",
+                    next_step="let the copy finish, then run again",
+                )
+            done += n
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            while self._handles:
+                os.close(self._handles.popitem()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _resolve(self, path: str) -> Path:
+        """The file's place; a name that leaves the folder (an index may be hostile) is refused."""
+        relative = Path(path)
+        if relative.is_absolute() or ".." in relative.parts or "\0" in path:
+            raise CheckpointError(
+                "A file name leaves its checkpoint",
+                where=str(self._folder),
+                expected="a file inside the folder",
+                found=repr(path),
+                next_step="do not use this checkpoint before you know who made it",
+            )
+        return self._folder / relative
+
+    def _stat(self, path: str) -> os.stat_result:
+        try:
+            return os.stat(self._resolve(path))
+        except FileNotFoundError:
+            raise self._absent(path) from None
+
+    def _open(self, path: str) -> int:
+        with self._lock:
+            if path not in self._handles:
+                try:
+                    self._handles[path] = os.open(self._resolve(path), os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    raise self._absent(path) from None
+            return self._handles[path]
+
+    def _absent(self, path: str) -> CheckpointError:
+        return CheckpointError(
+            "A file of a checkpoint is not there",
+            where=str(self._resolve(path)),
+            found="no such file",
+            next_step="check the path, or copy the checkpoint again",
+        )
+
+
+def open_source(uri: str) -> CheckpointSource:
+    """The source for a path or URI. Raises CheckpointError for a scheme that nobody serves."""
+    scheme, separator, _ = uri.partition("://")
+    if not separator:
+        return LocalSource(uri)
+    if scheme not in SCHEMES:
+        raise CheckpointError(
+            "No source for this kind of address",
+            where=uri,
+            expected="a local path or one of " + ", ".join(SCHEMES),
+            found=f"{scheme}://",
+            next_step="download the checkpoint and give its folder",
+        )
+    return SCHEMES[scheme](uri.removeprefix(f"{scheme}://"))
+
+
+SCHEMES = {"file": LocalSource}

@@ -1,0 +1,136 @@
+"""Writes one safetensors shard front to back, hashing as it goes.
+
+Not atomic by itself: the file is written in staging and adopted by `atomic`. Hash states at tensor ends are
+kept, so that verification can name the first tensor whose bytes are wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.errors import CorruptionError, StorageFullError
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.storage.atomic import FULL
+from mergepipe_pipeline.storage.header import Described, build_header, parse_header
+
+
+class ShardWriter:
+    """A new file at `path` for `tensors` (name, dtype, shape); a context manager.
+
+    Space is reserved at once, so a full disk shows before any work: StorageFullError. Without `finish` the
+    file is removed on exit.
+    """
+
+    def __init__(
+        self, path: str | Path, tensors: Sequence[Described], metadata: dict[str, str]
+    ) -> None:
+        self._path = Path(path)
+        self._header = build_header(tensors, metadata)
+        entries = _entries(self._header, tensors)
+        self.order: tuple[str, ...] = tuple(e.name for e in entries)
+        self._ends = [(e.name, e.start_byte + e.nbytes) for e in entries]
+        self._nbytes = self._ends[-1][1] if self._ends else len(self._header)
+        self._hash = new_hash()
+        self._at = 0
+        self._prefixes: list[tuple[str, str]] = []
+        self._finished = False
+
+    def __enter__(self) -> ShardWriter:
+        self._handle = os.open(
+            self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+        )
+        try:
+            self._guard(lambda: os.posix_fallocate(self._handle, 0, self._nbytes))
+            self._put(memoryview(self._header))
+            self._close_tensors()
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._finished:
+            self._discard()
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes of tensors in `order`; a call may end inside a tensor or span several.
+
+        Raises StorageFullError, and ValueError past the last tensor.
+        """
+        data = data.cast("B")
+        if self._at + len(data) > self._nbytes:
+            raise ValueError(f"{self._path}: more bytes than the header says")
+        while len(data):
+            end = self._ends[len(self._prefixes)][1]
+            part = data[: end - self._at]
+            self._put(part)
+            data = data[len(part) :]
+            self._close_tensors()
+
+    def finish(self) -> tuple[str, int]:
+        """Close the file; SHA-256 (64 hex) and size in bytes. Raises CorruptionError if bytes are missing."""
+        if self._at != self._nbytes:
+            raise CorruptionError(
+                "A shard was not written to its end",
+                where=str(self._path),
+                expected=f"{self._nbytes} bytes",
+                found=f"{self._at} bytes",
+                next_step="this is a defect of mergepipe: please report it",
+            )
+        os.close(self._handle)
+        self._finished = True
+        return self._hash.hexdigest(), self._nbytes
+
+    @property
+    def prefix_digests(self) -> tuple[tuple[str, str], ...]:
+        """(tensor, SHA-256 of the file up to the tensor's end) in file order."""
+        return tuple(self._prefixes)
+
+    def _put(self, data: memoryview) -> None:
+        self._hash.update(data)
+        while len(data):
+            done = self._guard(lambda part=data: os.pwrite(self._handle, part, self._at))
+            data = data[done:]
+            self._at += done
+
+    def _close_tensors(self) -> None:
+        while (
+            len(self._prefixes) < len(self._ends) and self._at == self._ends[len(self._prefixes)][1]
+        ):
+            self._prefixes.append((self._ends[len(self._prefixes)][0], self._hash.hexdigest()))
+
+    def _guard(self, call):  # type: ignore[no-untyped-def]
+        try:
+            return call()
+        except OSError as error:
+            if error.errno in FULL:
+                raise StorageFullError(
+                    "The disk is full",
+                    where=str(self._path),
+                    expected=f"{self._nbytes} bytes free",
+                    found=os.strerror(error.errno or 0),
+                    next_step="free space and run the same command again; finished layers are kept",
+                ) from error
+            raise
+
+    def _discard(self) -> None:
+        os.close(self._handle)
+        self._path.unlink(missing_ok=True)
+
+
+def _entries(header: bytes, tensors: Sequence[Described]) -> list[TensorEntry]:
+    from math import prod
+
+    from mergepipe_pipeline.dtypes import itemsize
+
+    data = sum(prod(shape) * itemsize(dtype) for _, dtype, shape in tensors)
+    return parse_header(header[8:], len(header) + data, "shard")[0]

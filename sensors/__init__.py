@@ -1,0 +1,1 @@
+"""Dagster sensors and schedules: one watched place per file; they decide when, never what."""
