@@ -16,6 +16,7 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeErr
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.pipeline.analyze import grid_for
 from mergepipe_pipeline.pipeline.register import resolve
+from mergepipe_pipeline.planner.strategies import STRATEGIES
 from mergepipe_pipeline.recipe.budget import parse_budget
 from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipe, resolve_recipe
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -74,7 +75,12 @@ def load_recipe(path: str | Path) -> RawRecipe:
             found=str(error),
             next_step="check the path",
         ) from error
-    return parse_recipe(text, name=file.stem, where=str(path))
+    return parse(text, name=file.stem, where=str(path))
+
+
+def parse(text: str, *, name: str, where: str) -> RawRecipe:
+    """Parse recipe text with the operators and strategies there are. Raises RecipeError."""
+    return parse_recipe(text, name=name, where=where, methods=SCHEMAS, strategies=list(STRATEGIES))
 
 
 def check(

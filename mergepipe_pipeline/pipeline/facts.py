@@ -122,21 +122,23 @@ def _compute(
     stats: ExpertStats,
     advance: Advance,
 ) -> dict[str, Fact]:
+    from mergepipe_pipeline.analysis.scales import drop_scales, trim_scales
+    from mergepipe_pipeline.analysis.thresholds import trim_rules
+
     densities = dict.fromkeys(tensors, request.density)
-    if request.kind == "trim":
-        from mergepipe_pipeline.analysis.thresholds import trim_rules
-
-        rules = trim_rules(expert, base, stats, densities, progress=advance)
-        return {t: (r.threshold_bits, r.tie_stop_elem, 0.0) for t, r in rules.items()}
-    from mergepipe_pipeline.analysis import scales
-
-    found = scales.drop_scales(
-        expert,
-        base,
-        stats,
-        densities,
-        position=request.position,
-        seed=request.seed,
-        progress=advance,
-    )
-    return {t: (0, 0, scale) for t, scale in found.items()}
+    if request.kind == "drop":
+        scales = drop_scales(
+            expert,
+            base,
+            stats,
+            densities,
+            position=request.position,
+            seed=request.seed,
+            progress=advance,
+        )
+        return {t: (0, 0, scale) for t, scale in scales.items()}
+    rules = trim_rules(expert, base, stats, densities, progress=advance)
+    if request.kind == "trimscale":
+        scales = trim_scales(expert, base, stats, rules)
+        return {t: (0, 0, scale) for t, scale in scales.items()}
+    return {t: (r.threshold_bits, r.tie_stop_elem, 0.0) for t, r in rules.items()}

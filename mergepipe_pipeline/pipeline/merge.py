@@ -168,7 +168,7 @@ class _LayerMerger:
         path = staging / f"{layer.name}.safetensors"
         result = runner.run(layer, path, self._advance)
         stored = StoredObject(result.sha256, result.nbytes, result.tensors)
-        self._store.adopt(path, stored.sha256, stored.nbytes)
+        self._store.adopt(path, stored)
         self._store.record(layer.layer_key, stored)
         return LayerOutcome(
             layer.name,
@@ -272,7 +272,8 @@ def _side_files(
     dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
     if "config.json" in files and len(dtypes) == 1:
         files["config.json"] = config_json(files["config.json"], dtypes.pop())
-    files["model.safetensors.index.json"] = index_json(shards)
+    total = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
+    files["model.safetensors.index.json"] = index_json(shards, total)
     files["README.md"] = model_card(plan.method, plan.plan_id, inputs)
     return files
 

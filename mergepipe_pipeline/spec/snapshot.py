@@ -18,14 +18,17 @@ MANIFEST_FORMAT = "mergepipe-manifest/1"
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One weight file of a snapshot: a merged layer and the content-addressed object it links to."""
+    """One weight file of a snapshot: a merged layer and the content-addressed object it links to.
+
+    `tensors` are (name, SHA-256 of the file up to that tensor's end), in file order.
+    """
 
     file: str
     layer: str
     layer_key: str
     sha256: str
     nbytes: int
-    tensors: tuple[str, ...]
+    tensors: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ class Manifest:
                 **value,
                 "inputs": tuple(LineageEntry(**v) for v in value["inputs"]),
                 "shards": tuple(
-                    ShardEntry(**{**v, "tensors": tuple(v["tensors"])}) for v in value["shards"]
+                    ShardEntry(**{**v, "tensors": tuple(tuple(t) for t in v["tensors"])})
+                    for v in value["shards"]
                 ),
                 "side_files": tuple(SideFile(**v) for v in value["side_files"]),
             },

@@ -7,15 +7,21 @@ kept, so that verification can name the first tensor whose bytes are wrong.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, StorageFullError
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.atomic import FULL
 from mergepipe_pipeline.storage.header import Described, build_header, parse_header
+
+T = TypeVar("T")
 
 
 class ShardWriter:
@@ -98,7 +104,7 @@ class ShardWriter:
     def _put(self, data: memoryview) -> None:
         self._hash.update(data)
         while len(data):
-            done = self._guard(lambda part=data: os.pwrite(self._handle, part, self._at))
+            done = self._guard(partial(os.pwrite, self._handle, data, self._at))
             data = data[done:]
             self._at += done
 
@@ -108,7 +114,7 @@ class ShardWriter:
         ):
             self._prefixes.append((self._ends[len(self._prefixes)][0], self._hash.hexdigest()))
 
-    def _guard(self, call):  # type: ignore[no-untyped-def]
+    def _guard(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except OSError as error:
@@ -128,9 +134,5 @@ class ShardWriter:
 
 
 def _entries(header: bytes, tensors: Sequence[Described]) -> list[TensorEntry]:
-    from math import prod
-
-    from mergepipe_pipeline.dtypes import itemsize
-
     data = sum(prod(shape) * itemsize(dtype) for _, dtype, shape in tensors)
     return parse_header(header[8:], len(header) + data, "shard")[0]

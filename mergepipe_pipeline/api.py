@@ -1,0 +1,98 @@
+"""The Python interface for notebooks and scripts: plan, then execute, over the same verbs as the CLI.
+
+    planner = Planner(catalog=Catalog("warehouse"))
+    plan = planner.plan(base_model="base", experts=["math", "code"], operator="ties", budget_mb=512)
+    snapshot_id, manifest = Engine(catalog=planner.catalog).execute(plan)
+
+Models are registered names or paths; what is not known yet is registered and analysed on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mergepipe_pipeline.pipeline.check import SCHEMAS, parse
+from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge
+from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.pipeline.progress import Progress
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.snapshot import Manifest
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+class Catalog:
+    """The warehouse at `root` (default: MERGEPIPE_HOME or ./warehouse), created if it is not there."""
+
+    def __init__(self, root: str | Path | None = None) -> None:
+        self.warehouse = Warehouse.at(root).ensure()
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans merges over one catalog."""
+
+    catalog: Catalog
+    progress: Progress | None = None
+
+    def plan(
+        self,
+        *,
+        base_model: str,
+        experts: Sequence[str],
+        operator: str,
+        budget_mb: float | None = None,
+        weights: Sequence[float] | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        strategy: str = "magnitude",
+        seed: int = 0,
+        out_dtype: str | None = None,
+    ) -> MergePlan:
+        """The plan of a merge; `plan.plan_digest` names what it determines.
+
+        `operator` is a merge method in any case; `budget_mb` limits expert reads in MB (10⁶ bytes), None for no
+        limit; `weights` has one entry per expert (default 1); `parameters` are the method's own. Raises
+        RecipeError, CheckpointError, IncompatibleCheckpointsError, BudgetError.
+        """
+        shares = list(weights) if weights is not None else [1.0] * len(experts)
+        models = [
+            {"model": m, "parameters": {"weight": w}} for m, w in zip(experts, shares, strict=True)
+        ]
+        method = next((m for m in SCHEMAS if m == operator.lower()), operator)
+        recipe = {
+            "merge_method": method,
+            "base_model": base_model,
+            "models": models,
+            "seed": seed,
+            "parameters": dict(parameters or {}),
+            "strategy": strategy,
+            "budget": None if budget_mb is None else int(budget_mb * 1_000_000),
+        }
+        if out_dtype:
+            recipe["out_dtype"] = out_dtype
+        text = yaml.safe_dump({k: v for k, v in recipe.items() if v is not None}, sort_keys=False)
+        raw = parse(text, name="python", where="Planner.plan")
+        return make_plan(self.catalog.warehouse, raw, progress=self.progress)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Executes plans into the warehouse of one catalog."""
+
+    catalog: Catalog
+    threads: int | None = None
+    memory_mib: int | None = None
+    progress: Progress | None = None
+
+    def execute(self, plan: MergePlan) -> tuple[str, Manifest]:
+        """Merge and commit; the snapshot's id and its manifest (`manifest.manifest_hash`).
+
+        Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError.
+        """
+        knobs = EngineKnobs(self.threads, None, self.memory_mib and self.memory_mib << 20)
+        outcome = merge(self.catalog.warehouse, plan, knobs=knobs, progress=self.progress)
+        return outcome.snapshot.snapshot_id, outcome.snapshot.manifest

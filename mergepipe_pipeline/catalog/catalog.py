@@ -1,0 +1,205 @@
+"""The way into the catalog: who is registered, what their tensors hold, how experts differ from bases.
+
+Every write is one immutable file that appears whole; every read is of files, so that any number of
+processes may use one catalog at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.digest import digest_json, sha256_hex
+from mergepipe_pipeline.errors import MergePipeError, NotFoundError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.chain import VersionChain
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+Fact = tuple[int, int, float]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Version `version` of a name: its checkpoint, and the name of its base if it has one."""
+
+    name: str
+    version: int
+    checkpoint: Checkpoint
+    base: str | None
+
+
+class Catalog:
+    """The folder `catalog` of a warehouse."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def register(self, checkpoint: Checkpoint, base: str | None) -> Registration:
+        """Make `checkpoint` the current version of its name; an equal one adds no version.
+
+        Raises MergePipeError for a name that cannot be one.
+        """
+        if not _NAME.match(checkpoint.name):
+            raise MergePipeError(
+                "Not a name for a checkpoint",
+                where="name",
+                found=repr(checkpoint.name),
+                expected="letters, digits, '.', '_' and '-', starting with a letter or digit",
+                next_step="choose one with --name",
+            )
+        chain = self._chain(checkpoint.name)
+        value = {"checkpoint_id": checkpoint.checkpoint_id, "root": checkpoint.root, "base": base}
+        current = chain.current()
+        if current and base is None:
+            value["base"] = current[1]["base"]
+        if current and current[1] == value:
+            return Registration(checkpoint.name, current[0], checkpoint, value["base"])
+        path = self._folder / "checkpoints" / f"{checkpoint.checkpoint_id}.parquet"
+        if not path.exists():
+            write_atomic(path, tables.encode_checkpoint(checkpoint))
+        return Registration(checkpoint.name, chain.append(value), checkpoint, value["base"])
+
+    def names(self) -> list[str]:
+        """All registered names, sorted."""
+        folder = self._folder / "names"
+        return sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+
+    def get(self, name: str) -> Registration:
+        """The current version of a name. Raises NotFoundError with the nearest names."""
+        current = self._chain(name).current() if _NAME.match(name) else None
+        if current is None:
+            near = get_close_matches(name, self.names(), n=3)
+            raise NotFoundError(
+                "No checkpoint of this name",
+                where=str(self._folder),
+                found=repr(name),
+                expected=", ".join(near or self.names()[:5]) or "none is registered yet",
+                next_step=f"did you mean {near[0]!r}?"
+                if near
+                else "register it: `mergepipe register PATH`",
+            )
+        return self._registration(name, *current)
+
+    def history(self, name: str) -> list[Registration]:
+        """All versions of a name, oldest first. Raises NotFoundError."""
+        self.get(name)
+        chain = self._chain(name)
+        return [self._registration(name, n, chain.get(n)) for n in chain.versions()]
+
+    def put_digests(self, checkpoint_id: str, digests: Mapping[str, str]) -> None:
+        """Remember the SHA-256 of every tensor of a checkpoint."""
+        write_atomic(self._digests(checkpoint_id), tables.encode_digests(digests))
+
+    def digests(self, checkpoint_id: str) -> dict[str, str] | None:
+        """Tensor name to SHA-256, or None if not known. Raises CorruptionError."""
+        data = _read(self._digests(checkpoint_id))
+        return (
+            None if data is None else tables.decode_digests(data, str(self._digests(checkpoint_id)))
+        )
+
+    def content_sha256(self, checkpoint_id: str) -> str:
+        """One digest over all tensors' names and digests. Raises NotFoundError if they are not known."""
+        digests = self.digests(checkpoint_id)
+        if digests is None:
+            raise NotFoundError(
+                "A checkpoint's content is not known yet",
+                where=checkpoint_id,
+                found="no digests",
+                next_step="run `mergepipe analyze` on it",
+            )
+        return digest_json(digests)
+
+    def has_stats(self, base_id: str, checkpoint_id: str, block_elems: int) -> bool:
+        """True if `stats` would find something."""
+        return self._stats(base_id, checkpoint_id, block_elems, "tensors").exists()
+
+    def put_stats(self, stats: ExpertStats) -> None:
+        """Remember an analysis. Blocks first: the tensors' file says that it is whole."""
+        tensors, blocks = tables.encode_stats(stats)
+        key = (stats.base_id, stats.checkpoint_id, stats.block_elems)
+        write_atomic(self._stats(*key, "blocks"), blocks)
+        write_atomic(self._stats(*key, "tensors"), tensors)
+
+    def stats(self, base_id: str, checkpoint_id: str, block_elems: int) -> ExpertStats | None:
+        """An analysis, or None if there is none. Raises CorruptionError."""
+        path = self._stats(base_id, checkpoint_id, block_elems, "tensors")
+        tensors = _read(path)
+        blocks = _read(self._stats(base_id, checkpoint_id, block_elems, "blocks"))
+        if tensors is None or blocks is None:
+            return None
+        return tables.decode_stats(tensors, blocks, str(path))
+
+    def put_fact(
+        self, base_id: str, checkpoint_id: str, key: str, facts: Mapping[str, Fact]
+    ) -> None:
+        """Remember tensor-scope facts under `key`; earlier ones of the key stay."""
+        data = tables.encode_facts(facts, key)
+        folder = self._facts(base_id, checkpoint_id)
+        write_atomic(folder / f"{key}.{sha256_hex(data)[:12]}.parquet", data)
+
+    def fact(self, base_id: str, checkpoint_id: str, key: str) -> dict[str, Fact]:
+        """All facts under `key`, by tensor; empty if none is known. Raises CorruptionError."""
+        out: dict[str, Fact] = {}
+        folder = self._facts(base_id, checkpoint_id)
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if re.fullmatch(re.escape(key) + r"\.[0-9a-f]{12}\.parquet", path.name):
+                out |= tables.decode_facts(path.read_bytes(), str(path))
+        return out
+
+    def sql(self, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """Column names and rows of a query over the views of `queries.VIEWS`."""
+        from mergepipe_pipeline.catalog import queries
+
+        return queries.run(self._folder, self._rows(), query)
+
+    def export(self, target: Path) -> None:
+        """Write everything as tables of one new DuckDB file."""
+        from mergepipe_pipeline.catalog import queries
+
+        queries.export(self._folder, self._rows(), target)
+
+    def _rows(self) -> list[tuple[str, int, str, str | None, str]]:
+        rows = []
+        for name in self.names():
+            chain = self._chain(name)
+            for n in chain.versions():
+                v = chain.get(n)
+                rows.append((name, n, v["checkpoint_id"], v["base"], v["root"]))
+        return rows
+
+    def _registration(self, name: str, version: int, value: dict[str, Any]) -> Registration:
+        path = self._folder / "checkpoints" / f"{value['checkpoint_id']}.parquet"
+        checkpoint = tables.decode_checkpoint(path.read_bytes(), str(path), name, value["root"])
+        return Registration(name, version, checkpoint, value["base"])
+
+    def _chain(self, name: str) -> VersionChain:
+        return VersionChain(self._folder / "names" / name)
+
+    def _digests(self, checkpoint_id: str) -> Path:
+        return self._folder / "digests" / f"{checkpoint_id}.parquet"
+
+    def _stats(self, base_id: str, checkpoint_id: str, block_elems: int, part: str) -> Path:
+        return (
+            self._folder
+            / "block_stats"
+            / "v1"
+            / base_id
+            / f"{checkpoint_id}.b{block_elems}.{part}.parquet"
+        )
+
+    def _facts(self, base_id: str, checkpoint_id: str) -> Path:
+        return self._folder / "tensor_facts" / "v1" / base_id / checkpoint_id
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

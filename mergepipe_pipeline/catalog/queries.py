@@ -1,0 +1,118 @@
+"""Every SQL statement: documented views over the catalog's Parquet files, in a DuckDB of this process.
+
+A DuckDB file would be locked by its first user; views over immutable files are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergepipe_pipeline.errors import MergePipeError
+
+if TYPE_CHECKING:
+    import duckdb
+
+#: What each view holds, one row per what.
+VIEWS = {
+    "registrations": "one row per registered name and version: name, version, checkpoint_id, base, root",
+    "tensors": "one row per tensor of a checkpoint: checkpoint_id, tensor, dtype, shape, file, nbytes",
+    "digests": "one row per tensor whose content is known: checkpoint_id, tensor, sha256",
+    "tensor_stats": "one row per tensor of an analysed expert: base_id, checkpoint_id, l1, l2sq, …",
+    "block_stats": "one row per block: base_id, checkpoint_id, block_elems, tensor, block, l2sq, …",
+    "facts": "one row per trim threshold or rescale factor: base_id, checkpoint_id, key, tensor, …",
+}
+
+_PARQUET = {
+    "tensors": (
+        "checkpoints/*.parquet",
+        "regexp_extract(filename, '([^/]+)\\.parquet$', 1) AS checkpoint_id",
+    ),
+    "digests": (
+        "digests/*.parquet",
+        "regexp_extract(filename, '([^/]+)\\.parquet$', 1) AS checkpoint_id",
+    ),
+    "tensor_stats": (
+        "block_stats/v1/*/*.tensors.parquet",
+        "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 1) AS base_id, "
+        "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 2) AS checkpoint_id, "
+        "regexp_extract(filename, '\\.b(\\d+)\\.', 1)::BIGINT AS block_elems",
+    ),
+    "block_stats": (
+        "block_stats/v1/*/*.blocks.parquet",
+        "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 1) AS base_id, "
+        "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 2) AS checkpoint_id, "
+        "regexp_extract(filename, '\\.b(\\d+)\\.', 1)::BIGINT AS block_elems",
+    ),
+    "facts": (
+        "tensor_facts/v1/*/*/*.parquet",
+        "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 1) AS base_id, "
+        "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 2) AS checkpoint_id, "
+        "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 3) AS key",
+    ),
+}
+_EMPTY = {
+    "tensors": "tensor VARCHAR, dtype VARCHAR, checkpoint_id VARCHAR",
+    "digests": "tensor VARCHAR, sha256 VARCHAR, checkpoint_id VARCHAR",
+    "tensor_stats": "tensor VARCHAR, l2sq DOUBLE, base_id VARCHAR, checkpoint_id VARCHAR",
+    "block_stats": "tensor VARCHAR, block BIGINT, l2sq DOUBLE, base_id VARCHAR, checkpoint_id VARCHAR",
+    "facts": "tensor VARCHAR, key VARCHAR, base_id VARCHAR, checkpoint_id VARCHAR",
+}
+
+Registrations = Sequence[tuple[str, int, str, str | None, str]]
+
+
+def connect(folder: Path, registrations: Registrations) -> duckdb.DuckDBPyConnection:
+    """An in-memory database with all views; a view without files yet is an empty table."""
+    import duckdb
+
+    connection = duckdb.connect(":memory:")
+    for name, (pattern, columns) in _PARQUET.items():
+        if any(folder.glob(pattern)):
+            path = str(folder / pattern).replace("'", "''")
+            connection.execute(
+                f"CREATE VIEW {name} AS SELECT * EXCLUDE (filename), {columns} "
+                f"FROM read_parquet('{path}', filename = true)"
+            )
+        else:
+            connection.execute(f"CREATE TABLE {name} ({_EMPTY[name]})")
+    connection.execute(
+        "CREATE TABLE registrations (name VARCHAR, version INTEGER, "
+        "checkpoint_id VARCHAR, base VARCHAR, root VARCHAR)"
+    )
+    if registrations:
+        connection.executemany(
+            "INSERT INTO registrations VALUES (?, ?, ?, ?, ?)", [list(r) for r in registrations]
+        )
+    return connection
+
+
+def run(
+    folder: Path, registrations: Registrations, query: str
+) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Column names and rows of a query over the views. Raises MergePipeError for bad SQL."""
+    import duckdb
+
+    with connect(folder, registrations) as connection:
+        try:
+            result = connection.execute(query)
+            return [d[0] for d in result.description or []], result.fetchall()
+        except duckdb.Error as error:
+            raise MergePipeError(
+                "A query failed",
+                where="sql",
+                found=str(error),
+                expected="SQL over the views " + ", ".join(VIEWS),
+                next_step="run `mergepipe sql` without a query to see them",
+            ) from error
+
+
+def export(folder: Path, registrations: Registrations, target: Path) -> None:
+    """Write all views as tables of a new DuckDB file at `target`."""
+    with connect(folder, registrations) as connection:
+        path = str(target).replace("'", "''")
+        connection.execute(f"ATTACH '{path}' AS out")
+        for name in VIEWS:
+            connection.execute(f"CREATE TABLE out.{name} AS SELECT * FROM {name}")
+        connection.execute("DETACH out")

@@ -1,0 +1,149 @@
+"""What a parameter's value may be and what it is worth for one tensor, as in mergekit.
+
+A value is a number, a gradient (list of numbers over the layers), or a list of `{filter, value}`
+whose first match wins. Booleans and numeric texts count as numbers. A bare `{filter, value}` is read as a
+list of one, with a warning, where mergekit fails. Which parameters exist is the business of `checks`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
+from mergepipe_pipeline.spec.layers import layer_index
+
+#: Closed ranges of parameters that mean a share, whatever the method.
+RANGES: dict[str, tuple[float, float]] = {"density": (0.0, 1.0)}
+
+_RULE_KEYS = ("filter", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Anchors (one: a constant) for tensors whose name contains `filter`; None takes every tensor."""
+
+    filter: str | None
+    anchors: tuple[float, ...]
+
+
+#: A parameter's value in its general form: the first rule that takes the tensor counts.
+Setting = tuple[Rule, ...]
+Settings = Mapping[str, Setting]
+
+
+def position(tensor: str, n_layers: int) -> float:
+    """Where a tensor stands on the way through the layers, in [0, 1].
+
+    Layer k of n has k/(n−1), the only layer of one has 1; embeddings, final norm and head have 0.
+    """
+    k = layer_index(tensor)
+    if k is None:
+        return 0.0
+    return k / (n_layers - 1) if n_layers > 1 else 1.0
+
+
+def interpolate(anchors: Sequence[float], t: float) -> float:
+    """The gradient's value at `t` in [0, 1], its anchors evenly spaced; never outside its anchors."""
+    place = t * (len(anchors) - 1)
+    left = min(int(place), max(0, len(anchors) - 2))
+    a, b = anchors[left], anchors[min(left + 1, len(anchors) - 1)]
+    part = place - left
+    # Equal neighbours are given back exactly, and rounding cannot leave their range.
+    return min(max((1 - part) * a + part * b, min(a, b)), max(a, b))
+
+
+def evaluate(setting: Setting, tensor: str, t: float) -> float | None:
+    """The value for a tensor at position `t`, or None if no rule takes it."""
+    for rule in setting:
+        if rule.filter is None or rule.filter in tensor:
+            return interpolate(rule.anchors, t)
+    return None
+
+
+def look_up(name: str, levels: Sequence[Settings], tensor: str, t: float) -> float | None:
+    """The value from the first level that has one for this tensor; None if none has."""
+    for level in levels:
+        if name in level and (value := evaluate(level[name], tensor, t)) is not None:
+            return value
+    return None
+
+
+def parse_settings(
+    raw: object, path: KeyPath, problems: Problems, warnings: list[str]
+) -> dict[str, Setting]:
+    """The `parameters:` mapping at `path`; values that cannot be read are left out and reported."""
+    if not isinstance(raw, dict):
+        return {}
+    settings: dict[str, Setting] = {}
+    for name, value in raw.items():
+        here = (*path, str(name))
+        known = len(problems)
+        setting = _parse_setting(value, here, problems, warnings)
+        _check_range(str(name), setting, here, problems)
+        if len(problems) == known:
+            settings[str(name)] = setting
+    return settings
+
+
+def _parse_setting(raw: object, path: KeyPath, problems: Problems, warnings: list[str]) -> Setting:
+    if isinstance(raw, dict):
+        warnings.append(
+            f"{'.'.join(map(str, path))}: one {{filter, value}} outside a list is read as a list of one; "
+            "mergekit refuses it"
+        )
+        return (_parse_rule(raw, path, problems),)
+    if isinstance(raw, list) and any(isinstance(item, dict) for item in raw):
+        if not all(isinstance(item, dict) for item in raw):
+            problems.add(path, "a list holds either numbers or {filter, value} entries, not both")
+            return ()
+        return tuple(_parse_rule(item, (*path, i), problems) for i, item in enumerate(raw))
+    return (Rule(None, _parse_anchors(raw, path, problems)),)
+
+
+def _parse_rule(raw: dict[str, object], path: KeyPath, problems: Problems) -> Rule:
+    for key in raw:
+        if key not in _RULE_KEYS:
+            problems.add((*path, key), f"unknown key `{key}`{suggest(key, _RULE_KEYS)}")
+    if "value" not in raw:
+        problems.add(path, "a {filter, value} entry needs `value:`")
+        return Rule(None, (0.0,))
+    pattern = raw.get("filter")
+    if pattern is not None and not isinstance(pattern, str):
+        problems.add((*path, "filter"), f"expected a part of tensor names, found {shown(pattern)}")
+        pattern = None
+    anchors = _parse_anchors(raw["value"], (*path, "value"), problems)
+    return Rule(None if pattern == "*" else pattern, anchors)
+
+
+def _parse_anchors(raw: object, path: KeyPath, problems: Problems) -> tuple[float, ...]:
+    if not isinstance(raw, list):
+        return (_parse_number(raw, path, problems),)
+    if not raw:
+        problems.add(path, "expected a number or a list of numbers, found an empty list")
+    return tuple(_parse_number(item, (*path, i), problems) for i, item in enumerate(raw))
+
+
+def _parse_number(raw: object, path: KeyPath, problems: Problems) -> float:
+    number = None
+    if isinstance(raw, bool | int | float | str):
+        try:
+            number = float(raw)
+        except ValueError:
+            number = None
+    if number is None:
+        problems.add(path, f"expected a number, found {shown(raw)}")
+        return 0.0
+    if not math.isfinite(number):
+        problems.add(path, f"expected a finite number, found {shown(raw)}")
+        return 0.0
+    return number
+
+
+def _check_range(name: str, setting: Setting, path: KeyPath, problems: Problems) -> None:
+    if name not in RANGES:
+        return
+    low, high = RANGES[name]
+    for value in (a for rule in setting for a in rule.anchors if not low <= a <= high):
+        problems.add(path, f"`{name}` is a share from {low:g} to {high:g}, found {value:g}")

@@ -1,0 +1,66 @@
+"""How a recipe's problems are collected and placed: the line and key path first, then what is wrong.
+
+Every reader of the recipe adds to one `Problems`, so that a user sees all of them at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+KeyPath = tuple[str | int, ...]
+Lines = Mapping[KeyPath, int]
+
+_SHOWN_CHARS = 60
+
+
+class Problems:
+    """A growing list of sentences, given back in the order of the recipe's lines."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self._found: list[tuple[int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, path: KeyPath, text: str) -> None:
+        """Note that `text` is wrong at `path` (as keys and list indices from the top)."""
+        line = line_of(path, self._lines)
+        place = ", ".join(p for p in (f"line {line}" if line else "", shown_path(path)) if p)
+        self._found.append((line, f"{place}: {text}" if place else text))
+
+    def add_at_line(self, line: int, text: str) -> None:
+        """Note that `text` is wrong at a line, where no key path is known."""
+        self._found.append((line, f"line {line}: {text}" if line else text))
+
+    def sentences(self) -> tuple[str, ...]:
+        """Each problem once, by line, problems of one line in the order they were found."""
+        return tuple(dict.fromkeys(text for _, text in sorted(self._found, key=lambda p: p[0])))
+
+
+def line_of(path: KeyPath, lines: Lines) -> int:
+    """The 1-based line of a key path or of its nearest known parent, 0 if none is known."""
+    while path and path not in lines:
+        path = path[:-1]
+    return lines.get(path, 0)
+
+
+def shown_path(path: KeyPath) -> str:
+    """A key path as users write it: `models[0].parameters.density`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def shown(value: object) -> str:
+    """A value as it may stand in a message: its repr, cut to a line's length."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean …?` for the nearest known word, else an empty text."""
+    near = difflib.get_close_matches(word[:_SHOWN_CHARS], list(known), n=1)
+    return f"; did you mean `{near[0]}`?" if near else ""

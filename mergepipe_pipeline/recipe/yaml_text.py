@@ -1,0 +1,174 @@
+"""YAML text to plain values with the line of every key: safe, limited, and without surprises.
+
+PyYAML's composer is used, its constructors are not: no tags run, duplicate keys and several documents
+are problems, and aliases cannot blow a small text up. What the keys mean is the business of `schema`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import yaml
+from yaml.constructor import SafeConstructor
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from mergepipe_pipeline.recipe.problems import KeyPath, Lines, Problems, shown, shown_path
+
+MAX_NBYTES = 1 << 20
+#: Nodes after aliases are followed: far above any recipe, far below what would take time.
+MAX_NODES = 50_000
+MAX_DEPTH = 24
+
+_CORE = "tag:yaml.org,2002:"
+_CONSTRUCTORS = {
+    "null": SafeConstructor.construct_yaml_null,
+    "bool": SafeConstructor.construct_yaml_bool,
+    "int": SafeConstructor.construct_yaml_int,
+    "float": SafeConstructor.construct_yaml_float,
+}
+#: Dates and the odd `=` stay the text they are written as.
+_TEXTS = {"str", "timestamp", "value", "merge"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A YAML document as dict, list, str, int, float, bool and None; `lines` are 1-based.
+
+    With problems, `value` holds what could be read in spite of them.
+    """
+
+    value: object
+    lines: Lines
+    problems: Problems
+
+
+def read_yaml(text: str) -> Document:
+    """Read one YAML document. Never raises: what is wrong is in the document's problems."""
+    lines: dict[KeyPath, int] = {}
+    document = Document(None, lines, Problems(lines))
+    nbytes = len(text.encode("utf-8", "surrogatepass"))
+    if nbytes > MAX_NBYTES:
+        document.problems.add(
+            (),
+            f"a recipe may have {MAX_NBYTES} bytes, this one has {nbytes}; is it the right file?",
+        )
+        return document
+    try:
+        nodes = list(islice(yaml.compose_all(text, yaml.SafeLoader), 2))
+    # ValueError: PyYAML lets it through for escapes and directives out of range.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        _add_syntax(document.problems, error)
+        return document
+    if len(nodes) > 1:
+        document.problems.add_at_line(
+            nodes[1].start_mark.line + 1,
+            "several documents in one file are not supported yet; put each recipe in its own file",
+        )
+    if not nodes:
+        return document
+    return Document(_Reader(lines, document.problems).read(nodes[0], ()), lines, document.problems)
+
+
+def _add_syntax(problems: Problems, error: Exception) -> None:
+    if isinstance(error, RecursionError):
+        problems.add((), "the YAML is nested too deeply")
+        return
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    hint = "; indent with blanks, not tabs" if "\\t" in what else ""
+    problems.add_at_line(mark.line + 1 if mark else 0, f"not valid YAML: {what}{hint}")
+
+
+class _Reader:
+    """Turns nodes into values, noting each key's line."""
+
+    def __init__(self, lines: dict[KeyPath, int], problems: Problems) -> None:
+        self._lines = lines
+        self._problems = problems
+        self._constructor = SafeConstructor()
+        self._n_nodes = 0
+
+    def read(self, node: Node, path: KeyPath) -> Any:
+        self._n_nodes += 1
+        if self._n_nodes > MAX_NODES or len(path) > MAX_DEPTH:
+            # Said once: the text is the same for every node beyond the limit.
+            self._problems.add(
+                path[:1], f"more than {MAX_NODES} values or {MAX_DEPTH} levels; simplify it"
+            )
+            return None
+        kind = node.tag.removeprefix(_CORE)
+        if isinstance(node, MappingNode) and kind == "map":
+            return self._mapping(node, path)
+        if isinstance(node, SequenceNode) and kind == "seq":
+            return self._sequence(node, path)
+        if isinstance(node, ScalarNode) and (kind in _TEXTS or kind in _CONSTRUCTORS):
+            return self._scalar(node, kind, path)
+        self._add(node, path, f"the YAML tag {shown(node.tag)} is refused; write the plain value")
+        return None
+
+    def _add(self, node: Node, path: KeyPath, text: str) -> None:
+        place = shown_path(path)
+        line = node.start_mark.line + 1
+        self._problems.add_at_line(line, f"{place}: {text}" if place else text)
+
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if key_node.tag != f"{_CORE}str" or not isinstance(key, str):
+                self._add(key_node, path, _bad_key(key_node))
+                continue
+            here = (*path, key)
+            line = key_node.start_mark.line + 1
+            if _has_surrogate(key):
+                self._add(key_node, path, f"the key {shown(key)} is no Unicode text")
+            elif key in value:
+                self._add(
+                    key_node, here, f"the key stands twice, first in line {self._lines[here]}"
+                )
+            else:
+                self._lines[here] = line
+                value[key] = self.read(value_node, here)
+            if self._n_nodes > MAX_NODES:
+                break
+        return value
+
+    def _sequence(self, node: SequenceNode, path: KeyPath) -> list[Any]:
+        value: list[Any] = []
+        for i, item in enumerate(node.value):
+            here = (*path, i)
+            self._lines[here] = item.start_mark.line + 1
+            value.append(self.read(item, here))
+            if self._n_nodes > MAX_NODES:
+                break
+        return value
+
+    def _scalar(self, node: ScalarNode, kind: str, path: KeyPath) -> Any:
+        if _has_surrogate(node.value):
+            self._add(node, path, f"{shown(node.value)} is no Unicode text")
+            return None
+        if kind in _TEXTS:
+            return node.value
+        try:
+            value = _CONSTRUCTORS[kind](self._constructor, node)
+        except (ValueError, KeyError, OverflowError):
+            value = None
+            self._add(node, path, f"expected a YAML {kind}, found {shown(node.value)}")
+        if isinstance(value, int) and abs(value) >= 2**64:
+            value = None
+            self._add(node, path, f"the integer {shown(node.value)} needs more than 64 bits")
+        return value
+
+
+def _bad_key(node: Node) -> str:
+    if isinstance(node, ScalarNode) and node.value == "<<":
+        return "the YAML merge key `<<` is not supported yet; write the keys out"
+    if isinstance(node, ScalarNode):
+        return f"the key {shown(node.value)} is not read as text; put it in quotes"
+    return "a key must be text, not a list or a mapping"
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= c <= "\udfff" for c in text)

@@ -1,0 +1,50 @@
+"""Removes what nobody needs: old staging, and objects and actions that no snapshot names.
+
+Young files stay, since a merge in progress may be about to use them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe_pipeline.snapshots.load import list_snapshots
+from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.storage.atomic import remove_tree
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What was, or would be, removed."""
+
+    files: int
+    nbytes: int
+    paths: tuple[str, ...]
+
+
+def collect(
+    objects: ObjectStore, snapshots: Path, staging: Path, *, older_than_s: float, dry_run: bool
+) -> Collected:
+    """Remove what is older than `older_than_s` and unreferenced. Raises CorruptionError (manifests).
+
+    Actions go before objects, so that no action ever names an object that is gone for good.
+    """
+    used = [s for snapshot in list_snapshots(snapshots) for s in snapshot.manifest.shards]
+    keys, digests = {s.layer_key for s in used}, {s.sha256 for s in used}
+    doomed = [p for p in objects.all_actions() if p.stem not in keys]
+    doomed += [p for p in objects.all_objects() if p.name not in digests]
+    doomed += sorted(staging.iterdir()) if staging.is_dir() else []
+    limit = time.time() - older_than_s
+    old = [p for p in doomed if p.lstat().st_mtime <= limit]
+    nbytes = sum(_nbytes(p) for p in old)
+    if not dry_run:
+        for path in old:
+            remove_tree(path)
+    return Collected(len(old), nbytes, tuple(str(p) for p in old))
+
+
+def _nbytes(path: Path) -> int:
+    if path.is_dir():
+        return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())
+    return path.lstat().st_size

@@ -1,0 +1,55 @@
+"""The side files of a Hugging Face model folder, as pure functions: index, config, card.
+
+Deterministic: no time, no host, no path, since the manifest covers them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from mergepipe_pipeline.dtypes import TORCH_NAME
+from mergepipe_pipeline.spec.snapshot import LineageEntry, ShardEntry
+
+
+def shard_name(number: int, count: int) -> str:
+    """The file name of shard `number` of `count`, both from 1."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def index_json(shards: Sequence[ShardEntry], total_nbytes: int) -> bytes:
+    """`model.safetensors.index.json`; `total_nbytes` counts tensor data without headers."""
+    weight_map = {tensor: s.file for s in shards for tensor, _ in s.tensors}
+    value = {
+        "metadata": {"total_size": total_nbytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def config_json(original: bytes, dtype: str) -> bytes:
+    """The base's config.json with the dtype of the merged weights; every other key is kept."""
+    config = json.loads(original)
+    keys = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
+    config.update(dict.fromkeys(keys, TORCH_NAME[dtype]))
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def model_card(method: str, plan_id: str, inputs: Sequence[LineageEntry]) -> bytes:
+    """README.md with the lineage: which contents, by which method, under which plan."""
+    front = ["---", "library_name: transformers", "tags:", "- merge", "- mergepipe", "---", ""]
+    rows = [f"| {i.role} | {i.name} | `{i.content_sha256[:16]}` |" for i in inputs]
+    body = [
+        f"# Merged model ({method})",
+        "",
+        f"Merged by MergePipe with `{method}` from {len(inputs)} checkpoints, under plan `{plan_id[:16]}`.",
+        "",
+        "| role | checkpoint | content (SHA-256) |",
+        "|---|---|---|",
+        *rows,
+        "",
+        "`manifest.json` names every byte of this folder; `provenance.json` holds the recipe, its budget,"
+        " the error bound and what was read.",
+        "",
+    ]
+    return "\n".join(front + body).encode()

@@ -1,0 +1,94 @@
+"""Published names: each ref is a chain of versions, the highest is what readers load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mergepipe_pipeline.errors import MergePipeError, NotFoundError
+from mergepipe_pipeline.spec.snapshot import Ref
+from mergepipe_pipeline.storage.chain import VersionChain
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+
+
+class RefStore:
+    """The folder `refs` of a warehouse."""
+
+    def __init__(self, refs: Path) -> None:
+        self._refs = refs
+
+    def names(self) -> list[str]:
+        """All refs that have a version."""
+        if not self._refs.is_dir():
+            return []
+        return sorted(p.name for p in self._refs.iterdir() if VersionChain(p).versions())
+
+    def current(self, name: str) -> Ref:
+        """What `name` stands for. Raises NotFoundError, CorruptionError."""
+        current = self._chain(name).current()
+        if current is None:
+            raise NotFoundError(
+                "No such ref",
+                where=str(self._refs),
+                found=repr(name),
+                expected=", ".join(self.names()) or "none exists yet",
+                next_step="publish a snapshot with `mergepipe publish ID --ref NAME`",
+            )
+        return _ref(name, *current)
+
+    def history(self, name: str) -> list[Ref]:
+        """Every version, oldest first. Raises NotFoundError."""
+        self.current(name)
+        chain = self._chain(name)
+        return [_ref(name, n, chain.get(n)) for n in chain.versions()]
+
+    def publish(self, name: str, snapshot_id: str, reason: str, expected: int | None = None) -> Ref:
+        """Make `name` stand for a snapshot; what it stands for already adds no version.
+
+        Raises CommitConflictError if the current version is not `expected` (0: none yet).
+        """
+        chain = self._chain(name)
+        current = chain.current()
+        if current and current[1]["snapshot_id"] == snapshot_id and expected in (None, current[0]):
+            return _ref(name, *current)
+        value = {"snapshot_id": snapshot_id, "reason": reason}
+        return _ref(name, chain.append(value, expected), value)
+
+    def rollback(self, name: str, to: int | None, reason: str) -> Ref:
+        """Publish again what version `to` named (default: the last one that differs from the current).
+
+        Raises NotFoundError if there is nothing to go back to.
+        """
+        history = self.history(name)
+        now = history[-1]
+        if to is None:
+            older = [r for r in history if r.snapshot_id != now.snapshot_id]
+            if not older:
+                raise NotFoundError(
+                    "There is nothing to roll back to",
+                    where=name,
+                    found=f"every version names {now.snapshot_id}",
+                    next_step="publish another snapshot",
+                )
+            target = older[-1]
+        else:
+            target = _ref(name, to, self._chain(name).get(to))
+        return self.publish(
+            name, target.snapshot_id, f"{reason} to version {target.number}", now.number
+        )
+
+    def _chain(self, name: str) -> VersionChain:
+        if not _NAME.match(name):
+            raise MergePipeError(
+                "Not a name for a ref",
+                where="ref",
+                found=repr(name),
+                expected="letters, digits, '.', '_' and '-', starting with a letter or digit",
+                next_step="choose another name",
+            )
+        return VersionChain(self._refs / name)
+
+
+def _ref(name: str, number: int, value: dict[str, str]) -> Ref:
+    return Ref(name, number, value["snapshot_id"], value["reason"])

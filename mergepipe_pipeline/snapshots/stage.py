@@ -1,0 +1,37 @@
+"""Builds a complete snapshot folder in staging: shards first, manifest last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.spec.snapshot import Manifest
+from mergepipe_pipeline.storage.atomic import link_file, write_atomic
+
+MANIFEST = "manifest.json"
+PROVENANCE = "provenance.json"
+
+
+def stage_snapshot(
+    staging: Path,
+    manifest: Manifest,
+    objects: ObjectStore,
+    side_files: Mapping[str, bytes],
+    provenance: dict[str, Any],
+) -> Path:
+    """The folder `staging/<snapshot_id>`: hard-linked shards, side files, provenance, manifest.
+
+    Raises StorageFullError; FileNotFoundError if an object of the manifest is not in the store.
+    """
+    folder = staging / manifest.snapshot_id
+    folder.mkdir(parents=True)
+    for shard in manifest.shards:
+        link_file(objects.path_of(shard.sha256), folder / shard.file)
+    for name, data in side_files.items():
+        write_atomic(folder / name, data)
+    write_atomic(folder / PROVENANCE, seal(provenance))
+    write_atomic(folder / MANIFEST, seal(manifest.to_json()))
+    return folder

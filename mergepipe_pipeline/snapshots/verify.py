@@ -1,0 +1,135 @@
+"""Re-hashes every byte of a snapshot and names the file and tensor that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
+from mergepipe_pipeline.errors import CheckpointError, CorruptionError
+from mergepipe_pipeline.snapshots.load import read_manifest
+from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
+from mergepipe_pipeline.spec.snapshot import ShardEntry
+from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
+
+_CHUNK_NBYTES = 1 << 22
+_AGAIN = "remove the snapshot folder and the object it links to, then merge again"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was checked and found right."""
+
+    snapshot_id: str
+    files: int
+    nbytes: int
+
+
+def verify_snapshot(folder: Path, progress: Callable[[int], None] | None = None) -> Verification:
+    """Check manifest, provenance, side files and every shard.
+
+    Raises CorruptionError with the file and, inside a shard, the first tensor whose bytes are wrong; also for
+    files that are missing or that the manifest does not know.
+    """
+    manifest = read_manifest(folder)
+    if folder.name != manifest.snapshot_id:
+        raise _wrong(folder / MANIFEST, folder.name, manifest.snapshot_id)
+    provenance = _present(folder / PROVENANCE).read_bytes()
+    unseal(provenance, str(folder / PROVENANCE))
+    known = {
+        MANIFEST,
+        PROVENANCE,
+        *(s.file for s in manifest.shards),
+        *(f.file for f in manifest.side_files),
+    }
+    for extra in sorted(p.name for p in folder.iterdir() if p.name not in known):
+        raise CorruptionError(
+            "A file does not belong to the snapshot",
+            where=str(folder / extra),
+            expected="only what the manifest names",
+            found=extra,
+            next_step="remove the file",
+        )
+    nbytes = len(provenance) + (folder / MANIFEST).stat().st_size
+    for side in manifest.side_files:
+        data = _present(folder / side.file).read_bytes()
+        if sha256_hex(data) != side.sha256:
+            raise _wrong(folder / side.file, side.sha256, sha256_hex(data))
+        nbytes += len(data)
+    for shard in manifest.shards:
+        _verify_shard(folder / shard.file, shard, progress)
+        nbytes += shard.nbytes
+    return Verification(manifest.snapshot_id, len(known), nbytes)
+
+
+def _verify_shard(path: Path, shard: ShardEntry, progress: Callable[[int], None] | None) -> None:
+    found = _present(path).stat().st_size
+    if found != shard.nbytes:
+        raise CorruptionError(
+            "A shard has the wrong length",
+            where=str(path),
+            expected=f"{shard.nbytes} bytes",
+            found=f"{found} bytes",
+            next_step=_AGAIN,
+        )
+    running = new_hash()
+    with path.open("rb") as file:
+        for tensor, end, expected in _ends(path, shard):
+            while (at := file.tell()) < end:
+                chunk = file.read(min(_CHUNK_NBYTES, end - at))
+                if not chunk:
+                    break
+                running.update(chunk)
+                if progress:
+                    progress(len(chunk))
+            if running.hexdigest() != expected:
+                raise CorruptionError(
+                    "A shard's bytes are not the bytes that were written",
+                    where=f"{path}, {tensor}",
+                    expected=f"sha256 {expected[:16]}",
+                    found=f"sha256 {running.hexdigest()[:16]}",
+                    next_step=_AGAIN,
+                )
+
+
+def _ends(path: Path, shard: ShardEntry) -> list[tuple[str, int, str]]:
+    """(what, end byte, expected digest up to it), in file order; ends with the whole file."""
+    with path.open("rb") as file:
+        try:
+            raw = file.read(header_nbytes(file.read(LENGTH_NBYTES), shard.nbytes, str(path)))
+            entries = {e.name: e for e in parse_header(raw, shard.nbytes, str(path))[0]}
+            ends = [
+                (f"tensor {name}", entries[name].start_byte + entries[name].nbytes, digest)
+                for name, digest in shard.tensors
+            ]
+        except (CheckpointError, KeyError) as error:
+            raise CorruptionError(
+                "A shard's header is not the one that was written",
+                where=f"{path}, header",
+                found=str(error),
+                next_step=_AGAIN,
+            ) from error
+    return [*ends, ("whole file", shard.nbytes, shard.sha256)]
+
+
+def _present(path: Path) -> Path:
+    if not path.is_file():
+        raise CorruptionError(
+            "A file of a snapshot is missing",
+            where=str(path),
+            expected=path.name,
+            found="no such file",
+            next_step=_AGAIN,
+        )
+    return path
+
+
+def _wrong(path: Path, expected: str, found: str) -> CorruptionError:
+    return CorruptionError(
+        "A file's bytes are not the bytes that were written",
+        where=str(path),
+        expected=f"sha256 {expected[:16]}",
+        found=f"sha256 {found[:16]}",
+        next_step=_AGAIN,
+    )

@@ -1,0 +1,115 @@
+"""Every path of the warehouse, in one place. Knows names of folders, not what is in the files."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+ENVIRONMENT = "MERGEPIPE_HOME"
+DEFAULT = "warehouse"
+
+
+@dataclass(frozen=True, slots=True)
+class Warehouse:
+    """One folder that holds everything: catalog, plans, objects, snapshots, refs."""
+
+    root: Path
+
+    @staticmethod
+    def at(root: str | Path | None = None) -> Warehouse:
+        """The warehouse at `root`, or where MERGEPIPE_HOME says, or `./warehouse`; absolute."""
+        chosen = root or os.environ.get(ENVIRONMENT) or DEFAULT
+        return Warehouse(Path(chosen).expanduser().resolve())
+
+    def ensure(self) -> Warehouse:
+        """Create the folders that are missing; returns itself."""
+        for folder in (
+            self.inbox,
+            self.recipes,
+            self.catalog,
+            self.plans,
+            self.objects,
+            self.actions,
+            self.snapshots,
+            self.refs,
+            self.staging,
+            self.releases,
+        ):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    @property
+    def inbox(self) -> Path:
+        """Where experts land, one folder each."""
+        return self.root / "inbox"
+
+    @property
+    def recipes(self) -> Path:
+        """Recipe files that run by themselves."""
+        return self.root / "recipes"
+
+    @property
+    def catalog(self) -> Path:
+        """Parquet facts."""
+        return self.root / "catalog"
+
+    @property
+    def plans(self) -> Path:
+        """Plans by id."""
+        return self.root / "plans"
+
+    def plan_path(self, plan_id: str) -> Path:
+        """The file of one plan."""
+        return self.plans / f"{plan_id}.json"
+
+    @property
+    def releases(self) -> Path:
+        """What each standing recipe planned and released last."""
+        return self.root / "releases"
+
+    def current_plan_path(self, recipe: str) -> Path:
+        """Pointer to the plan a standing recipe works on."""
+        return self.releases / f"{recipe}.current.json"
+
+    def release_path(self, recipe: str) -> Path:
+        """Record of a standing recipe's last release."""
+        return self.releases / f"{recipe}.released.json"
+
+    @property
+    def objects(self) -> Path:
+        """Merged layers by content."""
+        return self.root / "objects"
+
+    @property
+    def actions(self) -> Path:
+        """Layer key to object."""
+        return self.root / "actions"
+
+    @property
+    def snapshots(self) -> Path:
+        """Committed snapshots by id."""
+        return self.root / "snapshots"
+
+    @property
+    def refs(self) -> Path:
+        """Version chains of published names."""
+        return self.root / "refs"
+
+    @property
+    def staging(self) -> Path:
+        """Work in progress; never read by anyone else."""
+        return self.root / "staging"
+
+    def new_staging(self, label: str) -> Path:
+        """A fresh folder in staging for one run."""
+        path = self.staging / f"{label}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        path.mkdir(parents=True)
+        return path
+
+    @property
+    def dagster_home(self) -> Path:
+        """Dagster's own storage, if it is kept beside the data."""
+        return self.root / "dagster"
