@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.stats import ExpertStats
 
 _TINY = 1e-7
-Keep = Callable[[str, DeltaWindow], npt.NDArray[np.bool_]]
+Mask = npt.NDArray[np.bool_]
+Keep = Callable[[str, DeltaWindow], Mask]
 
 
 def drop_scales(
@@ -33,7 +35,7 @@ def drop_scales(
 ) -> dict[str, float]:
     """Factors for DARE's random drop: tensor name to ‖δ‖₁/‖drop(δ)‖₁, 1 if either is below 1e-7."""
 
-    def keep(tensor: str, w: DeltaWindow) -> npt.NDArray[np.bool_]:
+    def keep(tensor: str, w: DeltaWindow) -> Mask:
         return keep_mask(seed, position, tensor, w.start_elem, w.n, densities[tensor])
 
     return _scales(expert, base, stats, list(densities), keep, progress)
@@ -49,10 +51,11 @@ def trim_scales(
 ) -> dict[str, float]:
     """Factors for a trim: tensor name to ‖δ‖₁/‖trim(δ)‖₁, 1 if either is below 1e-7."""
 
-    def keep(tensor: str, w: DeltaWindow) -> npt.NDArray[np.bool_]:
+    def keep(tensor: str, w: DeltaWindow) -> Mask:
         bits, rule = np.abs(w.values).view(np.uint32), rules[tensor]
         before = np.arange(w.start_elem, w.start_elem + w.n) < rule.tie_stop_elem
-        return (bits > rule.threshold_bits) | ((bits == rule.threshold_bits) & before)
+        kept: Mask = (bits > rule.threshold_bits) | ((bits == rule.threshold_bits) & before)
+        return kept
 
     return _scales(expert, base, stats, list(rules), keep, progress)
 
@@ -70,7 +73,7 @@ def _scales(
     with PairReader(expert, base) as pair:
         for tensor in tensors:
             kept: list[float] = []
-            for nbytes, sums in pair.map(tensor, lambda w, t=tensor: _kept_l1(w, keep(t, w))):
+            for nbytes, sums in pair.map(tensor, partial(_kept_l1, tensor, keep)):
                 kept.extend(sums.tolist())
                 if progress:
                     progress(nbytes)
@@ -80,10 +83,8 @@ def _scales(
     return scales
 
 
-def _kept_l1(
-    window: DeltaWindow, mask: npt.NDArray[np.bool_]
-) -> tuple[int, npt.NDArray[np.float64]]:
+def _kept_l1(tensor: str, keep: Keep, window: DeltaWindow) -> tuple[int, npt.NDArray[np.float64]]:
     magnitude = np.abs(window.delta)
-    magnitude[: window.n] *= mask
-    sums = np.sum(magnitude.reshape(-1, CHUNK_ELEMS), axis=1, dtype=np.float64)
+    magnitude[: window.n] *= keep(tensor, window)
+    sums = np.asarray(magnitude.reshape(-1, CHUNK_ELEMS).sum(axis=1, dtype=np.float64))
     return len(window.expert_raw), sums

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ from mergepipe_pipeline.spec.stats import HIST_SHIFT, SKETCH_WIDTH, ExpertStats,
 
 _BINS = 1 << (32 - HIST_SHIFT - 1)
 _SIGN_BIT = np.uint32(1 << 31)
+
+S = TypeVar("S", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -138,14 +141,13 @@ def _without_window(d: _Described) -> _Described:
     return _Described(empty, d.l1, d.l2sq, d.max_abs, d.nonzero, None, None)
 
 
-def _joined(parts: list[npt.NDArray[np.generic]], dtype: type) -> npt.NDArray[np.generic]:
+def _joined(parts: list[npt.NDArray[S]], dtype: type[S]) -> npt.NDArray[S]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
-def _per_block(
-    chunks: npt.NDArray[np.generic], grid: BlockGrid, combine: np.ufunc
-) -> npt.NDArray[np.generic]:
+def _per_block(chunks: npt.NDArray[S], grid: BlockGrid, combine: np.ufunc) -> npt.NDArray[S]:
     if not len(chunks):
         return chunks
     starts = np.arange(0, len(chunks), grid.block_elems // CHUNK_ELEMS)
-    return combine.reduceat(chunks, starts)
+    blocks: npt.NDArray[S] = combine.reduceat(chunks, starts)
+    return blocks

@@ -70,7 +70,7 @@ class FullCheckpointRow:
         """Read the planned parts of [start, stop) into the row's own buffer."""
         self._start = start_elem
         self._parts = tuple(clip(self._input.read, start_elem, stop_elem))
-        view = memoryview(self._raw)
+        view = self._raw.data
         for a, b in self._parts:
             at = (a - start_elem) * self._itemsize
             out = view[at : at + (b - a) * self._itemsize]
@@ -114,7 +114,7 @@ class BaseRow:
     def fetch(self, start_elem: int, stop_elem: int) -> None:
         """Read [start, stop) of the base."""
         self._n = stop_elem - start_elem
-        view = memoryview(self._buffer)[: self._n * self._itemsize]
+        view = self._buffer.data[: self._n * self._itemsize]
         self._reader.read_into(self._tensor, start_elem, stop_elem, view)
 
     @property

@@ -89,7 +89,7 @@ class LayerRunner:
             writes: deque[Future[None]] = deque()
             for window in self._read_ahead(self._windows(in_order)):
                 chunk = window.merge(self._rows)
-                writes.append(self._write_pool.submit(writer.write, memoryview(chunk)))
+                writes.append(self._write_pool.submit(writer.write, chunk.data))
                 if len(writes) >= SLOTS:
                     writes.popleft().result()
                 if progress:

@@ -16,7 +16,6 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeErr
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.pipeline.analyze import grid_for
 from mergepipe_pipeline.pipeline.register import resolve
-from mergepipe_pipeline.planner.strategies import STRATEGIES
 from mergepipe_pipeline.recipe.budget import parse_budget
 from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipe, resolve_recipe
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -79,8 +78,8 @@ def load_recipe(path: str | Path) -> RawRecipe:
 
 
 def parse(text: str, *, name: str, where: str) -> RawRecipe:
-    """Parse recipe text with the operators and strategies there are. Raises RecipeError."""
-    return parse_recipe(text, name=name, where=where, methods=SCHEMAS, strategies=list(STRATEGIES))
+    """Parse recipe text with the operators there are. Raises RecipeError, BudgetError."""
+    return parse_recipe(text, name=name, where=where, methods=SCHEMAS)
 
 
 def check(

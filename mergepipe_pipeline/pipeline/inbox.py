@@ -33,7 +33,7 @@ def scan_inbox(home: Warehouse, quiet_s: float) -> tuple[Landed, ...]:
     now_ns = time.time_ns()
     for folder in sorted(p for p in home.inbox.iterdir() if p.is_dir() and p.name[0] not in "._"):
         with open_source(str(folder)) as source:
-            stats = [[f, source.size(f), source.mtime_ns(f)] for f in sorted(source.list())]
+            stats = [(f, source.size(f), source.mtime_ns(f)) for f in source.list()]
         age_s = (now_ns - max((s[2] for s in stats), default=now_ns)) / 1e9
         waiting = is_complete(str(folder))
         if waiting is None and age_s < quiet_s:

@@ -1,72 +1,71 @@
-"""From YAML text to a resolved `Recipe`, collecting every problem on the way.
+"""The two steps from YAML to a `Recipe`: parse the text alone, then resolve it against tensors.
 
-Two steps, since the second needs headers: `parse_recipe` knows the text alone, `resolve_recipe` also the
-tensors. Opens no file.
+Step one needs no checkpoint, so that definitions can be made from a recipe whose models do not
+exist yet; step two needs headers. Neither opens a file, and both report every problem at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
-from pydantic import ValidationError
-
-from mergepipe_pipeline.dtypes import FLOATING, code_from_name
-from mergepipe_pipeline.errors import MergePipeError, RecipeError
+from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, itemsize
+from mergepipe_pipeline.errors import BudgetError, RecipeError
 from mergepipe_pipeline.recipe.budget import parse_budget
-from mergepipe_pipeline.recipe.parameters import look_up, position
-from mergepipe_pipeline.recipe.schema import NOT_YET, ModelEntry, RecipeFile
-from mergepipe_pipeline.recipe.yaml_text import Document, Path, load_yaml
+from mergepipe_pipeline.recipe.checks import Entry, base_is_a_model, check_method, check_models
+from mergepipe_pipeline.recipe.parameters import Settings, parse_settings
+from mergepipe_pipeline.recipe.problems import Lines, Problems
+from mergepipe_pipeline.recipe.resolve import idle_filters, resolve_tensors
+from mergepipe_pipeline.recipe.schema import (
+    STRATEGIES,
+    RecipeYaml,
+    check_strategy,
+    ref_problem,
+    validate,
+)
+from mergepipe_pipeline.recipe.yaml_text import read_yaml
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.spec.layers import layer_count
-from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
-from mergepipe_pipeline.spec.recipe import Budget, ModelRef, Params, Recipe, TensorRecipe
-
-_GROUPS: dict[str, type] = {"models": ModelEntry}
+from mergepipe_pipeline.spec.operator import OperatorSchema
+from mergepipe_pipeline.spec.recipe import Budget, ModelRef, Recipe
 
 
 @dataclass(frozen=True)
 class RawRecipe:
-    """A recipe whose text is in order. `models` are the merged models in recipe order.
+    """A recipe as written, checked as far as its text allows.
 
-    A base listed among the models of a delta method is not among them: it has no delta.
+    `entries` are all listed models; `dtype` and `out_dtype` are safetensors codes. `merges_base`
+    says that a base among the entries is a model like the others.
     """
 
     name: str
     where: str
     text: str
-    file: RecipeFile
-    entries: tuple[ModelEntry, ...]
+    method: str
+    base_model: str | None
+    entries: tuple[Entry, ...] = field(hash=False)
+    settings: Settings = field(hash=False)
+    merges_base: bool
     dtype: str | None
     out_dtype: str | None
     budget: Budget
+    strategy: str
+    seed: int
     ref: str
+    schedule: str
+    block_elems: int | None
+    warnings: tuple[str, ...]
+    lines: Lines = field(repr=False, compare=False)
 
     @property
-    def method(self) -> str:
-        """The merge method's name."""
-        return self.file.merge_method
-
-    @property
-    def base_model(self) -> str | None:
-        """The base as the text names it."""
-        return self.file.base_model
+    def model_entries(self) -> tuple[Entry, ...]:
+        """The entries that contribute to the merge, in recipe order."""
+        return _contributing(self.entries, self.base_model, self.merges_base)
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The merged models as the text names them."""
-        return tuple(e.model for e in self.entries)
-
-    @property
-    def schedule(self) -> str:
-        """Cron expression of the standing pipeline's nightly run."""
-        return self.file.schedule
-
-    @property
-    def block_elems(self) -> int | None:
-        """Elements per block, or None for the default grid."""
-        return self.file.block_size
+        """The texts of the models that contribute to the merge, in recipe order."""
+        return tuple(entry.text for entry in self.model_entries)
 
 
 def parse_recipe(
@@ -74,292 +73,208 @@ def parse_recipe(
     *,
     name: str,
     where: str,
-    methods: Mapping[str, OperatorSchema],
-    strategies: Sequence[str],
+    methods: Mapping[str, OperatorSchema] | None = None,
+    strategies: Collection[str] = STRATEGIES,
 ) -> RawRecipe:
-    """Check all that text alone can tell. Raises RecipeError with every problem at once."""
-    document = load_yaml(text, where)
-    if not isinstance(document.value, dict):
-        raise RecipeError(
-            "A recipe is a mapping of keys",
-            where=where,
-            expected="merge_method, models, …",
-            found=type(document.value).__name__,
-            next_step="see the README's recipes",
-        )
-    problems = [f"{document.place(p)}: the key occurs twice; keep one" for p in document.repeated]
-    file = None
-    try:
-        file = RecipeFile.model_validate(document.value)
-    except ValidationError as error:
-        problems += _explain(error, document, methods)
-    given = document.value.get("merge_method")
-    if isinstance(given, str) and given not in methods:
-        problems.append(
-            f"{document.place(('merge_method',))}: unknown method {given!r}"
-            f"{_did_you_mean(given, methods)}; expected one of {', '.join(methods)}"
-        )
-    if file is not None:
-        problems += _meaning(file, document, methods, strategies)
-    parsed = _border_values(file, where, problems)
-    if problems or file is None:
-        raise RecipeError(
-            "A recipe has problems",
-            where=where,
-            problems=tuple(problems),
-            next_step="mend them all; nothing was read or written",
-        )
-    budget, dtype, out_dtype = parsed
-    delta = methods[file.merge_method].space == "delta"
-    entries = tuple(e for e in file.models if not (delta and e.model == file.base_model))
-    return RawRecipe(name, where, text, file, entries, dtype, out_dtype, budget, file.ref or name)
+    """Read a recipe's text. `name` is the default ref, `where` (a path) goes into messages.
+
+    With `methods`, the method and its parameters' names are checked here already, else by
+    `resolve_recipe`. `strategies` are the names that `strategy:` may have.
+
+    Raises RecipeError with every problem; BudgetError if the budget is the only one.
+    """
+    document = read_yaml(text)
+    problems, value = document.problems, document.value
+    if not isinstance(value, dict):
+        if not problems:
+            problems.add((), "a recipe is a mapping with `merge_method:` and `models:`")
+        raise _error(problems, where)
+    warnings: list[str] = []
+    yaml = validate(value, problems)
+    settings = parse_settings(value.get("parameters"), ("parameters",), problems, warnings)
+    entries = _entries(value, problems, warnings)
+    check_strategy(value.get("strategy"), strategies, problems)
+    budget, budget_error = _budget(value.get("budget"), where, problems)
+    if yaml is None or budget is None:
+        _check_loosely(value, methods, settings, entries, problems)
+        raise budget_error if budget_error and len(problems) == 1 else _error(problems, where)
+    raw = RawRecipe(
+        name=name,
+        where=where,
+        text=text,
+        method=yaml.merge_method,
+        base_model=yaml.base_model,
+        entries=entries,
+        settings=settings,
+        merges_base=base_is_a_model(yaml.merge_method, methods),
+        dtype=yaml.dtype,
+        out_dtype=yaml.out_dtype or yaml.dtype,
+        budget=budget,
+        strategy=yaml.strategy,
+        seed=yaml.seed,
+        ref=_ref(yaml, name, problems),
+        schedule=yaml.schedule,
+        block_elems=yaml.block_size,
+        warnings=(*warnings, *_base_warnings(yaml, entries, methods)),
+        lines=document.lines,
+    )
+    check_models(raw.model_entries, problems)
+    if methods is not None:
+        check_method(raw.method, methods, raw.base_model, settings, entries, problems)
+    if problems:
+        raise _error(problems, where)
+    return raw
 
 
 def resolve_recipe(
     raw: RawRecipe,
     tensors: Sequence[TensorEntry],
-    presence: Sequence[frozenset[str]],
+    presence: Sequence[AbstractSet[str]],
     methods: Mapping[str, OperatorSchema],
 ) -> Recipe:
-    """Plain numbers for every tensor of the output.
+    """Give every output tensor its numbers.
 
-    `tensors` are those of the base (or the first model), `presence` the tensor names of each merged model.
-    Raises RecipeError with every missing parameter at once.
+    `tensors` are the output's in order (the base's, or the first model's without a base);
+    `presence[i]` are the tensor names that `raw.models[i]` has.
+
+    Raises RecipeError with every problem.
     """
-    schema = methods[raw.method]
-    n_layers = layer_count(t.name for t in tensors)
-    resolved, missing = [], dict[str, list[str]]()
-    for entry in tensors:
-        present = tuple(
-            i for i, names in enumerate(presence) if entry.name in names and entry.dtype in FLOATING
+    problems = Problems(raw.lines)
+    models = raw.model_entries
+    names = [t.name for t in tensors]
+    floating = frozenset(t.name for t in tensors if t.dtype in FLOATING)
+    schema = check_method(raw.method, methods, raw.base_model, raw.settings, raw.entries, problems)
+    if len(presence) != len(models):
+        problems.add(
+            ("models",), f"expected tensor names of {len(models)} models, found {len(presence)}"
         )
-        t = position(entry.name, n_layers)
-        method = _values(
-            schema, "method", [raw.file.parameters], entry.name, t, "the recipe", missing
-        )
-        models = tuple(
-            _values(
-                schema,
-                "model",
-                [raw.entries[i].parameters, raw.file.parameters],
-                entry.name,
-                t,
-                raw.entries[i].model,
-                missing,
-            )
-            for i in present
-        )
-        resolved.append(TensorRecipe(entry.name, method, present, models))
-    if missing:
-        problems = tuple(
-            f"{what} is required and missing, for {len(names)} tensors such as {names[0]}; "
-            f"add it under `parameters`"
-            for what, names in missing.items()
-        )
-        raise RecipeError(
-            "A recipe lacks required parameters",
-            where=raw.where,
-            problems=problems,
-            next_step="add them; nothing was read or written",
-        )
+    if schema is None or problems:
+        raise _error(problems, raw.where)
+    # Arithmetic needs floating-point elements: other tensors are copied, no model takes part.
+    mergeable = [floating & have for have in presence]
+    recipes = resolve_tensors(schema, raw.settings, models, names, mergeable, problems)
+    if problems:
+        raise _error(problems, raw.where)
     return Recipe(
         name=raw.name,
         text=raw.text,
         method=raw.method,
-        base=ModelRef(raw.base_model) if raw.base_model else None,
-        models=tuple(ModelRef(m) for m in raw.models),
-        tensors=tuple(resolved),
+        base=ModelRef(raw.base_model) if raw.base_model is not None else None,
+        models=tuple(ModelRef(entry.text) for entry in models),
+        tensors=recipes,
         dtype=raw.dtype,
         out_dtype=raw.out_dtype,
         budget=raw.budget,
-        strategy=raw.file.strategy,
-        seed=raw.file.seed,
+        strategy=raw.strategy,
+        seed=raw.seed,
         ref=raw.ref,
-        warnings=_warnings(raw, tensors),
+        warnings=(
+            *raw.warnings,
+            *_dtype_warnings(raw.dtype, tensors),
+            *idle_filters(raw.settings, models, names),
+        ),
     )
 
 
-def _values(
-    schema: OperatorSchema,
-    scope: str,
-    levels: Sequence[object],
-    tensor: str,
-    t: float,
-    owner: str,
-    missing: dict[str, list[str]],
-) -> Params:
-    out = []
-    for p in schema.parameters:
-        if p.scope == scope:
-            value = look_up(p, levels, tensor, t)  # type: ignore[arg-type]
-            if value is None:
-                missing.setdefault(f"parameter {p.name!r} of {owner}", []).append(tensor)
-            else:
-                out.append((p.name, value))
-    return tuple(out)
+def _contributing(
+    entries: Sequence[Entry], base_model: str | None, merges_base: bool
+) -> tuple[Entry, ...]:
+    return tuple(e for e in entries if merges_base or e.text != base_model)
 
 
-def _explain(
-    error: ValidationError, document: Document, methods: Mapping[str, OperatorSchema]
-) -> list[str]:
-    """One line per pydantic problem, in the words of the recipe."""
-    known = {p.name for s in methods.values() for p in s.parameters}
-    lines: dict[str, None] = {}
-    for item in error.errors(include_url=False):
-        names_a_key = item["type"] in {"extra_forbidden", "missing"}
-        path = _key_path(item["loc"], document, names_a_key=names_a_key)
-        key = str(path[-1]) if path else ""
-        place = document.place(path)
-        if item["type"] == "extra_forbidden" and path[:1] == (key,) and key in NOT_YET:
-            lines[f"{place}: {key!r} is not supported yet; {NOT_YET[key]}"] = None
-        elif item["type"] == "extra_forbidden":
-            fields = _fields_at(path)
-            hint = _did_you_mean(key, fields)
-            if not hint and key in known:
-                hint = "; move it under `parameters`"
-            lines[f"{place}: unknown key {key!r}{hint}"] = None
-        elif item["type"] == "missing":
-            lines[f"{place}: required key {key!r} is missing; add it"] = None
-        else:
-            found = f"found {str(item.get('input'))[:60]!r}"
-            if not any(line.startswith(f"{place}:") for line in lines):
-                lines[f"{place}: {item['msg'].lower()}, {found}"] = None
-    return list(lines)
-
-
-def _key_path(loc: tuple[str | int, ...], document: Document, *, names_a_key: bool) -> Path:
-    """The part of pydantic's location that is a key path of the document: pydantic adds type names.
-
-    `names_a_key`: the last part is a key that is unknown or missing, whatever the document says.
-    """
-    path: Path = ()
-    for i, part in enumerate(loc):
-        if (*path, part) in document.lines or (names_a_key and i == len(loc) - 1):
-            path = (*path, part)
-    return path
-
-
-def _fields_at(path: Path) -> list[str]:
-    if path and path[0] == "models" and len(path) == 3:
-        return list(ModelEntry.model_fields)
-    if len(path) == 1:
-        return list(RecipeFile.model_fields)
-    return ["filter", "value"]
-
-
-def _did_you_mean(word: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _meaning(
-    file: RecipeFile,
-    document: Document,
-    methods: Mapping[str, OperatorSchema],
-    strategies: Sequence[str],
-) -> list[str]:
-    """Problems that need the method's schema."""
-    problems = []
-    if file.strategy not in strategies:
-        problems.append(
-            f"{document.place(('strategy',))}: unknown strategy {file.strategy!r}"
-            f"{_did_you_mean(file.strategy, strategies)}; expected one of "
-            f"{', '.join(strategies)}"
-        )
-    if file.tokenizer_source not in (None, "base"):
-        problems.append(
-            f"{document.place(('tokenizer_source',))}: {file.tokenizer_source!r} is not "
-            "supported yet; use 'base'"
-        )
-    for place, text in _model_texts(file):
-        if "+" in text.rsplit("/", 1)[-1]:
-            problems.append(
-                f"{document.place(place)}: adapters ({text!r}) are not supported yet; "
-                "merge the adapter into its base first"
+def _entries(
+    value: Mapping[str, object], problems: Problems, warnings: list[str]
+) -> tuple[Entry, ...]:
+    models = value.get("models")
+    if not isinstance(models, list):
+        return ()
+    entries = []
+    for i, item in enumerate(models):
+        if isinstance(item, dict):
+            path = ("models", i)
+            settings = parse_settings(
+                item.get("parameters"), (*path, "parameters"), problems, warnings
             )
-        elif "@" in text.rsplit("/", 1)[-1]:
-            problems.append(
-                f"{document.place(place)}: revisions ({text!r}) are not supported yet; "
-                "download that revision and give its folder"
-            )
-    schema = methods.get(file.merge_method)
-    if schema is None:
-        return problems
-    if schema.needs_base and file.base_model is None:
-        problems.append(f"base_model: required by {schema.name} and missing; add it")
-    if schema.needs_base and all(e.model == file.base_model for e in file.models):
-        problems.append(f"{document.place(('models',))}: no model besides the base; add one")
-    return problems + _unknown_parameters(file, document, schema)
+            entries.append(Entry(str(item.get("model")), settings, path))
+    return tuple(entries)
 
 
-def _model_texts(file: RecipeFile) -> list[tuple[Path, str]]:
-    texts: list[tuple[Path, str]] = [
-        (("models", i, "model"), e.model) for i, e in enumerate(file.models)
-    ]
-    return texts + ([(("base_model",), file.base_model)] if file.base_model else [])
-
-
-def _unknown_parameters(file: RecipeFile, document: Document, schema: OperatorSchema) -> list[str]:
-    known: dict[str, Parameter] = {p.name: p for p in schema.parameters}
-    problems = []
-    for name in file.parameters:
-        if name not in known:
-            problems.append(_unknown_parameter(document, ("parameters", name), name, schema, known))
-    for i, entry in enumerate(file.models):
-        for name in entry.parameters:
-            path: Path = ("models", i, "parameters", name)
-            if name not in known:
-                problems.append(_unknown_parameter(document, path, name, schema, known))
-            elif known[name].scope == "method":
-                problems.append(
-                    f"{document.place(path)}: {name!r} is set once for all models; move it "
-                    "to the recipe's `parameters`"
-                )
-    return problems
-
-
-def _unknown_parameter(
-    document: Document,
-    path: Path,
-    name: str,
-    schema: OperatorSchema,
-    known: Mapping[str, Parameter],
-) -> str:
-    return (
-        f"{document.place(path)}: {schema.name} has no parameter {name!r}"
-        f"{_did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
-    )
-
-
-def _border_values(
-    file: RecipeFile | None, where: str, problems: list[str]
-) -> tuple[Budget, str | None, str | None]:
-    budget, dtypes = Budget(), dict[str, str | None](dtype=None, out_dtype=None)
-    if file is None:
-        return budget, None, None
+def _budget(
+    value: object, where: str, problems: Problems
+) -> tuple[Budget | None, BudgetError | None]:
     try:
-        budget = parse_budget(file.budget, f"{where}, budget")
-    except MergePipeError as error:
-        problems.append(str(error))
-    for key, name in (("dtype", file.dtype), ("out_dtype", file.out_dtype)):
-        try:
-            dtypes[key] = code_from_name(name, f"{where}, {key}") if name else None
-        except MergePipeError as error:
-            problems.append(str(error))
-    if file.block_size is not None and (
-        file.block_size & (file.block_size - 1) or not 4096 <= file.block_size <= 1 << 20
-    ):
-        problems.append(
-            f"block_size: expected a power of two from 4096 to 1048576, found {file.block_size}"
-        )
-    return budget, dtypes["dtype"], dtypes["out_dtype"]
+        return parse_budget(value, f"{where}, key budget"), None
+    except BudgetError as error:
+        problems.add(("budget",), f"expected {error.expected}, found {error.found}")
+        return None, error
 
 
-def _warnings(raw: RawRecipe, tensors: Sequence[TensorEntry]) -> tuple[str, ...]:
-    stored = {t.dtype for t in tensors if t.dtype in FLOATING}
-    if raw.dtype in {"BF16", "F16"} and stored - {raw.dtype}:
+def _ref(yaml: RecipeYaml, name: str, problems: Problems) -> str:
+    if yaml.ref is None and (why := ref_problem(name)):
+        problems.add((), f"the recipe's name cannot be its ref: {why}; give it one with `ref:`")
+    return yaml.ref or name
+
+
+def _check_loosely(
+    value: Mapping[str, object],
+    methods: Mapping[str, OperatorSchema] | None,
+    settings: Settings,
+    entries: Sequence[Entry],
+    problems: Problems,
+) -> None:
+    """What can be said about the method although other keys are wrong."""
+    method = value.get("merge_method")
+    if methods is None or not isinstance(method, str):
+        return
+    base = value.get("base_model")
+    # A base that is wrong in itself is there: it was reported, and is no missing base.
+    check_method(method, methods, None if base is None else str(base), settings, entries, problems)
+
+
+def _base_warnings(
+    yaml: RecipeYaml, entries: Sequence[Entry], methods: Mapping[str, OperatorSchema] | None
+) -> tuple[str, ...]:
+    listed = [e for e in entries if e.text == yaml.base_model]
+    if base_is_a_model(yaml.merge_method, methods):
+        if yaml.base_model is None or listed:
+            return ()
         return (
-            f"dtype {raw.file.dtype}: mergekit would round inputs to it before the arithmetic; "
-            "here arithmetic is in float32 and only the result is rounded",
+            f"base_model {yaml.base_model!r} is not listed under models: it only stands in for "
+            "blocks that are not read (mergekit fails here)",
         )
-    return ()
+    return tuple(
+        f"models[{e.path[-1]}].parameters: {e.text!r} is the base, so they have no effect"
+        for e in listed
+        if e.settings
+    )
+
+
+def _dtype_warnings(dtype: str | None, tensors: Sequence[TensorEntry]) -> tuple[str, ...]:
+    stored = sorted({t.dtype for t in tensors if t.dtype in FLOATING})
+    if dtype is None:
+        short = [TORCH_NAME[s] for s in stored if itemsize(s) < 4]
+        if not short:
+            return ()
+        return (
+            f"no dtype: arithmetic is in float32 and the result is rounded to {', '.join(short)} "
+            "once, where mergekit computes in the stored dtype",
+        )
+    wider = [TORCH_NAME[s] for s in stored if itemsize(s) > itemsize(dtype)]
+    if not wider:
+        return ()
+    return (
+        f"dtype {TORCH_NAME[dtype]}: the {', '.join(wider)} inputs are not rounded to it before "
+        "the arithmetic, as mergekit does, but only when the result is written",
+    )
+
+
+def _error(problems: Problems, where: str) -> RecipeError:
+    sentences = problems.sentences()
+    return RecipeError(
+        "A recipe cannot be used",
+        problems=sentences,
+        where=where,
+        expected="a recipe without problems",
+        found=f"{len(sentences)} problem{'s' if len(sentences) > 1 else ''}",
+        next_step="mend all of these; nothing was read or written",
+    )

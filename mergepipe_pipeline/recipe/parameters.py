@@ -1,8 +1,9 @@
 """What a parameter's value may be and what it is worth for one tensor, as in mergekit.
 
 A value is a number, a gradient (list of numbers over the layers), or a list of `{filter, value}`
-whose first match wins. Booleans and numeric texts count as numbers. A bare `{filter, value}` is read as a
-list of one, with a warning, where mergekit fails. Which parameters exist is the business of `checks`.
+whose first match wins. Booleans and numeric texts count as numbers. A bare `{filter, value}` is
+read as a list of one, with a warning, where mergekit fails. Which parameters exist is the business
+of `checks`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
 from mergepipe_pipeline.spec.layers import layer_index
 
 #: Closed ranges of parameters that mean a share, whatever the method.
@@ -22,7 +23,7 @@ _RULE_KEYS = ("filter", "value")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Anchors (one: a constant) for tensors whose name contains `filter`; None takes every tensor."""
+    """Anchors (one: a constant) for tensors whose name contains `filter`; None takes all."""
 
     filter: str | None
     anchors: tuple[float, ...]
@@ -45,7 +46,7 @@ def position(tensor: str, n_layers: int) -> float:
 
 
 def interpolate(anchors: Sequence[float], t: float) -> float:
-    """The gradient's value at `t` in [0, 1], its anchors evenly spaced; never outside its anchors."""
+    """The value at `t` in [0, 1] of a gradient over evenly spaced anchors; within their range."""
     place = t * (len(anchors) - 1)
     left = min(int(place), max(0, len(anchors) - 2))
     a, b = anchors[left], anchors[min(left + 1, len(anchors) - 1)]
@@ -90,7 +91,7 @@ def parse_settings(
 def _parse_setting(raw: object, path: KeyPath, problems: Problems, warnings: list[str]) -> Setting:
     if isinstance(raw, dict):
         warnings.append(
-            f"{'.'.join(map(str, path))}: one {{filter, value}} outside a list is read as a list of one; "
+            f"{shown_path(path)}: a {{filter, value}} outside a list is read as a list of one; "
             "mergekit refuses it"
         )
         return (_parse_rule(raw, path, problems),)

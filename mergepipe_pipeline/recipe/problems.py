@@ -1,4 +1,4 @@
-"""How a recipe's problems are collected and placed: the line and key path first, then what is wrong.
+"""How a recipe's problems are collected and placed: line and key path first, then what is wrong.
 
 Every reader of the recipe adds to one `Problems`, so that a user sees all of them at once.
 """

@@ -7,7 +7,7 @@ Pydantic checks shapes and texts here and nowhere else. What a parameter's value
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -19,6 +19,8 @@ from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
 from mergepipe_pipeline.spec.blocks import BlockGrid
 
 DEFAULT_SCHEDULE = "0 3 * * *"
+#: Names of budget strategies, for a reader who has no planner at hand.
+STRATEGIES = ("full", "magnitude", "hash", "drop-experts")
 
 #: Keys of mergekit that are understood but not acted on.
 NOT_YET = {
@@ -30,8 +32,9 @@ NOT_YET = {
 }
 #: Parameter names of mergekit, known to be misplaced when they stand beside `parameters:`.
 PARAMETER_NAMES = frozenset(
-    "weight density normalize rescale lambda int8_mask t gamma epsilon scale filter_wise"
-    " normalize_weights select_topk nuslerp_flatten nuslerp_row_wise eps max_iter tol r alpha".split()
+    ("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon")
+    + ("scale", "filter_wise", "normalize_weights", "select_topk", "eps", "max_iter", "tol")
+    + ("nuslerp_flatten", "nuslerp_row_wise", "r", "alpha")
 )
 
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
@@ -47,9 +50,11 @@ def _refuse(kind: str, text: str) -> PydanticCustomError:
 def _model_text(value: str) -> str:
     if not value.strip() or value != value.strip() or "\0" in value:
         raise _refuse("model", f"expected a catalog name or a path, found {shown(value)}")
+    # In a path, the folders above may be named at will.
+    last = value.rsplit("/", 1)[-1] if value.startswith(("/", ".", "~")) else value
     for sign, part in (("+", "LoRA"), ("@", "revision")):
-        if sign in value:
-            named = value[value.index(sign) :]
+        if sign in last:
+            named = last[last.index(sign) :]
             raise _refuse(
                 "model",
                 f"the {part} part {shown(named)} is not supported yet; "
@@ -137,7 +142,7 @@ class RecipeYaml(_Strict):
     out_dtype: DtypeCode | None = None
     tokenizer_source: Literal["base"] | None = None
     budget: Any = None
-    strategy: Literal["full", "magnitude", "hash", "drop-experts"] = "magnitude"
+    strategy: str = "magnitude"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ref: Ref | None = None
     schedule: Annotated[str, AfterValidator(_schedule)] = DEFAULT_SCHEDULE
@@ -154,6 +159,16 @@ def validate(value: Mapping[str, object], problems: Problems) -> RecipeYaml | No
             if text:
                 problems.add(tuple(error["loc"]), text)
         return None
+
+
+def check_strategy(value: object, strategies: Collection[str], problems: Problems) -> None:
+    """Add a problem if `value` is a text, but none of `strategies`."""
+    if isinstance(value, str) and value not in strategies:
+        problems.add(
+            ("strategy",),
+            f"expected one of {', '.join(strategies)}, found {shown(value)}"
+            f"{suggest(value, strategies)}",
+        )
 
 
 def ref_problem(name: str) -> str | None:
@@ -182,12 +197,7 @@ def _sentence(error: ErrorDetails, value: Mapping[str, object]) -> str:
         return "a model as a mapping (path, revision, lora) is not supported yet; write one text"
     if error["type"] == "model_type":
         return f"expected a mapping with `model:`, found {shown(found)}"
-    near = suggest(found, _literals(error)) if isinstance(found, str) else ""
-    return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(found)}{near}"
-
-
-def _literals(error: ErrorDetails) -> list[str]:
-    return re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
+    return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(found)}"
 
 
 def _unknown_key(key: str, path: KeyPath) -> str:

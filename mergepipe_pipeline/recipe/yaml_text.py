@@ -1,7 +1,7 @@
 """YAML text to plain values with the line of every key: safe, limited, and without surprises.
 
-PyYAML's composer is used, its constructors are not: no tags run, duplicate keys and several documents
-are problems, and aliases cannot blow a small text up. What the keys mean is the business of `schema`.
+PyYAML's composer is used, its tag constructors are not: duplicate keys and several documents are
+problems, and aliases cannot blow a small text up. What the keys mean is the business of `schema`.
 """
 
 from __future__ import annotations
