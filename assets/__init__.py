@@ -1,1 +1,1 @@
-"""Dagster assets: one family per file, each body calls one verb of `mergepipe_pipeline.pipeline` and reports."""
+"""Dagster assets: one family per file; each body calls one verb and reports."""

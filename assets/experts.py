@@ -21,10 +21,10 @@ experts = dg.DynamicPartitionsDefinition(name="experts")
 def expert_index(
     context: dg.AssetExecutionContext, mergepipe: MergePipe
 ) -> dg.MaterializeResult[None]:
-    """Headers, content digests and block statistics of one checkpoint, against the bases it is merged with.
+    """Headers, content digests and block statistics of one checkpoint.
 
-    The data version is the digest of the checkpoint's contents: touching files without changing a byte
-    changes nothing downstream.
+    The data version is the digest of the checkpoint's contents: touching files without changing a
+    byte changes nothing downstream.
     """
     started = time.monotonic()
     done = index_expert(mergepipe.warehouse, context.partition_key)

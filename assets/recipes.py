@@ -4,8 +4,8 @@ A factory: each recipe file of the warehouse gives its own chain, whose edge to 
 exactly the checkpoints it uses, so that lineage and staleness in the UI are the truth.
 """
 
+import re
 from collections.abc import Iterator
-from typing import Any
 
 import dagster as dg
 
@@ -46,9 +46,18 @@ def build_recipe_assets(card: RecipeCard) -> list[dg.AssetsDefinition | dg.Asset
     ]
 
 
-def _common(card: RecipeCard, group: str) -> dict[str, Any]:
-    tags = {"recipe": card.name, **{f"expert/{m}": "" for m in card.members}}
-    return {"group_name": group, "tags": tags}
+def recipe_groups(card: RecipeCard) -> tuple[str, str]:
+    """The asset groups of a recipe: its chain, and its layers."""
+    group = re.sub(r"[^A-Za-z0-9_]", "_", card.name)
+    return group, f"{group}_layers"
+
+
+def _group(card: RecipeCard) -> str:
+    return recipe_groups(card)[0]
+
+
+def _tags(card: RecipeCard) -> dict[str, str]:
+    return {"recipe": card.name, **{f"expert/{m}": "" for m in card.members}}
 
 
 def _members(card: RecipeCard) -> dg.AssetDep:
@@ -57,11 +66,16 @@ def _members(card: RecipeCard) -> dg.AssetDep:
 
 
 def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
-    @dg.asset(key=[card.name, "conflicts"], deps=[_members(card)], **_common(card, card.name))
+    @dg.asset(
+        key=[card.name, "conflicts"],
+        deps=[_members(card)],
+        group_name=_group(card),
+        tags=_tags(card),
+    )
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """How the experts' deltas agree and differ, from catalog sketches: no weight is read."""
         found = find_conflicts(
-            mergepipe.warehouse, card.raw, relative_to=mergepipe.warehouse.recipes
+            mergepipe.warehouse, card.recipe, relative_to=mergepipe.warehouse.recipes
         )
         return dg.MaterializeResult(
             data_version=dg.DataVersion(found.digest),
@@ -81,7 +95,8 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "plan"],
         deps=[[card.name, "conflicts"], _members(card)],
-        **_common(card, card.name),
+        group_name=_group(card),
+        tags=_tags(card),
     )
     def plan(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """What will be read of which expert under the budget, and the bound on what that costs."""
@@ -111,15 +126,20 @@ def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
 
 def _layers(card: RecipeCard) -> dg.AssetsDefinition:
     names = {layer_key(card.name, layer): layer for layer in card.layers}
-    common = _common(card, f"{card.name}_layers")
+    group = recipe_groups(card)[1]
     specs = [
         dg.AssetSpec(
-            key, deps=[[card.name, "plan"]], skippable=True, kinds={"safetensors"}, **common
+            key,
+            deps=[[card.name, "plan"]],
+            skippable=True,
+            kinds={"safetensors"},
+            group_name=group,
+            tags=_tags(card),
         )
         for key in names
     ]
 
-    @dg.multi_asset(name=f"{card.name}__layers", specs=specs, can_subset=True, pool="disk_write")
+    @dg.multi_asset(name=f"{_group(card)}__layers", specs=specs, can_subset=True, pool="disk_write")
     def layers(
         context: dg.AssetExecutionContext, mergepipe: MergePipe
     ) -> Iterator[dg.MaterializeResult[None]]:
@@ -149,7 +169,8 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "snapshot"],
         deps=deps,
-        **_common(card, card.name),
+        group_name=_group(card),
+        tags=_tags(card),
         retry_policy=dg.RetryPolicy(max_retries=1),
         pool="disk_write",
     )
@@ -199,7 +220,10 @@ def _finite(card: RecipeCard) -> dg.AssetChecksDefinition:
 
 def _release(card: RecipeCard) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "release"], deps=[[card.name, "snapshot"]], **_common(card, card.name)
+        key=[card.name, "release"],
+        deps=[[card.name, "snapshot"]],
+        group_name=_group(card),
+        tags=_tags(card),
     )
     def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """The ref that names the audited snapshot: what readers load."""
@@ -218,7 +242,12 @@ def _release(card: RecipeCard) -> dg.AssetsDefinition:
 
 
 def _report(card: RecipeCard) -> dg.AssetsDefinition:
-    @dg.asset(key=[card.name, "report"], deps=[[card.name, "release"]], **_common(card, card.name))
+    @dg.asset(
+        key=[card.name, "report"],
+        deps=[[card.name, "release"]],
+        group_name=_group(card),
+        tags=_tags(card),
+    )
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Which bytes of which expert went into each layer of what is released now."""
         plan = current_plan(mergepipe.warehouse, card.name)

@@ -1,7 +1,7 @@
 """MergePipe: merging LLM checkpoints as data management.
 
-The interface for scripts and notebooks is `Planner`, `Engine` and `Catalog`, loaded when first asked
-for, so that importing any one module stays cheap.
+The interface for scripts and notebooks is `Planner`, `Engine` and `Catalog`, loaded when first
+asked for, so that importing any one module stays cheap.
 """
 
 from __future__ import annotations

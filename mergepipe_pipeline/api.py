@@ -1,4 +1,4 @@
-"""The Python interface for notebooks and scripts: plan, then execute, over the same verbs as the CLI.
+"""The Python interface: plan, then execute, over the same verbs as the CLI.
 
     planner = Planner(catalog=Catalog("warehouse"))
     plan = planner.plan(base_model="base", experts=["math", "code"], operator="ties", budget_mb=512)
@@ -54,9 +54,10 @@ class Planner:
     ) -> MergePlan:
         """The plan of a merge; `plan.plan_digest` names what it determines.
 
-        `operator` is a merge method in any case; `budget_mb` limits expert reads in MB (10⁶ bytes), None for no
-        limit; `weights` has one entry per expert (default 1); `parameters` are the method's own. Raises
-        RecipeError, CheckpointError, IncompatibleCheckpointsError, BudgetError.
+        `operator` is a merge method in any case; `budget_mb` limits expert reads in MB (10⁶ bytes),
+        None for no limit; `weights` has one entry per expert (default 1); `parameters` are the
+        method's own. Raises RecipeError, CheckpointError, IncompatibleCheckpointsError,
+        BudgetError.
         """
         shares = list(weights) if weights is not None else [1.0] * len(experts)
         models = [
@@ -91,7 +92,8 @@ class Engine:
     def execute(self, plan: MergePlan) -> tuple[str, Manifest]:
         """Merge and commit; the snapshot's id and its manifest (`manifest.manifest_hash`).
 
-        Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError.
+        Raises CheckpointChangedError when an input is not the planned one any more,
+        StorageFullError.
         """
         knobs = EngineKnobs(self.threads, None, self.memory_mib and self.memory_mib << 20)
         outcome = merge(self.catalog.warehouse, plan, knobs=knobs, progress=self.progress)

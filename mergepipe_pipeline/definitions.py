@@ -9,7 +9,7 @@ import os
 import dagster as dg
 
 from assets.experts import expert_index
-from assets.recipes import build_recipe_assets
+from assets.recipes import build_recipe_assets, recipe_groups
 from mergepipe_pipeline.pipeline.deploy import RecipeCard, recipe_cards
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
@@ -24,7 +24,10 @@ from sensors.recipes import (
 
 
 def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Definitions:
-    """The definitions of one warehouse. A recipe that cannot be used is left out; the reload sensor says why."""
+    """The definitions of one warehouse.
+
+    A recipe that cannot be used is left out; the reload sensor says why.
+    """
     cards = recipe_cards(home)
     usable = [c for c in cards if c.problem is None]
     jobs = [build_job(c) for c in usable]
@@ -46,7 +49,7 @@ def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Def
 
 def build_job(card: RecipeCard) -> dg.UnresolvedAssetJobDefinition:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
-    selection = dg.AssetSelection.groups(card.name, f"{card.name}_layers")
+    selection = dg.AssetSelection.groups(*recipe_groups(card))
     return dg.define_asset_job(
         job_name(card), selection=selection, tags={"mergepipe/recipe": card.name}
     )

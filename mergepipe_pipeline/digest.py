@@ -41,7 +41,7 @@ def digest_json(value: Any) -> str:
 
 
 def seal(value: dict[str, Any]) -> bytes:
-    """File bytes of a JSON object that carries its own digest under `sha256`, readable and canonical."""
+    """Canonical file bytes of a JSON object with its own digest under `sha256`."""
     sealed = {**value, SEAL_KEY: digest_json(value)}
     return (
         json.dumps(sealed, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -49,7 +49,7 @@ def seal(value: dict[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, where: str) -> dict[str, Any]:
-    """The object inside sealed JSON bytes; any flipped bit raises CorruptionError naming `where`."""
+    """The object in sealed JSON bytes. Any flipped bit raises CorruptionError."""
     try:
         value = json.loads(data)
         stated = value.pop(SEAL_KEY)

@@ -1,7 +1,7 @@
 """Names and sizes of element types, in the three vocabularies that meet here.
 
-safetensors codes (`BF16`) are the project's own names; YAML and config.json say `bfloat16`; torch has
-its objects, which the engine asks for by the YAML name. No torch here.
+safetensors codes (`BF16`) are the project's own names; YAML and config.json say `bfloat16`; torch
+has its objects, which the engine asks for by the YAML name. No torch here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class MergePipeError(Exception):
-    """Root of all errors the project raises on purpose; `exit_code` is the process's exit status."""
+    """Root of all errors raised on purpose; `exit_code` is the exit status."""
 
     exit_code = 10
 

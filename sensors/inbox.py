@@ -1,4 +1,4 @@
-"""Watches the inbox folder: an expert that landed whole is indexed, a half-copied one is left alone."""
+"""Watches the inbox: an expert that landed whole is indexed, a half-copied one waits."""
 
 import json
 
@@ -17,8 +17,8 @@ index_job = dg.define_asset_job("index_experts", selection="expert_index", parti
 def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
     """Requests one `expert_index` run per checkpoint in the inbox that is new or has changed.
 
-    The cursor maps each name to the token (names, sizes, mtimes) that was last requested. Folders whose
-    files are missing, short, or younger than the quiet period wait.
+    The cursor maps each name to the token (names, sizes, mtimes) that was last requested. Folders
+    whose files are missing, short, or younger than the quiet period wait.
     """
     seen: dict[str, str] = json.loads(context.cursor or "{}")
     landed = scan_inbox(mergepipe.warehouse, mergepipe.inbox_quiet_s)

@@ -1,11 +1,12 @@
 """Watches recipes: wanted state against released state, so that no event can be lost.
 
-`recipe_sensor` launches a recipe's chain; `nightly` schedules do the same by the clock; `reload_sensor` asks
-the webserver to load definitions anew when recipe files changed.
+`recipe_sensor` launches a recipe's chain; `nightly` schedules do the same by the clock;
+`reload_sensor` asks the webserver to load definitions anew when recipe files changed.
 """
 
 import os
 from collections.abc import Sequence
+from urllib.parse import urlparse
 
 import dagster as dg
 from dagster import DagsterRunStatus as Status
@@ -72,12 +73,11 @@ def build_recipe_sensor(
 
 def build_nightly(card: RecipeCard, job: dg.UnresolvedAssetJobDefinition) -> dg.ScheduleDefinition:
     """The recipe's nightly run, at the cron time its `schedule` names."""
-    assert card.raw is not None
 
     @dg.schedule(
         name=f"nightly_{job.name}",
         job=job,
-        cron_schedule=card.raw.schedule,
+        cron_schedule=card.recipe.schedule,
         default_status=dg.DefaultScheduleStatus.RUNNING,
     )
     def nightly(
@@ -96,7 +96,7 @@ def build_nightly(card: RecipeCard, job: dg.UnresolvedAssetJobDefinition) -> dg.
 
 
 def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
-    """The sensor that reloads definitions; `loaded` is the token of the recipes they were made from."""
+    """The sensor that reloads definitions; `loaded` is the token of the loaded recipes."""
 
     @dg.sensor(
         name="reload_sensor",
@@ -105,7 +105,7 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
         default_status=dg.DefaultSensorStatus.RUNNING,
     )
     def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
-        """Asks the webserver (MERGEPIPE_UI_URL) to reload this location when recipe files changed."""
+        """Asks the webserver (MERGEPIPE_UI_URL) to reload when recipe files changed."""
         cards = recipe_cards(mergepipe.warehouse)
         problems = "; ".join(f"{c.name}: {c.problem}" for c in cards if c.problem)
         now = recipes_token(cards)
@@ -126,7 +126,6 @@ def recipes_token(cards: Sequence[RecipeCard]) -> str:
 
 def _reload() -> str:
     from dagster_graphql import DagsterGraphQLClient
-    from urllib.parse import urlparse
 
     url = urlparse(os.environ.get("MERGEPIPE_UI_URL", DEFAULT_UI_URL))
     try:

@@ -1,7 +1,7 @@
 """How experts' deltas agree and differ, from catalog sketches alone: no weight is read.
 
-Cosines are estimated: an inner product of sketches has a standard error of about ‖δᵢ‖‖δⱼ‖/sqrt(width) per
-tensor. Norms are exact.
+Cosines are estimated: an inner product of sketches has a standard error of about
+‖δᵢ‖‖δⱼ‖/sqrt(width) per tensor. Norms are exact.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, ExpertStats
 class ConflictReport:
     """`cosine` [K, K] over whole deltas; `layer_norms` ‖δ‖₂ per layer and expert.
 
-    `interference` is 1 − ‖Σδ‖²/Σ‖δ‖²: 0 for orthogonal deltas, above 0 where they cancel, below where they
-    agree. `digest` covers the statistics compared.
+    `interference` is 1 − ‖Σδ‖²/Σ‖δ‖²: 0 for orthogonal deltas, above 0 where they cancel, below
+    where they agree. `digest` covers the statistics compared.
     """
 
     experts: tuple[str, ...]
@@ -46,7 +46,10 @@ class ConflictReport:
 
 
 def conflicts(names: Sequence[str], stats: Sequence[ExpertStats]) -> ConflictReport:
-    """Compare experts of one base. Sketches of tensors that not all have count as zero where absent."""
+    """Compare experts of one base.
+
+    Sketches of tensors that not all have count as zero where absent.
+    """
     k = len(stats)
     gram, norms = np.zeros((k, k)), np.zeros(k)
     layers: dict[str, list[float]] = {}

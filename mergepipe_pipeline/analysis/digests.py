@@ -1,4 +1,4 @@
-"""SHA-256 of every tensor of a checkpoint: its content identity, wherever it lies and whatever it is called."""
+"""SHA-256 of every tensor of a checkpoint: its content, whatever it is called."""
 
 from __future__ import annotations
 

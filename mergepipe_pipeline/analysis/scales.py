@@ -1,6 +1,7 @@
 """L1 rescale factors of sparsified deltas: ‖δ‖₁ over what is left of it, per whole tensor.
 
-mergekit's rescale (its pull request 245), computed from the same masks and rules the engine applies.
+mergekit's rescale (its pull request 245), computed from the same masks and rules the engine
+applies.
 """
 
 from __future__ import annotations

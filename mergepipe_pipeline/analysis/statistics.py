@@ -1,7 +1,7 @@
 """Statistics of one expert against its base: per tensor and per block, in one pass over both.
 
-Sums are taken in float64 over fixed chunks and added exactly, so tensor-level figures do not depend on the
-block grid, and nothing depends on threads.
+Sums are taken in float64 over fixed chunks and added exactly, so tensor-level figures do not depend
+on the block grid, and nothing depends on threads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def analyze_expert(
 ) -> ExpertStats:
     """One pass over the tensors that both have with equal shape and floating dtype.
 
-    `progress` is called with expert bytes done. Raises CheckpointChangedError if a file changes meanwhile.
+    `progress` is called with expert bytes done. Raises CheckpointChangedError if a file changes
+    meanwhile.
     """
     with PairReader(expert, base) as pair:
         tensors = tuple(

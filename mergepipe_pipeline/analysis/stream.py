@@ -1,6 +1,7 @@
-"""Windows of δ = float32(expert) − float32(base), read ahead and computed in threads, handed out in order.
+"""Windows of δ = float32(expert) − float32(base), computed in threads, in order.
 
-The window length is fixed: statistics must not depend on how much memory or how many threads there are.
+The window length is fixed: statistics must not depend on how much memory or how many threads there
+are.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class PairReader:
     def map(self, tensor: str, work: Callable[[DeltaWindow], T]) -> Iterator[T]:
         """`work(window)` for every window of a tensor, in order; a few windows run ahead.
 
-        Raises IncompatibleCheckpointsError for a tensor that not both have, CheckpointChangedError if a file
-        ends early.
+        Raises IncompatibleCheckpointsError for a tensor that not both have, CheckpointChangedError
+        if a file ends early.
         """
         expert, base = self._entries(tensor)
         pending: deque[Future[T]] = deque()

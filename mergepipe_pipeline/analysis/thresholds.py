@@ -1,7 +1,8 @@
 """Exact trim thresholds of whole tensors, without sorting and without holding a tensor.
 
-The catalog's histogram says in which bin the k-th largest magnitude lies; one pass counts inside that bin;
-one more window tells where the ties at the threshold are cut. TIES: https://arxiv.org/abs/2306.01708.
+The catalog's histogram says in which bin the k-th largest magnitude lies; one pass counts inside
+that bin; one more window tells where the ties at the threshold are cut. TIES:
+https://arxiv.org/abs/2306.01708.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def trim_rules(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, TrimRule]:
-    """The rule that keeps exactly int(density·N) elements of largest |δ|, lowest index first among ties.
+    """The rule that keeps exactly int(density·N) largest |δ|, ties by lowest index.
 
     `densities`: tensor name to density < 1. Raises OperatorError where that number is 0.
     """
@@ -96,7 +97,7 @@ def _rule(
 def _from_top(
     values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], keep: int
 ) -> tuple[int, int]:
-    """The value at which counting down from the largest reaches `keep`, and how many lie above it."""
+    """The value where counting down from the largest reaches `keep`, and how many lie above."""
     cumulative = np.cumsum(counts[::-1])
     at = int(np.searchsorted(cumulative, keep))
     return int(values[::-1][at]), int(cumulative[at] - counts[::-1][at])

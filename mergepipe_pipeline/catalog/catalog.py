@@ -1,4 +1,4 @@
-"""The way into the catalog: who is registered, what their tensors hold, how experts differ from bases.
+"""The way into the catalog: names, contents, and how experts differ from bases.
 
 Every write is one immutable file that appears whole; every read is of files, so that any number of
 processes may use one catalog at once.
@@ -105,7 +105,10 @@ class Catalog:
         )
 
     def content_sha256(self, checkpoint_id: str) -> str:
-        """One digest over all tensors' names and digests. Raises NotFoundError if they are not known."""
+        """One digest over all tensors' names and digests.
+
+        Raises NotFoundError if they are not known.
+        """
         digests = self.digests(checkpoint_id)
         if digests is None:
             raise NotFoundError(

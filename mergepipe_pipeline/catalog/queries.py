@@ -1,4 +1,4 @@
-"""Every SQL statement: documented views over the catalog's Parquet files, in a DuckDB of this process.
+"""Every SQL statement: documented views over the catalog's Parquet files, in a private DuckDB.
 
 A DuckDB file would be locked by its first user; views over immutable files are not.
 """

@@ -102,7 +102,10 @@ def encode_checkpoint(c: Checkpoint) -> bytes:
 
 
 def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoint:
-    """The checkpoint of `encode_checkpoint`, registered as `name` at `root`. Raises CorruptionError."""
+    """The checkpoint of `encode_checkpoint`, registered as `name` at `root`.
+
+    Raises CorruptionError.
+    """
     table, meta = decode(data, where)
     tensors = tuple(
         TensorEntry(r["tensor"], r["dtype"], tuple(r["shape"]), r["file"], r["start_byte"])

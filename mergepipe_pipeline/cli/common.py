@@ -1,4 +1,4 @@
-"""What all commands share: `--home`, `--json`, tables, progress bars, and how errors leave the process."""
+"""What all commands share: `--home`, `--json`, tables, bars, and how errors leave."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback, ver
 )
 @click.pass_context
 def main(ctx: click.Context, home_dir: str | None) -> None:
-    """Merge LLM checkpoints as data management: plan under a byte budget, stream, publish snapshots."""
+    """Merge LLM checkpoints: plan under a byte budget, stream, publish snapshots."""
     ctx.obj = {"home_dir": home_dir}
 
 

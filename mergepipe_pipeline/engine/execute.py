@@ -1,8 +1,8 @@
 """Runs layers: read, merge, hash and write, each window once, in three overlapping steps.
 
-Reader threads fetch the next windows while this thread computes and another one writes the last. The
-order of arithmetic is fixed per element, so neither windows nor threads change a bit. No retry and no
-cache here: the caller knows about actions and staging.
+Reader threads fetch the next windows while this thread computes and another one writes the last.
+The order of arithmetic is fixed per element, so neither windows nor threads change a bit. No retry
+and no cache here: the caller knows about actions and staging.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class LayerRunner:
     def run(self, layer: LayerTask, path: Path, progress: Progress | None = None) -> LayerResult:
         """Write the merged layer to `path` (a new file in staging) and say what it cost.
 
-        Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full disk,
-        CorruptionError if the bytes read are not the bytes planned.
+        Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full
+        disk, CorruptionError if the bytes read are not the bytes planned.
         """
         started = time.monotonic()
         expert_before, base_before = self._sources.bytes_read()

@@ -1,7 +1,7 @@
 """The checkpoints of a plan, open for reading: experts behind their access sets, the base in full.
 
-The gate is here: an expert's reader refuses any element outside the plan, and what it counts is what the
-kernel was asked for.
+The gate is here: an expert's reader refuses any element outside the plan, and what it counts is
+what the kernel was asked for.
 """
 
 from __future__ import annotations

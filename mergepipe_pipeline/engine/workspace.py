@@ -1,7 +1,7 @@
 """The memory of a merge, allocated once and carved anew for each window.
 
-One slab of bytes per window in flight, one of float32 for the rows an operator works on. Fresh pages
-cost more than the arithmetic on them, so slabs grow to the largest need seen and stay.
+One slab of bytes per window in flight, one of float32 for the rows an operator works on. Fresh
+pages cost more than the arithmetic on them, so slabs grow to the largest need seen and stay.
 """
 
 from __future__ import annotations

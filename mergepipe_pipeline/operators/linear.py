@@ -51,7 +51,9 @@ def linear(
     _check(window.task.name, 0, weight, normalize)
     total = window.experts[0].mul_(weight[0])
     for k in range(1, len(weight)):
-        total.add_(window.experts[k].mul_(weight[k]))
+        # Fused multiply-add, one rounding per expert, as mergekit rounds: terms that cancel would
+        # differ by more than their last bit otherwise. Every CPU with FMA gives the same bits.
+        total.add_(window.experts[k], alpha=weight[k])
     if normalize:
         # A tensor, since some devices divide by a Python number through its rounded reciprocal.
         total.div_(total.new_full((), sum(weight)))

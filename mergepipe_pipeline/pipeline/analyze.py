@@ -1,4 +1,4 @@
-"""The verb `analyze`: one streaming pass per expert against its base, remembered for every later merge.
+"""The verb `analyze`: one streaming pass per expert and base, remembered for later merges.
 
 `ensure_*` do only what the catalog does not know yet; planning calls them, so a recipe over unknown
 checkpoints works in one step.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.pipeline.register import resolve
 from mergepipe_pipeline.spec.blocks import BlockGrid

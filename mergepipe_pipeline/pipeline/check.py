@@ -31,8 +31,8 @@ SCHEMAS = {name: operator.schema for name, operator in OPERATORS.items()}
 class Cost:
     """What a merge will read and write, in bytes, before the catalog's help.
 
-    `analysis_bytes` is read once to learn the statistics that are not known yet; `budget_bytes` None is
-    no limit. Expert bytes read will be at most min(budget, total).
+    `analysis_bytes` is read once to learn the statistics that are not known yet; `budget_bytes`
+    None is no limit. Expert bytes read will be at most min(budget, total).
     """
 
     expert_bytes_total: int

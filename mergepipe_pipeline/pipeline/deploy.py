@@ -1,7 +1,8 @@
-"""What a standing pipeline asks for: the recipes of the warehouse, what they want, what is released.
+"""What a standing pipeline asks: which recipes, what they want, what is released.
 
-A recipe's wanted state is a digest of its text and of its inputs' contents as indexed. It is compared with
-the state recorded at the last release, so no event can be missed and none is acted on twice.
+A recipe's wanted state is a digest of its text and of its inputs' contents as indexed. It is
+compared with the state recorded at the last release, so no event can be missed and none is acted on
+twice.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
-from mergepipe_pipeline.errors import MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe_pipeline.pipeline.analyze import ensure_digests, ensure_stats, grid_for
 from mergepipe_pipeline.pipeline.check import load_recipe
 from mergepipe_pipeline.pipeline.merge import commit
@@ -40,6 +41,13 @@ class RecipeCard:
     members: tuple[str, ...]
     layers: tuple[str, ...]
     problem: str | None
+
+    @property
+    def recipe(self) -> RawRecipe:
+        """The parsed recipe of a usable card. Raises RecipeError with the card's problem."""
+        if self.raw is None:
+            raise RecipeError("A recipe cannot be used", where=self.name, found=self.problem or "")
+        return self.raw
 
     @property
     def token(self) -> str:
@@ -139,7 +147,7 @@ def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
 
 
 def wanted(home: Warehouse, card: RecipeCard) -> str | None:
-    """The digest of what a release of this recipe would be made from; None while an input is not indexed."""
+    """The digest of what a release would be made from; None while an input is not indexed."""
     catalog = Catalog(home.catalog)
     known = set(catalog.names())
     contents = []
@@ -156,9 +164,8 @@ def wanted(home: Warehouse, card: RecipeCard) -> str | None:
 
 def plan_recipe(home: Warehouse, card: RecipeCard, progress: Progress | None = None) -> MergePlan:
     """Plan a recipe of the warehouse and remember the plan as its current one."""
-    assert card.raw is not None
     state = wanted(home, card)
-    plan = make_plan(home, card.raw, relative_to=home.recipes, progress=progress)
+    plan = make_plan(home, card.recipe, relative_to=home.recipes, progress=progress)
     write_atomic(
         home.current_plan_path(card.name),
         seal({"plan_id": plan.plan_id, "wanted": state or "", "snapshot_id": ""}),
@@ -208,11 +215,10 @@ def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:
 
 def release_recipe(home: Warehouse, card: RecipeCard) -> tuple[Ref, Release]:
     """Publish the recipe's current snapshot under its ref and record what it was made from."""
-    assert card.raw is not None
     snapshot, state = current_snapshot(home, card.name), _current(home, card.name)
     last = last_release(home, card.name)
     ref = publish(
-        home, snapshot.snapshot_id, card.raw.ref, reason=f"recipe {card.name}", audit=False
+        home, snapshot.snapshot_id, card.recipe.ref, reason=f"recipe {card.name}", audit=False
     )
     done = Release(
         card.name,

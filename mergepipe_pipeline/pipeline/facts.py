@@ -1,7 +1,7 @@
 """Tensor-scope facts that operators need before they can stream: thresholds and rescale factors.
 
-Each is computed once per (base, expert, tensor, parameters) by a pass over that tensor, and remembered in
-the catalog. Part of planning; see `spec.operator.Fact` for who asks for which.
+Each is computed once per (base, expert, tensor, parameters) by a pass over that tensor, and
+remembered in the catalog. Part of planning; see `spec.operator.Fact` for who asks for which.
 """
 
 from __future__ import annotations

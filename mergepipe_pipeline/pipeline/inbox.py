@@ -1,7 +1,7 @@
 """The inbox: which experts have landed, and whether they are whole.
 
-Half-uploaded folders are the normal case. A folder counts once every file that its index names is there
-at full length and nothing in it changed for a quiet period.
+Half-uploaded folders are the normal case. A folder counts once every file that its index names is
+there at full length and nothing in it changed for a quiet period.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def ls(home: Warehouse) -> Listing:
 def verify(home: Warehouse, what: str, progress: Progress | None = None) -> Verification:
     """Re-hash every byte of a snapshot, given by id, unique prefix, or ref.
 
-    Raises CorruptionError naming the file and tensor that is wrong, NotFoundError for an unknown name.
+    Raises CorruptionError naming the file and tensor that is wrong, NotFoundError for an unknown
+    name.
     """
     snapshot_id = snapshot_of(home, what)
     manifest = load_snapshot(home.snapshots, snapshot_id).manifest
@@ -93,7 +94,7 @@ def snapshot_of(home: Warehouse, what: str) -> str:
 
 
 def explain(home: Warehouse, what: str, by: str = "expert") -> tuple[MergePlan, tuple[Share, ...]]:
-    """Which bytes of which expert a plan (or a snapshot's plan) reads: `by` expert, layer or tensor.
+    """Which bytes of which expert a plan reads: `by` expert, layer or tensor.
 
     Raises NotFoundError for an unknown plan, snapshot or ref.
     """

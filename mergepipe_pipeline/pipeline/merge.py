@@ -106,8 +106,8 @@ def merge(
 ) -> MergeOutcome:
     """Execute a plan and commit its snapshot; publishes nothing.
 
-    Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on a
-    full disk; staging is removed, finished layers stay for the next try.
+    Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on
+    a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
     layers = tuple(merge_layers(home, plan, knobs=knobs, progress=progress))
@@ -137,7 +137,10 @@ def merge_layers(
 
 
 class _LayerMerger:
-    """Looks a layer up, or runs it and records it. The engine starts with the first layer it is needed for."""
+    """Looks a layer up, or runs it and records it.
+
+    The engine starts with the first layer it is needed for.
+    """
 
     def __init__(
         self, home: Warehouse, plan: MergePlan, knobs: EngineKnobs, advance: Advance
@@ -198,8 +201,8 @@ class _LayerMerger:
 def commit(home: Warehouse, plan: MergePlan, layers: Sequence[LayerOutcome] = ()) -> Snapshot:
     """Build the snapshot of a plan whose layers are all in the object store, and commit it.
 
-    `layers` only adds realised cost to the provenance. Raises NotFoundError naming the first layer that
-    is not merged yet.
+    `layers` only adds realised cost to the provenance. Raises NotFoundError naming the first layer
+    that is not merged yet.
     """
     store = object_store(home)
     shards = []

@@ -1,4 +1,4 @@
-"""The verb `plan`: what will be read for a recipe under its budget, bought by the planner, stored by id."""
+"""The verb `plan`: what will be read for a recipe under its budget, stored by id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs `publish`, `history` and `rollback`: which snapshot a name stands for, and stood for."""
+"""The verbs `publish`, `history` and `rollback`: what a name stands for, and stood for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How far a budgeted merge can be from the full one, from statistics alone.
 
-The bound is on ‖W_plan − W_full‖₂ in exact arithmetic, before the cast on write. Blocks are disjoint,
-so squares add over sites (same elements of one merged tensor); inside a site the triangle inequality
-adds the experts. Sign votes are bounded by what either vote can reach.
+The bound is on ‖W_plan − W_full‖₂ in exact arithmetic, before the cast on write. Blocks are
+disjoint, so squares add over sites (same elements of one merged tensor); inside a site the triangle
+inequality adds the experts. Sign votes are bounded by what either vote can reach.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def error_bound(
 ) -> Bound:
     """The bound for one plan.
 
-    Per row: `vote_reach` is λ·(rescale) where the tensor's vote is normalised, else NaN; `negative` marks
-    normalised votes with a negative weight, whose divisor can vanish, so that no bound exists.
+    Per row: `vote_reach` is λ·(rescale) where the tensor's vote is normalised, else NaN; `negative`
+    marks normalised votes with a negative weight, whose divisor can vanish, so that no bound
+    exists.
     """
     omitted = ~chosen & ~c.zero
     if not omitted.any():
@@ -55,7 +56,7 @@ def error_bound(
 
 
 def update_norm(c: Candidates) -> float:
-    """sqrt(Σ‖cᵢδᵢ‖²): the norm of the full update if deltas are orthogonal; 0 without statistics."""
+    """sqrt(Σ‖cᵢδᵢ‖²): the norm of the full update if deltas are orthogonal."""
     known = np.isfinite(c.norm)
     return math.sqrt(float(np.square(c.coefficient[known] * c.norm[known]).sum()))
 

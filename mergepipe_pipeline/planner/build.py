@@ -1,7 +1,7 @@
-"""Turns a resolved recipe, catalog facts and a choice of blocks into the `MergePlan` the engine runs.
+"""Turns a recipe, catalog facts and a choice of blocks into a `MergePlan`.
 
-The last step of planning. It decides what is covered (bought blocks, and blocks whose delta is known to
-be zero, which cost nothing) and what is read (bought blocks only); see `spec.plan`.
+The last step of planning. It decides what is covered (bought blocks, and blocks whose delta is
+known to be zero, which cost nothing) and what is read (bought blocks only); see `spec.plan`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Coefficients = Callable[[Params, tuple[Params, ...]], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class PlanInput:
-    """One checkpoint with what the catalog knows: tensor digests, and statistics against the base."""
+    """One checkpoint with its tensor digests, and its statistics against the base."""
 
     checkpoint: Checkpoint
     digests: Mapping[str, str]

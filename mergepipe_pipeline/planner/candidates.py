@@ -1,7 +1,7 @@
 """Every block that a plan could buy, as flat arrays.
 
-One row per (output tensor, expert); one candidate per (row, block). What a block is worth comes from
-the catalog's statistics; nothing is read here.
+One row per (output tensor, expert); one candidate per (row, block). What a block is worth comes
+from the catalog's statistics; nothing is read here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mergepipe_pipeline.spec.blocks import BlockGrid
 class Row:
     """One expert's part in one output tensor.
 
-    `tensor` and `position` number the output tensor and the expert; `coefficient` is the effective cᵢ
-    of δᵢ. `block_*` have one entry per block of the grid, or are None without a base to differ from.
+    `tensor` and `position` number the output tensor and the expert; `coefficient` is the effective
+    cᵢ of δᵢ. `block_*` have one entry per block of the grid, or are None without a base to differ
+    from.
     """
 
     tensor: int
@@ -39,8 +40,8 @@ class Candidates:
     """Flat arrays over all (row, block), ordered by row, then block.
 
     `site` numbers (output tensor, block): candidates of one site are alternatives' neighbours, the
-    same elements of the merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas known
-    to be all zero.
+    same elements of the merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas
+    known to be all zero.
     """
 
     rows: tuple[Row, ...]

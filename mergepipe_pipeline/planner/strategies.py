@@ -1,8 +1,8 @@
 """How a budget is spent: one function per strategy, each from candidates to a boolean choice.
 
-`full` and `magnitude` are for use; `hash` and `drop-experts` are the baselines to compare with: the reference
-implementation's name hashing, and leaving whole experts out. Every strategy stays within the budget,
-is deterministic, and never pays for a block whose delta is known to be zero.
+`full` and `magnitude` are for use; `hash` and `drop-experts` are the baselines to compare with: the
+reference implementation's name hashing, and leaving whole experts out. Every strategy stays within
+the budget, is deterministic, and never pays for a block whose delta is known to be zero.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Strategy = Callable[[Candidates, int], Choice]
 def choose(candidates: Candidates, budget_bytes: int | None, strategy: str) -> Choice:
     """Which candidates to read: everything useful if it fits, else what the strategy picks.
 
-    Raises BudgetError for an unknown strategy, for `full` under a budget that is too small, and for a
-    partial budget without a base to stand in for what is not read.
+    Raises BudgetError for an unknown strategy, for `full` under a budget that is too small, and for
+    a partial budget without a base to stand in for what is not read.
     """
     if strategy not in STRATEGIES:
         raise BudgetError(

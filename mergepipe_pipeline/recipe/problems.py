@@ -20,19 +20,25 @@ class Problems:
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
         self._found: list[tuple[int, str]] = []
+        self._closed: set[KeyPath] = set()
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, path: KeyPath, text: str) -> None:
-        """Note that `text` is wrong at `path` (as keys and list indices from the top)."""
-        line = line_of(path, self._lines)
+    def add(self, path: KeyPath, text: str, line: int | None = None) -> None:
+        """Note that `text` is wrong at `path` (keys and list indices from the top).
+
+        `line` is 1-based; None looks it up, 0 is unknown.
+        """
+        if any(path[:n] in self._closed for n in range(len(path) + 1)):
+            return
+        line = line_of(path, self._lines) if line is None else line
         place = ", ".join(p for p in (f"line {line}" if line else "", shown_path(path)) if p)
         self._found.append((line, f"{place}: {text}" if place else text))
 
-    def add_at_line(self, line: int, text: str) -> None:
-        """Note that `text` is wrong at a line, where no key path is known."""
-        self._found.append((line, f"line {line}: {text}" if line else text))
+    def close(self, path: KeyPath) -> None:
+        """Take no more problems at or under `path`: they would follow from one told already."""
+        self._closed.add(path)
 
     def sentences(self) -> tuple[str, ...]:
         """Each problem once, by line, problems of one line in the order they were found."""

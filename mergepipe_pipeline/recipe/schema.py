@@ -33,8 +33,6 @@ NOT_YET = {
 #: Parameter names of mergekit, known to be misplaced when they stand beside `parameters:`.
 PARAMETER_NAMES = frozenset(
     ("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon")
-    + ("scale", "filter_wise", "normalize_weights", "select_topk", "eps", "max_iter", "tol")
-    + ("nuslerp_flatten", "nuslerp_row_wise", "r", "alpha")
 )
 
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)

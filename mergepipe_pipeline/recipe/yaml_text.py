@@ -14,7 +14,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from mergepipe_pipeline.recipe.problems import KeyPath, Lines, Problems, shown, shown_path
+from mergepipe_pipeline.recipe.problems import KeyPath, Lines, Problems, shown
 
 MAX_NBYTES = 1 << 20
 #: Nodes after aliases are followed: far above any recipe, far below what would take time.
@@ -62,9 +62,10 @@ def read_yaml(text: str) -> Document:
         _add_syntax(document.problems, error)
         return document
     if len(nodes) > 1:
-        document.problems.add_at_line(
-            nodes[1].start_mark.line + 1,
+        document.problems.add(
+            (),
             "several documents in one file are not supported yet; put each recipe in its own file",
+            nodes[1].start_mark.line + 1,
         )
     if not nodes:
         return document
@@ -78,7 +79,7 @@ def _add_syntax(problems: Problems, error: Exception) -> None:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     hint = "; indent with blanks, not tabs" if "\\t" in what else ""
-    problems.add_at_line(mark.line + 1 if mark else 0, f"not valid YAML: {what}{hint}")
+    problems.add((), f"not valid YAML: {what}{hint}", mark.line + 1 if mark else 0)
 
 
 class _Reader:
@@ -97,6 +98,7 @@ class _Reader:
             self._problems.add(
                 path[:1], f"more than {MAX_NODES} values or {MAX_DEPTH} levels; simplify it"
             )
+            self._problems.close(path[:1])
             return None
         kind = node.tag.removeprefix(_CORE)
         if isinstance(node, MappingNode) and kind == "map":
@@ -105,13 +107,16 @@ class _Reader:
             return self._sequence(node, path)
         if isinstance(node, ScalarNode) and (kind in _TEXTS or kind in _CONSTRUCTORS):
             return self._scalar(node, kind, path)
-        self._add(node, path, f"the YAML tag {shown(node.tag)} is refused; write the plain value")
-        return None
+        return self._refuse(
+            node, path, f"the YAML tag {shown(node.tag)} is refused; write the plain value"
+        )
 
     def _add(self, node: Node, path: KeyPath, text: str) -> None:
-        place = shown_path(path)
-        line = node.start_mark.line + 1
-        self._problems.add_at_line(line, f"{place}: {text}" if place else text)
+        self._problems.add(path, text, node.start_mark.line + 1)
+
+    def _refuse(self, node: Node, path: KeyPath, text: str) -> None:
+        self._add(node, path, text)
+        self._problems.close(path)
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         value: dict[str, Any] = {}
@@ -147,18 +152,17 @@ class _Reader:
 
     def _scalar(self, node: ScalarNode, kind: str, path: KeyPath) -> Any:
         if _has_surrogate(node.value):
-            self._add(node, path, f"{shown(node.value)} is no Unicode text")
-            return None
+            return self._refuse(node, path, f"{shown(node.value)} is no Unicode text")
         if kind in _TEXTS:
             return node.value
         try:
             value = _CONSTRUCTORS[kind](self._constructor, node)
-        except (ValueError, KeyError, OverflowError):
-            value = None
-            self._add(node, path, f"expected a YAML {kind}, found {shown(node.value)}")
+        except (ValueError, LookupError, OverflowError):
+            return self._refuse(node, path, f"expected a YAML {kind}, found {shown(node.value)}")
         if isinstance(value, int) and abs(value) >= 2**64:
-            value = None
-            self._add(node, path, f"the integer {shown(node.value)} needs more than 64 bits")
+            return self._refuse(
+                node, path, f"the integer {shown(node.value)} needs more than 64 bits"
+            )
         return value
 
 

@@ -27,8 +27,8 @@ def check_out(out: Path) -> None:
 def export_snapshot(snapshot: Snapshot, out: Path, extra: Mapping[str, bytes]) -> None:
     """Make `out` a copy of the snapshot plus `extra` files, by one rename at the end.
 
-    A folder that holds this snapshot already is left as it is; one that holds another snapshot is refused, like
-    any other content, with MergePipeError. Raises StorageFullError.
+    A folder that holds this snapshot already is left as it is; one that holds another snapshot is
+    refused, like any other content, with MergePipeError. Raises StorageFullError.
     """
     check_out(out)
     existing = _snapshot_in(out)

@@ -26,7 +26,9 @@ class Collected:
 def collect(
     objects: ObjectStore, snapshots: Path, staging: Path, *, older_than_s: float, dry_run: bool
 ) -> Collected:
-    """Remove what is older than `older_than_s` and unreferenced. Raises CorruptionError (manifests).
+    """Remove what is older than `older_than_s` and unreferenced.
+
+    Raises CorruptionError (manifests).
 
     Actions go before objects, so that no action ever names an object that is gone for good.
     """

@@ -1,7 +1,7 @@
 """Merged layers by content, and the action cache that finds them by what determined them.
 
-An object is a read-only file named by its SHA-256. An action says which object a layer key gave. Anything
-doubtful counts as unknown and is made again.
+An object is a read-only file named by its SHA-256. An action says which object a layer key gave.
+Anything doubtful counts as unknown and is made again.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class RefStore:
         return _ref(name, chain.append(value, expected), value)
 
     def rollback(self, name: str, to: int | None, reason: str) -> Ref:
-        """Publish again what version `to` named (default: the last one that differs from the current).
+        """Publish again what version `to` named (default: the last that differs).
 
         Raises NotFoundError if there is nothing to go back to.
         """

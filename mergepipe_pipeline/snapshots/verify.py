@@ -29,8 +29,8 @@ class Verification:
 def verify_snapshot(folder: Path, progress: Callable[[int], None] | None = None) -> Verification:
     """Check manifest, provenance, side files and every shard.
 
-    Raises CorruptionError with the file and, inside a shard, the first tensor whose bytes are wrong; also for
-    files that are missing or that the manifest does not know.
+    Raises CorruptionError with the file and, inside a shard, the first tensor whose bytes are
+    wrong; also for files that are missing or that the manifest does not know.
     """
     manifest = read_manifest(folder)
     if folder.name != manifest.snapshot_id:

@@ -39,13 +39,13 @@ class BlockGrid:
 
     @staticmethod
     def for_numel(total_elems: int) -> BlockGrid:
-        """The default grid of a checkpoint: about 4096 blocks, between 4 Ki and 1 Mi elements each."""
+        """The default grid of a checkpoint: about 4096 blocks of 4 Ki to 1 Mi elements."""
         target = max(1, total_elems // 4096)
         return BlockGrid(min(MAX_BLOCK_ELEMS, max(MIN_BLOCK_ELEMS, 1 << (target - 1).bit_length())))
 
 
 def coalesce(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Half-open element ranges sorted, with touching and overlapping ones joined and empty ones gone."""
+    """Half-open ranges sorted, touching and overlapping ones joined, empty ones gone."""
     out: list[Range] = []
     for start, stop in sorted(r for r in ranges if r[1] > r[0]):
         if out and start <= out[-1][1]:

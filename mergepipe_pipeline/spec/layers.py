@@ -1,7 +1,8 @@
 """Which layer a tensor belongs to: the one place that reads structure from tensor names.
 
-Layers are the unit of execution: `embed`, `layer.00 … layer.NN`, `head`. A tensor outside the numbered
-layers counts as head if it is stored for the output side (final norm, lm_head), else as embed.
+Layers are the unit of execution: `embed`, `layer.00 … layer.NN`, `head`. A tensor outside the
+numbered layers counts as head if it is stored for the output side (final norm, lm_head), else as
+embed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an operator declares about itself: parameters, what it needs, how its error is bounded.
 
-The schema is derived from the operator's signature in `operators`; `recipe` validates against it and
-`planner` bounds with it, so that neither needs the arithmetic.
+The schema is derived from the operator's signature in `operators`; `recipe` validates against it
+and `planner` bounds with it, so that neither needs the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: "delta": experts enter as δ = T − B and an unread block is δ = 0. "value": as T, unread means T = B.
+#: "delta": experts enter as δ = T − B, unread means δ = 0. "value": as T, unread means T = B.
 Space = Literal["delta", "value"]
 #: Tensor-scope facts an operator asks the catalog for: a trim threshold, a drop rescale factor.
 Fact = Literal["none", "trim", "drop"]

@@ -1,8 +1,8 @@
 """What will be read and computed: all that the engine knows, and the identity of its result.
 
-`identity()` of a task covers what determines output bits and nothing else: content digests, operator
-with resolved parameters, covered ranges, dtypes. Paths, block size, budget and estimates stay out, so
-equal work has equal ids wherever and however it was planned.
+`identity()` of a task covers what determines output bits and nothing else: content digests,
+operator with resolved parameters, covered ranges, dtypes. Paths, block size, budget and estimates
+stay out, so equal work has equal ids wherever and however it was planned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINE_VERSION = "1"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint the engine opens: `checkpoint_id` is checked against the files before reading."""
+    """A checkpoint the engine opens, after checking `checkpoint_id` against its files."""
 
     name: str
     root: str
@@ -35,8 +35,9 @@ class Source:
 class TrimRule:
     """Keep |δ| above a threshold, and ties at the threshold up to an element index.
 
-    An element at index e is kept iff bits(|δ_e|) > `threshold_bits`, or equal and e < `tie_stop_elem`.
-    `threshold_bits` is the float32 pattern of the magnitude (order equals magnitude order).
+    An element at index e is kept iff bits(|δ_e|) > `threshold_bits`, or equal and e <
+    `tie_stop_elem`. `threshold_bits` is the float32 pattern of the magnitude (order equals
+    magnitude order).
     """
 
     threshold_bits: int
@@ -47,10 +48,10 @@ class TrimRule:
 class ExpertInput:
     """One expert's part in one output tensor.
 
-    `source` indexes `MergePlan.sources`; `position` is the expert's place in the recipe (it addresses
-    random numbers). `covered` are the element ranges where the expert takes part; `read` those fetched
-    for it: `covered` without blocks whose delta is known to be zero. Outside, the expert equals the base.
-    `trim` and `scale` are tensor-scope facts the operator asked for.
+    `source` indexes `MergePlan.sources`; `position` is the expert's place in the recipe (it
+    addresses random numbers). `covered` are the element ranges where the expert takes part; `read`
+    those fetched for it: `covered` without blocks whose delta is known to be zero. Outside, the
+    expert equals the base. `trim` and `scale` are tensor-scope facts the operator asked for.
     """
 
     source: int
@@ -80,7 +81,7 @@ class BaseInput:
 
 @dataclass(frozen=True, slots=True)
 class TensorTask:
-    """One output tensor: `operator` over `experts` on top of `base`; `copy` tensors have no experts."""
+    """One output tensor: `operator` over `experts` on `base`; operator `copy` has no experts."""
 
     name: str
     shape: tuple[int, ...]
@@ -143,9 +144,9 @@ class LayerTask:
 class Estimates:
     """What the planner knew and promised; takes no part in any id.
 
-    `error_bound` bounds the L2 norm of (merged under this plan − merged in full), before the cast on
-    write; None where no bound is known (then `bound_note` says why). `update_norm` is the predicted
-    norm of (merged in full − base).
+    `error_bound` bounds the L2 norm of (merged under this plan − merged in full), before the cast
+    on write; None where no bound is known (then `bound_note` says why). `update_norm` is the
+    predicted norm of (merged in full − base).
     """
 
     budget_bytes: int | None

@@ -1,1 +1,1 @@
-"""The only package that opens files: checkpoints in, shards out, and every rename, link and fsync."""
+"""The only package that opens files, and the home of every rename, link and fsync."""

@@ -1,8 +1,8 @@
 """The one home of every rename, link and fsync: a name appears whole or not at all.
 
 Not a general file layer: four ways to make a name appear (replace, exclusive, adopt, folder), each
-durable when it returns. `crash_hook`, if set, is called before each change of the file system, so that tests
-can stop at any of them.
+durable when it returns. `crash_hook`, if set, is called before each change of the file system, so
+that tests can stop at any of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ crash_hook: Callable[[str], None] | None = None
 
 
 def write_atomic(path: str | Path, data: bytes) -> None:
-    """Make `path` hold exactly `data`: readers see the old file or the new one. Raises StorageFullError."""
+    """Make `path` hold exactly `data`: readers see the old file or the new one.
+
+    Raises StorageFullError.
+    """
     final = Path(path)
     with _full_disk_named(final), _temp_file(final, data) as temp:
         _step("replace")
@@ -41,7 +44,7 @@ def create_exclusive(path: str | Path, data: bytes) -> None:
 
 
 def adopt_file(temp: str | Path, final: str | Path) -> None:
-    """Give a finished file its final name on the same file system, durably; replaces an equal one."""
+    """Give a finished file its final name, durably; replaces an equal one."""
     final = Path(final)
     with _full_disk_named(final):
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +57,8 @@ def adopt_file(temp: str | Path, final: str | Path) -> None:
 def publish_dir(staged: str | Path, final: str | Path) -> bool:
     """Give a complete folder its final name by one rename. Raises StorageFullError.
 
-    Every file and folder inside is made durable first. Returns False, leaving `staged`, if `final` exists
-    and is not empty: then the same result is there already.
+    Every file and folder inside is made durable first. Returns False, leaving `staged`, if `final`
+    exists and is not empty: then the same result is there already.
     """
     staged, final = Path(staged), Path(final)
     with _full_disk_named(final):

@@ -1,7 +1,7 @@
-"""A folder of numbered versions, the highest is current: how names point at things that never change.
+"""A folder of numbered versions, the highest is current: how names point at facts.
 
-Each version is one sealed JSON file created exclusively, so two writers cannot both publish the next one and
-history is never rewritten.
+Each version is one sealed JSON file created exclusively, so two writers cannot both publish the
+next one and history is never rewritten.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class VersionChain:
     def append(self, value: dict[str, Any], expected: int | None = None) -> int:
         """Add a version and return its number.
 
-        With `expected`, the current number must be that (0 for none), else CommitConflictError; without, the
-        version goes after whatever is current when it is written.
+        With `expected`, the current number must be that (0 for none), else CommitConflictError;
+        without, the version goes after whatever is current when it is written.
         """
         for _ in range(_TRIES):
             versions = self.versions()

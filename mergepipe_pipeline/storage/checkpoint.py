@@ -1,7 +1,7 @@
 """Opens a checkpoint from its headers alone: which tensors, where, and whether it is whole.
 
-Full checkpoints in safetensors only, in one file or in shards. Nothing is ever unpickled: other formats get
-an error that says how to convert.
+Full checkpoints in safetensors only, in one file or in shards. Nothing is ever unpickled: other
+formats get an error that says how to convert.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SIDE_PREFIXES = (
 def open_checkpoint(uri: str, name: str) -> Checkpoint:
     """The checkpoint at a path, known from headers; reads no weight.
 
-    Raises CheckpointError for what is missing, damaged or of another format, IncompleteCheckpointError for
-    one that is still being written.
+    Raises CheckpointError for what is missing, damaged or of another format,
+    IncompleteCheckpointError for one that is still being written.
     """
     _refuse_what_is_not_there(uri)
     with open_source(uri) as source:
@@ -76,7 +76,7 @@ def is_complete(uri: str) -> str | None:
 
 
 def side_files(uri: str) -> list[str]:
-    """Names of the files a model folder needs beside weights: config, generation config, tokenizer."""
+    """Names of the files that a model folder needs beside weights."""
     with open_source(uri) as source:
         return [
             f

@@ -79,8 +79,8 @@ def parse_header(
 ) -> tuple[list[TensorEntry], dict[str, str]]:
     """Tensor entries in buffer order and the metadata, from the JSON header `raw` of `file`.
 
-    Raises CheckpointError for anything the format forbids, IncompleteCheckpointError for a file that ends
-    before its tensors do.
+    Raises CheckpointError for anything the format forbids, IncompleteCheckpointError for a file
+    that ends before its tensors do.
     """
     header = _load(raw, file)
     metadata = header.pop("__metadata__", None) or {}
@@ -122,7 +122,7 @@ def tensor_order(tensors: Sequence[Described]) -> list[Described]:
 
 
 def build_header(tensors: Sequence[Described], metadata: dict[str, str]) -> bytes:
-    """Length and padded JSON header of a file with `tensors` (name, dtype, shape) in `tensor_order`."""
+    """Length and padded JSON header for `tensors` (name, dtype, shape)."""
     body: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     at = 0
     for name, dtype, shape in tensor_order(tensors):

@@ -16,7 +16,7 @@ from mergepipe_pipeline.storage.source import CheckpointSource
 
 
 class BlockReader:
-    """Ranged reads of one checkpoint; `allowed` maps tensor names to element ranges (None: everything)."""
+    """Ranged reads of one checkpoint; `allowed`: element ranges by tensor (None: all)."""
 
     def __init__(
         self,

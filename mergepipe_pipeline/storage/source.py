@@ -30,11 +30,14 @@ class CheckpointSource(Protocol):
         ...
 
     def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes from `start_byte`. Raises CheckpointChangedError if there are fewer."""
+        """Exactly `nbytes` bytes from `start_byte`.
+
+        Raises CheckpointChangedError if there are fewer.
+        """
         ...
 
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError if the file ends before."""
+        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
         ...
 
     def close(self) -> None:
@@ -76,13 +79,16 @@ class LocalSource:
         return self._stat(path).st_mtime_ns
 
     def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes from `start_byte`. Raises CheckpointChangedError if there are fewer."""
+        """Exactly `nbytes` bytes from `start_byte`.
+
+        Raises CheckpointChangedError if there are fewer.
+        """
         buffer = bytearray(nbytes)
         self.read_into(path, start_byte, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError if the file ends before."""
+        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
         handle, done = self._open(path), 0
         while done < len(buffer):
             n = os.preadv(handle, [buffer[done:]], start_byte + done)

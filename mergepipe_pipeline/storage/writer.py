@@ -1,7 +1,7 @@
 """Writes one safetensors shard front to back, hashing as it goes.
 
-Not atomic by itself: the file is written in staging and adopted by `atomic`. Hash states at tensor ends are
-kept, so that verification can name the first tensor whose bytes are wrong.
+Not atomic by itself: the file is written in staging and adopted by `atomic`. Hash states at tensor
+ends are kept, so that verification can name the first tensor whose bytes are wrong.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T")
 class ShardWriter:
     """A new file at `path` for `tensors` (name, dtype, shape); a context manager.
 
-    Space is reserved at once, so a full disk shows before any work: StorageFullError. Without `finish` the
-    file is removed on exit.
+    Space is reserved at once, so a full disk shows before any work: StorageFullError. Without
+    `finish` the file is removed on exit.
     """
 
     def __init__(
@@ -83,7 +83,10 @@ class ShardWriter:
             self._close_tensors()
 
     def finish(self) -> tuple[str, int]:
-        """Close the file; SHA-256 (64 hex) and size in bytes. Raises CorruptionError if bytes are missing."""
+        """Close the file; SHA-256 (64 hex) and size in bytes.
+
+        Raises CorruptionError if bytes are missing.
+        """
         if self._at != self._nbytes:
             raise CorruptionError(
                 "A shard was not written to its end",

@@ -1,0 +1,1 @@
+"""Tests of the recipe border: YAML text in, plain numbers or every problem at once."""

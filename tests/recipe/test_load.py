@@ -1,0 +1,248 @@
+"""Recipes as text: what is understood, what is refused and where, what is only warned of."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.errors import BudgetError, RecipeError
+from mergepipe_pipeline.recipe.load import parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
+from mergepipe_pipeline.spec.recipe import Budget, ModelRef
+from tests.recipe.schemas import METHODS, NAMES, entries, parse, resolve, values
+
+CORPUS = Path(__file__).parent / "corpus"
+SMALL = "merge_method: ties\nbase_model: base\nmodels:\n- model: a\nparameters: {weight: 1}\n"
+
+
+def _problems(text: str) -> tuple[str, ...]:
+    with pytest.raises(RecipeError, match="A recipe cannot be used") as caught:
+        resolve(text)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("path", sorted((CORPUS / "valid").glob("*.yml")), ids=lambda p: p.stem)
+def test_a_valid_recipe_resolves(path: Path) -> None:
+    recipe = resolve(path.read_text(encoding="utf-8"))
+    assert [t.name for t in recipe.tensors] == list(NAMES)
+    schema = METHODS[recipe.method]
+    for t in recipe.tensors:
+        assert [n for n, _ in t.params] == [p.name for p in schema.parameters if p.scope != "model"]
+        for row in t.model_params:
+            assert [n for n, _ in row] == [p.name for p in schema.parameters if p.scope == "model"]
+
+
+@pytest.mark.parametrize("path", sorted((CORPUS / "invalid").glob("*.yml")), ids=lambda p: p.stem)
+def test_an_invalid_recipe_is_refused_for_its_own_reason_alone(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    expected = text.splitlines()[0].removeprefix("# expect: ")
+    (problem,) = _problems(text)
+    assert expected in problem
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_lines() -> None:
+    text = """\
+merge_method: tias
+bas_model: base
+models:
+- model: a@main
+  parameters: {weigth: 1}
+- model: b
+  weight: .5
+parameters:
+  density: 2
+dtype: bfloat17
+budget: lots
+seed: -1
+"""
+    problems = _problems(text)
+    assert [p.split(": ")[0] for p in problems] == [
+        "line 1, merge_method",
+        "line 2, bas_model",
+        "line 4, models[0].model",
+        "line 7, models[1].weight",
+        "line 9, parameters.density",
+        "line 10, dtype",
+        "line 11, budget",
+        "line 12, seed",
+    ]
+
+
+def test_an_error_names_the_file_the_count_and_the_next_step() -> None:
+    with pytest.raises(RecipeError, match="A recipe cannot be used") as caught:
+        parse(SMALL + "sed: 1\n")
+    assert str(caught.value) == (
+        "A recipe cannot be used. Where: demo.yml. "
+        "Expected a recipe without problems, found 1 problem. "
+        "Next: mend all of these; nothing was read or written.\n"
+        "  1. line 6, sed: unknown key `sed`; did you mean `seed`?"
+    )
+    assert caught.value.exit_code == 11
+
+
+def test_a_wrong_budget_alone_is_a_budget_error() -> None:
+    with pytest.raises(BudgetError, match=r"Where: demo\.yml, key budget"):
+        parse(SMALL + "budget: lots\n")
+
+
+def test_defaults_are_filled_in() -> None:
+    raw = parse(SMALL)
+    assert (raw.strategy, raw.seed, raw.ref, raw.schedule) == ("magnitude", 0, "demo", "0 3 * * *")
+    assert (raw.dtype, raw.out_dtype, raw.block_elems) == (None, None, None)
+    assert raw.budget == Budget()
+
+
+def test_every_key_of_our_own_is_read() -> None:
+    raw = parse(
+        SMALL
+        + "budget: 25%\nstrategy: hash\nseed: 7\nref: prod-7.b_x\nschedule: '*/5 1-3 1,15 * 0'\n"
+        "block_size: 65536\ndtype: bfloat16\nout_dtype: float16\ntokenizer_source: base\n"
+    )
+    assert raw.budget == Budget(fraction=0.25)
+    assert (raw.strategy, raw.seed, raw.ref) == ("hash", 7, "prod-7.b_x")
+    assert (raw.schedule, raw.block_elems) == ("*/5 1-3 1,15 * 0", 65536)
+    assert (raw.dtype, raw.out_dtype) == ("BF16", "F16")
+
+
+def test_out_dtype_is_dtype_unless_it_is_given() -> None:
+    assert parse(SMALL + "dtype: float16\n").out_dtype == "F16"
+
+
+def test_a_listed_base_is_no_expert_of_a_delta_method_and_its_parameters_have_no_effect() -> None:
+    recipe = resolve(
+        "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"
+        "models:\n- model: base\n  parameters: {weight: 9}\n- model: a\n"
+    )
+    assert recipe.models == (ModelRef("a"),)
+    assert set(values(recipe, "weight", 0).values()) == {1.0}
+    assert "models[0].parameters: 'base' is the base, so they have no effect" in recipe.warnings
+
+
+def test_a_listed_base_is_a_model_like_others_for_linear() -> None:
+    recipe = resolve(
+        "merge_method: linear\nbase_model: base\nparameters: {weight: 1}\n"
+        "models:\n- model: base\n- model: a\n"
+    )
+    assert recipe.models == (ModelRef("base"), ModelRef("a"))
+    assert recipe.warnings == ()
+
+
+def test_an_unlisted_base_of_linear_is_a_reference_only_with_a_warning() -> None:
+    recipe = resolve(
+        "merge_method: linear\nbase_model: base\nparameters: {weight: 1}\nmodels:\n- model: a\n"
+    )
+    assert recipe.base == ModelRef("base")
+    assert recipe.models == (ModelRef("a"),)
+    assert "'base' is not listed" in recipe.warnings[0]
+
+
+def test_without_methods_the_text_is_parsed_and_resolving_finds_the_rest() -> None:
+    raw = parse_recipe("merge_method: nope\nmodels: [{model: a}]", name="x", where="x.yml")
+    assert raw.models == ("a",)
+    with pytest.raises(RecipeError, match="unknown method 'nope'; known are linear"):
+        resolve_recipe(raw, entries(), [frozenset(NAMES)], METHODS)
+
+
+def test_gradients_filters_levels_and_defaults_meet_in_one_number_per_tensor() -> None:
+    recipe = resolve("""\
+merge_method: ties
+base_model: base
+models:
+- model: a
+  parameters:
+    weight: [{filter: mlp, value: [0, 1]}, {value: 3}]
+    density: [0.2, 0.4]
+- model: b
+parameters: {weight: 0.5, normalize: [{filter: lm_head, value: false}], lambda: "2"}
+""")
+    weight, density = values(recipe, "weight", 0), values(recipe, "density", 0)
+    assert [weight[f"model.layers.{k}.mlp.up.weight"] for k in range(3)] == [0.0, 0.5, 1.0]
+    assert weight["model.layers.1.self_attn.q.weight"] == 3.0
+    assert density["model.layers.1.mlp.up.weight"] == pytest.approx(0.3)
+    assert density["lm_head.weight"] == density["model.embed_tokens.weight"] == 0.2
+    assert set(values(recipe, "weight", 1).values()) == {0.5}
+    assert set(values(recipe, "density", 1).values()) == {1.0}
+    assert {n for n, v in values(recipe, "normalize").items() if v is False} == {"lm_head.weight"}
+    assert set(values(recipe, "lambda").values()) == {2.0}
+    assert set(values(recipe, "int8_mask").values()) == {False}
+
+
+def test_a_model_without_a_tensor_is_left_out_of_it() -> None:
+    text = SMALL.replace("- model: a", "- model: a\n- model: b")
+    recipe = resolve(text, lacks=[{"lm_head.weight"}])
+    assert {t.name: t.models for t in recipe.tensors}["lm_head.weight"] == (1,)
+    assert recipe.tensors[0].models == (0, 1)
+
+
+def test_no_model_takes_part_in_a_tensor_of_integers() -> None:
+    tensors = (*entries(("w.layers.0.a",)), *entries(("position_ids",), "I64"))
+    recipe = resolve(SMALL, tensors)
+    assert [t.models for t in recipe.tensors] == [(0,), ()]
+
+
+def test_a_missing_required_parameter_names_model_and_tensor_once() -> None:
+    text = SMALL.replace("{weight: 1}", "{weight: [{filter: mlp, value: 1}]}")
+    assert _problems(text) == (
+        "line 4, models[0]: the required parameter `weight` of model 'a' has no value, "
+        "tensor model.embed_tokens.weight and 5 more",
+    )
+
+
+def test_weights_that_sum_to_zero_are_refused_only_where_they_divide() -> None:
+    text = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1}\n- model: b\n"
+    text += "  parameters: {weight: [{filter: norm, value: -1}, {value: 1}]}\n"
+    (problem,) = _problems(text)
+    assert "the weights sum to zero" in problem
+    assert problem.endswith("tensor model.norm.weight")
+    assert resolve(text + "parameters: {normalize: false}\n").method == "linear"
+
+
+def test_differences_to_mergekit_in_dtype_are_warned_of() -> None:
+    (warning,) = resolve(SMALL + "dtype: bfloat16\n").warnings
+    assert "dtype bfloat16: the float32 inputs are not rounded to it" in warning
+    (warning,) = resolve(SMALL, entries(dtype="BF16")).warnings
+    assert "no dtype: arithmetic is in float32" in warning
+    assert resolve(SMALL).warnings == resolve(SMALL + "dtype: float32\n").warnings == ()
+
+
+def test_a_filter_that_matches_nothing_is_warned_of() -> None:
+    text = SMALL.replace("{weight: 1}", "{weight: [{filter: mpl, value: 1}, {value: 2}]}")
+    assert resolve(text).warnings == ("parameters.weight: the filter 'mpl' matches no tensor",)
+
+
+def test_a_name_that_is_no_ref_asks_for_one() -> None:
+    with pytest.raises(RecipeError, match=r"cannot be its ref.*give it one with `ref:`"):
+        parse_recipe(SMALL, name="my recipe", where="x", methods=METHODS)
+    assert parse_recipe(SMALL + "ref: r\n", name="my recipe", where="x").ref == "r"
+
+
+def test_a_file_beyond_the_size_limit_is_not_parsed() -> None:
+    (problem,) = _problems("#" * (MAX_NBYTES + 1))
+    assert f"may have {MAX_NBYTES} bytes" in problem
+
+
+def test_aliases_work_and_a_bomb_of_them_is_refused_fast() -> None:
+    text = SMALL.replace("{weight: 1}", "{weight: &w 0.5, lambda: *w}")
+    assert set(values(resolve(text), "lambda").values()) == {0.5}
+    rows = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))
+    assert any("simplify it" in p for p in _problems(f"a0: &a0 [x]\n{rows}\n"))
+    assert any("simplify it" in p for p in _problems("models: &m [*m]\n"))
+
+
+def test_deep_nesting_is_a_problem_not_a_crash() -> None:
+    assert _problems("models: " + "[" * 5000) == ("the YAML is nested too deeply",)
+
+
+def test_a_raw_recipe_travels_between_processes() -> None:
+    raw = parse(SMALL)
+    assert pickle.loads(pickle.dumps(raw)) == raw
+    assert isinstance(hash(raw), int)
+
+
+def test_reading_recipes_imports_no_torch() -> None:
+    code = "import sys, mergepipe_pipeline.recipe.load; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

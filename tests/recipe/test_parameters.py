@@ -1,0 +1,133 @@
+"""The forms of a parameter's value, against numpy and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.recipe.parameters import (
+    Rule,
+    evaluate,
+    interpolate,
+    look_up,
+    parse_settings,
+    position,
+)
+from mergepipe_pipeline.recipe.problems import Problems
+from tests.recipe.schemas import NAMES
+
+FINITE = st.floats(-1e6, 1e6)
+
+
+def _read(raw: object) -> tuple[Rule, ...]:
+    problems = Problems({})
+    read = parse_settings({"weight": raw}, ("parameters",), problems, [])
+    assert problems.sentences() == ()
+    return read["weight"]
+
+
+def _refusals(raw: object, name: str = "weight") -> tuple[str, ...]:
+    problems = Problems({})
+    assert parse_settings({name: raw}, ("parameters",), problems, []) == {}
+    return problems.sentences()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(FINITE, min_size=1, max_size=8), st.floats(0, 1))
+def test_a_gradient_is_numpys_interpolation_over_evenly_spaced_anchors(
+    anchors: list[float], t: float
+) -> None:
+    expected = np.interp(t, np.linspace(0, 1, len(anchors)), anchors)
+    assert interpolate(anchors, t) == pytest.approx(float(expected), rel=1e-9, abs=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1), st.floats(0, 1))
+def test_a_gradient_never_leaves_the_range_of_its_anchors(anchors: list[float], t: float) -> None:
+    assert min(anchors) <= interpolate(anchors, t) <= max(anchors)
+
+
+@settings(max_examples=50, deadline=None)
+@given(FINITE, st.integers(1, 9), st.floats(0, 1))
+def test_a_gradient_of_equal_anchors_is_exactly_that_number(x: float, n: int, t: float) -> None:
+    assert interpolate([x] * n, t) == x
+
+
+def test_positions_run_from_zero_to_one_over_the_layers_and_are_zero_outside() -> None:
+    assert [position(n, 3) for n in NAMES] == [0, 0, 0, 0.5, 0.5, 1, 1, 0, 0]
+
+
+def test_the_only_layer_stands_at_the_end() -> None:
+    assert position("model.layers.0.mlp.up.weight", 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [(2, 2.0), ("0.5", 0.5), (" 1e-3 ", 0.001), (True, 1.0), (False, 0.0), (["1", True], 1.0)],
+)
+def test_numbers_texts_and_booleans_are_numbers(raw: object, value: float) -> None:
+    assert evaluate(_read(raw), "any", 0.5) == value
+
+
+def test_the_first_filter_that_is_part_of_the_name_wins() -> None:
+    setting = _read(
+        [
+            {"filter": "self_attn", "value": [0, 1]},
+            {"filter": "attn", "value": 5},
+            {"filter": "*", "value": 7},
+            {"value": 9},
+        ]
+    )
+    assert evaluate(setting, "layers.1.self_attn.q", 0.25) == 0.25
+    assert evaluate(setting, "layers.1.cross_attn.q", 0.25) == 5
+    assert evaluate(setting, "layers.1.mlp", 0.25) == 7
+
+
+def test_without_a_match_the_next_level_is_asked_and_then_nobody() -> None:
+    own = {"weight": _read([{"filter": "mlp", "value": 1}])}
+    recipe = {"weight": _read([{"filter": "norm", "value": 2}])}
+    levels = [own, recipe]
+    assert look_up("weight", levels, "mlp", 0) == 1
+    assert look_up("weight", levels, "norm", 0) == 2
+    assert look_up("weight", levels, "embed", 0) is None
+    assert look_up("density", levels, "mlp", 0) is None
+
+
+def test_a_bare_filter_entry_is_a_list_of_one_with_a_warning() -> None:
+    warnings: list[str] = []
+    raw = {"weight": {"filter": "mlp", "value": 2}}
+    read = parse_settings(raw, ("models", 0, "parameters"), Problems({}), warnings)
+    assert read == {"weight": (Rule("mlp", (2.0,)),)}
+    assert warnings == [
+        "models[0].parameters.weight: a {filter, value} outside a list is read as a list of one; "
+        "mergekit refuses it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ("heavy", "expected a number, found 'heavy'"),
+        (None, "expected a number, found None"),
+        ([], "found an empty list"),
+        ([1, [2]], "parameters.weight[1]: expected a number, found [2]"),
+        ([1, {"value": 2}], "either numbers or {filter, value} entries, not both"),
+        ([{"filter": "mlp"}], "parameters.weight[0]: a {filter, value} entry needs `value:`"),
+        ([{"filtre": "mlp", "value": 1}], "unknown key `filtre`; did you mean `filter`?"),
+        ([{"filter": 3, "value": 1}], "expected a part of tensor names, found 3"),
+        (float("nan"), "expected a finite number, found nan"),
+        ("-inf", "expected a finite number, found '-inf'"),
+        ("1e999", "expected a finite number, found '1e999'"),
+    ],
+)
+def test_what_is_no_value_is_refused_at_its_place(raw: object, problem: str) -> None:
+    assert problem in _refusals(raw)[0]
+
+
+def test_a_density_is_a_share_at_every_anchor() -> None:
+    assert _refusals([0.5, 1.5, -1], "density") == (
+        "parameters.density: `density` is a share from 0 to 1, found 1.5",
+        "parameters.density: `density` is a share from 0 to 1, found -1",
+    )
