@@ -15,6 +15,7 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.inbox import inbox_sensor, index_job
 from sensors.recipes import (
+    AssetJob,
     build_nightly,
     build_recipe_sensor,
     build_reload_sensor,
@@ -47,7 +48,7 @@ def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Def
     )
 
 
-def build_job(card: RecipeCard) -> dg.UnresolvedAssetJobDefinition:
+def build_job(card: RecipeCard) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
     selection = dg.AssetSelection.groups(*recipe_groups(card))
     return dg.define_asset_job(

@@ -6,6 +6,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlparse
 
 import dagster as dg
@@ -14,6 +15,9 @@ from dagster import DagsterRunStatus as Status
 from mergepipe_pipeline.pipeline.deploy import RecipeCard, last_release, recipe_cards, wanted
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: What `dg.define_asset_job` returns; Dagster exports no name for it.
+AssetJob = Any
 
 _ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 DEFAULT_UI_URL = "http://127.0.0.1:3000"
@@ -49,7 +53,7 @@ def request_or_reason(
 
 
 def build_recipe_sensor(
-    cards: Sequence[RecipeCard], jobs: Sequence[dg.UnresolvedAssetJobDefinition]
+    cards: Sequence[RecipeCard], jobs: Sequence[AssetJob]
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all loaded recipes."""
 
@@ -71,7 +75,7 @@ def build_recipe_sensor(
     return recipe_sensor
 
 
-def build_nightly(card: RecipeCard, job: dg.UnresolvedAssetJobDefinition) -> dg.ScheduleDefinition:
+def build_nightly(card: RecipeCard, job: AssetJob) -> dg.ScheduleDefinition:
     """The recipe's nightly run, at the cron time its `schedule` names."""
 
     @dg.schedule(
