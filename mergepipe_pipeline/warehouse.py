@@ -51,6 +51,10 @@ class Warehouse:
         """Recipe files that run by themselves."""
         return self.root / "recipes"
 
+    def recipe_path(self, name: str) -> Path:
+        """The file of one standing recipe."""
+        return self.recipes / f"{name}.yml"
+
     @property
     def catalog(self) -> Path:
         """Parquet facts."""

@@ -24,10 +24,13 @@ _LOW = (1 << HIST_SHIFT) - 1
 
 @dataclass(frozen=True)
 class _InBin:
-    """Low bits of one window's magnitudes that fall into the threshold's bin: values and counts."""
+    """Low bits of one window's magnitudes that fall into the threshold's bin: values and counts.
 
-    low: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
+    In the narrowest types: one of these is held for every window of a tensor.
+    """
+
+    low: npt.NDArray[np.uint16]
+    counts: npt.NDArray[np.uint32]
     nbytes: int
 
 
@@ -41,13 +44,15 @@ def trim_rules(
 ) -> dict[str, TrimRule]:
     """The rule that keeps exactly int(density·N) largest |δ|, ties by lowest index.
 
-    `densities`: tensor name to density < 1. Raises OperatorError where that number is 0.
+    `densities`: tensor name to density; tensors of density 1 or more need no rule and get none.
+    Raises OperatorError where that number is 0.
     """
     by_name = {t.tensor: t for t in stats.tensors}
     with PairReader(expert, base) as pair:
         rules = {
             tensor: _rule(pair, by_name[tensor], density, expert.name, progress)
             for tensor, density in densities.items()
+            if density < 1
         }
         pair.verify_unchanged()
     return rules
@@ -69,7 +74,7 @@ def _rule(
             found=f"density {density}",
             next_step="raise the density, or give the tensor density 1 by a filter",
         )
-    if keep >= stats.nonzero:
+    if keep >= stats.nonzero:  # the ties at the cut are zeros: which of them is kept is moot
         return TrimRule(0, 0)
     bin_, above = _from_top(stats.hist_bins.astype(np.int64), stats.hist_counts, keep)
     windows = []
@@ -110,4 +115,4 @@ def _bits(window: DeltaWindow) -> npt.NDArray[np.uint32]:
 def _in_bin(window: DeltaWindow, bin_: int) -> _InBin:
     bits = _bits(window)
     low, counts = np.unique(bits[(bits >> HIST_SHIFT) == bin_] & _LOW, return_counts=True)
-    return _InBin(low.astype(np.int64), counts.astype(np.int64), len(window.expert_raw))
+    return _InBin(low.astype(np.uint16), counts.astype(np.uint32), len(window.expert_raw))

@@ -15,7 +15,7 @@ from typing import Any
 
 from mergepipe_pipeline.catalog import tables
 from mergepipe_pipeline.digest import digest_json, sha256_hex
-from mergepipe_pipeline.errors import MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.storage.atomic import write_atomic
@@ -46,7 +46,7 @@ class Catalog:
 
         Raises MergePipeError for a name that cannot be one.
         """
-        if not _NAME.match(checkpoint.name):
+        if not _NAME.fullmatch(checkpoint.name):
             raise MergePipeError(
                 "Not a name for a checkpoint",
                 where="name",
@@ -59,21 +59,24 @@ class Catalog:
         current = chain.current()
         if current and base is None:
             value["base"] = current[1]["base"]
-        if current and current[1] == value:
-            return Registration(checkpoint.name, current[0], checkpoint, value["base"])
         path = self._folder / "checkpoints" / f"{checkpoint.checkpoint_id}.parquet"
         if not path.exists():
             write_atomic(path, tables.encode_checkpoint(checkpoint))
+        if current and current[1] == value:
+            return Registration(checkpoint.name, current[0], checkpoint, value["base"])
         return Registration(checkpoint.name, chain.append(value), checkpoint, value["base"])
 
     def names(self) -> list[str]:
         """All registered names, sorted."""
         folder = self._folder / "names"
-        return sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+        if not folder.is_dir():
+            return []
+        # A crash may leave a name's folder without its first version.
+        return sorted(p.name for p in folder.iterdir() if VersionChain(p).versions())
 
     def get(self, name: str) -> Registration:
         """The current version of a name. Raises NotFoundError with the nearest names."""
-        current = self._chain(name).current() if _NAME.match(name) else None
+        current = self._chain(name).current() if _NAME.fullmatch(name) else None
         if current is None:
             near = get_close_matches(name, self.names(), n=3)
             raise NotFoundError(
@@ -132,12 +135,13 @@ class Catalog:
 
     def stats(self, base_id: str, checkpoint_id: str, block_elems: int) -> ExpertStats | None:
         """An analysis, or None if there is none. Raises CorruptionError."""
-        path = self._stats(base_id, checkpoint_id, block_elems, "tensors")
-        tensors = _read(path)
-        blocks = _read(self._stats(base_id, checkpoint_id, block_elems, "blocks"))
+        paths = [
+            self._stats(base_id, checkpoint_id, block_elems, part) for part in ("tensors", "blocks")
+        ]
+        tensors, blocks = map(_read, paths)
         if tensors is None or blocks is None:
             return None
-        return tables.decode_stats(tensors, blocks, str(path))
+        return tables.decode_stats(tensors, blocks, *map(str, paths))
 
     def put_fact(
         self, base_id: str, checkpoint_id: str, key: str, facts: Mapping[str, Fact]
@@ -179,7 +183,16 @@ class Catalog:
 
     def _registration(self, name: str, version: int, value: dict[str, Any]) -> Registration:
         path = self._folder / "checkpoints" / f"{value['checkpoint_id']}.parquet"
-        checkpoint = tables.decode_checkpoint(path.read_bytes(), str(path), name, value["root"])
+        data = _read(path)
+        if data is None:
+            raise CorruptionError(
+                "A catalog file is missing",
+                where=str(path),
+                expected=f"the tensors of {name!r}, version {version}",
+                found="no such file",
+                next_step=f"register it again: `mergepipe register {value['root']}`",
+            )
+        checkpoint = tables.decode_checkpoint(data, str(path), name, value["root"])
         return Registration(name, version, checkpoint, value["base"])
 
     def _chain(self, name: str) -> VersionChain:

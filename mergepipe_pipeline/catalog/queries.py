@@ -5,11 +5,14 @@ A DuckDB file would be locked by its first user; views over immutable files are 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergepipe_pipeline.catalog import tables
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree
 
 if TYPE_CHECKING:
     import duckdb
@@ -26,40 +29,37 @@ VIEWS = {
 
 _PARQUET = {
     "tensors": (
+        tables.TENSORS,
         "checkpoints/*.parquet",
         "regexp_extract(filename, '([^/]+)\\.parquet$', 1) AS checkpoint_id",
     ),
     "digests": (
+        tables.DIGESTS,
         "digests/*.parquet",
         "regexp_extract(filename, '([^/]+)\\.parquet$', 1) AS checkpoint_id",
     ),
     "tensor_stats": (
+        tables.TENSOR_STATS,
         "block_stats/v1/*/*.tensors.parquet",
         "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 1) AS base_id, "
         "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 2) AS checkpoint_id, "
         "regexp_extract(filename, '\\.b(\\d+)\\.', 1)::BIGINT AS block_elems",
     ),
     "block_stats": (
+        tables.BLOCK_STATS,
         "block_stats/v1/*/*.blocks.parquet",
         "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 1) AS base_id, "
         "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 2) AS checkpoint_id, "
         "regexp_extract(filename, '\\.b(\\d+)\\.', 1)::BIGINT AS block_elems",
     ),
     "facts": (
+        tables.FACTS,
         "tensor_facts/v1/*/*/*.parquet",
         "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 1) AS base_id, "
         "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 2) AS checkpoint_id, "
         "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 3) AS key",
     ),
 }
-_EMPTY = {
-    "tensors": "tensor VARCHAR, dtype VARCHAR, checkpoint_id VARCHAR",
-    "digests": "tensor VARCHAR, sha256 VARCHAR, checkpoint_id VARCHAR",
-    "tensor_stats": "tensor VARCHAR, l2sq DOUBLE, base_id VARCHAR, checkpoint_id VARCHAR",
-    "block_stats": "tensor VARCHAR, block BIGINT, l2sq DOUBLE, base_id VARCHAR, checkpoint_id VARCHAR",
-    "facts": "tensor VARCHAR, key VARCHAR, base_id VARCHAR, checkpoint_id VARCHAR",
-}
-
 Registrations = Sequence[tuple[str, int, str, str | None, str]]
 
 
@@ -68,15 +68,16 @@ def connect(folder: Path, registrations: Registrations) -> duckdb.DuckDBPyConnec
     import duckdb
 
     connection = duckdb.connect(":memory:")
-    for name, (pattern, columns) in _PARQUET.items():
+    for name, (schema, pattern, columns) in _PARQUET.items():
         if any(folder.glob(pattern)):
             path = str(folder / pattern).replace("'", "''")
-            connection.execute(
-                f"CREATE VIEW {name} AS SELECT * EXCLUDE (filename), {columns} "
-                f"FROM read_parquet('{path}', filename = true)"
-            )
+            rows = f"read_parquet('{path}', filename = true)"
         else:
-            connection.execute(f"CREATE TABLE {name} ({_EMPTY[name]})")
+            connection.register(f"no_{name}", schema.empty_table())
+            rows = f"(SELECT *, '' AS filename FROM no_{name})"
+        connection.execute(
+            f"CREATE VIEW {name} AS SELECT * EXCLUDE (filename), {columns} FROM {rows}"
+        )
     connection.execute(
         "CREATE TABLE registrations (name VARCHAR, version INTEGER, "
         "checkpoint_id VARCHAR, base VARCHAR, root VARCHAR)"
@@ -91,28 +92,59 @@ def connect(folder: Path, registrations: Registrations) -> duckdb.DuckDBPyConnec
 def run(
     folder: Path, registrations: Registrations, query: str
 ) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Column names and rows of a query over the views. Raises MergePipeError for bad SQL."""
+    """Column names and rows of a query over the views.
+
+    Raises MergePipeError for bad SQL and for a damaged file; an empty query has no columns.
+    """
     import duckdb
 
-    with connect(folder, registrations) as connection:
-        try:
+    try:
+        with connect(folder, registrations) as connection:
             result = connection.execute(query)
+            # DuckDB answers a text without any statement with None.
+            if result is None:
+                return [], []
             return [d[0] for d in result.description or []], result.fetchall()
-        except duckdb.Error as error:
-            raise MergePipeError(
-                "A query failed",
-                where="sql",
-                found=str(error),
-                expected="SQL over the views " + ", ".join(VIEWS),
-                next_step="run `mergepipe sql` without a query to see them",
-            ) from error
+    except duckdb.Error as error:
+        raise MergePipeError(
+            "A query failed",
+            where="sql",
+            found=str(error),
+            expected="SQL over the views " + ", ".join(VIEWS),
+            next_step="run `mergepipe sql` without a query to see them",
+        ) from error
 
 
 def export(folder: Path, registrations: Registrations, target: Path) -> None:
-    """Write all views as tables of a new DuckDB file at `target`."""
-    with connect(folder, registrations) as connection:
-        path = str(target).replace("'", "''")
-        connection.execute(f"ATTACH '{path}' AS out")
-        for name in VIEWS:
-            connection.execute(f"CREATE TABLE out.{name} AS SELECT * FROM {name}")
-        connection.execute("DETACH out")
+    """Write all views as tables of a new DuckDB file at `target`.
+
+    Raises MergePipeError if `target` exists or the views cannot be read.
+    """
+    import duckdb
+
+    if target.exists():
+        raise _no_export(target, "the file exists already", "choose another name, or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temp = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with connect(folder, registrations) as connection:
+            path = str(temp).replace("'", "''")
+            connection.execute(f"ATTACH '{path}' AS out")
+            for name in VIEWS:
+                connection.execute(f"CREATE TABLE out.{name} AS SELECT * FROM {name}")
+            connection.execute("DETACH out")
+        adopt_file(temp, target)
+    except duckdb.Error as error:
+        raise _no_export(target, str(error), "delete or restore the file it names") from error
+    finally:
+        remove_tree(temp)
+
+
+def _no_export(target: Path, found: str, next_step: str) -> MergePipeError:
+    return MergePipeError(
+        "The catalog cannot be exported",
+        where=str(target),
+        expected="a new file for a readable catalog",
+        found=found,
+        next_step=next_step,
+    )

@@ -71,11 +71,17 @@ def encode(table: pa.Table, meta: Mapping[str, Any]) -> bytes:
     return sink.getvalue()
 
 
-def decode(data: bytes, where: str) -> tuple[pa.Table, dict[str, Any]]:
-    """The table and metadata of `encode`. Raises CorruptionError naming `where`."""
+def decode(data: bytes, where: str, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any]]:
+    """The table and metadata of `encode`. Raises CorruptionError naming `where`.
+
+    A table that has not exactly the columns of `schema` counts as damaged.
+    """
     try:
         table = pq.read_table(io.BytesIO(data))
-        return table, json.loads(table.schema.metadata[_FACTS])
+        meta = json.loads(table.schema.metadata[_FACTS])
+        if not table.schema.equals(schema):
+            raise ValueError(f"columns {', '.join(table.column_names)}")
+        return table, meta
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise CorruptionError(
             "A catalog file cannot be read",
@@ -106,7 +112,7 @@ def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoi
 
     Raises CorruptionError.
     """
-    table, meta = decode(data, where)
+    table, meta = decode(data, where, TENSORS)
     tensors = tuple(
         TensorEntry(r["tensor"], r["dtype"], tuple(r["shape"]), r["file"], r["start_byte"])
         for r in table.to_pylist()
@@ -124,7 +130,7 @@ def encode_digests(digests: Mapping[str, str]) -> bytes:
 
 def decode_digests(data: bytes, where: str) -> dict[str, str]:
     """The mapping of `encode_digests`. Raises CorruptionError."""
-    table, _ = decode(data, where)
+    table, _ = decode(data, where, DIGESTS)
     return dict(zip(table["tensor"].to_pylist(), table["sha256"].to_pylist(), strict=True))
 
 
@@ -166,15 +172,18 @@ def encode_stats(stats: ExpertStats) -> tuple[bytes, bytes]:
     return encode(tensors, meta), encode(blocks, meta)
 
 
-def decode_stats(tensors: bytes, blocks: bytes, where: str) -> ExpertStats:
+def decode_stats(
+    tensors: bytes, blocks: bytes, tensors_where: str, blocks_where: str
+) -> ExpertStats:
     """The statistics of `encode_stats`. Raises CorruptionError."""
-    table, meta = decode(tensors, where)
-    block_table, _ = decode(blocks, where)
+    table, meta = decode(tensors, tensors_where, TENSOR_STATS)
+    block_table, _ = decode(blocks, blocks_where, BLOCK_STATS)
     l2sq, max_abs = block_table["l2sq"].to_numpy(), block_table["max_abs"].to_numpy()
     nonzero = block_table["nonzero"].to_numpy()
     firsts = np.flatnonzero(block_table["block"].to_numpy() == 0).tolist()
     owners = block_table["tensor"].take(pa.array(firsts, pa.int64())).to_pylist()
-    parts = dict(zip(owners, zip(firsts, [*firsts[1:], len(l2sq)], strict=True), strict=True))
+    stops = [*firsts[1:], len(l2sq)][: len(firsts)]
+    parts = dict(zip(owners, zip(firsts, stops, strict=True), strict=True))
     out = []
     for r in table.to_pylist():
         a, b = parts.get(r["tensor"], (0, 0))
@@ -212,7 +221,7 @@ def encode_facts(facts: Mapping[str, tuple[int, int, float]], key: str) -> bytes
 
 def decode_facts(data: bytes, where: str) -> dict[str, tuple[int, int, float]]:
     """The mapping of `encode_facts`. Raises CorruptionError."""
-    table, _ = decode(data, where)
+    table, _ = decode(data, where, FACTS)
     return {
         r["tensor"]: (r["threshold_bits"], r["tie_stop_elem"], r["scale"])
         for r in table.to_pylist()

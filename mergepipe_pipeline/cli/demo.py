@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import click
 
-from mergepipe_pipeline.cli.common import Console, verb
+from mergepipe_pipeline.cli.common import Console, table, verb
 
 
 @click.command()
@@ -13,4 +15,27 @@ def demo(console: Console) -> None:
     """Train a small family, land it expert by expert, merge under budgets, score the results."""
     from mergepipe_pipeline.demo.run import run_demo
 
-    run_demo(console)
+    chosen = replace(console, home_dir=console.home_dir or "demo-warehouse")
+    result = run_demo(chosen.home, lambda line: click.echo(line, err=chosen.as_json))
+    skills = list(result.rows[0].accuracy)
+    rows = [
+        (
+            r.name,
+            *(f"{100 * r.accuracy[s]:.0f} %" for s in skills),
+            f"{100 * sum(r.accuracy.values()) / len(skills):.0f} %",
+            "" if r.expert_bytes_read is None else f"{r.expert_bytes_read / 1e6:.2f} MB",
+            "" if r.relative_error is None else f"{r.relative_error:.3f}",
+        )
+        for r in result.rows
+    ]
+    headers = ("model", *skills, "mean", "expert bytes", "error to full")
+    chosen.show(
+        asdict(result),
+        "",
+        *table(headers, rows),
+        "",
+        f"when the last expert landed: {result.layers_reused} layers reused, "
+        f"{result.layers_executed} merged anew",
+        f"done in {result.seconds:.0f} s; everything is in {result.home}",
+        "see the runs and the lineage in Dagster: make ui, then http://127.0.0.1:3000",
+    )

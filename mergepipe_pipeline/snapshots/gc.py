@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from mergepipe_pipeline.snapshots.load import list_snapshots
@@ -38,7 +39,7 @@ def collect(
     doomed += [p for p in objects.all_objects() if p.name not in digests]
     doomed += sorted(staging.iterdir()) if staging.is_dir() else []
     limit = time.time() - older_than_s
-    old = [p for p in doomed if p.lstat().st_mtime <= limit]
+    old = [p for p in doomed if _mtime(p) <= limit]
     nbytes = sum(_nbytes(p) for p in old)
     if not dry_run:
         for path in old:
@@ -46,7 +47,14 @@ def collect(
     return Collected(len(old), nbytes, tuple(str(p) for p in old))
 
 
+def _mtime(path: Path) -> float:
+    """Seconds since the epoch; infinite for what another process removed meanwhile."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return inf
+
+
 def _nbytes(path: Path) -> int:
-    if path.is_dir():
-        return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())
-    return path.lstat().st_size
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(p.lstat().st_size for p in files if p.is_file())

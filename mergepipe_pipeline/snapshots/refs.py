@@ -79,7 +79,7 @@ class RefStore:
         )
 
     def _chain(self, name: str) -> VersionChain:
-        if not _NAME.match(name):
+        if not _NAME.fullmatch(name):
             raise MergePipeError(
                 "Not a name for a ref",
                 where="ref",

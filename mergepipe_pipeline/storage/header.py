@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -83,7 +84,9 @@ def parse_header(
     that ends before its tensors do.
     """
     header = _load(raw, file)
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _bad(file, "__metadata__", "strings only", "another type")
     entries = [
@@ -139,6 +142,8 @@ def _load(raw: bytes, file: str) -> dict[str, Any]:
         seen = dict(pairs)
         if len(seen) != len(pairs):
             raise ValueError("a key occurs twice")
+        # An escaped half of a surrogate pair is valid JSON for Python and no text for anyone.
+        "".join(k + v if isinstance(v, str) else k for k, v in pairs).encode()
         return seen
 
     def refuse(token: str) -> Any:
@@ -164,9 +169,9 @@ def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise _bad(file, name, "dtype, shape and data_offsets", str(value)[:80])
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in ITEMSIZE:
-        raise _bad(file, name, "a dtype of whole bytes: " + ", ".join(ITEMSIZE), repr(dtype))
-    if not _naturals(shape) or prod(shape) > _MAX_ELEMS:
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise _bad(file, name, "a dtype of whole bytes: " + ", ".join(ITEMSIZE), repr(dtype)[:80])
+    if not _naturals(shape) or _overflows(shape):
         raise _bad(file, name, "a shape of natural numbers", str(shape)[:80])
     if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
         raise _bad(file, name, "two ascending offsets", str(offsets)[:80])
@@ -182,6 +187,11 @@ def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:
 
 def _naturals(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v <= _MAX_ELEMS for v in values)
+
+
+def _overflows(shape: list[int]) -> bool:
+    """Stops at the first product too large, so that a hostile shape costs no time."""
+    return any(n > _MAX_ELEMS for n in accumulate(shape, lambda a, b: min(a * b, _MAX_ELEMS + 1)))
 
 
 def _bad(file: str, tensor: str, expected: str, found: str) -> CheckpointError:

@@ -1,0 +1,214 @@
+"""From trained family to table: lands experts, lets Dagster work, merges under budgets, scores.
+
+Drives the real Dagster definitions through `mergepipe_pipeline.tick` in a process of its own, since the
+core does not import Dagster; merges under budgets with the same verbs as the CLI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from mergepipe_pipeline.demo.family import (
+    DEMO_DENSITY,
+    DEMO_LAMBDA,
+    DEMO_WEIGHT,
+    Family,
+    build_family,
+)
+from mergepipe_pipeline.demo.skills import SKILLS, score
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.pipeline.check import load_recipe
+from mergepipe_pipeline.pipeline.merge import merge
+from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.warehouse import Warehouse
+
+BUDGETS = ("100%", "50%", "25%", "10%")
+RECIPE = "all-skills"
+PAIR = "copy-and-sort"
+_MARK = "demo.json"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One row of the table: accuracy per skill, expert bytes read, error relative to the full merge."""
+
+    name: str
+    accuracy: dict[str, float]
+    expert_bytes_read: int | None = None
+    relative_error: float | None = None
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Everything the demo shows."""
+
+    rows: tuple[Scored, ...]
+    landings: tuple[dict[str, Any], ...]
+    layers_reused: int
+    layers_executed: int
+    home: str
+    seconds: float
+
+
+def run_demo(home: Warehouse, say: Say) -> DemoResult:
+    """Run the whole demo in `home`, which must be empty or a demo's. Raises MergePipeError else."""
+    started = time.monotonic()
+    warnings.filterwarnings("ignore")
+    _clear(home)
+    family = build_family(say)
+    say(
+        f"family ready ({family.seconds:.0f} s of training)"
+        if family.seconds
+        else "family taken from the cache"
+    )
+    _write_recipes(home)
+    with _dagster(home) as tick:
+        landings = [_land(home, "base", family.base, tick, say)]
+        landings += [_land(home, s, family.experts[s], tick, say) for s in SKILLS]
+        rows = _score_all(home, family, say)
+        say(f"version 2 of {family.second_name} lands: two layers changed")
+        last = _land(home, family.second_name, family.second, tick, say)
+    reused = [
+        r
+        for run in last["runs"]
+        if run["job"].startswith("merge_all")
+        for r in run["layers_reused"].values()
+    ]
+    return DemoResult(
+        tuple(rows),
+        (*landings, last),
+        sum(reused),
+        len(reused) - sum(reused),
+        str(home.root),
+        time.monotonic() - started,
+    )
+
+
+def _clear(home: Warehouse) -> None:
+    """Start from an empty warehouse; what is not a demo's own is never touched."""
+    mark = home.root / _MARK
+    if not mark.exists() and any(home.root.iterdir()) and any(home.inbox.iterdir()):
+        raise MergePipeError(
+            "The demo needs a warehouse of its own",
+            where=str(home.root),
+            expected="an empty folder",
+            found="a warehouse in use",
+            next_step="choose another --home",
+        )
+    for path in list(home.root.iterdir()):
+        remove_tree(path)
+    home.ensure()
+    mark.write_text('{"made_by": "mergepipe demo"}\n')
+
+
+def _write_recipes(home: Warehouse) -> None:
+    for name, skills in ((RECIPE, SKILLS), (PAIR, ("copy", "sort"))):
+        models = "\n".join(
+            f"  - model: {s}\n    parameters: {{weight: {DEMO_WEIGHT}}}" for s in skills
+        )
+        home.recipe_path(name).write_text(
+            f"merge_method: ties\nbase_model: base\nmodels:\n{models}\n"
+            f"parameters: {{density: {DEMO_DENSITY}, lambda: {DEMO_LAMBDA}}}\n"
+        )
+
+
+@contextmanager
+def _dagster(home: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """A process with the real Dagster definitions; each call lets its sensors run once."""
+    home.dagster_home.mkdir(exist_ok=True)
+    settings = Path(__file__).resolve().parents[2] / "dagster.yaml"
+    if settings.exists():
+        shutil.copy(settings, home.dagster_home / "dagster.yaml")
+    env = {**os.environ, "MERGEPIPE_HOME": str(home.root), "DAGSTER_HOME": str(home.dagster_home)}
+    command = [sys.executable, "-W", "ignore", "-m", "mergepipe_pipeline.tick"]
+    with (
+        (home.root / "dagster.log").open("w") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        feed, answers = process.stdin, process.stdout
+
+        def tick() -> list[dict[str, Any]]:
+            feed.write("\n")
+            feed.flush()
+            line = answers.readline()
+            if not line:
+                raise MergePipeError(
+                    "The Dagster process ended early", where=str(log.name), next_step="read the log"
+                )
+            runs: list[dict[str, Any]] = json.loads(line)
+            return runs
+
+        yield tick
+        feed.close()
+
+
+def _land(
+    home: Warehouse, name: str, source: Path, tick: Callable[[], list[dict[str, Any]]], say: Say
+) -> dict[str, Any]:
+    """Copy a checkpoint into the inbox and let Dagster do what follows from it."""
+    shutil.copytree(source, home.inbox / name, dirs_exist_ok=True)
+    runs = tick() + tick()
+    for run in runs:
+        what = run["partition"] or run["job"].removeprefix("merge_")
+        reused = run["layers_reused"]
+        layers = f", {sum(reused.values())} of {len(reused)} layers reused" if reused else ""
+        say(
+            f"  {name} landed -> {'index' if run['partition'] else 'merge'} {what}: "
+            f"{'ok' if run['success'] else 'FAILED'} in {run['seconds']} s{layers}"
+        )
+    if not all(run["success"] for run in runs):
+        raise MergePipeError(
+            "A Dagster run failed",
+            where=name,
+            found=json.dumps(runs),
+            next_step=f"read {home.root / 'dagster.log'}, or open the UI: make ui",
+        )
+    return {"name": name, "runs": runs}
+
+
+def _score_all(home: Warehouse, family: Family, say: Say) -> list[Scored]:
+    say("scoring base, experts and merges")
+    rows = [Scored("base", score(family.base))]
+    rows += [Scored(f"expert {name}", score(path)) for name, path in family.experts.items()]
+    raw = load_recipe(home.recipe_path(RECIPE))
+    base, full = _tensors(family.base), None
+    for budget in BUDGETS:
+        outcome = merge(home, make_plan(home, raw, relative_to=home.recipes, budget=budget))
+        merged = _tensors(Path(outcome.snapshot.path))
+        full = full or merged
+        error = _distance(merged, full) / _distance(full, base)
+        planned = outcome.plan.estimates.expert_bytes_planned
+        rows.append(
+            Scored(f"ties, budget {budget}", score(Path(outcome.snapshot.path)), planned, error)
+        )
+    return rows
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    return {
+        name: t.double()
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
+
+
+def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return float(sum(float((a[n] - b[n]).square().sum()) for n in a)) ** 0.5

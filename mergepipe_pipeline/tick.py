@@ -1,0 +1,100 @@
+"""Runs sensors and what they request in one process, without a daemon: `python -m mergepipe_pipeline.tick`.
+
+For each line on standard input: evaluates the inbox and recipe sensors of MERGEPIPE_HOME as the daemon
+would, executes every requested run in this process on the instance at DAGSTER_HOME, and prints one JSON
+line with what ran. For demos, tests and cron; a standing pipeline uses `dagster dev` or the daemon.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import dagster as dg
+
+from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.warehouse import Warehouse
+
+SENSORS = ("inbox_sensor", "recipe_sensor")
+
+
+class Ticker:
+    """The sensors of one warehouse with their cursors, over one Dagster instance."""
+
+    def __init__(self, home: Warehouse, instance: dg.DagsterInstance, quiet_s: float = 0.0) -> None:
+        self._home, self._instance, self._quiet_s = home, instance, quiet_s
+        self._cursors: dict[str, str | None] = {}
+        self._run_keys: set[str] = set()
+
+    def tick(self) -> list[dict[str, Any]]:
+        """Evaluate each sensor once, on definitions loaded anew, and execute what it requests."""
+        done: list[dict[str, Any]] = []
+        for name in SENSORS:
+            defs = build_definitions(self._home, inbox_quiet_s=self._quiet_s)
+            result = self._evaluate(defs, name)
+            for request in result.run_requests or []:
+                if request.run_key and request.run_key not in self._run_keys:
+                    self._run_keys.add(request.run_key)
+                    done.append(self._execute(defs, name, request))
+        return done
+
+    def reasons(self) -> list[str]:
+        """Why nothing is requested now, per sensor."""
+        defs = build_definitions(self._home, inbox_quiet_s=self._quiet_s)
+        results = [self._evaluate(defs, name) for name in SENSORS]
+        return [r.skip_reason.skip_message or "" for r in results if r.skip_reason]
+
+    def _evaluate(self, defs: dg.Definitions, name: str) -> dg.SensorResult:
+        repository = defs.get_repository_def()
+        if not repository.has_sensor_def(name):
+            return dg.SensorResult()
+        resource = MergePipe(home=str(self._home.root), inbox_quiet_s=self._quiet_s)
+        context = dg.build_sensor_context(
+            instance=self._instance,
+            cursor=self._cursors.get(name),
+            repository_def=repository,
+            resources={"mergepipe": resource},
+        )
+        result = repository.get_sensor_def(name)(context)
+        assert isinstance(result, dg.SensorResult)
+        self._cursors[name] = result.cursor or self._cursors.get(name)
+        for request in result.dynamic_partitions_requests or []:
+            self._instance.add_dynamic_partitions(
+                request.partitions_def_name, list(request.partition_keys)
+            )
+        return result
+
+    def _execute(self, defs: dg.Definitions, sensor: str, request: dg.RunRequest) -> dict[str, Any]:
+        job = request.job_name or "index_experts"
+        started = time.monotonic()
+        result = defs.resolve_job_def(job).execute_in_process(
+            instance=self._instance,
+            partition_key=request.partition_key,
+            tags={**request.tags, "dagster/sensor_name": sensor},
+            raise_on_error=False,
+        )
+        reused = {}
+        for event in result.get_asset_materialization_events():
+            if event.asset_key and "layer" in event.asset_key.path[:-1]:
+                metadata = event.step_materialization_data.materialization.metadata
+                reused[event.asset_key.path[-1]] = metadata["reused"].value
+        return {
+            "job": job,
+            "partition": request.partition_key,
+            "run_id": result.run_id,
+            "success": result.success,
+            "seconds": round(time.monotonic() - started, 2),
+            "layers_reused": reused,
+        }
+
+
+def main() -> None:
+    """Tick once per line of standard input."""
+    ticker = Ticker(Warehouse.at().ensure(), dg.DagsterInstance.get())
+    for _ in sys.stdin:
+        print(json.dumps(ticker.tick()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Statistics of deltas against whole tensors in float64 NumPy."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tracemalloc
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.analysis import statistics, stream
+from mergepipe_pipeline.analysis.statistics import analyze_expert
+from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
+from tests.analysis.pairs import Floats, Stored, delta_of, encode, on_disk
+
+DTYPES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
+GRID = BlockGrid(4096)
+
+
+def analyzed(expert: Stored, base: Stored, grid: BlockGrid = GRID, **kwargs: int) -> TensorStats:
+    with on_disk({"w": expert}, {"w": base}, **kwargs) as (e, b):
+        return analyze_expert(e, b, grid).tensors[0]
+
+
+def sparse_pair(n: int, seed: int = 0, dtype: str = "BF16") -> tuple[Stored, Stored]:
+    """An expert equal to its base in many places, whole windows among them; ties elsewhere."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(-8, 9, n) / 4
+    change = rng.integers(-2, 3, n) / 2 * (np.arange(n) // 8192 % 2)
+    return encode(base + change, dtype), encode(base, dtype)
+
+
+def figures(stats: TensorStats) -> dict[str, object]:
+    """Tensor-level figures with arrays as bytes: equal only if every bit is."""
+    return {
+        name: value.tobytes() if isinstance(value, np.ndarray) else value
+        for name, value in vars(stats).items()
+        if not name.startswith("block_")
+    }
+
+
+def sketch_oracle(tensor: str, delta: Floats) -> npt.NDArray[np.float64]:
+    """Element by element: each asks the numbered stream for its own bit."""
+    key = int(hashlib.sha256(f"sketch:{tensor}".encode()).hexdigest()[:32], 16)
+    sketch = np.zeros(256)
+    for e, value in enumerate(delta.astype(np.float64)):
+        words = np.random.Philox(key=key, counter=e // 256).random_raw(4)
+        bit = int(words[e % 256 // 64]) >> (e % 64) & 1
+        sketch[e % 256] += -value if bit else value
+    return sketch
+
+
+@given(
+    n=st.sampled_from([1, 255, 256, 4095, 4096, 4097, 8192, 8193, 20000]),
+    expert_dtype=st.sampled_from(DTYPES),
+    base_dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([0.0, 2.0**-9, 0.5]),
+    block_elems=st.sampled_from([4096, 8192, 16384]),
+    seed=st.integers(0, 1000),
+)
+def test_statistics_are_those_of_the_whole_tensor_in_float64(
+    n: int, expert_dtype: str, base_dtype: str, scale: float, block_elems: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-16, 17, n) / 8
+    base = encode(values, base_dtype)
+    expert = encode(values + scale * rng.integers(-3, 4, n), expert_dtype)
+    delta = delta_of(expert, base)
+    wide = np.abs(delta.astype(np.float64))
+    bins, counts = np.unique(np.abs(delta).view(np.uint32) >> 16, return_counts=True)
+
+    stats = analyzed(expert, base, BlockGrid(block_elems))
+
+    assert stats.sha256 == hashlib.sha256(expert[2]).hexdigest()
+    assert stats.base_sha256 == hashlib.sha256(base[2]).hexdigest()
+    assert stats.numel == n
+    assert stats.l1 == pytest.approx(math.fsum(wide), rel=1e-13)
+    assert stats.l2sq == pytest.approx(math.fsum(wide**2), rel=1e-13)
+    assert stats.max_abs == wide.max()
+    assert stats.nonzero == np.count_nonzero(delta)
+    np.testing.assert_array_equal(stats.hist_bins, bins)
+    np.testing.assert_array_equal(stats.hist_counts, counts)
+    blocks = [wide[i : i + block_elems] for i in range(0, n, block_elems)]
+    np.testing.assert_allclose(stats.block_l2sq, [(b**2).sum() for b in blocks], rtol=1e-13)
+    np.testing.assert_array_equal(stats.block_max_abs, [b.max() for b in blocks])
+    np.testing.assert_array_equal(stats.block_nonzero, [np.count_nonzero(b) for b in blocks])
+
+
+@pytest.mark.parametrize(("window_elems", "piece_chunks"), [(4096, 64), (1 << 20, 64), (8192, 1)])
+def test_the_sketch_adds_every_element_with_its_own_sign(
+    window_elems: int, piece_chunks: int
+) -> None:
+    expert, base = sparse_pair(20000, dtype="F32")
+    with mock.patch.object(statistics, "_PIECE_CHUNKS", piece_chunks):
+        stats = analyzed(expert, base, window_elems=window_elems)
+    np.testing.assert_allclose(stats.sketch, sketch_oracle("w", delta_of(expert, base)), rtol=1e-6)
+
+
+def test_tensors_of_different_names_get_different_signs() -> None:
+    expert, base = sparse_pair(20000)
+    with on_disk({"a": expert, "b": expert}, {"a": base, "b": base}) as (e, b):
+        first, second = analyze_expert(e, b, GRID).tensors
+    assert not np.array_equal(first.sketch, second.sketch)
+
+
+@given(seed=st.integers(0, 1000), block_elems=st.sampled_from([8192, 1 << 15, 1 << 20]))
+def test_tensor_figures_do_not_depend_on_the_block_grid(seed: int, block_elems: int) -> None:
+    expert, base = sparse_pair(30000, seed)
+    fine, coarse = analyzed(expert, base, GRID), analyzed(expert, base, BlockGrid(block_elems))
+    assert figures(fine) == figures(coarse)
+
+
+def test_figures_do_not_depend_on_threads() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal(50000)
+    pair = encode(base + rng.standard_normal(50000) / 100, "F32"), encode(base, "F32")
+    found = []
+    for cores in (1, 2, 3, 64):
+        with mock.patch.object(os, "sched_getaffinity", return_value=set(range(cores))):
+            found.append(figures(analyzed(*pair)))
+    assert all(f == found[0] for f in found)
+
+
+def test_windows_in_flight_never_share_memory() -> None:
+    rng = np.random.default_rng(0)
+    expert = {name: encode(rng.standard_normal(100_000), "F32") for name in "abcd"}
+    base = {name: encode(rng.standard_normal(100_000), "F32") for name in "abcd"}
+    with (
+        on_disk(expert, base, 4096) as (e, b),
+        mock.patch.object(os, "sched_getaffinity", return_value=set(range(4))),
+    ):
+        found = analyze_expert(e, b, GRID).tensors
+    for stats in found:
+        delta = delta_of(expert[stats.tensor], base[stats.tensor]).astype(np.float64)
+        assert stats.sha256 == hashlib.sha256(expert[stats.tensor][2]).hexdigest()
+        assert stats.base_sha256 == hashlib.sha256(base[stats.tensor][2]).hexdigest()
+        assert stats.l1 == pytest.approx(np.abs(delta).sum(), rel=1e-13)
+
+
+def test_sums_and_counts_do_not_depend_on_windows_and_sketches_only_by_rounding() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal(50000)
+    pair = encode(base + rng.standard_normal(50000) / 100, "F32"), encode(base, "F32")
+    short, long = analyzed(*pair, window_elems=4096), analyzed(*pair, window_elems=1 << 20)
+    np.testing.assert_allclose(short.sketch, long.sketch, rtol=1e-5, atol=1e-7)
+    a, b = figures(short), figures(long)
+    del a["sketch"], b["sketch"]
+    assert a == b
+
+
+def test_an_expert_equal_to_its_base_has_zeros_everywhere() -> None:
+    stored = encode(np.arange(20000) % 7, "BF16")
+    stats = analyzed(stored, stored)
+    assert stats.sha256 == stats.base_sha256
+    assert (stats.l1, stats.l2sq, stats.max_abs, stats.nonzero) == (0, 0, 0, 0)
+    assert (stats.hist_bins.tolist(), stats.hist_counts.tolist()) == ([0], [20000])
+    assert not stats.sketch.any()
+    assert not stats.block_nonzero.any()
+    assert len(stats.block_l2sq) == 5
+
+
+def test_equal_values_of_another_dtype_or_sign_of_zero_are_no_difference() -> None:
+    values = np.zeros(5000, dtype=np.float32)
+    stats = analyzed(encode(-values, "F32"), encode(values, "BF16"))
+    assert (stats.nonzero, stats.hist_bins.tolist()) == (0, [0])
+
+
+def test_equal_bytes_of_different_dtypes_are_a_difference() -> None:
+    _, shape, data = encode(np.full(5000, 1.5), "BF16")
+    assert analyzed(("F16", shape, data), ("BF16", shape, data)).nonzero == 5000
+
+
+def test_a_nan_counts_as_nonzero_and_spoils_only_its_block() -> None:
+    values = np.zeros(9000, dtype=np.float32)
+    values[5000] = np.nan
+    stats = analyzed(encode(values, "F32"), encode(np.zeros(9000), "F32"))
+    assert stats.nonzero == 1
+    assert stats.block_nonzero.tolist() == [0, 1, 0]
+    assert np.isnan(stats.block_l2sq).tolist() == [False, True, False]
+    assert math.isnan(stats.l1)
+
+
+def test_infinities_of_both_signs_are_counted_without_a_warning() -> None:
+    values = np.zeros(9000, dtype=np.float32)
+    values[[10, 266, 522, 8500]] = [np.inf, -np.inf, np.inf, -np.inf]
+    stats = analyzed(encode(values, "F32"), encode(np.zeros(9000), "F32"))
+    assert (stats.nonzero, stats.max_abs, stats.l1) == (4, math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("shape", "blocks"), [((), 1), ((0,), 0), ((3, 0), 0), ((1,), 1)])
+def test_scalars_and_empty_tensors_have_statistics(shape: tuple[int, ...], blocks: int) -> None:
+    n = math.prod(shape)
+    stats = analyzed(encode(np.full(n, 3.0), "F32", shape), encode(np.full(n, 1.0), "F32", shape))
+    assert (stats.numel, stats.l1, len(stats.block_l2sq)) == (n, 2.0 * n, blocks)
+    assert stats.sha256 == hashlib.sha256(np.full(n, 3.0, "<f4").tobytes()).hexdigest()
+
+
+def test_only_floating_tensors_of_equal_shape_in_both_are_compared() -> None:
+    one, two = encode(np.ones(6), "F32"), encode(np.ones(6), "F32", (2, 3))
+    integers = ("I64", (2,), bytes(16))
+    expert = {"both": one, "shape": one, "mine": one, "int": integers}
+    base = {"both": one, "shape": two, "theirs": one, "int": integers}
+    with on_disk(expert, base) as (e, b):
+        stats = analyze_expert(e, b, GRID)
+        assert isinstance(stats, ExpertStats)
+        assert (stats.base_id, stats.checkpoint_id) == (b.checkpoint_id, e.checkpoint_id)
+    assert [t.tensor for t in stats.tensors] == ["both"]
+
+
+def test_progress_adds_up_to_the_expert_bytes_compared() -> None:
+    expert, base = sparse_pair(20000)
+    done: list[int] = []
+    with on_disk({"w": expert}, {"w": base}) as (e, b):
+        analyze_expert(e, b, GRID, progress=done.append)
+    assert sum(done) == len(expert[2])
+
+
+def test_an_expert_replaced_during_the_pass_is_noticed() -> None:
+    expert, base = sparse_pair(20000)
+    with on_disk({"w": expert}, {"w": base}) as (e, b):
+
+        def touch(_: int) -> None:
+            os.utime(e.root, ns=(1, 1))
+
+        with pytest.raises(CheckpointChangedError, match="changed while it was read"):
+            analyze_expert(e, b, GRID, progress=touch)
+
+
+def test_memory_is_a_few_windows_whatever_the_tensor_size() -> None:
+    def peak_nbytes(windows: int) -> int:
+        n = windows << 15
+        expert, base = encode(np.ones(n), "BF16"), encode(np.arange(n) % 5, "BF16")
+        with (
+            on_disk({"w": expert}, {"w": base}, window_elems=1 << 15) as (e, b),
+            # A pool starts its threads when they are needed: one makes the peak repeatable.
+            mock.patch.object(os, "sched_getaffinity", return_value={0}),
+        ):
+            tracemalloc.start()
+            try:
+                analyze_expert(e, b, BlockGrid(1 << 15))
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+    # Between the two lie 9.5 MiB of the expert alone, and more of anything kept per window.
+    assert peak_nbytes(160) < peak_nbytes(8) + (2 << 20)
+
+
+def test_the_window_is_a_multiple_of_every_block_size() -> None:
+    largest = BlockGrid.for_numel(1 << 50).block_elems
+    assert stream.WINDOW_ELEMS % largest == 0
+    assert BlockGrid.for_numel(1).block_elems % stream.CHUNK_ELEMS == 0

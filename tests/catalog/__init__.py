@@ -1,0 +1,1 @@
+"""Tests of the Parquet facts and the SQL over them."""

@@ -1,0 +1,107 @@
+"""What goes into Parquet comes out equal, and equal facts are equal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.stats import ExpertStats
+from tests.catalog.facts import (
+    SHA,
+    TENSOR_NAMES,
+    checkpoint,
+    checkpoints,
+    expert_stats,
+    same,
+    some_stats,
+)
+
+INT64 = st.integers(0, (1 << 63) - 1)
+FACTS = st.dictionaries(TENSOR_NAMES, st.tuples(INT64, INT64, st.floats(allow_nan=False)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(checkpoints())
+def test_checkpoints_round_trip_with_their_ids(c: Checkpoint) -> None:
+    found = tables.decode_checkpoint(tables.encode_checkpoint(c), "f", c.name, c.root)
+    assert found == c
+    assert found.checkpoint_id == c.checkpoint_id
+
+
+@settings(max_examples=40, deadline=None)
+@given(expert_stats())
+def test_statistics_round_trip_to_the_bit(stats: ExpertStats) -> None:
+    assert same(tables.decode_stats(*tables.encode_stats(stats), "t", "b"), stats)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(TENSOR_NAMES, SHA))
+def test_digests_round_trip(digests: dict[str, str]) -> None:
+    assert tables.decode_digests(tables.encode_digests(digests), "f") == digests
+
+
+@settings(max_examples=40, deadline=None)
+@given(FACTS)
+def test_facts_round_trip(facts: dict[str, tuple[int, int, float]]) -> None:
+    assert tables.decode_facts(tables.encode_facts(facts, "k"), "f") == facts
+
+
+def test_equal_facts_are_equal_bytes() -> None:
+    assert tables.encode_stats(some_stats()) == tables.encode_stats(some_stats())
+    assert tables.encode_stats(some_stats()) != tables.encode_stats(some_stats(seed=1))
+    assert tables.encode_checkpoint(checkpoint()) == tables.encode_checkpoint(checkpoint())
+    facts = {"w": (1, 2, 0.5)}
+    assert tables.encode_facts(facts, "k") == tables.encode_facts(dict(facts), "k")
+
+
+def no_parquet(data: bytes) -> bytes:
+    return b"PAR1" + data[4:-4] + b"XXXX"
+
+
+def foreign_parquet(data: bytes) -> bytes:
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"x": [1]}), sink)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [no_parquet, foreign_parquet, lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"{}"],
+)
+def test_a_damaged_file_is_corruption_and_is_named(damage: Callable[[bytes], bytes]) -> None:
+    stats, blocks = tables.encode_stats(some_stats())
+    readers: list[Callable[[], object]] = [
+        lambda: tables.decode_checkpoint(
+            damage(tables.encode_checkpoint(checkpoint())), "the/file", "m", "r"
+        ),
+        lambda: tables.decode_stats(damage(stats), blocks, "the/file", "other"),
+        lambda: tables.decode_stats(stats, damage(blocks), "other", "the/file"),
+        lambda: tables.decode_digests(damage(tables.encode_digests({"w": "0"})), "the/file"),
+        lambda: tables.decode_facts(
+            damage(tables.encode_facts({"w": (1, 2, 3.0)}, "k")), "the/file"
+        ),
+    ]
+    for read in readers:
+        with pytest.raises(CorruptionError, match="catalog file cannot be read.*the/file"):
+            read()
+
+
+def test_one_kind_of_fact_is_not_taken_for_another() -> None:
+    facts = tables.encode_facts({"w": (1, 2, 3.0)}, "k")
+    with pytest.raises(CorruptionError, match="the/file"):
+        tables.decode_digests(facts, "the/file")
+    with pytest.raises(CorruptionError, match="the/file"):
+        tables.decode_checkpoint(facts, "the/file", "m", "r")
+    with pytest.raises(CorruptionError, match="the/file"):
+        tables.decode_stats(facts, facts, "the/file", "other")

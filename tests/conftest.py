@@ -1,0 +1,67 @@
+"""Fixtures and Hypothesis profiles that all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.family import make_family
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", max_examples=25, **_COMMON)
+settings.register_profile("ci", max_examples=40, **_COMMON)
+settings.register_profile("nightly", max_examples=1000, **_COMMON)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
+)
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and four experts; read-only."""
+    return make_family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Warehouse:
+    """An empty warehouse."""
+    return Warehouse.at(tmp_path / "warehouse").ensure()
+
+
+@pytest.fixture(autouse=True)
+def no_crash_hook_is_left_behind() -> Iterator[None]:
+    """Tests that crash on purpose do not reach into the next one."""
+    yield
+    atomic.crash_hook = None
+
+
+@pytest.fixture
+def recipe_text(family: Path) -> Callable[..., str]:
+    """Builds recipe YAML over the family; keyword `extra` is appended."""
+
+    def build(
+        method: str = "ties",
+        parameters: str = "{density: 0.3}",
+        experts: int = 4,
+        extra: str = "",
+        base: bool = True,
+    ) -> str:
+        weights = [1.0, 0.5, 0.25, 0.75]
+        lines = [f"merge_method: {method}"]
+        lines += [f"base_model: {family / 'base'}"] if base else []
+        lines += ["models:"]
+        for i in range(experts):
+            lines += [
+                f"  - model: {family / f'expert_{i:02d}'}",
+                f"    parameters: {{weight: {weights[i]}}}",
+            ]
+        lines += [f"parameters: {parameters}"] if parameters else []
+        return "\n".join([*lines, extra, ""])
+
+    return build

@@ -1,0 +1,209 @@
+"""The merge end to end, in process: what is read, what comes out, what is reused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mergepipe_pipeline.operators.random import keep_mask
+from mergepipe_pipeline.pipeline.check import parse
+from mergepipe_pipeline.pipeline.merge import EngineKnobs, MergeOutcome, merge
+from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.oracles import ORACLES, Case
+
+METHODS = {
+    "linear": "",
+    "task_arithmetic": "{lambda: 0.9, normalize: true}",
+    "ties": "{density: 0.3}",
+    "dare_linear": "{density: 0.5}",
+    "dare_ties": "{density: 0.5}",
+}
+WEIGHTS = (1.0, 0.5, 0.25, 0.75)
+
+
+def run(
+    home: Warehouse, text: str, *, knobs: EngineKnobs | None = None, **planning: object
+) -> MergeOutcome:
+    """Plan and merge recipe text."""
+    raw = parse(text, name="test", where="test")
+    return merge(home, make_plan(home, raw, **planning), knobs=knobs)  # type: ignore[arg-type]
+
+
+def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder, read by the safetensors library."""
+    out: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        out |= load_file(file)
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_full_merge_equals_the_float64_oracle_on_whole_tensors(
+    home: Warehouse, family: Path, recipe_text: Callable[..., str], method: str
+) -> None:
+    text = recipe_text(method, METHODS[method], extra="out_dtype: float32", base=method != "linear")
+    merged = tensors(run(home, text).snapshot.path)
+    base = tensors(family / "base")
+    experts = [tensors(family / f"expert_{i:02d}") for i in range(4)]
+    extra = {"linear": {}, "task_arithmetic": {"lambda": 0.9, "normalize": True}}.get(method, {})
+    density = {"ties": 0.3, "dare_linear": 0.5, "dare_ties": 0.5}.get(method)
+    for name, value in merged.items():
+        flat = base[name].double().flatten().numpy()
+        case = Case(
+            base=None if method == "linear" else flat,
+            experts=np.stack([e[name].double().flatten().numpy() for e in experts]),
+            params=extra,
+            model_params=tuple(
+                {"weight": w} | ({"density": density} if density else {}) for w in WEIGHTS
+            ),
+            keep=np.stack([keep_mask(0, i, name, 0, len(flat), density or 1.0) for i in range(4)]),
+        )
+        np.testing.assert_allclose(
+            value.double().flatten().numpy(),
+            ORACLES[method](case),
+            rtol=2e-6,
+            atol=2e-8,
+            err_msg=name,
+        )
+
+
+def test_a_second_merge_executes_no_layer_and_names_the_same_snapshot(
+    home: Warehouse, recipe_text: Callable[..., str]
+) -> None:
+    first, second = run(home, recipe_text()), run(home, recipe_text())
+    assert second.snapshot.snapshot_id == first.snapshot.snapshot_id
+    assert (first.summary()["layers_executed"], first.summary()["layers_reused"]) == (4, 0)
+    assert (second.summary()["layers_executed"], second.summary()["layers_reused"]) == (0, 4)
+    assert second.summary()["expert_bytes_read"] == 0
+
+
+def test_full_budget_and_no_budget_and_none_are_one_snapshot(
+    tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    ids = set()
+    for i, budget in enumerate((None, "100%", "none", "1TiB")):
+        home = Warehouse.at(tmp_path / str(i)).ensure()
+        ids.add(run(home, recipe_text(), budget=budget).snapshot.snapshot_id)
+    assert len(ids) == 1
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "linear"])
+def test_budget_zero_gives_the_bits_of_the_base(
+    home: Warehouse, family: Path, recipe_text: Callable[..., str], method: str
+) -> None:
+    outcome = run(home, recipe_text(method, METHODS[method]), budget="0")
+    assert outcome.summary()["expert_bytes_read"] == 0
+    merged, base = tensors(outcome.snapshot.path), tensors(family / "base")
+    for name, value in merged.items():
+        assert torch.equal(value.view(torch.int16), base[name].view(torch.int16)), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("strategy", ["magnitude", "hash", "drop-experts"])
+@pytest.mark.parametrize("budget", ["10%", "37%", "100001"])
+def test_bytes_read_are_the_bytes_planned_and_within_the_budget(
+    home: Warehouse, recipe_text: Callable[..., str], method: str, strategy: str, budget: str
+) -> None:
+    text = recipe_text(method, METHODS[method])
+    s = run(home, text, budget=budget, strategy=strategy).summary()
+    assert s["expert_bytes_read"] == s["expert_bytes_planned"] <= s["budget_bytes"]
+    assert s["budget_bytes"] < s["expert_bytes_total"]
+
+
+def test_the_kernel_counts_no_more_expert_bytes_than_planned(
+    home: Warehouse, family: Path, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    plan = make_plan(home, parse(recipe_text(), name="t", where="t"), budget="25%")
+    counted: dict[str, int] = {}
+    real = os.preadv
+
+    def counting(handle: int, buffers: list[memoryview], offset: int) -> int:
+        n = real(handle, buffers, offset)
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        header = 8 + int.from_bytes(Path(path).read_bytes()[:8], "little")
+        if offset >= header:
+            counted[path] = counted.get(path, 0) + n
+        return n
+
+    monkeypatch.setattr(os, "preadv", counting)
+    outcome = merge(home, plan)
+    experts = sum(n for path, n in counted.items() if "expert_" in path)
+    assert experts == outcome.summary()["expert_bytes_planned"] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_windows_threads_and_block_sizes_change_no_bit_and_no_id(
+    tmp_path: Path, recipe_text: Callable[..., str], method: str
+) -> None:
+    ids = set()
+    knobs = [EngineKnobs(), EngineKnobs(threads=1, window_elems=1000), EngineKnobs(2, 4097)]
+    for i, (knob, block) in enumerate(zip(knobs, (None, 4096, 65536), strict=True)):
+        home = Warehouse.at(tmp_path / str(i)).ensure()
+        text = recipe_text(method, METHODS[method])
+        outcome = run(home, text, knobs=knob, block_elems=block)
+        ids.add((outcome.plan.plan_id, outcome.snapshot.snapshot_id))
+    assert len(ids) == 1
+
+
+def test_a_partial_plan_gives_the_same_bits_for_any_window(
+    tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    ids = set()
+    for i, window in enumerate((None, 777, 8192)):
+        home = Warehouse.at(tmp_path / str(i)).ensure()
+        outcome = run(home, recipe_text(), budget="30%", knobs=EngineKnobs(window_elems=window))
+        ids.add(outcome.snapshot.snapshot_id)
+    assert len(ids) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("budget", ["5%", "30%", "70%"])
+def test_the_realised_error_stays_within_the_printed_bound(
+    home: Warehouse, recipe_text: Callable[..., str], method: str, budget: str
+) -> None:
+    text = recipe_text(method, METHODS[method], extra="out_dtype: float32")
+    full, part = run(home, text), run(home, text, budget=budget)
+    bound = part.plan.estimates.error_bound
+    a, b = tensors(full.snapshot.path), tensors(part.snapshot.path)
+    squared = sum(float((a[n].double() - b[n].double()).square().sum()) for n in a)
+    assert bound is not None
+    assert 0 < squared**0.5 <= bound * (1 + 1e-6)
+    assert full.plan.estimates.error_bound == 0
+
+
+def test_buying_by_magnitude_errs_less_than_buying_by_hash_or_dropping_experts(
+    home: Warehouse, recipe_text: Callable[..., str]
+) -> None:
+    text = recipe_text("task_arithmetic", "", extra="out_dtype: float32")
+    full = tensors(run(home, text).snapshot.path)
+    errors = {}
+    for strategy in ("magnitude", "hash", "drop-experts"):
+        part = tensors(run(home, text, budget="30%", strategy=strategy).snapshot.path)
+        errors[strategy] = sum(float((full[n] - part[n]).double().square().sum()) for n in full)
+    assert errors["magnitude"] < errors["hash"]
+    assert errors["magnitude"] < errors["drop-experts"]
+
+
+def test_a_stored_plan_is_the_plan_that_was_made(
+    home: Warehouse, recipe_text: Callable[..., str]
+) -> None:
+    plan = make_plan(home, parse(recipe_text(), name="t", where="t"), budget="25%")
+    assert load_plan(home, plan.plan_id) == plan
+
+
+def test_memory_held_does_not_grow_with_the_number_of_experts() -> None:
+    from mergepipe_pipeline.engine.windows import SLOTS, EngineOptions
+
+    options = EngineOptions()
+    for k in (1, 2, 20, 100, 400):
+        window = options.window_for(k, 2)
+        held = window * (SLOTS * (k + 1) * 2 + 4 * (k + 1))
+        assert held <= options.memory_bytes + 4096 * 10 * (k + 1)

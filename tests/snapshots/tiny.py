@@ -1,0 +1,116 @@
+"""Makes tiny real merges: one or two shards as objects, their manifest, their side files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.objects import ObjectStore, StoredObject
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.stage import stage_snapshot
+from mergepipe_pipeline.spec.snapshot import (
+    LineageEntry,
+    Manifest,
+    ShardEntry,
+    SideFile,
+    Snapshot,
+)
+from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.storage.writer import ShardWriter
+
+
+class Crash(Exception):
+    """The power went."""
+
+
+def crash_at(step: int) -> None:
+    """Crash before the `step`-th change of the file system from now on, and ever after."""
+    left = [step]
+
+    def hook(name: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Crash(name)
+
+    atomic.crash_hook = hook
+
+
+def count_steps(work: Callable[[], object]) -> int:
+    """How many changes of the file system `work` makes."""
+    names: list[str] = []
+    atomic.crash_hook = names.append
+    work()
+    atomic.crash_hook = None
+    return len(names)
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folders of a warehouse that snapshots use, and the whole way to a snapshot."""
+
+    root: Path
+
+    @property
+    def objects(self) -> ObjectStore:
+        return ObjectStore(self.root / "objects", self.root / "actions")
+
+    @property
+    def staging(self) -> Path:
+        return self.root / "staging"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.root / "snapshots"
+
+    @property
+    def refs(self) -> RefStore:
+        return RefStore(self.root / "refs")
+
+    def shard(self, content: int) -> ShardEntry:
+        """A layer of two tensors that holds `content`; made unless the action cache knows it."""
+        key = hashlib.sha256(b"layer %d" % content).hexdigest()
+        stored = self.objects.lookup(key)
+        if stored is None:
+            self.staging.mkdir(parents=True, exist_ok=True)
+            temp = self.staging / f"layer-{content}.tmp"
+            remove_tree(temp)
+            tensors = [(f"l{content}.w", "F32", (4,)), (f"l{content}.b", "I8", (3,))]
+            with ShardWriter(temp, tensors, {"format": "pt"}) as writer:
+                writer.write(memoryview(bytes([content]) * 19))
+                sha256, nbytes = writer.finish()
+            stored = StoredObject(sha256, nbytes, writer.prefix_digests)
+            self.objects.adopt(temp, stored)
+            self.objects.record(key, stored)
+        return ShardEntry(
+            f"model-{content}.safetensors",
+            f"layer {content}",
+            key,
+            stored.sha256,
+            stored.nbytes,
+            stored.tensors,
+        )
+
+    def stage(self, contents: tuple[int, ...], run: int = 0) -> Path:
+        """A staged snapshot; `run` is what differs between two runs with one result."""
+        sides = {"config.json": b'{"dtype": "float32"}\n', "README.md": b"# merged\n"}
+        manifest = Manifest(
+            plan_id="p" * 64,
+            method="ties",
+            inputs=(LineageEntry("base", "b", "0" * 64),),
+            shards=tuple(self.shard(c) for c in contents),
+            side_files=tuple(
+                SideFile(n, hashlib.sha256(d).hexdigest(), len(d)) for n, d in sides.items()
+            ),
+        )
+        remove_tree(self.staging / str(run))
+        return stage_snapshot(
+            self.staging / str(run), manifest, self.objects, sides, {"run": run, "cost": 1}
+        )
+
+    def commit(self, contents: tuple[int, ...], run: int = 0) -> Snapshot:
+        """The whole way from numbers to a committed snapshot."""
+        return commit_snapshot(self.stage(contents, run), self.snapshots)

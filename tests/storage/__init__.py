@@ -1,0 +1,1 @@
+"""Tests of the package that opens files."""

@@ -1,0 +1,163 @@
+"""Checkpoints are opened from headers, and whatever is not whole is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
+from mergepipe_pipeline.storage.checkpoint import is_complete, open_checkpoint, side_files
+from mergepipe_pipeline.storage.source import LocalSource
+from tests.storage.files import sharded, write_index
+
+ONE = "model-00001-of-00002.safetensors"
+TWO = "model-00002-of-00002.safetensors"
+
+
+def test_a_sharded_checkpoint_is_opened_with_all_tensors_and_its_config(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    (folder / "config.json").write_text('{"model_type": "x"}')
+    found = open_checkpoint(str(folder), "m")
+    assert {t.name: (t.file, t.shape) for t in found.tensors} == {
+        "a": (ONE, (2, 3)),
+        "b": (ONE, (6,)),
+        "c": (TWO, (6,)),
+    }
+    assert [(f.path, f.nbytes) for f in found.files] == [
+        (n, (folder / n).stat().st_size) for n in (ONE, TWO)
+    ]
+    assert found.config == '{"model_type": "x"}'
+    assert is_complete(str(folder)) is None
+
+
+def test_a_single_file_is_a_checkpoint_by_its_own_path_and_by_its_folder(tmp_path: Path) -> None:
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    by_file = open_checkpoint(str(tmp_path / "model.safetensors"), "m")
+    by_folder = open_checkpoint(f"file://{tmp_path}", "m")
+    assert by_file.checkpoint_id == by_folder.checkpoint_id
+    assert by_file.tensors == by_folder.tensors
+
+
+def test_touching_a_file_changes_the_checkpoint_s_id(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    before = open_checkpoint(str(folder), "m").checkpoint_id
+    os.utime(folder / TWO, ns=(1, 1))
+    assert open_checkpoint(str(folder), "m").checkpoint_id != before
+
+
+def test_a_missing_shard_means_incomplete_and_names_the_shard(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    (folder / TWO).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=f"{TWO}.*no such file"):
+        open_checkpoint(str(folder), "m")
+    assert TWO in (is_complete(str(folder)) or "")
+
+
+def test_a_truncated_shard_is_refused_with_its_file_and_size(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    nbytes = (folder / TWO).stat().st_size
+    os.truncate(folder / TWO, nbytes - 1)
+    with pytest.raises(
+        IncompleteCheckpointError, match=rf"{TWO}.*{nbytes} bytes.*found {nbytes - 1} bytes"
+    ):
+        open_checkpoint(str(folder), "m")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": ONE, "b": ONE, "c": ONE}, "tensor c.*index says, found in no file"),
+        ({"a": ONE, "b": TWO, "c": TWO}, "tensor b.*index says, found in"),
+        ({"a": ONE, "c": TWO}, "tensor b.*no file as the index says"),
+        ({"a": ONE, "b": ONE, "c": TWO, "d": TWO}, "tensor d.*found in no file"),
+    ],
+)
+def test_an_index_that_disagrees_with_its_shards_is_refused(
+    tmp_path: Path, weight_map: dict[str, str], message: str
+) -> None:
+    folder = sharded(tmp_path / "m")
+    write_index(folder, weight_map)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(str(folder), "m")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}']
+)
+def test_an_unreadable_index_means_incomplete(tmp_path: Path, text: str) -> None:
+    folder = sharded(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(IncompleteCheckpointError, match="shard index cannot be read"):
+        open_checkpoint(str(folder), "m")
+
+
+@pytest.mark.parametrize("hostile", ["../secret.safetensors", "/etc/passwd", "a/../../x", "a\0b"])
+def test_an_index_cannot_name_a_file_outside_its_folder(tmp_path: Path, hostile: str) -> None:
+    folder = sharded(tmp_path / "m")
+    save_file({"c": np.ones(6, np.float32)}, tmp_path / "secret.safetensors")
+    write_index(folder, {"a": ONE, "b": ONE, "c": hostile})
+    with pytest.raises(CheckpointError, match=r"leaves its checkpoint|not there"):
+        open_checkpoint(str(folder), "m")
+
+
+def test_a_tensor_in_two_files_is_refused_with_both_names(tmp_path: Path) -> None:
+    for name in ("x.safetensors", "y.safetensors"):
+        save_file({"w": np.ones(3, np.float32)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"tensor w.*x\.safetensors and y\.safetensors"):
+        open_checkpoint(str(tmp_path), "m")
+
+
+def test_pickled_weights_are_never_read_and_the_error_says_how_to_convert(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*safe_serialization=True"):
+        open_checkpoint(str(tmp_path), "m")
+
+
+def test_an_empty_folder_holds_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError, match="an empty folder"):
+        open_checkpoint(str(tmp_path), "m")
+
+
+def test_an_adapter_is_refused_as_such(tmp_path: Path) -> None:
+    save_file({"lora_A": np.ones(3, np.float32)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="adapter is not a full checkpoint"):
+        open_checkpoint(str(tmp_path), "m")
+
+
+def test_a_path_that_is_not_there_and_a_scheme_nobody_serves_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing at this path"):
+        open_checkpoint(str(tmp_path / "no"), "m")
+    with pytest.raises(CheckpointError, match="found s3://"):
+        open_checkpoint("s3://bucket/model", "m")
+
+
+def test_a_config_that_is_no_text_is_refused_with_its_name(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    (folder / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        open_checkpoint(str(folder), "m")
+
+
+def test_side_files_are_what_a_model_needs_beside_weights(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    wanted = ["config.json", "merges.txt", "tokenizer.model", "tokenizer_config.json", "vocab.json"]
+    for name in [*wanted, "README.md", "training_args.bin", "optimizer.pt"]:
+        (folder / name).write_text(json.dumps(name))
+    assert side_files(str(folder)) == wanted
+
+
+def test_links_as_the_hub_cache_uses_them_are_followed(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    folder.mkdir()
+    save_file({"w": np.ones(3, np.float32)}, blobs / "abc")
+    (folder / "model.safetensors").symlink_to(blobs / "abc")
+    assert [t.name for t in open_checkpoint(str(folder), "m").tensors] == ["w"]
+    with LocalSource(folder) as source:
+        assert source.list() == ["model.safetensors"]
