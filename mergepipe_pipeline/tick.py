@@ -1,8 +1,9 @@
 """Runs sensors and what they request in one process, without a daemon: `python -m mergepipe_pipeline.tick`.
 
-For each line on standard input: evaluates the inbox and recipe sensors of MERGEPIPE_HOME as the daemon
-would, executes every requested run in this process on the instance at DAGSTER_HOME, and prints one JSON
-line with what ran. For demos, tests and cron; a standing pipeline uses `dagster dev` or the daemon.
+For each line on standard input: evaluates the inbox and recipe sensors of MERGEPIPE_HOME as the
+daemon would, executes every requested run in this process on the instance at DAGSTER_HOME, and
+prints one JSON line with what ran. For demos, tests and cron; a standing pipeline uses `dagster
+dev` or the daemon.
 """
 
 import json
@@ -13,8 +14,10 @@ from typing import Any
 import dagster as dg
 
 from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.pipeline.deploy import recipe_cards
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors.recipes import recipes_token
 
 SENSORS = ("inbox_sensor", "recipe_sensor")
 
@@ -26,12 +29,17 @@ class Ticker:
         self._home, self._instance, self._quiet_s = home, instance, quiet_s
         self._cursors: dict[str, str | None] = {}
         self._run_keys: set[str] = set()
+        self._token = ""
+        self._defs = dg.Definitions()
 
     def tick(self) -> list[dict[str, Any]]:
-        """Evaluate each sensor once, on definitions loaded anew, and execute what it requests."""
+        """Evaluate each sensor once and execute what it requests.
+
+        Definitions are loaded anew whenever the recipes, or what they are made from, have changed.
+        """
         done: list[dict[str, Any]] = []
         for name in SENSORS:
-            defs = build_definitions(self._home, inbox_quiet_s=self._quiet_s)
+            defs = self._definitions()
             result = self._evaluate(defs, name)
             for request in result.run_requests or []:
                 if request.run_key and request.run_key not in self._run_keys:
@@ -41,9 +49,16 @@ class Ticker:
 
     def reasons(self) -> list[str]:
         """Why nothing is requested now, per sensor."""
-        defs = build_definitions(self._home, inbox_quiet_s=self._quiet_s)
+        defs = self._definitions()
         results = [self._evaluate(defs, name) for name in SENSORS]
         return [r.skip_reason.skip_message or "" for r in results if r.skip_reason]
+
+    def _definitions(self) -> dg.Definitions:
+        token = recipes_token(recipe_cards(self._home))
+        if token != self._token:
+            self._defs = build_definitions(self._home, inbox_quiet_s=self._quiet_s)
+            self._token = token
+        return self._defs
 
     def _evaluate(self, defs: dg.Definitions, name: str) -> dg.SensorResult:
         repository = defs.get_repository_def()

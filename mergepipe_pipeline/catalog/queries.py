@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 #: What each view holds, one row per what.
 VIEWS = {
-    "registrations": "one row per registered name and version: name, version, checkpoint_id, base, root",
-    "tensors": "one row per tensor of a checkpoint: checkpoint_id, tensor, dtype, shape, file, nbytes",
+    "registrations": "one row per name and version: name, version, checkpoint_id, base, root",
+    "tensors": "one row per tensor: checkpoint_id, tensor, dtype, shape, file, nbytes",
     "digests": "one row per tensor whose content is known: checkpoint_id, tensor, sha256",
     "tensor_stats": "one row per tensor of an analysed expert: base_id, checkpoint_id, l1, l2sq, …",
     "block_stats": "one row per block: base_id, checkpoint_id, block_elems, tensor, block, l2sq, …",
@@ -56,7 +56,8 @@ _PARQUET = {
         tables.FACTS,
         "tensor_facts/v1/*/*/*.parquet",
         "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 1) AS base_id, "
-        "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 2) AS checkpoint_id, "
+        "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 2) "
+        "AS checkpoint_id, "
         "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 3) AS key",
     ),
 }

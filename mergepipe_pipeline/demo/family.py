@@ -1,7 +1,7 @@
 """Trains the demo's family: one base that knows the formats, one expert per skill, a second version.
 
-Real gradient descent on small Llama models, seeds fixed. Kept in the user's cache under a digest of the
-settings, and published there whole, so that an interrupted training leaves nothing behind.
+Real gradient descent on small Llama models, seeds fixed. Kept in the user's cache under a digest of
+the settings, and published there whole, so that an interrupted training leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Settings:
     layers: int = 3
     intermediate: int = 256
     batch: int = 192
-    base_steps: int = 90
+    base_steps: int = 110
     base_rate: float = 3e-3
     expert_steps: int = 110
-    expert_rate: float = 1.5e-3
+    expert_rate: float = 1e-3
     replay: int = 2
     retrain_steps: int = 40
     seed: int = 0

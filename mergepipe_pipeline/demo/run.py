@@ -1,7 +1,7 @@
 """From trained family to table: lands experts, lets Dagster work, merges under budgets, scores.
 
-Drives the real Dagster definitions through `mergepipe_pipeline.tick` in a process of its own, since the
-core does not import Dagster; merges under budgets with the same verbs as the CLI.
+Drives the real Dagster definitions through `mergepipe_pipeline.tick` in a process of its own, since
+the core does not import Dagster; merges under budgets with the same verbs as the CLI.
 """
 
 from __future__ import annotations

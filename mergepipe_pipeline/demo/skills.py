@@ -1,7 +1,7 @@
 """Five small skills over characters: their examples, their tokens, and how well a model does them.
 
-An example is `T:word=answer.`, T naming the skill. Answers are as long as words, so greedy decoding of a
-whole batch is a few forward passes.
+An example is `T:word=answer.`, T naming the skill. Answers are as long as words, so greedy decoding
+of a whole batch is a few forward passes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 LETTERS = "abcdefghijkl"
 WORD_LENGTH = 8
@@ -56,6 +57,7 @@ def batch(
 @torch.no_grad()
 def score(folder: Path, n: int = 200, seed: int = 1) -> dict[str, float]:
     """Share of `n` unseen examples per skill that the model in `folder` answers exactly, greedily."""
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return {skill: _accuracy(model, skill, n, seed) for skill in SKILLS}
 

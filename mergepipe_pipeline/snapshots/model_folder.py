@@ -42,14 +42,15 @@ def model_card(method: str, plan_id: str, inputs: Sequence[LineageEntry]) -> byt
     body = [
         f"# Merged model ({method})",
         "",
-        f"Merged by MergePipe with `{method}` from {len(inputs)} checkpoints, under plan `{plan_id[:16]}`.",
+        f"Merged by MergePipe with `{method}` from {len(inputs)} checkpoints, "
+        f"under plan `{plan_id[:16]}`.",
         "",
         "| role | checkpoint | content (SHA-256) |",
         "|---|---|---|",
         *rows,
         "",
-        "`manifest.json` names every byte of this folder; `provenance.json` holds the recipe, its budget,"
-        " the error bound and what was read.",
+        "`manifest.json` names every byte of this folder; `provenance.json` holds the recipe, "
+        "its budget, the error bound and what was read.",
         "",
     ]
     return "\n".join(front + body).encode()

@@ -85,7 +85,7 @@ def test_bad_sql_is_explained_with_the_views(filled: Catalog, query: str) -> Non
     if not query:
         assert filled.sql(query) == ([], [])
         return
-    with pytest.raises(MergePipeError, match="query failed.*registrations, tensors"):
+    with pytest.raises(MergePipeError, match=r"query failed.*registrations, tensors"):
         filled.sql(query)
 
 

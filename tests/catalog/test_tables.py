@@ -93,7 +93,7 @@ def test_a_damaged_file_is_corruption_and_is_named(damage: Callable[[bytes], byt
         ),
     ]
     for read in readers:
-        with pytest.raises(CorruptionError, match="catalog file cannot be read.*the/file"):
+        with pytest.raises(CorruptionError, match=r"catalog file cannot be read.*the/file"):
             read()
 
 

@@ -71,7 +71,7 @@ def test_rolling_back_publishes_the_last_different_or_the_wished_version(tmp_pat
 
 def test_there_must_be_something_to_roll_back_to(tmp_path: Path) -> None:
     refs = RefStore(tmp_path)
-    with pytest.raises(NotFoundError, match="No such ref.*'prod'"):
+    with pytest.raises(NotFoundError, match=r"No such ref.*'prod'"):
         refs.rollback("prod", None, "")
     refs.publish("prod", "A", "")
     with pytest.raises(NotFoundError, match="nothing to roll back to"):
@@ -92,7 +92,7 @@ def test_a_crash_while_publishing_keeps_the_old_version(tmp_path: Path) -> None:
     refs.publish("prod", "A", "")
     for step in range(2):
         crash_at(step)
-        with pytest.raises(Crash, match="write|link"):
+        with pytest.raises(Crash, match=r"write|link"):
             refs.publish("prod", "B", "")
         atomic.crash_hook = None
         assert refs.current("prod").snapshot_id == "A"

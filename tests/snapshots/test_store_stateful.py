@@ -112,5 +112,5 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=12, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
 TestStore = StoreMachine.TestCase

@@ -42,7 +42,7 @@ def test_write_atomic_leaves_old_or_new_content_at_every_crash(tmp_path: Path) -
     path = tmp_path / "f"
     for step in range(count_steps(lambda: atomic.write_atomic(path, b"old"))):
         crash_at(step)
-        with pytest.raises(Crash, match="write|replace"):
+        with pytest.raises(Crash, match=r"write|replace"):
             atomic.write_atomic(path, b"new")
         assert path.read_bytes() == b"old"
         assert [p.name for p in tmp_path.iterdir()] == ["f"]
@@ -55,7 +55,7 @@ def test_a_new_name_does_not_appear_before_its_content(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "f"
     for step in range(2):
         crash_at(step)
-        with pytest.raises(Crash, match="write|link"):
+        with pytest.raises(Crash, match=r"write|link"):
             atomic.create_exclusive(path, b"new")
         assert not path.exists()
 
@@ -173,7 +173,7 @@ def test_a_full_disk_keeps_the_old_content_and_leaves_no_temporary_file(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageFullError, match="disk is full.*/f"):
+    with pytest.raises(StorageFullError, match=r"disk is full.*/f"):
         atomic.write_atomic(tmp_path / "f", b"new")
     monkeypatch.undo()
     assert (tmp_path / "f").read_bytes() == b"old"

@@ -50,7 +50,7 @@ def test_a_writer_that_comes_between_is_a_conflict_or_is_followed(tmp_path: Path
         other.append({"by": "other"})
 
     atomic.crash_hook = come_between
-    with pytest.raises(CommitConflictError, match="expected version 0, found version 1|version 1"):
+    with pytest.raises(CommitConflictError, match="Expected version 0, found version 1"):
         chain.append({"by": "me"}, expected=0)
     atomic.crash_hook = come_between
     assert chain.append({"by": "me"}) == 3
@@ -81,7 +81,7 @@ def test_a_flipped_bit_in_a_version_is_corruption_of_that_file(data: st.DataObje
 
 def test_a_version_that_is_not_there_is_not_found(tmp_path: Path) -> None:
     assert VersionChain(tmp_path / "none").current() is None
-    with pytest.raises(NotFoundError, match="found 3|none exists yet"):
+    with pytest.raises(NotFoundError, match="Expected none exists yet, found 3"):
         VersionChain(tmp_path / "none").get(3)
 
 

@@ -1,4 +1,4 @@
-"""The header is the library's, byte for byte, and files are accepted as the library accepts them."""
+"""The header is the library's byte for byte, and files are accepted as the library does."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_prefix_digests_are_those_of_the_file_however_it_was_cut(
         path = Path(tmp, "x.safetensors")
         with ShardWriter(path, TENSORS, {"format": "pt"}) as writer:
             marks = [0, *sorted(cuts), NBYTES]
-            for a, b in zip(marks, marks[1:], strict=False):
+            for a, b in pairwise(marks):
                 writer.write(memoryview(data[a:b]))
             sha256, nbytes = writer.finish()
         file = path.read_bytes()
@@ -52,12 +53,13 @@ def test_an_unfinished_shard_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_shard_is_removed_when_its_writer_fails(tmp_path: Path) -> None:
-    with (
-        pytest.raises(RuntimeError, match="power"),
-        ShardWriter(tmp_path / "x", TENSORS, {}) as writer,
-    ):
-        writer.write(memoryview(bytes(NBYTES)))
-        raise RuntimeError("power")
+    def write_and_fail() -> None:
+        with ShardWriter(tmp_path / "x", TENSORS, {}) as writer:
+            writer.write(memoryview(bytes(NBYTES)))
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        write_and_fail()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,179 @@
+"""Bad input gets one clear answer before any weight is read, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.storage.reader import BlockReader
+from tests.family import tensors_of, write_model
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(w) for w in words])
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs `merge` on recipe text; asserts that it fails having read and written nothing."""
+
+    def run(text: str, *options: str) -> Result:
+        def never(*args: object) -> None:
+            raise AssertionError("a weight was read")
+
+        monkeypatch.setattr(BlockReader, "read_into", never)
+        home, out = tmp_path / "w", tmp_path / "out"
+        recipe = tmp_path / "r.yml"
+        recipe.write_text(text)
+        result = call("merge", recipe, "--home", home, "--out", out, *options)
+        assert result.exit_code not in (0, 1), result.output
+        assert not out.exists()
+        for folder in ("objects", "snapshots", "plans", "staging", "refs"):
+            assert not any((home / folder).iterdir()), folder
+        return result
+
+    return run
+
+
+def test_a_typo_in_a_key_is_named_with_a_suggestion(
+    refused: Callable[..., Result], recipe_text: Callable[..., str]
+) -> None:
+    result = refused(recipe_text().replace("base_model", "base_modell"))
+    assert "base_modell" in result.stderr
+    assert "did you mean" in result.stderr
+
+
+def test_an_unknown_method_is_named_with_a_suggestion(
+    refused: Callable[..., Result], recipe_text: Callable[..., str]
+) -> None:
+    result = refused(recipe_text("tiess"))
+    assert result.exit_code == 11
+    assert "ties" in result.stderr
+
+
+def test_a_missing_required_parameter_names_model_and_parameter(
+    refused: Callable[..., Result], recipe_text: Callable[..., str]
+) -> None:
+    result = refused(
+        recipe_text().replace("parameters: {weight: 0.5}", "parameters: {density: 0.5}")
+    )
+    assert "weight" in result.stderr
+    assert "expert_01" in result.stderr
+
+
+def test_a_model_path_that_is_not_there_is_named(
+    refused: Callable[..., Result], recipe_text: Callable[..., str]
+) -> None:
+    result = refused(recipe_text().replace("expert_02", "expert_77"))
+    assert result.exit_code == 12
+    assert "expert_77" in result.stderr
+    assert "Next:" in result.stderr
+
+
+def test_shapes_that_differ_are_named_with_both_shapes(
+    refused: Callable[..., Result], tmp_path: Path, family: Path
+) -> None:
+    odd = write_model(tmp_path / "odd", tensors_of(0, 0, vocab=500), vocab=500)
+    result = refused(
+        f"merge_method: task_arithmetic\nbase_model: {family / 'base'}\n"
+        f"models:\n  - model: {odd}\n    parameters: {{weight: 1}}\n"
+    )
+    assert result.exit_code == 15
+    assert "[500, 64]" in result.stderr
+    assert "[512, 64]" in result.stderr
+
+
+def test_a_truncated_shard_is_named_with_its_sizes(
+    refused: Callable[..., Result], tmp_path: Path, family: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(family / "expert_01", broken)
+    shard = broken / "model-00002-of-00002.safetensors"
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-100])
+    result = refused(
+        f"merge_method: task_arithmetic\nbase_model: {family / 'base'}\n"
+        f"models:\n  - model: {broken}\n    parameters: {{weight: 1}}\n"
+    )
+    assert result.exit_code == 13
+    for part in (shard.name, str(size), str(size - 100)):
+        assert part in result.stderr
+
+
+def test_a_bin_checkpoint_says_how_to_convert(
+    refused: Callable[..., Result], tmp_path: Path, family: Path
+) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "pytorch_model.bin").write_bytes(b"never loaded")
+    result = refused(
+        f"merge_method: task_arithmetic\nbase_model: {family / 'base'}\n"
+        f"models:\n  - model: {old}\n    parameters: {{weight: 1}}\n"
+    )
+    assert result.exit_code == 12
+    assert "safe_serialization" in result.stderr
+
+
+def test_a_header_of_absurd_length_is_refused(
+    refused: Callable[..., Result], tmp_path: Path, family: Path
+) -> None:
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    (hostile / "model.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    result = refused(
+        f"merge_method: task_arithmetic\nbase_model: {family / 'base'}\n"
+        f"models:\n  - model: {hostile}\n    parameters: {{weight: 1}}\n"
+    )
+    assert "absurd" in result.stderr
+    assert str(1 << 60) in result.stderr
+
+
+def test_several_problems_are_listed_at_once(
+    refused: Callable[..., Result], recipe_text: Callable[..., str]
+) -> None:
+    text = recipe_text().replace("expert_02", "gone_1").replace("expert_03", "gone_2")
+    result = refused(text)
+    assert "gone_1" in result.stderr
+    assert "gone_2" in result.stderr
+
+
+def test_a_budget_nobody_understands_is_refused(
+    refused: Callable[..., Result], recipe_text: Callable[..., str]
+) -> None:
+    assert refused(recipe_text(), "--budget", "lots").exit_code == 16
+
+
+def test_a_partial_budget_without_a_base_says_what_to_add(
+    tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(recipe_text("linear", "", base=False))
+    result = call("merge", recipe, "--home", tmp_path / "w", "--budget", "50%")
+    assert result.exit_code == 16
+    assert "base_model" in result.stderr
+
+
+def test_an_output_folder_in_use_is_refused_before_any_work(
+    tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    recipe, out = tmp_path / "r.yml", tmp_path / "out"
+    recipe.write_text(recipe_text())
+    out.mkdir()
+    (out / "thesis.txt").write_text("precious")
+    result = call("merge", recipe, "--home", tmp_path / "w", "--out", out)
+    assert result.exit_code == 10
+    assert "not empty" in result.stderr
+    assert (out / "thesis.txt").read_text() == "precious"
+
+
+def test_machines_get_the_error_as_json(tmp_path: Path) -> None:
+    result = call("merge", tmp_path / "none.yml", "--home", tmp_path / "w", "--json")
+    error = json.loads(result.stdout)
+    assert error["exit_code"] == result.exit_code == 11
+    assert error["error"]["class"] == "RecipeError"
