@@ -1,4 +1,4 @@
-"""How results look in the Dagster UI: plain values and Markdown tables from the verbs' dataclasses."""
+"""How results look in the Dagster UI: plain values and Markdown tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

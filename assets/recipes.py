@@ -164,7 +164,8 @@ def _layers(card: RecipeCard) -> dg.AssetsDefinition:
 
 
 def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
-    deps = [[card.name, "plan"], *(layer_key(card.name, layer) for layer in card.layers)]
+    layers = (layer_key(card.name, layer) for layer in card.layers)
+    deps = [dg.AssetKey([card.name, "plan"]), *layers]
 
     @dg.asset(
         key=[card.name, "snapshot"],

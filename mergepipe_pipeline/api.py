@@ -26,7 +26,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 class Catalog:
-    """The warehouse at `root` (default: MERGEPIPE_HOME or ./warehouse), created if it is not there."""
+    """The warehouse at `root` (default: MERGEPIPE_HOME or ./warehouse), created if absent."""
 
     def __init__(self, root: str | Path | None = None) -> None:
         self.warehouse = Warehouse.at(root).ensure()

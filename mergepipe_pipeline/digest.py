@@ -53,7 +53,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
         stated = value.pop(SEAL_KEY)
-    except (ValueError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CorruptionError(
             "A sealed JSON file cannot be read",
             where=where,

@@ -1,4 +1,4 @@
-"""Runs sensors and what they request in one process, without a daemon: `python -m mergepipe_pipeline.tick`.
+"""Runs sensors and what they request in one process: `python -m mergepipe_pipeline.tick`.
 
 For each line on standard input: evaluates the inbox and recipe sensors of MERGEPIPE_HOME as the
 daemon would, executes every requested run in this process on the instance at DAGSTER_HOME, and

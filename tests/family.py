@@ -1,7 +1,8 @@
-"""A small deterministic checkpoint family for tests: a base and experts in real Hugging Face layout.
+"""A small deterministic checkpoint family for tests, in real Hugging Face layout.
 
-Not the benchmark generator: a few hundred thousand parameters, NumPy randomness only (so that recorded
-golden outputs stay valid), tied embeddings, half of the embedding rows of each expert unchanged.
+Not the benchmark generator: a few hundred thousand parameters, NumPy randomness only (so that
+recorded golden outputs stay valid), tied embeddings, half of the embedding rows of each expert
+unchanged.
 """
 
 from __future__ import annotations

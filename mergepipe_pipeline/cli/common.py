@@ -134,7 +134,7 @@ def from_os_error(error: OSError) -> MergePipeError:
 
 
 def fail(error: MergePipeError, as_json: bool) -> NoReturn:
-    """Print the error (JSON on stdout for machines, one paragraph on stderr for people) and exit."""
+    """Print the error (JSON on stdout for machines, text on stderr for people) and exit."""
     if as_json:
         body = {k: v for k, v in vars(error).items() if v}
         click.echo(

@@ -1,4 +1,4 @@
-"""Trains the demo's family: one base that knows the formats, one expert per skill, a second version.
+"""Trains the demo's family: one base, one expert per skill, a second version of one.
 
 Real gradient descent on small Llama models, seeds fixed. Kept in the user's cache under a digest of
 the settings, and published there whole, so that an interrupted training leaves nothing behind.
@@ -42,10 +42,10 @@ class Settings:
     layers: int = 3
     intermediate: int = 256
     batch: int = 192
-    base_steps: int = 110
+    base_steps: int = 90
     base_rate: float = 3e-3
     expert_steps: int = 110
-    expert_rate: float = 1e-3
+    expert_rate: float = 1.5e-3
     replay: int = 2
     retrain_steps: int = 40
     seed: int = 0
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Folders of the family; `second` is version 2 of the expert `second_name`; seconds spent now."""
+    """The family's folders; `second` is version 2 of `second_name`; `seconds` spent now."""
 
     base: Path
     experts: dict[str, Path]
@@ -154,7 +154,9 @@ def _train(
 
 def _save(model: LlamaForCausalLM, folder: Path) -> None:
     """A Hugging Face folder in bfloat16 with a character tokenizer."""
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    half = copy.deepcopy(model)
+    torch.nn.Module.to(half, dtype=torch.bfloat16)
+    half.save_pretrained(folder, safe_serialization=True)
     vocabulary = Tokenizer(models.WordLevel(TOKEN_ID, unk_token="<pad>"))
     vocabulary.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(

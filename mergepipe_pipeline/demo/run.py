@@ -7,6 +7,7 @@ the core does not import Dagster; merges under budgets with the same verbs as th
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -45,7 +46,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Scored:
-    """One row of the table: accuracy per skill, expert bytes read, error relative to the full merge."""
+    """One row of the table; the error is relative to the full merge's update."""
 
     name: str
     accuracy: dict[str, float]
@@ -142,7 +143,8 @@ def _dagster(home: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]]]:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env
         ) as process,
     ):
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         feed, answers = process.stdin, process.stdout
 
         def tick() -> list[dict[str, Any]]:
@@ -211,4 +213,4 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
 
 def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    return float(sum(float((a[n] - b[n]).square().sum()) for n in a)) ** 0.5
+    return math.sqrt(sum(float((a[n] - b[n]).square().sum()) for n in a))

@@ -56,7 +56,7 @@ def batch(
 
 @torch.no_grad()
 def score(folder: Path, n: int = 200, seed: int = 1) -> dict[str, float]:
-    """Share of `n` unseen examples per skill that the model in `folder` answers exactly, greedily."""
+    """Share of `n` examples per skill that the model in `folder` answers exactly."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return {skill: _accuracy(model, skill, n, seed) for skill in SKILLS}

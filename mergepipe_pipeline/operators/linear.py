@@ -55,6 +55,10 @@ def linear(
         # differ by more than their last bit otherwise. Every CPU with FMA gives the same bits.
         total.add_(window.experts[k], alpha=weight[k])
     if normalize:
-        # A tensor, since some devices divide by a Python number through its rounded reciprocal.
-        total.div_(total.new_full((), sum(weight)))
+        # Added up in float32 as mergekit does; a tensor, since some devices divide by a Python
+        # number through its rounded reciprocal.
+        divisor = total.new_full((), weight[0])
+        for factor in weight[1:]:
+            divisor.add_(factor)
+        total.div_(divisor)
     return total

@@ -69,9 +69,20 @@ def _sum(window: Window, weight: PerModel, normalize: bool) -> Tensor:
     for k in range(1, len(weight)):
         mix.add_(window.experts[k])
     if normalize:
-        # A tensor, since some devices divide by a Python number through its rounded reciprocal.
-        mix.div_(mix.new_full((), _divisor(weight)))
+        mix.div_(_summed(weight, mix))
     return mix
+
+
+def _summed(weight: PerModel, like: Tensor) -> Tensor:
+    """Σ wᵢ as a float32 scalar on the device of `like`, 1 where it vanishes.
+
+    Added up in float32 as mergekit does. A tensor, since some devices divide by a Python number
+    through its rounded reciprocal.
+    """
+    total = like.new_full((), weight[0])
+    for factor in weight[1:]:
+        total.add_(factor)
+    return total if abs(total.item()) >= SUM_EPSILON else total.fill_(1.0)
 
 
 def _elected_sum(window: Window, weight: PerModel, normalize: bool) -> Tensor:

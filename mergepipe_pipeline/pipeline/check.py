@@ -62,7 +62,7 @@ class Checked:
 
 
 def load_recipe(path: str | Path) -> RawRecipe:
-    """Parse a recipe file. Raises RecipeError with all problems, also for a file that is not there."""
+    """Parse a recipe file. Raises RecipeError with all problems, also for a lost file."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")

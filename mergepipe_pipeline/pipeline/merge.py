@@ -266,7 +266,7 @@ def _lineage(home: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
 def _side_files(
     plan: MergePlan, shards: Sequence[ShardEntry], inputs: Sequence[LineageEntry]
 ) -> dict[str, bytes]:
-    """Everything beside the weights: the base's own files, config with the new dtype, index, card."""
+    """Everything beside the weights: the base's files, config with the new dtype, index, card."""
     root = plan.sources[plan.base_source].root
     files = {}
     with open_source(root) as source:

@@ -44,6 +44,9 @@ class ObjectStore:
                 value["object"], value["nbytes"], tuple((t, d) for t, d in value["tensors"])
             )
             whole = self.path_of(stored.sha256).stat().st_size == stored.nbytes
+            # Touched, so that a collection running meanwhile sees both as in use.
+            os.utime(self.path_of(stored.sha256))
+            os.utime(path)
         except (FileNotFoundError, CorruptionError, KeyError):
             return None
         return stored if whole else None

@@ -1,0 +1,96 @@
+"""Records what mergekit 0.1.5 makes of the test family, as `mergekit.safetensors` beside this file.
+
+Run with the peer installed (`pip install -e .[peer]`): `python -m tests.golden.make_golden`. The
+family comes from `tests.family` (NumPy randomness, so it does not drift); its digest is stored in
+the metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.family import make_family
+
+GOLDEN = Path(__file__).parent / "mergekit.safetensors"
+EXPERTS = 3
+#: Recipe name to (method, third model's weight, global parameters).
+RECIPES = {
+    "linear": ("linear", "0.5", ""),
+    "linear-sum": ("linear", "0.5", "{normalize: false}"),
+    "task_arithmetic": ("task_arithmetic", "0.5", ""),
+    "task_arithmetic-lambda": ("task_arithmetic", "-0.3", "{lambda: 0.8, normalize: true}"),
+    "task_arithmetic-gradient": (
+        "task_arithmetic",
+        "[{filter: mlp, value: [0.2, 0.9]}, {value: 0.4}]",
+        "",
+    ),
+    "ties": ("ties", "0.5", "{density: 0.2}"),
+    "ties-sum": ("ties", "0.5", "{density: 0.6, normalize: false, lambda: 1.3}"),
+    "ties-gradient": (
+        "ties",
+        "[0.1, 0.8]",
+        "{density: [{filter: attn, value: 0.5}, {value: 0.3}]}",
+    ),
+}
+
+
+def recipe(name: str, family: Path, extra: str = "") -> str:
+    """The YAML of a recipe over a family."""
+    method, third, parameters = RECIPES[name]
+    lines = [f"merge_method: {method}"]
+    lines += [f"base_model: {family / 'base'}"] if method != "linear" else []
+    lines.append("models:")
+    for i, weight in enumerate(("1.0", "0.7", third)):
+        lines += [
+            f"  - model: {family / f'expert_{i:02d}'}",
+            f"    parameters: {{weight: {weight}}}",
+        ]
+    lines += [f"parameters: {parameters}"] if parameters else []
+    return "\n".join([*lines, "dtype: float32", "out_dtype: bfloat16", extra, ""])
+
+
+def run_mergekit(text: str) -> dict[str, torch.Tensor]:
+    """All tensors of mergekit's output."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = Path(folder) / "r.yml", Path(folder) / "out"
+        path.write_text(text)
+        command = [
+            str(Path(sys.executable).parent / "mergekit-yaml"),
+            str(path),
+            str(out),
+            "--quiet",
+        ]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        subprocess.run(command, check=True, capture_output=True, env=env)
+        return {n: t for f in sorted(out.glob("*.safetensors")) for n, t in load_file(f).items()}
+
+
+def family_digest(family: Path) -> str:
+    """SHA-256 over the family's weight files."""
+    running = hashlib.sha256()
+    for file in sorted(family.glob("*/*.safetensors")):
+        running.update(file.read_bytes())
+    return running.hexdigest()
+
+
+def main() -> None:
+    """Record every recipe."""
+    with tempfile.TemporaryDirectory() as folder:
+        family = make_family(Path(folder), EXPERTS)
+        out = {}
+        for name in RECIPES:
+            for tensor, value in run_mergekit(recipe(name, family)).items():
+                out[f"{name}/{tensor}"] = value.contiguous()
+        save_file(out, GOLDEN, metadata={"family": family_digest(family), "mergekit": "0.1.5"})
+
+
+if __name__ == "__main__":
+    main()

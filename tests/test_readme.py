@@ -1,0 +1,82 @@
+"""What the README says is run: its Python, its recipe, its commands."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from mergepipe_pipeline import errors
+from mergepipe_pipeline.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+@pytest.fixture
+def models(tmp_path: Path, family: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with models/base, models/math and models/code, as the README has them."""
+    (tmp_path / "models").mkdir()
+    for name, source in (("base", "base"), ("math", "expert_00"), ("code", "expert_01")):
+        os.symlink(family / source, tmp_path / "models" / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_python_example_runs(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("python")
+    exec(compile(example, "README.md", "exec"), {})
+    printed = capsys.readouterr().out.split()
+    assert re.fullmatch("[0-9a-f]{64}", printed[0])
+    assert printed[3].startswith(printed[2])
+
+
+def test_the_recipe_example_merges_with_the_command_shown(models: Path) -> None:
+    (recipe,) = blocks("yaml")
+    (models / "recipe.yml").write_text(recipe)
+    assert yaml.safe_load(recipe)["merge_method"] == "ties"
+    command = next(line for line in TEXT.splitlines() if line.startswith("mergepipe merge "))
+    result = CliRunner().invoke(main, command.split()[1:])
+    assert result.exit_code == 0, result.output
+    assert (models / "merged" / "config.json").exists()
+
+
+def test_every_command_and_option_in_the_table_exists() -> None:
+    for line in re.findall(r"^\| `mergepipe .*?\|", TEXT.replace("\\|", "/"), flags=re.MULTILINE):
+        for name, options in re.findall(r"mergepipe (\w+)([^`]*)`", line):
+            command = main.commands[name]
+            known = {o for p in command.params for o in p.opts}
+            assert set(re.findall(r"--[a-z-]+", options)) <= known, line
+
+
+def test_every_command_is_in_the_readme() -> None:
+    for name in main.commands:
+        assert f"mergepipe {name}" in TEXT
+
+
+def test_the_exit_codes_are_the_ones_of_the_classes() -> None:
+    named = {
+        "recipe": errors.RecipeError,
+        "incomplete": errors.IncompleteCheckpointError,
+        "budget": errors.BudgetError,
+        "conflict": errors.CommitConflictError,
+        "corruption": errors.CorruptionError,
+        "disk full": errors.StorageFullError,
+    }
+    flat = " ".join(TEXT.split())
+    for word, error in named.items():
+        assert f"{error.exit_code} {word}" in flat
+
+
+def test_the_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make (demo|test|ui)\b", TEXT):
+        assert f"\n{target}:" in makefile
