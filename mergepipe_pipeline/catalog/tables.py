@@ -161,7 +161,9 @@ def encode_stats(stats: ExpertStats) -> tuple[bytes, bytes]:
     counts = [len(t.block_l2sq) for t in ts]
     blocks = pa.table(
         {
-            "tensor": np.repeat([t.tensor for t in ts], counts) if ts else [],
+            "tensor": np.repeat(np.array([t.tensor for t in ts], dtype=object), counts)
+            if ts
+            else [],
             "block": np.concatenate([np.arange(n) for n in counts]) if ts else [],
             "l2sq": np.concatenate([t.block_l2sq for t in ts]) if ts else [],
             "max_abs": np.concatenate([t.block_max_abs for t in ts]) if ts else [],
