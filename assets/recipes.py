@@ -17,12 +17,12 @@ from mergepipe_pipeline.pipeline.deploy import (
     RecipeCard,
     current_plan,
     current_snapshot,
+    merge_recipe,
     plan_recipe,
     release_recipe,
     snapshot_recipe,
 )
 from mergepipe_pipeline.pipeline.inspect import shares, verify
-from mergepipe_pipeline.pipeline.merge import merge_layers
 from mergepipe_pipeline.resources import MergePipe
 
 
@@ -145,8 +145,7 @@ def _layers(card: RecipeCard) -> dg.AssetsDefinition:
     ) -> Iterator[dg.MaterializeResult[None]]:
         """Merge each layer, or reuse it from the action cache; reported as each one ends."""
         selected = [names[key] for key in context.selected_asset_keys]
-        plan = current_plan(mergepipe.warehouse, card.name)
-        for done in merge_layers(mergepipe.warehouse, plan, selected, knobs=mergepipe.knobs):
+        for done in merge_recipe(mergepipe.warehouse, card.name, selected, mergepipe.knobs):
             yield dg.MaterializeResult(
                 asset_key=layer_key(card.name, done.name),
                 data_version=dg.DataVersion(done.layer_key),
@@ -177,13 +176,19 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
     )
     def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """The immutable Hugging Face folder of the merged layers, committed by one rename."""
-        made = snapshot_recipe(mergepipe.warehouse, card.name)
+        made, cost = snapshot_recipe(mergepipe.warehouse, card.name)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.snapshot_id),
             metadata={
                 "snapshot_id": made.snapshot_id,
                 "path": dg.MetadataValue.path(made.path),
                 "mib": round(sum(s.nbytes for s in made.manifest.shards) / MIB, 3),
+                "layers_reused": cost.layers_reused,
+                "layers_executed": cost.layers_executed,
+                "expert_mib_read": round(cost.expert_bytes_read / MIB, 3),
+                "base_mib_read": round(cost.base_bytes_read / MIB, 3),
+                "mib_written": round(cost.bytes_written / MIB, 3),
+                "seconds": cost.layers_s,
                 "inputs": markdown_table(
                     ("role", "name", "content"),
                     [(i.role, i.name, i.content_sha256[:16]) for i in made.manifest.inputs],

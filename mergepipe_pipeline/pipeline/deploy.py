@@ -7,14 +7,22 @@ twice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe_pipeline.pipeline.analyze import ensure_digests, ensure_stats, grid_for
 from mergepipe_pipeline.pipeline.check import load_recipe
-from mergepipe_pipeline.pipeline.merge import commit
+from mergepipe_pipeline.pipeline.merge import (
+    EngineKnobs,
+    LayerOutcome,
+    Realised,
+    commit,
+    merge_layers,
+)
 from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.pipeline.publish import publish
@@ -168,7 +176,7 @@ def plan_recipe(home: Warehouse, card: RecipeCard, progress: Progress | None = N
     plan = make_plan(home, card.recipe, relative_to=home.recipes, progress=progress)
     write_atomic(
         home.current_plan_path(card.name),
-        seal({"plan_id": plan.plan_id, "wanted": state or "", "snapshot_id": ""}),
+        seal({"plan_id": plan.plan_id, "wanted": state or "", "snapshot_id": "", "layers": {}}),
     )
     return plan
 
@@ -178,7 +186,7 @@ def current_plan(home: Warehouse, recipe: str) -> MergePlan:
     return load_plan(home, _current(home, recipe)["plan_id"])
 
 
-def _current(home: Warehouse, recipe: str) -> dict[str, str]:
+def _current(home: Warehouse, recipe: str) -> dict[str, Any]:
     path = home.current_plan_path(recipe)
     if not path.exists():
         raise NotFoundError(
@@ -190,14 +198,33 @@ def _current(home: Warehouse, recipe: str) -> dict[str, str]:
     return unseal(path.read_bytes(), str(path))
 
 
-def snapshot_recipe(home: Warehouse, recipe: str) -> Snapshot:
-    """Commit the snapshot of the recipe's current plan and remember it as its current one."""
+def merge_recipe(
+    home: Warehouse, recipe: str, layers: Sequence[str], knobs: EngineKnobs
+) -> Iterator[LayerOutcome]:
+    """Run or reuse layers of the recipe's current plan, and remember what they cost."""
     state = _current(home, recipe)
-    snapshot = commit(home, load_plan(home, state["plan_id"]))
+    costs: dict[str, Any] = dict(state["layers"])
+    try:
+        for done in merge_layers(home, load_plan(home, state["plan_id"]), layers, knobs=knobs):
+            costs[done.name] = asdict(Realised.of([done]))
+            yield done
+    finally:
+        write_atomic(home.current_plan_path(recipe), seal({**state, "layers": costs}))
+
+
+def snapshot_recipe(home: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
+    """Commit the snapshot of the recipe's current plan and remember it as its current one.
+
+    Returns what the plan's layers cost, over all runs that worked on it.
+    """
+    state = _current(home, recipe)
+    costs = [Realised(**cost) for cost in state["layers"].values()]
+    realised = Realised.total(costs)
+    snapshot = commit(home, load_plan(home, state["plan_id"]), realised)
     write_atomic(
         home.current_plan_path(recipe), seal({**state, "snapshot_id": snapshot.snapshot_id})
     )
-    return snapshot
+    return snapshot, realised
 
 
 def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:

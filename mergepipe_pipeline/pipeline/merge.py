@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -65,12 +65,52 @@ class LayerOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Realised:
+    """What running layers cost, in bytes and seconds; reused layers cost nothing."""
+
+    expert_bytes_read: int
+    base_bytes_read: int
+    bytes_written: int
+    layers_executed: int
+    layers_reused: int
+    layers_s: float
+
+    @staticmethod
+    def of(layers: Iterable[LayerOutcome]) -> Realised:
+        """The sum over layers."""
+        return Realised.total(
+            Realised(
+                x.expert_bytes_read,
+                x.base_bytes_read,
+                x.bytes_written,
+                int(not x.reused),
+                int(x.reused),
+                x.wall_s,
+            )
+            for x in layers
+        )
+
+    @staticmethod
+    def total(costs: Iterable[Realised]) -> Realised:
+        """The sum of costs."""
+        rows = list(costs)
+        return Realised(
+            sum(c.expert_bytes_read for c in rows),
+            sum(c.base_bytes_read for c in rows),
+            sum(c.bytes_written for c in rows),
+            sum(c.layers_executed for c in rows),
+            sum(c.layers_reused for c in rows),
+            round(sum(c.layers_s for c in rows), 3),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class MergeOutcome:
-    """A finished merge: the snapshot, its plan, every layer's outcome, and the time it took."""
+    """A finished merge: the snapshot, its plan, what it cost, and the time it took."""
 
     snapshot: Snapshot
     plan: MergePlan
-    layers: tuple[LayerOutcome, ...]
+    realised: Realised
     wall_s: float
 
     def summary(self) -> dict[str, Any]:
@@ -84,11 +124,7 @@ class MergeOutcome:
             "strategy": e.strategy,
             "expert_bytes_total": e.expert_bytes_total,
             "expert_bytes_planned": e.expert_bytes_planned,
-            "expert_bytes_read": sum(x.expert_bytes_read for x in self.layers),
-            "base_bytes_read": sum(x.base_bytes_read for x in self.layers),
-            "bytes_written": sum(x.bytes_written for x in self.layers),
-            "layers_executed": sum(not x.reused for x in self.layers),
-            "layers_reused": sum(x.reused for x in self.layers),
+            **asdict(self.realised),
             "error_bound": e.error_bound,
             "error_bound_note": e.bound_note,
             "update_norm_estimate": e.update_norm,
@@ -110,9 +146,9 @@ def merge(
     a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
-    layers = tuple(merge_layers(home, plan, knobs=knobs, progress=progress))
-    snapshot = commit(home, plan, layers)
-    return MergeOutcome(snapshot, plan, layers, time.monotonic() - started)
+    realised = Realised.of(merge_layers(home, plan, knobs=knobs, progress=progress))
+    snapshot = commit(home, plan, realised)
+    return MergeOutcome(snapshot, plan, realised, time.monotonic() - started)
 
 
 def merge_layers(
@@ -198,10 +234,10 @@ class _LayerMerger:
         return self._runner, self._staging
 
 
-def commit(home: Warehouse, plan: MergePlan, layers: Sequence[LayerOutcome] = ()) -> Snapshot:
+def commit(home: Warehouse, plan: MergePlan, realised: Realised | None = None) -> Snapshot:
     """Build the snapshot of a plan whose layers are all in the object store, and commit it.
 
-    `layers` only adds realised cost to the provenance. Raises NotFoundError naming the first layer
+    `realised` goes to the provenance. Raises NotFoundError naming the first layer
     that is not merged yet.
     """
     store = object_store(home)
@@ -239,7 +275,7 @@ def commit(home: Warehouse, plan: MergePlan, layers: Sequence[LayerOutcome] = ()
     )
     staging = home.new_staging("commit")
     try:
-        staged = stage_snapshot(staging, manifest, store, files, _provenance(plan, layers))
+        staged = stage_snapshot(staging, manifest, store, files, _provenance(plan, realised))
         return commit_snapshot(staged, home.snapshots)
     finally:
         remove_tree(staging)
@@ -281,7 +317,7 @@ def _side_files(
     return files
 
 
-def _provenance(plan: MergePlan, layers: Sequence[LayerOutcome]) -> dict[str, Any]:
+def _provenance(plan: MergePlan, realised: Realised | None) -> dict[str, Any]:
     """What no id covers: who, when, where, how asked for, what it cost."""
     return {
         "recipe_name": plan.recipe_name,
@@ -289,12 +325,7 @@ def _provenance(plan: MergePlan, layers: Sequence[LayerOutcome]) -> dict[str, An
         "ref": plan.ref,
         "estimates": asdict(plan.estimates),
         "warnings": list(plan.warnings),
-        "realised": {
-            "expert_bytes_read": sum(x.expert_bytes_read for x in layers),
-            "base_bytes_read": sum(x.base_bytes_read for x in layers),
-            "layers_executed": sum(not x.reused for x in layers),
-            "layers_reused": sum(x.reused for x in layers),
-        },
+        "realised": realised and asdict(realised),
         "sources": [asdict(s) for s in plan.sources],
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
