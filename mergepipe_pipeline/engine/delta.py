@@ -76,11 +76,6 @@ class FullCheckpointRow:
             out = view[at : at + (b - a) * self._itemsize]
             self._reader.read_into(self._input.tensor, a, b, out)
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing of the fetched window was read."""
-        return not self._parts
-
     def fill(self, row: torch.Tensor, base: torch.Tensor | None, space: Space) -> None:
         """δ = T − B where read and 0 elsewhere, or T where read and B elsewhere."""
         n = len(row)

@@ -1,8 +1,9 @@
-"""Runs layers: read, merge, hash and write, each window once, in three overlapping steps.
+"""Runs layers: read, merge, hash and write, each window once, several windows at a time.
 
-Reader threads fetch the next windows while this thread computes and another one writes the last.
-The order of arithmetic is fixed per element, so neither windows nor threads change a bit. No retry
-and no cache here: the caller knows about actions and staging.
+Workers each read and merge one window, single-threaded, so that reading overlaps arithmetic and a
+busy machine costs no more than its share; this thread hashes and writes in order. The order of
+arithmetic is fixed per element, so neither windows nor threads change a bit. No retry and no cache
+here: the caller knows about actions and staging.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.delta import BaseRow, Bytes, FullCheckpointRow, to_bytes
 from mergepipe_pipeline.engine.sources import SourcePool
-from mergepipe_pipeline.engine.windows import SLOTS, EngineOptions, cut
-from mergepipe_pipeline.engine.workspace import Rows, Slab
+from mergepipe_pipeline.engine.windows import EngineOptions, cut
+from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.registry import Operator, Window
@@ -55,15 +56,15 @@ class LayerRunner:
     def __init__(self, plan: MergePlan, options: EngineOptions) -> None:
         self._options = options
         self._sources = SourcePool(plan)
-        self._slabs = [Slab() for _ in range(SLOTS)]
-        self._rows = Rows()
+        self._desks = [Desk() for _ in range(options.slots)]
         self._stack = ExitStack()
 
     def __enter__(self) -> LayerRunner:
-        torch.set_num_threads(self._options.threads)
+        # Windows are the parallelism; threads inside an operation would wait for each other.
+        self._stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         self._stack.enter_context(self._sources)
-        self._read_pool = self._stack.enter_context(ThreadPoolExecutor(self._options.threads))
-        self._write_pool = self._stack.enter_context(ThreadPoolExecutor(1))
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(self._options.threads))
         return self
 
     def __exit__(
@@ -86,16 +87,10 @@ class LayerRunner:
         with ShardWriter(path, described, {"format": "pt"}) as writer:
             tasks = {t.name: t for t in layer.tasks}
             in_order = [tasks[name] for name in writer.order]
-            writes: deque[Future[None]] = deque()
-            for window in self._read_ahead(self._windows(in_order)):
-                chunk = window.merge(self._rows)
-                writes.append(self._write_pool.submit(writer.write, chunk.data))
-                if len(writes) >= SLOTS:
-                    writes.popleft().result()
+            for chunk in self._merged(self._windows(in_order)):
+                writer.write(chunk.data)
                 if progress:
                     progress(len(chunk))
-            for write in writes:
-                write.result()
             sha256, nbytes = writer.finish()
             prefixes = writer.prefix_digests
         self._sources.verify_unchanged()
@@ -125,31 +120,26 @@ class LayerRunner:
             numel = (task.base.tensor if task.base else task.experts[0].tensor).numel
             n = min(numel, self._options.window_for(len(task.experts), max(sizes)))
             for start, stop in cut(numel, n) if n else ():
-                slab = self._slabs[number % SLOTS]
-                yield _Window(task, self._sources, slab, start, stop, sizes)
+                desk = self._desks[number % len(self._desks)]
+                yield _Window(task, self._sources, desk, start, stop, sizes)
                 number += 1
 
-    def _read_ahead(self, windows: Iterator[_Window]) -> Iterator[_Window]:
-        """Windows in order, each fetched; SLOTS - 1 more are being fetched meanwhile.
+    def _merged(self, windows: Iterator[_Window]) -> Iterator[Bytes]:
+        """Output bytes of windows in order, while the next ones are being worked on.
 
-        A window's slab is carved again only after the caller came back for the next one.
+        A window's desk is cleared only after the caller came back for the next one.
         """
-        pending: deque[tuple[_Window, Future[None]]] = deque()
+        pending: deque[Future[Bytes]] = deque()
         try:
             for window in windows:
-                window.carve()
-                pending.append((window, self._read_pool.submit(window.fetch)))
-                if len(pending) == SLOTS:
-                    ready, fetched = pending.popleft()
-                    fetched.result()
-                    yield ready
+                pending.append(self._pool.submit(window.run))
+                if len(pending) == len(self._desks):
+                    yield pending.popleft().result()
             while pending:
-                ready, fetched = pending.popleft()
-                fetched.result()
-                yield ready
+                yield pending.popleft().result()
         finally:
-            for _, fetched in pending:
-                fetched.cancel()
+            for future in pending:
+                future.cancel()
 
 
 class _Window:
@@ -159,38 +149,37 @@ class _Window:
         self,
         task: TensorTask,
         sources: SourcePool,
-        slab: Slab,
+        desk: Desk,
         start: int,
         stop: int,
         sizes: list[int],
     ) -> None:
-        self._task, self._sources, self._slab = task, sources, slab
+        self._task, self._sources, self._desk = task, sources, desk
         self._start, self._stop, self._sizes = start, stop, sizes
         self._operator: Operator | None = OPERATORS.get(task.operator)
         self._experts: list[FullCheckpointRow] = []
         self._base: BaseRow | None = None
 
-    def carve(self) -> None:
-        """Give every input its buffer; what the slab held before is done with."""
+    def run(self) -> Bytes:
+        """Read what the plan allows, merge it, and give the window's output bytes."""
+        self._fetch()
+        return self._merge()
+
+    def _fetch(self) -> None:
         n = self._stop - self._start
-        self._slab.reset(n * sum(self._sizes), len(self._sizes))
-        for e, size in zip(self._task.experts, self._sizes, strict=False):
-            reader = self._sources.expert(e.source)
-            self._experts.append(FullCheckpointRow(reader, e, self._slab.take(n * size)))
+        self._desk.clear(n * sum(self._sizes), len(self._sizes))
         if self._task.base and self._needs_base():
             reader = self._sources.base(self._task.base.source)
-            buffer = self._slab.take(n * self._sizes[-1])
+            buffer = self._desk.take(n * self._sizes[-1])
             self._base = BaseRow(reader, self._task.base.tensor, buffer)
-
-    def fetch(self) -> None:
-        """Read the base and what the plan allows of every expert."""
-        if self._base:
             self._base.fetch(self._start, self._stop)
-        for row in self._experts:
+        for e, size in zip(self._task.experts, self._sizes, strict=False):
+            reader = self._sources.expert(e.source)
+            row = FullCheckpointRow(reader, e, self._desk.take(n * size))
             row.fetch(self._start, self._stop)
+            self._experts.append(row)
 
-    def merge(self, rows: Rows) -> Bytes:
-        """The window's output bytes."""
+    def _merge(self) -> Bytes:
         task = self._task
         if self._is_copy():
             assert self._base is not None
@@ -199,13 +188,10 @@ class _Window:
         assert self._operator is not None
         space = self._operator.schema.space
         base = self._base.values() if self._base else None
-        matrix = rows.take(len(self._experts), self._stop - self._start)
-        for row, expert in zip(matrix, self._experts, strict=True):
+        rows = self._desk.rows(len(self._experts), self._stop - self._start)
+        for row, expert in zip(rows, self._experts, strict=True):
             expert.fill(row, base, space)
-        merged = self._operator.apply(Window(base, matrix, task, self._start))
-        if base is not None and space == "delta":
-            # B + 0 loses the sign of a negative zero; where nothing changed, the base's bits stay.
-            merged = torch.where(merged == base, base, merged)
+        merged = self._operator.apply(Window(base, rows, task, self._start))
         return to_bytes(merged, task.out_dtype)
 
     def _is_copy(self) -> bool:

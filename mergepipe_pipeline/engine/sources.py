@@ -6,6 +6,7 @@ what the kernel was asked for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -28,6 +29,7 @@ class SourcePool:
         self._stack = ExitStack()
         self._readers: dict[tuple[int, bool], BlockReader] = {}
         self._plan = plan
+        self._lock = threading.Lock()
 
     def __enter__(self) -> SourcePool:
         return self
@@ -62,9 +64,10 @@ class SourcePool:
 
     def _reader(self, source: int, *, gated: bool) -> BlockReader:
         key = (source, gated)
-        if key not in self._readers:
-            self._readers[key] = self._open(self._plan.sources[source], source, gated=gated)
-        return self._readers[key]
+        with self._lock:  # one reader per source: workers ask at once, and each counts its bytes
+            if key not in self._readers:
+                self._readers[key] = self._open(self._plan.sources[source], source, gated=gated)
+            return self._readers[key]
 
     def _open(self, planned: Source, number: int, *, gated: bool) -> BlockReader:
         checkpoint = open_checkpoint(planned.root, planned.name)

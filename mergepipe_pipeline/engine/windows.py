@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Windows in flight: one being read, one being merged, one being written.
-SLOTS = 3
 _QUANTUM = 4096
 
 
@@ -20,22 +18,26 @@ class EngineOptions:
     """Knobs that change speed and memory, never bits.
 
     `memory_bytes` bounds the buffers of one running layer; `window_elems` overrides the length that
-    follows from it; `threads` is for arithmetic and for reads each.
+    follows from it; `threads` workers each read and merge windows: one
+    more than there are cores, so that some read while others compute.
     """
 
     memory_bytes: int = 192 << 20
     window_elems: int | None = None
-    threads: int = max(1, os.cpu_count() or 1)
+    threads: int = max(1, os.cpu_count() or 1) + 1
+
+    @property
+    def slots(self) -> int:
+        """Windows in flight: one per worker, and the one being written."""
+        return self.threads + 1
 
     def window_for(self, n_experts: int, itemsize: int) -> int:
         """Window length in elements for a tensor with `n_experts` inputs of `itemsize` bytes."""
         if self.window_elems is not None:
             return max(1, self.window_elems)
-        raw = SLOTS * (n_experts + 1) * itemsize
-        rows = 4 * (n_experts + 1)
-        working = 4 * 8
-        fits = self.memory_bytes // (raw + rows + working)
-        return int(max(_QUANTUM, min(1 << 20, fits // _QUANTUM * _QUANTUM)))
+        held = (n_experts + 1) * (itemsize + 4) + 4 * 6
+        fits = self.memory_bytes // (self.slots * held)
+        return int(max(_QUANTUM, min(1 << 18, fits // _QUANTUM * _QUANTUM)))
 
 
 def cut(numel: int, window_elems: int) -> Iterator[tuple[int, int]]:
