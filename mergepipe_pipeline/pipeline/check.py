@@ -109,6 +109,7 @@ def check(
     presence = [frozenset(e.by_name) for e in opened]
     try:
         recipe = resolve_recipe(raw, template.tensors, presence, SCHEMAS)
+        _validate(recipe, template)
     except MergePipeError as error:
         problems.append(error)
     if problems:
@@ -171,6 +172,15 @@ def _misfits(template: Checkpoint, experts: Sequence[Checkpoint]) -> list[MergeP
                     )
                 )
     return found
+
+
+def _validate(recipe: Recipe, template: Checkpoint) -> None:
+    """Raise OperatorError if the method's parameters cannot work for some tensor."""
+    operator = OPERATORS[recipe.method]
+    for t in recipe.tensors:
+        entry = template.by_name[t.name]
+        if t.models and entry.dtype in FLOATING:
+            operator.validate(t.name, entry.numel, t.params, t.model_params)
 
 
 def _all(problems: Sequence[MergePipeError], raw: RawRecipe) -> MergePipeError:
