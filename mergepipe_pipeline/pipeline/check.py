@@ -15,7 +15,7 @@ from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.pipeline.analyze import grid_for
-from mergepipe_pipeline.pipeline.register import resolve
+from mergepipe_pipeline.pipeline.register import look
 from mergepipe_pipeline.recipe.budget import parse_budget
 from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipe, resolve_recipe
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -91,13 +91,14 @@ def check(
     strategy: str | None = None,
     block_elems: int | None = None,
 ) -> Checked:
-    """Everything that can be said from headers alone.
+    """Everything that can be said from headers alone; writes nothing.
 
     Raises the one problem as itself, several as a RecipeError that lists them all.
     """
     problems: list[MergePipeError] = []
-    base = _open(home, raw.base_model, relative_to, problems) if raw.base_model else None
-    experts = [_open(home, m, relative_to, problems) for m in raw.models]
+    taken: dict[str, str] = {}
+    base = _open(home, raw.base_model, relative_to, taken, problems) if raw.base_model else None
+    experts = [_open(home, m, relative_to, taken, problems) for m in raw.models]
     opened = [e for e in experts if e is not None]
     if problems:
         raise _all(problems, raw)
@@ -125,13 +126,19 @@ def check(
 
 
 def _open(
-    home: Warehouse, text: str, relative_to: Path | None, problems: list[MergePipeError]
+    home: Warehouse,
+    text: str,
+    relative_to: Path | None,
+    taken: dict[str, str],
+    problems: list[MergePipeError],
 ) -> Checkpoint | None:
     try:
-        return resolve(home, text, relative_to).checkpoint
+        checkpoint = look(home, text, relative_to, taken)
     except MergePipeError as error:
         problems.append(error)
         return None
+    taken[checkpoint.name] = checkpoint.root
+    return checkpoint
 
 
 def _misfits(template: Checkpoint, experts: Sequence[Checkpoint]) -> list[MergePipeError]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import canonical_json
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.operators import OPERATORS
@@ -50,6 +51,12 @@ def plan_checked(home: Warehouse, checked: Checked, progress: Progress | None = 
     """The plan of a checked recipe."""
     recipe, base, experts = checked.recipe, checked.base, checked.experts
     operator = OPERATORS[recipe.method]
+    catalog = Catalog(home.catalog)
+    known = set(catalog.names())
+    for checkpoint in (base, *experts) if base else experts:
+        # A name's own base stays: several recipes may pair one expert with several bases.
+        new_expert = base and checkpoint is not base and checkpoint.name not in known
+        catalog.register(checkpoint, base.name if base and new_expert else None)
     stats = []
     if base is not None:
         stats = [ensure_stats(home, e, base, checked.grid, progress) for e in experts]

@@ -5,12 +5,14 @@ Also the one place that decides what a model text in a recipe means: a registere
 
 from __future__ import annotations
 
-import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, NotFoundError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -27,23 +29,34 @@ def register(
     if base is not None:
         base = resolve(home, base).name
     root = Path(path).expanduser().resolve()
-    chosen = name or _free_name(catalog, root)
+    chosen = name or _free_name(catalog, root, {})
     return catalog.register(open_checkpoint(str(root), chosen), base)
 
 
 def resolve(home: Warehouse, text: str, relative_to: Path | None = None) -> Registration:
-    """The registration that a recipe's model text means, brought up to date with the files.
+    """The registration that a model text means, brought up to date with the files; see `look`."""
+    return Catalog(home.catalog).register(look(home, text, relative_to), None)
+
+
+def look(
+    home: Warehouse,
+    text: str,
+    relative_to: Path | None = None,
+    taken: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """The checkpoint that a recipe's model text means, as its files are now; writes nothing.
 
     A registered name wins over a path. A path may be absolute, relative to the working directory or
-    to `relative_to` (the recipe's folder). Raises CheckpointError when neither fits.
+    to `relative_to` (the recipe's folder). `taken` maps names given but not registered yet to their
+    roots. Raises CheckpointError when neither fits.
     """
     catalog = Catalog(home.catalog)
     if text in catalog.names():
-        known = catalog.get(text)
-        return catalog.register(open_checkpoint(known.checkpoint.root, text), known.base)
+        return open_checkpoint(catalog.get(text).checkpoint.root, text)
     for folder in (Path.cwd(), relative_to):
         if folder is not None and (folder / Path(text).expanduser()).exists():
-            return register(home, folder / Path(text).expanduser())
+            root = (folder / Path(text).expanduser()).resolve()
+            return open_checkpoint(str(root), _free_name(catalog, root, taken or {}))
     try:
         catalog.get(text)
     except NotFoundError as error:
@@ -57,10 +70,13 @@ def resolve(home: Warehouse, text: str, relative_to: Path | None = None) -> Regi
     )
 
 
-def _free_name(catalog: Catalog, root: Path) -> str:
-    """The folder's name, or with a digest of the path if another checkpoint has taken it."""
+def _free_name(catalog: Catalog, root: Path, taken: Mapping[str, str]) -> str:
+    """The folder's name, or with a digest of the path if another checkpoint has it."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", root.stem if root.is_file() else root.name)
     plain = plain.lstrip(".-_") or "checkpoint"
-    if plain in catalog.names() and catalog.get(plain).checkpoint.root != str(root):
-        return f"{plain}-{hashlib.sha256(str(root).encode()).hexdigest()[:6]}"
+    owner = taken.get(plain)
+    if owner is None and plain in catalog.names():
+        owner = catalog.get(plain).checkpoint.root
+    if owner not in (None, str(root)):
+        return f"{plain}-{sha256_hex(str(root).encode())[:6]}"
     return plain

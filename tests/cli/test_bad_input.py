@@ -34,7 +34,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
         result = call("merge", recipe, "--home", home, "--out", out, *options)
         assert result.exit_code not in (0, 1), result.output
         assert not out.exists()
-        for folder in ("objects", "snapshots", "plans", "staging", "refs"):
+        for folder in ("catalog", "objects", "snapshots", "plans", "staging", "refs"):
             assert not any((home / folder).iterdir()), folder
         return result
 
@@ -177,3 +177,23 @@ def test_machines_get_the_error_as_json(tmp_path: Path) -> None:
     error = json.loads(result.stdout)
     assert error["exit_code"] == result.exit_code == 11
     assert error["error"]["class"] == "RecipeError"
+
+
+def test_two_models_in_folders_of_one_name_keep_their_own_names(
+    tmp_path: Path, family: Path
+) -> None:
+    for where, source in (("a", "expert_00"), ("b", "expert_01")):
+        shutil.copytree(family / source, tmp_path / where / "model")
+    recipe = tmp_path / "r.yml"
+    models = "".join(
+        f"  - model: {tmp_path / w / 'model'}\n    parameters: {{weight: 1}}\n" for w in "ab"
+    )
+    recipe.write_text(
+        f"merge_method: task_arithmetic\nbase_model: {family / 'base'}\nmodels:\n{models}"
+    )
+    result = call("merge", recipe, "--home", tmp_path / "w", "--json")
+    assert result.exit_code == 0, result.output
+    listing = json.loads(call("ls", "--home", tmp_path / "w", "--json").stdout)
+    names = {c["name"]: c["root"] for c in listing["checkpoints"]}
+    assert len(names) == 3
+    assert set(names.values()) >= {str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model")}
