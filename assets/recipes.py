@@ -5,6 +5,7 @@ exactly the checkpoints it uses, so that lineage and staleness in the UI are the
 """
 
 import re
+import time
 from collections.abc import Iterator
 
 import dagster as dg
@@ -74,6 +75,7 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
     )
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """How the experts' deltas agree and differ, from catalog sketches: no weight is read."""
+        started = time.monotonic()
         found = find_conflicts(
             mergepipe.warehouse, card.recipe, relative_to=mergepipe.warehouse.recipes
         )
@@ -85,6 +87,7 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
                 "cosine_standard_error": found.standard_error,
                 "cosines": markdown_table(("", *found.experts), found.cosine_rows()),
                 "norms": markdown_table(("layer", *found.experts), found.norm_rows()),
+                "seconds": round(time.monotonic() - started, 3),
             },
         )
 
@@ -100,9 +103,14 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
     )
     def plan(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """What will be read of which expert under the budget, and the bound on what that costs."""
+        started = time.monotonic()
         made = plan_recipe(mergepipe.warehouse, card)
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(made.plan_id), metadata=plan_metadata(made)
+            data_version=dg.DataVersion(made.plan_id),
+            metadata={
+                **plan_metadata(made),
+                "seconds": round(time.monotonic() - started, 3),
+            },
         )
 
     return plan
