@@ -103,7 +103,7 @@ def run_demo(home: Warehouse, say: Say) -> DemoResult:
 def _clear(home: Warehouse) -> None:
     """Start from an empty warehouse; what is not a demo's own is never touched."""
     mark = home.root / _MARK
-    if not mark.exists() and any(home.root.iterdir()) and any(home.inbox.iterdir()):
+    if not mark.exists() and any(p.is_file() for p in home.root.rglob("*")):
         raise MergePipeError(
             "The demo needs a warehouse of its own",
             where=str(home.root),

@@ -1,0 +1,21 @@
+"""The demo never touches a warehouse that is not its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.demo.run import run_demo
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@pytest.mark.parametrize("where", ["inbox/mine/model.safetensors", "snapshots/abc/manifest.json"])
+def test_a_warehouse_in_use_is_refused_and_left_as_it_is(home: Warehouse, where: str) -> None:
+    precious: Path = home.root / where
+    precious.parent.mkdir(parents=True)
+    precious.write_bytes(b"precious")
+    with pytest.raises(MergePipeError, match="needs a warehouse of its own"):
+        run_demo(home, print)
+    assert precious.read_bytes() == b"precious"
