@@ -111,3 +111,22 @@ def test_two_merges_of_one_recipe_at_once_end_with_one_snapshot(
     ids = {json.loads(o)["snapshot_id"] for o in outputs}
     assert len(ids) == 1
     verify(Warehouse.at(tmp_path / "w"), ids.pop())
+
+
+def test_other_processes_hash_seeds_windows_threads_and_blocks_give_the_same_ids(
+    tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(recipe_text("dare_ties", "{density: 0.5}"))
+    ids = set()
+    knobs = [("0", []), ("7", ["--threads", "1", "--window-size", "999", "--block-size", "65536"])]
+    for i, (seed, options) in enumerate(knobs):
+        command = [
+            *(sys.executable, "-m", "mergepipe_pipeline.cli.main", "merge", str(recipe)),
+            *("--json", "--home", str(tmp_path / str(i)), *options),
+        ]
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+        summary = json.loads(done.stdout)
+        ids.add((summary["plan_id"], summary["snapshot_id"]))
+    assert len(ids) == 1
