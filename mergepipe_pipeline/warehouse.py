@@ -61,6 +61,11 @@ class Warehouse:
         return self.root / "catalog"
 
     @property
+    def token_rows(self) -> Path:
+        """Embedding rows made for tokens that a model lacks."""
+        return self.catalog / "token_rows"
+
+    @property
     def plans(self) -> Path:
         """Plans by id."""
         return self.root / "plans"

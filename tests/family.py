@@ -122,6 +122,21 @@ def write_model(
     return folder
 
 
+def write_adapter(folder: Path, seed: int, hidden: int = 64, rank: int = 4) -> Path:
+    """A PEFT LoRA adapter for the first layer's q_proj."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    shapes = {f"{name}A.weight": (rank, hidden), f"{name}B.weight": (hidden, rank)}
+    factors = {
+        n: torch.from_numpy(0.01 * _normal((seed, 900, i), shape))
+        for i, (n, shape) in enumerate(shapes.items())
+    }
+    save_file(factors, folder / "adapter_model.safetensors")
+    return folder
+
+
 def make_family(folder: Path, k: int = 4, seed: int = 0) -> Path:
     """`folder/base` and `folder/expert_00 …`; expert 1 is in two shards."""
     write_model(folder / "base", tensors_of(seed, None))

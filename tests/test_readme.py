@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline import errors
 from mergepipe_pipeline.cli.main import main
+from tests.family import write_adapter
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -23,10 +24,11 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def models(tmp_path: Path, family: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with models/base, models/math and models/code, as the README has them."""
+    """A folder with the models and the adapter that the README has."""
     (tmp_path / "models").mkdir()
     for name, source in (("base", "base"), ("math", "expert_00"), ("code", "expert_01")):
         os.symlink(family / source, tmp_path / "models" / name)
+    write_adapter(tmp_path / "adapters" / "code", 0)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

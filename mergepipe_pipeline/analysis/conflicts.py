@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, ExpertStats
 
@@ -63,7 +63,7 @@ def conflicts(names: Sequence[str], stats: Sequence[ExpertStats]) -> ConflictRep
     k = len(stats)
     grams: dict[str, Matrix] = {}
     norms_sq: dict[str, npt.NDArray[np.float64]] = {}
-    tables = [{t.tensor: t for t in s.tensors} for s in stats]
+    tables = [{t.base_tensor: t for t in s.tensors} for s in stats]
     tensors = list(dict.fromkeys(t for table in tables for t in table))
     n_layers = layer_count(tensors)
     for tensor in tensors:
@@ -77,7 +77,6 @@ def conflicts(names: Sequence[str], stats: Sequence[ExpertStats]) -> ConflictRep
         norms_sq[layer] = norms_sq.get(layer, np.zeros(k)) + exact
     layers = sorted(grams, key=layer_order)
     cosine = _cosine(sum((grams[layer] for layer in layers), np.zeros((k, k))))
-    contents = [[(t.tensor, t.sha256, t.base_sha256) for t in s.tensors] for s in stats]
     return ConflictReport(
         experts=tuple(names),
         cosine=cosine,
@@ -86,7 +85,15 @@ def conflicts(names: Sequence[str], stats: Sequence[ExpertStats]) -> ConflictRep
         redundant_pairs=_redundant(names, cosine),
         interference=_interference(cosine, sum((norms_sq[layer] for layer in layers), np.zeros(k))),
         standard_error=1.0 / math.sqrt(SKETCH_WIDTH),
-        digest=digest_json([list(names), contents]),
+        digest=digest_json([list(names), [_content(s) for s in stats]]),
+    )
+
+
+def _content(stats: ExpertStats) -> list[list[str]]:
+    """What is compared of one expert, in an order of its own."""
+    return sorted(
+        [t.base_tensor, sha256_hex(np.float64(t.l2sq).tobytes() + t.sketch.tobytes())]
+        for t in stats.tensors
     )
 
 

@@ -1,91 +1,82 @@
 """L1 rescale factors of sparsified deltas: ‖δ‖₁ over what is left of it, per whole tensor.
 
-mergekit's rescale (its pull request 245), computed from the same masks and rules the engine
-applies.
+mergekit's rescale (its pull request 245). What is left is what the engine will leave: the same
+sparsifiers are applied to the same task, window by window.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from mergepipe_pipeline.analysis.stream import CHUNK_ELEMS, DeltaWindow, PairReader
-from mergepipe_pipeline.operators.random import keep_mask
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.analysis.stream import CHUNK_ELEMS, DeltaWindow, WindowReader
+from mergepipe_pipeline.operators import sparsify
+from mergepipe_pipeline.operators.registry import Window
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.operator import Fact
+from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.spec.view import moved
 
 _TINY = 1e-7
-Mask = npt.NDArray[np.bool_]
-Keep = Callable[[str, DeltaWindow], Mask]
+Pair = tuple[str, str]
 
 
-def drop_scales(
-    expert: Checkpoint,
-    base: Checkpoint,
+def l1_scales(
+    expert: Model,
+    base: Model,
     stats: ExpertStats,
-    densities: Mapping[str, float],
-    *,
-    position: int,
-    seed: int,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, float]:
-    """Factors for DARE's random drop: tensor name to ‖δ‖₁/‖drop(δ)‖₁, 1 if either is below 1e-7."""
-
-    def keep(tensor: str, w: DeltaWindow) -> Mask:
-        return keep_mask(seed, position, tensor, w.start_elem, w.n, densities[tensor])
-
-    return _scales(expert, base, stats, list(densities), keep, progress)
-
-
-def trim_scales(
-    expert: Checkpoint,
-    base: Checkpoint,
-    stats: ExpertStats,
-    rules: Mapping[str, TrimRule],
+    tasks: Mapping[Pair, TensorTask],
+    kind: Fact,
     *,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, float]:
-    """Factors for a trim: tensor name to ‖δ‖₁/‖trim(δ)‖₁, 1 if either is below 1e-7."""
+) -> dict[Pair, float]:
+    """Factors by (expert's tensor, base's tensor): ‖δ‖₁/‖sparsified δ‖₁, 1 if either is below 1e-7.
 
-    def keep(tensor: str, w: DeltaWindow) -> Mask:
-        bits, rule = np.abs(w.values).view(np.uint32), rules[tensor]
-        before = np.arange(w.start_elem, w.start_elem + w.n) < rule.tie_stop_elem
-        kept: Mask = (bits > rule.threshold_bits) | ((bits == rule.threshold_bits) & before)
-        return kept
-
-    return _scales(expert, base, stats, list(rules), keep, progress)
-
-
-def _scales(
-    expert: Checkpoint,
-    base: Checkpoint,
-    stats: ExpertStats,
-    tensors: list[str],
-    keep: Keep,
-    progress: Callable[[int], None] | None,
-) -> dict[str, float]:
-    total = {t.tensor: t.l1 for t in stats.tensors}
+    `tasks` hold that one expert with the facts that a sparsifier of this `kind` needs.
+    """
     scales = {}
-    with PairReader(expert, base) as pair:
-        for tensor in tensors:
-            kept: list[float] = []
-            for nbytes, sums in pair.map(tensor, partial(_kept_l1, tensor, keep)):
-                kept.extend(sums.tolist())
+    with WindowReader((*expert.checkpoints, *base.checkpoints)) as reader:
+        for pair, task in tasks.items():
+            known = stats.by_pair[pair].l1
+            view = expert.views[pair[0]]
+            below = moved(base.views[pair[1]], len(expert.checkpoints))
+            row_elems = task.shape[-1] if kind == "ranked" and task.shape else 1
+
+            def left(window: DeltaWindow, task: TensorTask = task) -> tuple[float, int]:
+                return _kept_l1(window, task, kind), len(window.expert_raw)
+
+            kept = []
+            for part, nbytes in reader.deltas(view, below, left, row_elems=row_elems):
+                kept.append(part)
                 if progress:
                     progress(nbytes)
-            left = math.fsum(kept)
-            scales[tensor] = total[tensor] / left if min(left, total[tensor]) >= _TINY else 1.0
-        pair.verify_unchanged()
+            total = math.fsum(kept)
+            scales[pair] = known / total if min(total, known) >= _TINY else 1.0
+        reader.verify_unchanged()
     return scales
 
 
-def _kept_l1(tensor: str, keep: Keep, window: DeltaWindow) -> tuple[int, npt.NDArray[np.float64]]:
-    magnitude = np.abs(window.delta)
-    magnitude[: window.n] *= keep(tensor, window)
-    sums = np.asarray(magnitude.reshape(-1, CHUNK_ELEMS).sum(axis=1, dtype=np.float64))
-    return len(window.expert_raw), sums
+def _kept_l1(window: DeltaWindow, task: TensorTask, kind: Fact) -> float:
+    rows = torch.from_numpy(window.values).view(1, -1)
+    _sparsify(Window(None, rows, task, window.start_elem), kind)
+    magnitude: npt.NDArray[np.float32] = np.abs(window.delta)
+    sums = magnitude.reshape(-1, CHUNK_ELEMS).sum(axis=1, dtype=np.float64)
+    return math.fsum(sums.tolist())
+
+
+def _sparsify(window: Window, kind: Fact) -> None:
+    params = dict(window.task.experts[0].params)
+    density = float(params["density"])
+    if kind == "trim":
+        sparsify.trim(window, 0, density)
+    elif kind == "band":
+        sparsify.band(window, 0, density)
+    elif kind == "drop":
+        sparsify.drop(window, 0, density)
+    elif kind == "ranked":
+        sparsify.drop_by_rank(window, 0, density, float(params["epsilon"]), inverse=False)

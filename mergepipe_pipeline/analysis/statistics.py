@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mergepipe_pipeline.analysis.stream import CHUNK_ELEMS, DeltaWindow, PairReader
+from mergepipe_pipeline.analysis.stream import CHUNK_ELEMS, DeltaWindow, WindowReader
 from mergepipe_pipeline.digest import new_hash, sha256_hex
-from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.stats import HIST_SHIFT, SKETCH_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.spec.view import TensorView, moved
 
 _BINS = 1 << (32 - HIST_SHIFT - 1)
 #: Chunks described at once: small enough for the working memory to stay in a core's cache.
@@ -63,35 +63,42 @@ _scratch = _Scratch()
 
 
 def analyze_expert(
-    expert: Checkpoint,
-    base: Checkpoint,
+    expert: Model,
+    base: Model,
+    pairs: Sequence[tuple[str, str]],
     grid: BlockGrid,
     *,
     progress: Callable[[int], None] | None = None,
 ) -> ExpertStats:
-    """One pass over the tensors that both have with equal shape and floating dtype.
+    """One pass over pairs of (expert's tensor, base's tensor), which have equal shapes.
 
-    `progress` is called with expert bytes done. Raises CheckpointChangedError if a file changes
-    meanwhile.
+    `progress` is called with bytes done. Raises CheckpointChangedError if a file changes meanwhile.
     """
-    with PairReader(expert, base) as pair:
+    offset = len(expert.checkpoints)
+    with WindowReader((*expert.checkpoints, *base.checkpoints)) as reader:
         tensors = tuple(
-            _tensor_stats(pair, entry, grid, progress)
-            for entry in pair.shared()
-            if entry.dtype in FLOATING and base.by_name[entry.name].dtype in FLOATING
+            _tensor_stats(
+                reader, expert.views[mine], moved(base.views[theirs], offset), grid, progress
+            )
+            for mine, theirs in pairs
         )
-        pair.verify_unchanged()
-    return ExpertStats(base.checkpoint_id, expert.checkpoint_id, grid.block_elems, tensors)
+        reader.verify_unchanged()
+    return ExpertStats(base.model_id, expert.model_id, grid.block_elems, tensors)
 
 
 def _tensor_stats(
-    pair: PairReader, entry: TensorEntry, grid: BlockGrid, progress: Callable[[int], None] | None
+    reader: WindowReader,
+    expert: TensorView,
+    base: TensorView,
+    grid: BlockGrid,
+    progress: Callable[[int], None] | None,
 ) -> TensorStats:
     expert_hash, base_hash = new_hash(), new_hash()
     figures: list[_Figures] = []
     histogram = np.zeros(_BINS, dtype=np.int64)
     sketch = np.zeros(SKETCH_WIDTH)
-    for window, found in pair.map(entry.name, lambda w: (w, _describe(w, entry.name))):
+    # A sketch belongs to the elements of the base, so that experts can be compared.
+    for window, found in reader.deltas(expert, base, lambda w: (w, _describe(w, base.name))):
         expert_hash.update(window.expert_raw)
         base_hash.update(window.base_raw)
         if progress:
@@ -101,16 +108,19 @@ def _tensor_stats(
             sketch += found.sketch
         # The window sums stay in `histogram` and `sketch`; only figures per chunk may pile up.
         figures.append(replace(found, histogram=histogram, sketch=sketch))
+    hashed = expert.stands_alone and not (expert.low_rank or base.low_rank)
+    whole = hashed and expert.numel == base.numel
     l1 = _joined([f.l1 for f in figures], np.float64)
     l2sq = _joined([f.l2sq for f in figures], np.float64)
     nonzero = _joined([f.nonzero for f in figures], np.int64)
     max_abs = _joined([f.max_abs for f in figures], np.float32)
     occupied = np.flatnonzero(histogram)
     return TensorStats(
-        tensor=entry.name,
-        sha256=expert_hash.hexdigest(),
-        base_sha256=base_hash.hexdigest(),
-        numel=entry.numel,
+        tensor=expert.name,
+        base_tensor=base.name,
+        sha256=expert_hash.hexdigest() if hashed and not expert.runs else "",
+        base_sha256=base_hash.hexdigest() if whole and not base.runs else "",
+        numel=expert.numel,
         l1=math.fsum(l1.tolist()),
         l2sq=math.fsum(l2sq.tolist()),
         max_abs=float(max_abs.max(initial=0)),

@@ -17,12 +17,13 @@ from mergepipe_pipeline.catalog import tables
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.chain import VersionChain
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-Fact = tuple[int, int, float]
+#: The numbers of one fact, as its maker orders them.
+Fact = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -122,39 +123,46 @@ class Catalog:
             )
         return digest_json(digests)
 
-    def has_stats(self, base_id: str, checkpoint_id: str, block_elems: int) -> bool:
-        """True if `stats` would find something."""
-        return self._stats(base_id, checkpoint_id, block_elems, "tensors").exists()
-
     def put_stats(self, stats: ExpertStats) -> None:
-        """Remember an analysis. Blocks first: the tensors' file says that it is whole."""
+        """Remember an analysis; earlier ones of other tensors stay.
+
+        Blocks first: the tensors' file says that it is whole.
+        """
         tensors, blocks = tables.encode_stats(stats)
-        key = (stats.base_id, stats.checkpoint_id, stats.block_elems)
-        write_atomic(self._stats(*key, "blocks"), blocks)
-        write_atomic(self._stats(*key, "tensors"), tensors)
+        stem = f"{stats.checkpoint_id}.b{stats.block_elems}.{sha256_hex(tensors)[:12]}"
+        folder = self._stats(stats.base_id)
+        write_atomic(folder / f"{stem}.blocks.parquet", blocks)
+        write_atomic(folder / f"{stem}.tensors.parquet", tensors)
 
     def stats(self, base_id: str, checkpoint_id: str, block_elems: int) -> ExpertStats | None:
-        """An analysis, or None if there is none. Raises CorruptionError."""
-        paths = [
-            self._stats(base_id, checkpoint_id, block_elems, part) for part in ("tensors", "blocks")
-        ]
-        tensors, blocks = map(_read, paths)
-        if tensors is None or blocks is None:
+        """All that is known of an expert against a base, or None. Raises CorruptionError."""
+        found: dict[tuple[str, str], TensorStats] = {}
+        folder = self._stats(base_id)
+        pattern = f"{checkpoint_id}.b{block_elems}.*.tensors.parquet"
+        paths = sorted(folder.glob(pattern)) if folder.is_dir() else []
+        for path in paths:
+            blocks = path.with_name(path.name.replace(".tensors.", ".blocks."))
+            parts = _read(path), _read(blocks)
+            if parts[0] is None or parts[1] is None:
+                continue
+            found |= tables.decode_stats(parts[0], parts[1], str(path), str(blocks)).by_pair
+        if not paths:
             return None
-        return tables.decode_stats(tensors, blocks, *map(str, paths))
+        return ExpertStats(base_id, checkpoint_id, block_elems, tuple(found.values()))
 
-    def put_fact(
-        self, base_id: str, checkpoint_id: str, key: str, facts: Mapping[str, Fact]
-    ) -> None:
-        """Remember tensor-scope facts under `key`; earlier ones of the key stay."""
+    def put_fact(self, base_id: str, owner_id: str, key: str, facts: Mapping[str, Fact]) -> None:
+        """Remember tensor-scope facts under `key`; earlier ones of the key stay.
+
+        `owner_id` names an expert, or a group of them.
+        """
         data = tables.encode_facts(facts, key)
-        folder = self._facts(base_id, checkpoint_id)
+        folder = self._facts(base_id, owner_id)
         write_atomic(folder / f"{key}.{sha256_hex(data)[:12]}.parquet", data)
 
-    def fact(self, base_id: str, checkpoint_id: str, key: str) -> dict[str, Fact]:
+    def fact(self, base_id: str, owner_id: str, key: str) -> dict[str, Fact]:
         """All facts under `key`, by tensor; empty if none is known. Raises CorruptionError."""
         out: dict[str, Fact] = {}
-        folder = self._facts(base_id, checkpoint_id)
+        folder = self._facts(base_id, owner_id)
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if re.fullmatch(re.escape(key) + r"\.[0-9a-f]{12}\.parquet", path.name):
                 out |= tables.decode_facts(path.read_bytes(), str(path))
@@ -201,17 +209,11 @@ class Catalog:
     def _digests(self, checkpoint_id: str) -> Path:
         return self._folder / "digests" / f"{checkpoint_id}.parquet"
 
-    def _stats(self, base_id: str, checkpoint_id: str, block_elems: int, part: str) -> Path:
-        return (
-            self._folder
-            / "block_stats"
-            / "v1"
-            / base_id
-            / f"{checkpoint_id}.b{block_elems}.{part}.parquet"
-        )
+    def _stats(self, base_id: str) -> Path:
+        return self._folder / "block_stats" / "v2" / base_id
 
-    def _facts(self, base_id: str, checkpoint_id: str) -> Path:
-        return self._folder / "tensor_facts" / "v1" / base_id / checkpoint_id
+    def _facts(self, base_id: str, owner_id: str) -> Path:
+        return self._folder / "tensor_facts" / "v2" / base_id / owner_id
 
 
 def _read(path: Path) -> bytes | None:

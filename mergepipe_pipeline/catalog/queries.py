@@ -24,7 +24,7 @@ VIEWS = {
     "digests": "one row per tensor whose content is known: checkpoint_id, tensor, sha256",
     "tensor_stats": "one row per tensor of an analysed expert: base_id, checkpoint_id, l1, l2sq, …",
     "block_stats": "one row per block: base_id, checkpoint_id, block_elems, tensor, block, l2sq, …",
-    "facts": "one row per trim threshold or rescale factor: base_id, checkpoint_id, key, tensor, …",
+    "facts": "one row per fact of a tensor: base_id, checkpoint_id or group, key, tensor, numbers",
 }
 
 _PARQUET = {
@@ -40,21 +40,21 @@ _PARQUET = {
     ),
     "tensor_stats": (
         tables.TENSOR_STATS,
-        "block_stats/v1/*/*.tensors.parquet",
+        "block_stats/v2/*/*.tensors.parquet",
         "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 1) AS base_id, "
         "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 2) AS checkpoint_id, "
         "regexp_extract(filename, '\\.b(\\d+)\\.', 1)::BIGINT AS block_elems",
     ),
     "block_stats": (
         tables.BLOCK_STATS,
-        "block_stats/v1/*/*.blocks.parquet",
+        "block_stats/v2/*/*.blocks.parquet",
         "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 1) AS base_id, "
         "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 2) AS checkpoint_id, "
         "regexp_extract(filename, '\\.b(\\d+)\\.', 1)::BIGINT AS block_elems",
     ),
     "facts": (
         tables.FACTS,
-        "tensor_facts/v1/*/*/*.parquet",
+        "tensor_facts/v2/*/*/*.parquet",
         "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 1) AS base_id, "
         "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 2) "
         "AS checkpoint_id, "

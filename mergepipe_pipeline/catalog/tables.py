@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 
@@ -32,6 +33,7 @@ DIGESTS = pa.schema([("tensor", pa.string()), ("sha256", pa.string())])
 TENSOR_STATS = pa.schema(
     [
         ("tensor", pa.string()),
+        ("base_tensor", pa.string()),
         ("sha256", pa.string()),
         ("base_sha256", pa.string()),
         ("numel", pa.int64()),
@@ -47,6 +49,7 @@ TENSOR_STATS = pa.schema(
 BLOCK_STATS = pa.schema(
     [
         ("tensor", pa.string()),
+        ("base_tensor", pa.string()),
         ("block", pa.int64()),
         ("l2sq", pa.float64()),
         ("max_abs", pa.float32()),
@@ -56,9 +59,7 @@ BLOCK_STATS = pa.schema(
 FACTS = pa.schema(
     [
         ("tensor", pa.string()),
-        ("threshold_bits", pa.int64()),
-        ("tie_stop_elem", pa.int64()),
-        ("scale", pa.float64()),
+        ("numbers", pa.list_(pa.float64())),
     ]
 )
 
@@ -93,7 +94,7 @@ def decode(data: bytes, where: str, schema: pa.Schema) -> tuple[pa.Table, dict[s
 
 
 def encode_checkpoint(c: Checkpoint) -> bytes:
-    """Tensor entries as rows; name, root, files and config in the metadata."""
+    """Tensor entries as rows; files, kind and configs in the metadata; name and root nowhere."""
     rows = {
         "tensor": [t.name for t in c.tensors],
         "dtype": [t.dtype for t in c.tensors],
@@ -104,7 +105,13 @@ def encode_checkpoint(c: Checkpoint) -> bytes:
         "nbytes": [t.nbytes for t in c.tensors],
     }
     files = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in c.files]
-    return encode(pa.table(rows, schema=TENSORS), {"files": files, "config": c.config})
+    meta = {
+        "files": files,
+        "config": c.config,
+        "kind": c.kind,
+        "adapter_config": c.adapter_config,
+    }
+    return encode(pa.table(rows, schema=TENSORS), meta)
 
 
 def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoint:
@@ -118,7 +125,14 @@ def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoi
         for r in table.to_pylist()
     )
     return Checkpoint(
-        name, root, tuple(FileEntry(*f) for f in meta["files"]), tensors, meta["config"]
+        name,
+        root,
+        tuple(FileEntry(*f) for f in meta["files"]),
+        tensors,
+        meta["config"],
+        # Catalogs of version 0.1 hold full checkpoints only and say neither.
+        meta.get("kind", "full"),
+        meta.get("adapter_config"),
     )
 
 
@@ -135,40 +149,31 @@ def decode_digests(data: bytes, where: str) -> dict[str, str]:
 
 
 def encode_stats(stats: ExpertStats) -> tuple[bytes, bytes]:
-    """Parquet bytes of the tensor rows and of the block rows."""
+    """Parquet bytes of the tensor rows and of the block rows, in the same order of tensors."""
     ts = stats.tensors
     meta = {
         "base_id": stats.base_id,
         "checkpoint_id": stats.checkpoint_id,
         "block_elems": stats.block_elems,
     }
-    tensors = pa.table(
-        {
-            "tensor": [t.tensor for t in ts],
-            "sha256": [t.sha256 for t in ts],
-            "base_sha256": [t.base_sha256 for t in ts],
-            "numel": [t.numel for t in ts],
-            "l1": [t.l1 for t in ts],
-            "l2sq": [t.l2sq for t in ts],
-            "max_abs": [t.max_abs for t in ts],
-            "nonzero": [t.nonzero for t in ts],
-            "hist_bins": [t.hist_bins for t in ts],
-            "hist_counts": [t.hist_counts for t in ts],
-            "sketch": [t.sketch for t in ts],
-        },
-        schema=TENSOR_STATS,
-    )
+    columns = TENSOR_STATS.names
+    tensors = pa.table({c: [getattr(t, c) for t in ts] for c in columns}, schema=TENSOR_STATS)
     counts = [len(t.block_l2sq) for t in ts]
+
+    def repeated(names: list[str]) -> Any:
+        return np.repeat(np.array(names, dtype=object), counts)
+
     blocks = pa.table(
         {
-            "tensor": np.repeat(np.array([t.tensor for t in ts], dtype=object), counts)
-            if ts
-            else [],
-            "block": np.concatenate([np.arange(n) for n in counts]) if ts else [],
-            "l2sq": np.concatenate([t.block_l2sq for t in ts]) if ts else [],
-            "max_abs": np.concatenate([t.block_max_abs for t in ts]) if ts else [],
-            "nonzero": np.concatenate([t.block_nonzero for t in ts]) if ts else [],
-        },
+            "tensor": repeated([t.tensor for t in ts]),
+            "base_tensor": repeated([t.base_tensor for t in ts]),
+            "block": np.concatenate([np.arange(n) for n in counts]),
+            "l2sq": np.concatenate([t.block_l2sq for t in ts]),
+            "max_abs": np.concatenate([t.block_max_abs for t in ts]),
+            "nonzero": np.concatenate([t.block_nonzero for t in ts]),
+        }
+        if ts
+        else {name: [] for name in BLOCK_STATS.names},
         schema=BLOCK_STATS,
     )
     return encode(tensors, meta), encode(blocks, meta)
@@ -180,51 +185,35 @@ def decode_stats(
     """The statistics of `encode_stats`. Raises CorruptionError."""
     table, meta = decode(tensors, tensors_where, TENSOR_STATS)
     block_table, _ = decode(blocks, blocks_where, BLOCK_STATS)
-    l2sq, max_abs = block_table["l2sq"].to_numpy(), block_table["max_abs"].to_numpy()
-    nonzero = block_table["nonzero"].to_numpy()
-    firsts = np.flatnonzero(block_table["block"].to_numpy() == 0).tolist()
-    owners = block_table["tensor"].take(pa.array(firsts, pa.int64())).to_pylist()
-    stops = [*firsts[1:], len(l2sq)][: len(firsts)]
-    parts = dict(zip(owners, zip(firsts, stops, strict=True), strict=True))
-    out = []
+    arrays = {c: block_table[c].to_numpy() for c in ("l2sq", "max_abs", "nonzero")}
+    grid = BlockGrid(meta["block_elems"])
+    out, a = [], 0
     for r in table.to_pylist():
-        a, b = parts.get(r["tensor"], (0, 0))
-        out.append(
-            TensorStats(
-                r["tensor"],
-                r["sha256"],
-                r["base_sha256"],
-                r["numel"],
-                r["l1"],
-                r["l2sq"],
-                r["max_abs"],
-                r["nonzero"],
-                np.array(r["hist_bins"], np.uint16),
-                np.array(r["hist_counts"], np.int64),
-                np.array(r["sketch"], np.float32),
-                l2sq[a:b],
-                max_abs[a:b],
-                nonzero[a:b],
-            )
+        b = a + grid.count(r["numel"])
+        r["hist_bins"] = np.array(r["hist_bins"], np.uint16)
+        r["hist_counts"] = np.array(r["hist_counts"], np.int64)
+        r["sketch"] = np.array(r["sketch"], np.float32)
+        out.append(TensorStats(**r, **{f"block_{c}": v[a:b] for c, v in arrays.items()}))
+        a = b
+    if a != len(block_table):
+        raise CorruptionError(
+            "Two catalog files disagree",
+            where=blocks_where,
+            expected=f"{a} blocks, as {tensors_where} implies",
+            found=f"{len(block_table)} blocks",
+            next_step="delete both files; `mergepipe analyze` makes them again",
         )
     return ExpertStats(meta["base_id"], meta["checkpoint_id"], meta["block_elems"], tuple(out))
 
 
-def encode_facts(facts: Mapping[str, tuple[int, int, float]], key: str) -> bytes:
-    """Tensor-scope facts of one key."""
-    rows = {
-        "tensor": list(facts),
-        "threshold_bits": [f[0] for f in facts.values()],
-        "tie_stop_elem": [f[1] for f in facts.values()],
-        "scale": [f[2] for f in facts.values()],
-    }
+def encode_facts(facts: Mapping[str, tuple[float, ...]], key: str) -> bytes:
+    """Tensor-scope facts of one key: tensor to numbers."""
+    rows = {"tensor": list(facts), "numbers": [list(map(float, f)) for f in facts.values()]}
     return encode(pa.table(rows, schema=FACTS), {"key": key})
 
 
-def decode_facts(data: bytes, where: str) -> dict[str, tuple[int, int, float]]:
+def decode_facts(data: bytes, where: str) -> dict[str, tuple[float, ...]]:
     """The mapping of `encode_facts`. Raises CorruptionError."""
     table, _ = decode(data, where, FACTS)
-    return {
-        r["tensor"]: (r["threshold_bits"], r["tie_stop_elem"], r["scale"])
-        for r in table.to_pylist()
-    }
+    numbers = table["numbers"].to_pylist()
+    return dict(zip(table["tensor"].to_pylist(), map(tuple, numbers), strict=True))

@@ -8,6 +8,7 @@ from mergepipe_pipeline import __version__
 from mergepipe_pipeline.cli.checkpoints import analyze, ls, register, sql
 from mergepipe_pipeline.cli.demo import demo
 from mergepipe_pipeline.cli.merging import check, explain, merge, plan
+from mergepipe_pipeline.cli.operators import ops
 from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback, verify
 
 
@@ -29,6 +30,7 @@ def main(ctx: click.Context, home_dir: str | None) -> None:
 for command in (
     register,
     analyze,
+    ops,
     check,
     plan,
     merge,

@@ -11,6 +11,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, verb
 
 if TYPE_CHECKING:
+    from mergepipe_pipeline.pipeline.check import Checked
     from mergepipe_pipeline.pipeline.merge import MergeOutcome
     from mergepipe_pipeline.spec.plan import MergePlan
 
@@ -41,18 +42,29 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     from mergepipe_pipeline.pipeline.check import load_recipe
 
     checked = run(console.home, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning)
+    stages = (*checked.before, checked)
+    console.warn(tuple(w for stage in stages for w in stage.recipe.warnings))
+    shown = _checked_json(checked)
+    if checked.before:
+        shown["stages"] = [_checked_json(stage) for stage in checked.before]
+    console.show(shown, *(line for stage in stages for line in _checked_lines(stage)))
+
+
+def _checked_json(checked: Checked) -> dict[str, Any]:
+    return {
+        "recipe": checked.recipe.name,
+        "method": checked.recipe.method,
+        "base": checked.base.name if checked.base else None,
+        "experts": [e.name for e in checked.experts],
+        **asdict(checked.cost),
+        "warnings": list(checked.recipe.warnings),
+    }
+
+
+def _checked_lines(checked: Checked) -> tuple[str, ...]:
     c = checked.cost
-    console.warn(checked.recipe.warnings)
-    console.show(
-        {
-            "recipe": checked.recipe.name,
-            "method": checked.recipe.method,
-            "base": checked.base.name if checked.base else None,
-            "experts": [e.name for e in checked.experts],
-            **asdict(c),
-            "warnings": list(checked.recipe.warnings),
-        },
-        f"{checked.recipe.name}: {checked.recipe.method} of {len(checked.experts)} experts, "
+    return (
+        f"{checked.recipe.name}: {checked.recipe.method} of {len(checked.experts)} models, "
         f"{c.tensors} tensors in {c.layers} layers",
         f"  expert bytes        {size(c.expert_bytes_total)}",
         f"  budget              {size(c.budget_bytes)}",

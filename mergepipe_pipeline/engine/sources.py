@@ -7,13 +7,14 @@ what the kernel was asked for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
 from mergepipe_pipeline.errors import CheckpointChangedError
-from mergepipe_pipeline.spec.blocks import Range, coalesce
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, Source
+from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
+from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan, Source
+from mergepipe_pipeline.spec.view import Part
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
@@ -85,11 +86,26 @@ class SourcePool:
 
 
 def access_set(layers: Sequence[LayerTask], source: int) -> dict[str, tuple[Range, ...]]:
-    """Tensor name to the element ranges of `source` that the layers read as an expert's."""
+    """Stored tensor to the element ranges of `source` that the layers read as an expert's."""
     ranges: dict[str, list[Range]] = {}
     for layer in layers:
         for task in layer.tasks:
             for e in task.experts:
-                if e.source == source:
-                    ranges.setdefault(e.tensor.name, []).extend(e.read)
+                for part, found in _parts_read(e):
+                    if part.source == source:
+                        ranges.setdefault(part.entry.name, []).extend(found)
     return {name: coalesce(r) for name, r in ranges.items()}
+
+
+def _parts_read(e: ExpertInput) -> Iterator[tuple[Part, Sequence[Range]]]:
+    """The stored tensors of one input, with the ranges of their elements that it reads."""
+    view = e.view
+    if e.read and view.low_rank:
+        for factor in (view.low_rank.a, view.low_rank.b):
+            yield factor, [(0, factor.entry.numel)]
+    if view.stored and not view.runs:
+        yield view.stored[0], e.read
+    for run in view.runs:
+        shift = run.at_elem - run.start_elem
+        inside = clip(e.read, run.start_elem, run.start_elem + run.n_elems)
+        yield view.stored[run.part], [(a + shift, b + shift) for a, b in inside]

@@ -31,13 +31,18 @@ class EngineOptions:
         """Windows in flight: one per worker, and the one being written."""
         return self.threads + 1
 
-    def window_for(self, n_experts: int, itemsize: int) -> int:
-        """Window length in elements for a tensor with `n_experts` inputs of `itemsize` bytes."""
+    def window_for(self, n_experts: int, itemsize: int, row_elems: int = 1) -> int:
+        """Window length in elements for a tensor with `n_experts` inputs of `itemsize` bytes.
+
+        A multiple of `row_elems`, so a row longer than a window is held whole.
+        """
         if self.window_elems is not None:
-            return max(1, self.window_elems)
-        held = (n_experts + 1) * (itemsize + 4) + 4 * 6
-        fits = self.memory_bytes // (self.slots * held)
-        return int(max(_QUANTUM, min(1 << 18, fits // _QUANTUM * _QUANTUM)))
+            elems = self.window_elems
+        else:
+            held = (n_experts + 1) * (itemsize + 4) + 4 * 6
+            fits = self.memory_bytes // (self.slots * held)
+            elems = int(max(_QUANTUM, min(1 << 18, fits // _QUANTUM * _QUANTUM)))
+        return max(1, elems // row_elems) * row_elems
 
 
 def cut(numel: int, window_elems: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mergepipe_pipeline.engine.delta import Bytes
+from mergepipe_pipeline.tensors.stored import Bytes
 
 _ALIGN = 64
 

@@ -6,8 +6,9 @@ new operator is one new file with `@operator(...)` on a function, and its formul
 `tests/oracles.py`.
 
 Results never depend on how a tensor is cut into windows nor on the number of threads: operators use
-elementwise steps and add experts one after the other in recipe order, with `mul_` and `add_` apart,
-because fused or tree-shaped sums round differently in vector bodies and tails.
+steps within one element, or one row, and add experts one after the other in recipe order, with
+`mul_` and `add_` apart, because fused or tree-shaped sums round differently in vector bodies and
+tails. What needs more of a tensor than a row is a measure, known before merging.
 """
 
 from importlib import import_module

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _check(tensor: str, numel: int, weight: PerModel, normalize: bool) -> None:
+def _check(tensor: str, shape: tuple[int, ...], weight: PerModel, normalize: bool) -> None:
     if normalize and sum(weight) == 0:
         raise OperatorError(
             "The weights of a linear merge sum to zero",
@@ -23,7 +23,7 @@ def _check(tensor: str, numel: int, weight: PerModel, normalize: bool) -> None:
 
 
 def _coefficients(weight: PerModel, normalize: bool) -> tuple[float, ...]:
-    _check("any", 0, weight, normalize)
+    _check("any", (), weight, normalize)
     total = sum(weight) if normalize else 1.0
     return tuple(w / total for w in weight)
 
@@ -31,7 +31,7 @@ def _coefficients(weight: PerModel, normalize: bool) -> tuple[float, ...]:
 @operator(
     "linear",
     space="value",
-    needs_base=False,
+    base="none",
     formula="Σ wᵢTᵢ, divided by Σ wᵢ if normalize",
     reference="https://arxiv.org/abs/2203.05482",
     coefficients=_coefficients,
@@ -48,7 +48,7 @@ def linear(
     Raises OperatorError if normalize is set and the weights sum to zero.
     Source: Model soups (https://arxiv.org/abs/2203.05482).
     """
-    _check(window.task.name, 0, weight, normalize)
+    _check(window.task.name, window.task.shape, weight, normalize)
     total = window.experts[0].mul_(weight[0])
     for k in range(1, len(weight)):
         # Fused multiply-add, one rounding per expert, as mergekit rounds: terms that cancel would

@@ -16,20 +16,30 @@ from mergepipe_pipeline.digest import digest_json
 _PER_STEP = 8
 
 
+def uniforms(
+    seed: int, position: int, tensor: str, start_elem: int, n: int
+) -> npt.NDArray[np.uint32]:
+    """The numbers of elements [start_elem, start_elem + n), uniform over all 32-bit ones.
+
+    Uint32 [n]. `position` is the expert's place in the recipe.
+    Source: Philox4x64-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+    key = int(digest_json(["keep_mask", seed, position, tensor])[:32], 16)
+    first, skip = divmod(start_elem, _PER_STEP)
+    stream = np.random.Philox(key=key, counter=first)
+    words = stream.random_raw((skip + n + 1) // 2).astype("<u8", copy=False)
+    return words.view("<u4")[skip : skip + n]
+
+
 def keep_mask(
     seed: int, position: int, tensor: str, start_elem: int, n: int, density: float
 ) -> npt.NDArray[np.bool_]:
     """Which of elements [start_elem, start_elem + n) are kept, each with probability `density`.
 
-    Bool [n]. `position` is the expert's place in the recipe. Density 0 keeps none and 1 keeps all;
-    between, an element is kept iff its 32-bit number is below round(density · 2**32).
-    Source: Philox4x64-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    Bool [n]. Density 0 keeps none and 1 keeps all; between, an element is kept iff its number is
+    below round(density · 2**32).
     """
     threshold = round(density * 2**32)
     if threshold <= 0 or threshold >= 2**32:
         return np.full(n, threshold > 0)
-    key = int(digest_json(["keep_mask", seed, position, tensor])[:32], 16)
-    first, skip = divmod(start_elem, _PER_STEP)
-    stream = np.random.Philox(key=key, counter=first)
-    words = stream.random_raw((skip + n + 1) // 2).astype("<u8", copy=False)
-    return words.view("<u4")[skip : skip + n] < np.uint32(threshold)
+    return uniforms(seed, position, tensor, start_elem, n) < np.uint32(threshold)

@@ -23,7 +23,18 @@ from typing import (
 )
 
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.spec.operator import Fact, OperatorSchema, Parameter, Response, Space
+from mergepipe_pipeline.operators.measure import Measure
+from mergepipe_pipeline.spec.operator import (
+    BaseUse,
+    Choosing,
+    Fact,
+    Kind,
+    OperatorSchema,
+    Parameter,
+    Response,
+    Scope,
+    Space,
+)
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.recipe import Params
 
@@ -47,6 +58,9 @@ Weight = Annotated[PerModel, "factor of this model"]
 Density = Annotated[PerModel, "share of the delta's elements to keep; 1 or more keeps all"]
 Lambda = Annotated[float, "factor of the merged update, applied after normalisation"]
 Int8Mask = Annotated[bool, "accepted for mergekit recipes, without effect on results"]
+Variant = Annotated[
+    Literal["mergekit", "paper"], "whose operator is meant where the field has two of one name"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,8 @@ class Window:
 
     `base` is [n] float32 and never written to, or None for an operator that needs none. `experts`
     is [K, n] float32 in the order of `task.experts`: deltas for space "delta", values for space
-    "value". The operator may overwrite it.
+    "value". The operator may overwrite it. For scope "row", n is a multiple of `row_elems`.
+    `task.facts` holds what `Operator.settle` gave.
     """
 
     base: Tensor | None
@@ -63,22 +78,36 @@ class Window:
     task: TensorTask
     start_elem: int
 
+    @property
+    def row_elems(self) -> int:
+        """Length of the tensor's rows: its last dimension, all of a vector."""
+        return self.task.shape[-1] if self.task.shape else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
     """A registered merge method.
 
     `apply(window)` gives the merged values, base included, as [n] float32.
-    `coefficients(params, model_params)` gives one effective cᵢ of δᵢ per expert: exact for additive
-    operators (without the drop scale), for votes the share when all experts agree.
-    `validate(tensor, numel, params, model_params)` raises OperatorError if the parameters cannot
-    work for a tensor of `numel` elements.
+    `coefficients(params, model_params, facts)` gives one effective cᵢ of δᵢ per expert: exact for
+    additive operators (without the drop scale), for votes the share when all experts agree.
+    `validate(tensor, shape, params, model_params)` raises OperatorError if the parameters cannot
+    work for a tensor of that shape. `measures` are what must be known of whole tensors first, and
+    `settle(params, model_params, measured)` turns it into the task's `facts`. `response(params)`
+    says how its error is bounded. `choose(params, model_params, facts)` names the operator to apply
+    instead, for a method that only chooses.
     """
 
     schema: OperatorSchema
     apply: Callable[[Window], Tensor]
-    coefficients: Callable[[Params, Sequence[Params]], tuple[float, ...]]
-    validate: Callable[[str, int, Params, Sequence[Params]], None]
+    response: Callable[[Params], Response]
+    coefficients: Callable[[Params, Sequence[Params], tuple[float, ...]], tuple[float, ...]]
+    validate: Callable[[str, tuple[int, ...], Params, Sequence[Params]], None]
+    measures: tuple[Measure, ...] = ()
+    settle: Callable[[Params, Sequence[Params], tuple[float, ...]], tuple[float, ...]] = (
+        lambda params, model_params, measured: measured
+    )
+    choose: Callable[[Params, Sequence[Params], tuple[float, ...]], Choosing] | None = None
 
 
 def operator(
@@ -86,18 +115,27 @@ def operator(
     *,
     formula: str,
     reference: str,
-    coefficients: Callable[..., tuple[float, ...]],
+    coefficients: Callable[..., tuple[float, ...]] | None = None,
     check: Callable[..., None] | None = None,
     space: Space = "delta",
-    needs_base: bool = True,
+    base: BaseUse = "required",
+    experts: tuple[int, int | None] = (1, None),
     fact: Fact = "none",
+    scope: Scope = "element",
     response: Response = "additive",
+    measures: Sequence[Measure] = (),
+    settle: Callable[..., tuple[float, ...]] | None = None,
+    response_of: Callable[..., Response] | None = None,
+    choose: Callable[..., Choosing] | None = None,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register `function(window, *, parameters…) -> Tensor` as the merge method `name`.
 
     Keyword-only arguments become recipe parameters: `Annotated[PerModel, help]` is given per model,
-    `Annotated[float | bool | int, help]` once per tensor; a trailing underscore is dropped
-    (`lambda_`). `coefficients(**values)` and `check(tensor, numel, **values)` get the same values.
+    `Annotated[float | bool | int | Literal[texts], help]` once per tensor; a trailing underscore is
+    dropped (`lambda_`). `check(tensor, shape, **values)` and `coefficients(**values)` get the same
+    values; `settle(measured, **values)` and `choose(facts, **values)` too. Without `coefficients`
+    the facts are factors: the base's first, then the experts'. `response_of(**method parameters)`
+    is for methods whose response depends on them.
 
     Raises OperatorError for a name that is taken and for an argument without type or help.
     """
@@ -112,7 +150,16 @@ def operator(
                 next_step="rename one of them",
             )
         schema = OperatorSchema(
-            name, _parameters(function), space, needs_base, fact, response, formula, reference
+            name,
+            _parameters(function),
+            space,
+            base,
+            experts,
+            fact,
+            scope,
+            response,
+            formula,
+            reference,
         )
 
         def apply(window: Window) -> Tensor:
@@ -123,17 +170,51 @@ def operator(
             values = bind(schema, task.name, task.params, [e.params for e in task.experts])
             return function(window, **values)
 
-        def coefficients_of(params: Params, model_params: Sequence[Params]) -> tuple[float, ...]:
+        def coefficients_of(
+            params: Params, model_params: Sequence[Params], facts: tuple[float, ...]
+        ) -> tuple[float, ...]:
+            if coefficients is None:
+                # Factors that differ from row to row or by column are about 1 all together.
+                count = len(model_params)
+                return facts[1:] if len(facts) == 1 + count else (1.0,) * count
             return coefficients(**bind(schema, f"method {name}", params, model_params))
 
         def validate(
-            tensor: str, numel: int, params: Params, model_params: Sequence[Params]
+            tensor: str, shape: tuple[int, ...], params: Params, model_params: Sequence[Params]
         ) -> None:
             values = bind(schema, tensor, params, model_params)
             if check is not None:
-                check(tensor, numel, **values)
+                check(tensor, shape, **values)
 
-        OPERATORS[name] = Operator(schema, apply, coefficients_of, validate)
+        def settled(
+            params: Params, model_params: Sequence[Params], measured: tuple[float, ...]
+        ) -> tuple[float, ...]:
+            if settle is None:
+                return measured
+            return settle(measured, **bind(schema, f"method {name}", params, model_params))
+
+        def response_to(params: Params) -> Response:
+            if response_of is None:
+                return response
+            values = bind(schema, f"method {name}", params, [])
+            return response_of(**{k: v for k, v in values.items() if not isinstance(v, PerModel)})
+
+        def chosen(
+            params: Params, model_params: Sequence[Params], facts: tuple[float, ...]
+        ) -> Choosing:
+            assert choose is not None
+            return choose(facts, **bind(schema, f"method {name}", params, model_params))
+
+        OPERATORS[name] = Operator(
+            schema,
+            apply,
+            response_to,
+            coefficients_of,
+            validate,
+            tuple(measures),
+            settled,
+            chosen if choose else None,
+        )
         return function
 
     return register
@@ -169,19 +250,29 @@ def bind(
 
 def _value(schema: OperatorSchema, p: Parameter, where: str, row: dict[str, Any]) -> Any:
     raw = row.get(p.name, p.default)
+    if p.kind == "choice":
+        if raw not in p.choices:
+            raise _unusable(schema, p, where, raw, "one of " + ", ".join(p.choices))
+        return raw
     try:
         number = float(raw)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise OperatorError(
-            f"{schema.name} cannot use its parameter {p.name!r}",
-            where=where,
-            expected=f"a finite number ({p.help})",
-            found="nothing" if raw is None else repr(raw),
-            next_step=f"give {p.name} a value in the recipe",
-        )
+        raise _unusable(schema, p, where, raw, f"a finite number ({p.help})")
     return {"float": float, "bool": bool, "int": int}[p.kind](number)
+
+
+def _unusable(
+    schema: OperatorSchema, p: Parameter, where: str, raw: Any, expected: str
+) -> OperatorError:
+    return OperatorError(
+        f"{schema.name} cannot use its parameter {p.name!r}",
+        where=where,
+        expected=expected,
+        found="nothing" if raw is None else repr(raw),
+        next_step=f"give {p.name} a value in the recipe",
+    )
 
 
 def _check_window(schema: OperatorSchema, window: Window) -> None:
@@ -214,22 +305,25 @@ def _parameters(function: Callable[..., Tensor]) -> tuple[Parameter, ...]:
 
 
 def _parameter(argument: Argument, hint: Any, where: str) -> Parameter:
-    kinds: dict[Any, tuple[Literal["model", "method"], Literal["float", "bool", "int"]]] = {
+    kinds: dict[Any, tuple[Literal["model", "method"], Kind]] = {
         PerModel: ("model", "float"),
         float: ("method", "float"),
         bool: ("method", "bool"),
         int: ("method", "int"),
     }
     kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    if kind not in kinds or not notes or not isinstance(notes[0], str):
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    if (kind not in kinds and not choices) or not notes or not isinstance(notes[0], str):
         raise OperatorError(
             f"The argument {argument.name!r} of an operator has no type and help text",
             where=where,
-            expected="Annotated[PerModel, help] or Annotated[float | bool | int, help]",
+            expected="Annotated[PerModel | float | bool | int | Literal[texts], help]",
             found=repr(hint),
             next_step="annotate the argument",
         )
     default = None if argument.default is Argument.empty else argument.default
     if isinstance(default, PerModel):
         (default,) = default
-    return Parameter(argument.name.removesuffix("_"), *kinds[kind], default, notes[0])
+    kinds[Literal] = ("method", "choice")
+    scope, value_kind = kinds[Literal if choices else kind]
+    return Parameter(argument.name.removesuffix("_"), scope, value_kind, default, notes[0], choices)

@@ -1,7 +1,9 @@
 """Sparsifiers: set elements of one expert's delta to zero, in place, in any window of the tensor.
 
 What to keep is decided from tensor-scope facts in the plan (a threshold) or from numbered random
-numbers, never from the window itself. `task_arithmetic` calls these before weighting.
+numbers, never from more of the window than one row. A density of 1 or more keeps all, of 0 or less
+nothing. The methods of the task arithmetic family call these before weighting, and `analysis` the
+ones that take a bare tensor.
 
 Masks are float32 ones and zeros to multiply with: filling by boolean mask branches on every element
 and takes ten times as long. A NaN stays a NaN; a dropped infinity becomes one.
@@ -12,8 +14,11 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators.random import keep_mask
+from mergepipe_pipeline.operators.random import keep_mask, uniforms
 from mergepipe_pipeline.operators.registry import PerModel, Window
 from mergepipe_pipeline.spec.plan import TrimRule
 
@@ -24,33 +29,25 @@ if TYPE_CHECKING:
 def trim(window: Window, expert: int, density: float) -> None:
     """Keep the elements of row `expert` that its TrimRule keeps: the tensor's largest magnitudes.
 
-    Raises OperatorError if density < 1 and the plan brings no rule.
+    Raises OperatorError if the density asks for a rule and the plan brings none.
     Source: TIES-Merging (https://arxiv.org/abs/2306.01708), per tensor as in mergekit.
     """
-    rule = window.task.experts[expert].trim
-    if density >= 1:
-        return
-    if rule is None:
-        raise OperatorError(
-            "A trim has no threshold",
-            where=f"tensor {window.task.name}, expert {expert}",
-            expected=f"a rule for density {density}",
-            found="none in the plan",
-            next_step="analyze the experts and plan again",
-        )
-    trim_(window.experts[expert], rule, window.start_elem)
+    if 0 < density < 1:
+        trim_(window.experts[expert], _rule(window, expert, density), window.start_elem)
+    elif density <= 0:
+        window.experts[expert].zero_()
 
 
-def trim_(delta: Tensor, rule: TrimRule, start_elem: int) -> None:
-    """Zero what `rule` does not keep in `delta`, float32 [n], whose first element is `start_elem`.
+def band(window: Window, expert: int, density: float) -> None:
+    """Keep what `trim` keeps of row `expert` without what its `outliers` rule keeps.
 
-    Compares magnitudes as floats: the same order as their bit patterns, without an integer copy.
+    Raises OperatorError if the density asks for a rule and the plan brings none.
+    Source: Model Breadcrumbs (https://arxiv.org/abs/2312.06795).
     """
-    (threshold,) = struct.unpack("<f", struct.pack("<I", rule.threshold_bits))
-    cut = min(max(rule.tie_stop_elem - start_elem, 0), delta.shape[0])
-    head, tail = delta[:cut], delta[cut:]
-    head.mul_(head.abs().ge_(threshold))
-    tail.mul_(tail.abs().gt_(threshold))
+    trim(window, expert, density)
+    outliers = window.task.experts[expert].outliers
+    if 0 < density < 1 and outliers is not None:
+        drop_outliers_(window.experts[expert], outliers, window.start_elem)
 
 
 def drop(window: Window, expert: int, density: float) -> None:
@@ -58,28 +55,108 @@ def drop(window: Window, expert: int, density: float) -> None:
 
     Source: DARE (https://arxiv.org/abs/2311.03099); the rescale is the caller's.
     """
-    if density >= 1:
-        return
     task, delta = window.task, window.experts[expert]
-    position = task.experts[expert].position
-    keep = keep_mask(task.seed, position, task.name, window.start_elem, delta.shape[0], density)
-    delta.mul_(delta.new_tensor(keep.view("u1")))
+    if 0 < density < 1:
+        position = task.experts[expert].position
+        keep = keep_mask(task.seed, position, task.name, window.start_elem, delta.shape[0], density)
+        delta.mul_(delta.new_tensor(keep.view("u1")))
+    elif density <= 0:
+        delta.zero_()
 
 
-def check_trim(tensor: str, numel: int, density: PerModel) -> None:
-    """Raise OperatorError unless every density below 1 keeps at least one of `numel` elements."""
-    for i, d in enumerate(density):
-        if d < 1 and numel and int(d * numel) < 1:
-            raise OperatorError(
-                "A trim would keep no element",
-                where=f"tensor {tensor}, model {i + 1} of {len(density)}",
-                expected=f"a density of at least {1 / numel:.3g} for {numel} elements",
-                found=f"density {d}",
-                next_step="raise the density, or leave the model out with weight 0",
-            )
+def drop_by_rank(
+    window: Window, expert: int, density: float, epsilon: float, *, inverse: bool
+) -> None:
+    """Keep elements of row `expert` more probably the larger they are among their tensor row.
+
+    With `inverse`, what is kept is divided by its probability.
+    Source: DELLA (https://arxiv.org/abs/2406.11617); the rescale is the caller's.
+    """
+    task, delta = window.task, window.experts[expert]
+    if 0 < density < 1:
+        numbers = uniforms(
+            task.seed,
+            task.experts[expert].position,
+            task.name,
+            window.start_elem,
+            delta.shape[0],
+        )
+        rows = delta.view(-1, window.row_elems)
+        drop_by_rank_(rows, numbers, density, epsilon, inverse=inverse)
+    elif density <= 0:
+        delta.zero_()
 
 
-def check_drop(tensor: str, numel: int, density: PerModel) -> None:
+def trim_(delta: Tensor, rule: TrimRule, start_elem: int) -> None:
+    """Zero what `rule` does not keep in `delta`, float32 [n], whose first element is `start_elem`.
+
+    Compares magnitudes as floats: the same order as their bit patterns, without an integer copy.
+    """
+    head, tail, threshold = _split(delta, rule, start_elem)
+    head.mul_(head.abs().ge_(threshold))
+    tail.mul_(tail.abs().gt_(threshold))
+
+
+def drop_outliers_(delta: Tensor, rule: TrimRule, start_elem: int) -> None:
+    """Zero what `rule` keeps in `delta`, float32 [n], whose first element is `start_elem`."""
+    head, tail, threshold = _split(delta, rule, start_elem)
+    head.mul_(head.abs().lt_(threshold))
+    tail.mul_(tail.abs().le_(threshold))
+
+
+def drop_by_rank_(
+    rows: Tensor,
+    numbers: npt.NDArray[np.uint32],
+    density: float,
+    epsilon: float,
+    *,
+    inverse: bool = False,
+) -> None:
+    """Zero elements of `rows`, float32 [r, n], at random: kept iff number < round(p · 2**32).
+
+    p rises with the rank of |δ| in its row from density − ε to density + ε in equal steps; equal
+    magnitudes rank by index, and a row of one element has p = density. `numbers` are uint32 [r·n].
+    """
+    n = rows.shape[1]
+    spread = np.arange(n) / (n - 1) if n > 1 else np.full(n, 0.5)
+    probability = (density - epsilon) + 2 * epsilon * spread
+    ascending = _ascending(rows)
+    kept = numbers[ascending] < np.rint(probability * 2**32).astype(np.uint64)
+    factor = np.empty(rows.shape, dtype=np.float32)
+    factor.reshape(-1)[ascending] = kept / probability if inverse else kept
+    rows.mul_(rows.new_tensor(factor))
+
+
+def _ascending(rows: Tensor) -> npt.NDArray[np.uint32]:
+    """Flat indices of `rows` [r, n], each row in order of magnitude, then of index.
+
+    Sorts magnitude and index as one number, several times as fast as an argsort.
+    """
+    size: npt.NDArray[np.float32] = rows.abs().cpu().numpy()
+    key = size.view(np.uint32).astype(np.uint64)
+    key <<= np.uint64(32)
+    key |= np.arange(key.size, dtype=np.uint64).reshape(key.shape)
+    key.sort(axis=1)
+    return key.astype(np.uint32)
+
+
+def trim_count(numel: int, density: float) -> int:
+    """How many of `numel` elements a trim to `density` in (0, 1) keeps: int(d·N), at least one."""
+    return min(numel, max(1, int(density * numel)))
+
+
+def band_counts(numel: int, density: float, gamma: float) -> tuple[int, int]:
+    """How many of the largest of `numel` elements the trim of a band keeps, and how many of these
+    are outliers, for a density in (0, 1).
+
+    int(γN) outliers go, fewer where that would leave less than int(d·N).
+    """
+    kept = int(density * numel)
+    outliers = min(int(gamma * numel), numel - kept)
+    return kept + outliers, outliers
+
+
+def check_drop(tensor: str, density: PerModel) -> None:
     """Raise OperatorError if a density is negative; 0 drops everything."""
     for i, d in enumerate(density):
         if d < 0:
@@ -90,3 +167,49 @@ def check_drop(tensor: str, numel: int, density: PerModel) -> None:
                 found=f"density {d}",
                 next_step="correct the density",
             )
+
+
+def check_band(tensor: str, gamma: PerModel) -> None:
+    """Raise OperatorError if a share of outliers is negative."""
+    for i, g in enumerate(gamma):
+        if g < 0:
+            raise OperatorError(
+                "A share of outliers is negative",
+                where=f"tensor {tensor}, model {i + 1} of {len(gamma)}",
+                expected="a gamma between 0 and 1",
+                found=f"gamma {g}",
+                next_step="correct gamma",
+            )
+
+
+def check_ranked(tensor: str, density: PerModel, epsilon: PerModel) -> None:
+    """Raise OperatorError where density ± ε leaves (0, 1), for densities that drop at random."""
+    for i, (d, e) in enumerate(zip(density, epsilon, strict=True)):
+        if 0 < d < 1 and not (0 < d - e < 1 and 0 < d + e < 1):
+            raise OperatorError(
+                "Densities by rank leave the range of probabilities",
+                where=f"tensor {tensor}, model {i + 1} of {len(density)}",
+                expected="density - epsilon above 0 and density + epsilon below 1",
+                found=f"density {d}, epsilon {e}",
+                next_step="lower epsilon",
+            )
+
+
+def _rule(window: Window, expert: int, density: float) -> TrimRule:
+    rule = window.task.experts[expert].trim
+    if rule is None:
+        raise OperatorError(
+            "A trim has no threshold",
+            where=f"tensor {window.task.name}, expert {expert}",
+            expected=f"a rule for density {density}",
+            found="none in the plan",
+            next_step="analyze the experts and plan again",
+        )
+    return rule
+
+
+def _split(delta: Tensor, rule: TrimRule, start_elem: int) -> tuple[Tensor, Tensor, float]:
+    """The elements where ties at the threshold are kept, those where not, and the threshold."""
+    (threshold,) = struct.unpack("<f", struct.pack("<I", rule.threshold_bits))
+    cut = min(max(rule.tie_stop_elem - start_elem, 0), delta.shape[0])
+    return delta[:cut], delta[cut:], threshold

@@ -19,7 +19,7 @@ def non_finite(snapshot: Snapshot, progress: Progress | None = None) -> dict[str
     """
     import numpy as np
 
-    from mergepipe_pipeline.engine.delta import as_float32
+    from mergepipe_pipeline.tensors.stored import as_float32
 
     checkpoint = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12])
     found: dict[str, int] = {}

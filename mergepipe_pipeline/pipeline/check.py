@@ -6,22 +6,28 @@ Also the first step of planning: what it returns is what a plan is made from. No
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
-from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError, RecipeError
+from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.pipeline.analyze import grid_for
-from mergepipe_pipeline.pipeline.register import look
+from mergepipe_pipeline.pipeline.analyze import grid_for, missing_pairs
+from mergepipe_pipeline.pipeline.models import open_models
+from mergepipe_pipeline.pipeline.side import side_of, template_of
+from mergepipe_pipeline.pipeline.tokens import Reindexer, build_for
+from mergepipe_pipeline.pipeline.vocabulary import fit_rows
 from mergepipe_pipeline.recipe.budget import parse_budget
-from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipes, resolve_recipe
 from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.layers import is_optional, layer_count, layer_name
-from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.layers import layer_count, layer_name
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.tokenizer.build import TokenizerBuild
 from mergepipe_pipeline.warehouse import Warehouse
 
 SCHEMAS = {name: operator.schema for name, operator in OPERATORS.items()}
@@ -47,18 +53,30 @@ class Cost:
 
 @dataclass(frozen=True)
 class Checked:
-    """A recipe that can run: resolved, with its checkpoints, block grid, cost and warnings."""
+    """A recipe that can run: resolved, with its models, block grid, cost and warnings.
+
+    `models` are in the order of `recipe.models`, fitted to each other; `originals` are the same
+    before the output's tokenizer was applied. `before` are the stages before it.
+    """
 
     recipe: Recipe
-    base: Checkpoint | None
-    experts: tuple[Checkpoint, ...]
+    models: tuple[Model, ...]
     grid: BlockGrid
     cost: Cost
+    originals: tuple[Model, ...]
+    tokenizer: TokenizerBuild | None = None
+    before: tuple[Checked, ...] = ()
 
     @property
-    def template(self) -> Checkpoint:
-        """The checkpoint that gives the output its tensors, config and tokenizer."""
-        return self.base or self.experts[0]
+    def base(self) -> Model | None:
+        """The recipe's base model."""
+        return None if self.recipe.base is None else self.models[self.recipe.base]
+
+    @property
+    def experts(self) -> tuple[Model, ...]:
+        """The models that contribute to some tensor, in recipe order."""
+        used = {i.model for t in self.recipe.tensors for i in t.inputs}
+        return tuple(m for n, m in enumerate(self.models) if n in used)
 
 
 def load_recipe(path: str | Path) -> RawRecipe:
@@ -78,8 +96,12 @@ def load_recipe(path: str | Path) -> RawRecipe:
 
 
 def parse(text: str, *, name: str, where: str) -> RawRecipe:
-    """Parse recipe text with the operators there are. Raises RecipeError, BudgetError."""
-    return parse_recipe(text, name=name, where=where, methods=SCHEMAS)
+    """Parse recipe text with the operators there are; earlier stages are in `before`.
+
+    Raises RecipeError, BudgetError.
+    """
+    *before, final = parse_recipes(text, name=name, where=where, methods=SCHEMAS)
+    return replace(final, before=tuple(before), text=text) if before else final
 
 
 def check(
@@ -93,101 +115,128 @@ def check(
 ) -> Checked:
     """Everything that can be said from headers alone; writes nothing.
 
-    Raises the one problem as itself, several as a RecipeError that lists them all.
+    Earlier stages are checked, too, and stand for their results. Raises the one problem as itself,
+    several as a RecipeError that lists them all.
     """
+    before: list[Checked] = []
+    pending: dict[str, Checkpoint] = {}
+    for stage in raw.before:
+        checked = check_stage(
+            home,
+            stage,
+            pending,
+            relative_to=relative_to,
+            budget=budget,
+            strategy=strategy,
+            block_elems=block_elems,
+        )
+        before.append(checked)
+        pending[stage.stage or stage.name] = foreseen(checked, stage.stage or stage.name)
+    final = check_stage(
+        home,
+        raw,
+        pending,
+        relative_to=relative_to,
+        budget=budget,
+        strategy=strategy,
+        block_elems=block_elems,
+    )
+    return replace(final, before=tuple(before))
+
+
+def check_stage(
+    home: Warehouse,
+    raw: RawRecipe,
+    pending: Mapping[str, Checkpoint],
+    *,
+    relative_to: Path | None = None,
+    budget: str | None = None,
+    strategy: str | None = None,
+    block_elems: int | None = None,
+) -> Checked:
+    """As `check`, for one stage; `pending` are the results of earlier ones by name."""
     problems: list[MergePipeError] = []
-    taken: dict[str, str] = {}
-    base = _open(home, raw.base_model, relative_to, taken, problems) if raw.base_model else None
-    experts = [_open(home, m, relative_to, taken, problems) for m in raw.models]
-    opened = [e for e in experts if e is not None]
+    models = open_models(home, raw.references, raw.base, relative_to, pending, problems)
     if problems:
         raise _all(problems, raw)
-    template = base or opened[0]
-    if raw.method not in SCHEMAS or SCHEMAS[raw.method].space == "delta" or base is not None:
-        problems += _misfits(template, opened)
-    else:
-        problems += _misfits(template, opened[1:])
-    presence = [frozenset(e.by_name) for e in opened]
     try:
-        recipe = resolve_recipe(raw, template.tensors, presence, SCHEMAS)
-        _validate(recipe, template)
+        partial = [m.is_partial for m in models]
+        recipe = resolve_recipe(raw, [m.views for m in models], SCHEMAS, partial)
+    except MergePipeError as error:
+        raise _all([error], raw) from error
+    originals = models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
+    tokenizer, warnings = None, recipe.warnings
+    try:
+        tokenizer = build_for(recipe, models)
+        if tokenizer is not None:
+            models = Reindexer(None, recipe, models, tokenizer).models()
+            warnings += tokenizer.warnings
+        models, cropped = fit_rows(recipe, models, problems)
+        side_of(recipe, models, tokenizer.files if tokenizer else None)
+        warnings += cropped
+        if not problems:
+            _validate(recipe, models)
     except MergePipeError as error:
         problems.append(error)
     if problems:
         raise _all(problems, raw)
+    recipe = replace(recipe, warnings=warnings)
     if budget is not None:
         recipe = replace(recipe, budget=parse_budget(budget, "--budget"))
     if strategy is not None:
         recipe = replace(recipe, strategy=strategy)
+    template = models[template_of(recipe, models)]
     grid = grid_for(template, block_elems or raw.block_elems)
-    return Checked(
-        recipe, base, tuple(opened), grid, _cost(home, recipe, base, opened, template, grid)
+    cost = _cost(home, recipe, models, grid)
+    return Checked(recipe, tuple(models), grid, cost, tuple(originals), tokenizer)
+
+
+def output_view(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
+    """The view that gives an output tensor its shape and stored dtype: the base's, or the first."""
+    if t.base is not None:
+        return models[t.base.model].views[t.base.tensor]
+    return models[t.inputs[0].model].views[t.inputs[0].tensor]
+
+
+def out_dtype(recipe: Recipe, like: TensorView) -> str:
+    """The dtype (safetensors code) in which an output tensor is written."""
+    if like.dtype not in FLOATING:
+        return like.dtype
+    return recipe.out_dtype or recipe.dtype or like.dtype
+
+
+def foreseen(checked: Checked, name: str) -> Checkpoint:
+    """What a stage's result will look like: its tensors, without files."""
+    entries = []
+    for t in checked.recipe.tensors:
+        like = output_view(t, checked.models)
+        entries.append(TensorEntry(t.name, out_dtype(checked.recipe, like), like.shape, "", 0))
+    template = checked.models[template_of(checked.recipe, checked.models)].checkpoint
+    files = checked.tokenizer.files if checked.tokenizer else template.tokenizer_files
+    return Checkpoint(
+        name, template.root, (), tuple(entries), template.config, tokenizer_files=files
     )
 
 
-def _open(
-    home: Warehouse,
-    text: str,
-    relative_to: Path | None,
-    taken: dict[str, str],
-    problems: list[MergePipeError],
-) -> Checkpoint | None:
-    try:
-        checkpoint = look(home, text, relative_to, taken)
-    except MergePipeError as error:
-        problems.append(error)
-        return None
-    taken[checkpoint.name] = checkpoint.root
-    return checkpoint
+def _completed(model: Model, number: int, recipe: Recipe, models: Sequence[Model]) -> Model:
+    """A partial model with views of the tensors in which it takes part as the base itself."""
+    views = dict(model.views)
+    for t in recipe.tensors:
+        for i in t.inputs:
+            if i.model == number and i.tensor not in views and t.base is not None:
+                base = models[t.base.model].views[t.base.tensor]
+                views[i.tensor] = TensorView(i.tensor, base.dtype, base.shape)
+    return replace(model, views=views)
 
 
-def _misfits(template: Checkpoint, experts: Sequence[Checkpoint]) -> list[MergePipeError]:
-    """One error per expert whose tensors do not fit the template's."""
-    found: list[MergePipeError] = []
-    for expert in experts:
-        shapes = [
-            t
-            for t in expert.tensors
-            if t.name in template.by_name and template.by_name[t.name].shape != t.shape
-        ]
-        missing = [
-            t.name
-            for t in template.tensors
-            if t.name not in expert.by_name and not is_optional(t.name)
-        ]
-        extra = [t.name for t in expert.tensors if t.name not in template.by_name]
-        if shapes:
-            t = shapes[0]
-            found.append(
-                IncompatibleCheckpointsError(
-                    f"{len(shapes)} tensors of an expert have another shape",
-                    where=f"{expert.name}, tensor {t.name}",
-                    expected=f"{list(template.by_name[t.name].shape)} as in {template.name}",
-                    found=str(list(t.shape)),
-                    next_step="use experts of this base, or another base_model",
-                )
-            )
-        for names, word in ((missing, "lacks"), (extra, "has, beyond the base,")):
-            if names:
-                found.append(
-                    IncompatibleCheckpointsError(
-                        f"An expert {word} {len(names)} tensors",
-                        where=f"{expert.name}, tensor {names[0]}",
-                        expected=f"the tensors of {template.name}",
-                        found=", ".join(names[:3]) + (", …" if len(names) > 3 else ""),
-                        next_step="use experts of this base, or another base_model",
-                    )
-                )
-    return found
-
-
-def _validate(recipe: Recipe, template: Checkpoint) -> None:
+def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
     """Raise OperatorError if the method's parameters cannot work for some tensor."""
     operator = OPERATORS[recipe.method]
     for t in recipe.tensors:
-        entry = template.by_name[t.name]
-        if t.models and entry.dtype in FLOATING:
-            operator.validate(t.name, entry.numel, t.params, t.model_params)
+        if t.inputs:
+            like = output_view(t, models)
+            if like.dtype in FLOATING and like.numel:
+                operator.validate(t.name, like.shape, t.params, [i.params for i in t.inputs])
 
 
 def _all(problems: Sequence[MergePipeError], raw: RawRecipe) -> MergePipeError:
@@ -206,47 +255,48 @@ def _all(problems: Sequence[MergePipeError], raw: RawRecipe) -> MergePipeError:
     )
 
 
-def _cost(
-    home: Warehouse,
-    recipe: Recipe,
-    base: Checkpoint | None,
-    experts: Sequence[Checkpoint],
-    template: Checkpoint,
-    grid: BlockGrid,
-) -> Cost:
-    total = output = 0
+def _cost(home: Warehouse, recipe: Recipe, models: Sequence[Model], grid: BlockGrid) -> Cost:
+    total = output = base = 0
+    names = [t.name for t in recipe.tensors]
+    pairs: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    reads_base = SCHEMAS[recipe.method].base != "none"
     for t in recipe.tensors:
-        entry = template.by_name[t.name]
-        floating = entry.dtype in FLOATING
-        out = (recipe.out_dtype or recipe.dtype or entry.dtype) if floating else entry.dtype
-        output += entry.numel * itemsize(out)
-        if floating:
-            total += sum(experts[m].by_name[t.name].nbytes for m in t.models)
+        like = output_view(t, models)
+        floating = like.dtype in FLOATING
+        output += like.numel * itemsize(out_dtype(recipe, like))
+        base += like.nbytes if (t.base and reads_base) or not t.inputs or not floating else 0
+        for i in t.inputs if floating else ():
+            total += models[i.model].views[i.tensor].nbytes
+            if t.base is not None:
+                pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
     return Cost(
         expert_bytes_total=total,
         budget_bytes=recipe.budget.resolve(total),
-        base_bytes=base.nbytes if base and SCHEMAS[recipe.method].space == "delta" else 0,
+        base_bytes=base,
         output_bytes=output,
-        analysis_bytes=_unknown_bytes(home, base, experts, grid),
+        analysis_bytes=_unknown_bytes(home, models, pairs, grid),
         free_bytes=shutil.disk_usage(home.root).free,
-        layers=len(
-            {
-                layer_name(t.name, layer_count(x.name for x in recipe.tensors))
-                for t in recipe.tensors
-            }
-        ),
-        tensors=len(recipe.tensors),
+        layers=len({layer_name(n, layer_count(names)) for n in names}),
+        tensors=len(names),
     )
 
 
 def _unknown_bytes(
-    home: Warehouse, base: Checkpoint | None, experts: Sequence[Checkpoint], grid: BlockGrid
+    home: Warehouse,
+    models: Sequence[Model],
+    pairs: Mapping[tuple[int, int], Sequence[tuple[str, str]]],
+    grid: BlockGrid,
 ) -> int:
     catalog = Catalog(home.catalog)
     nbytes = 0
-    for e in experts:
-        if base is None:
-            nbytes += 0 if catalog.digests(e.checkpoint_id) is not None else e.nbytes
-        elif not catalog.has_stats(base.checkpoint_id, e.checkpoint_id, grid.block_elems):
-            nbytes += e.nbytes + base.nbytes
+    paired = {expert for expert, _ in pairs}
+    for (expert, base), wanted in pairs.items():
+        for mine, theirs in missing_pairs(home, models[expert], models[base], wanted, grid):
+            view = models[expert].views[mine]
+            below = models[base].views[theirs].nbytes if view.stands_alone else 0
+            nbytes += view.nbytes + below
+    for number, model in enumerate(models):
+        if number not in paired and not any(base == number for _, base in pairs):
+            unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]
+            nbytes += sum(c.nbytes for c in unknown)
     return nbytes

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.pipeline.analyze import ensure_stats
+from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_stats
 from mergepipe_pipeline.pipeline.check import check
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
@@ -38,5 +38,8 @@ def conflicts(
             found="none",
             next_step="add base_model to the recipe",
         )
-    stats = [ensure_stats(home, e, checked.base, checked.grid, progress) for e in checked.experts]
-    return compare([e.name for e in checked.experts], stats)
+    base, experts = checked.base, [m for m in checked.experts if m is not checked.base]
+    stats = [
+        ensure_stats(home, e, base, common_pairs(e, base), checked.grid, progress) for e in experts
+    ]
+    return compare([e.name for e in experts], stats)

@@ -14,7 +14,13 @@ from typing import Any
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError, RecipeError
-from mergepipe_pipeline.pipeline.analyze import ensure_digests, ensure_stats, grid_for
+from mergepipe_pipeline.pipeline.analyze import (
+    common_pairs,
+    ensure_digests,
+    ensure_stats,
+    grid_for,
+    open_pair,
+)
 from mergepipe_pipeline.pipeline.check import load_recipe
 from mergepipe_pipeline.pipeline.merge import (
     EngineKnobs,
@@ -26,10 +32,10 @@ from mergepipe_pipeline.pipeline.merge import (
 from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.pipeline.publish import publish
-from mergepipe_pipeline.pipeline.register import register, resolve
+from mergepipe_pipeline.pipeline.register import exists, register, resolve
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.snapshots.load import load_snapshot
-from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.spec.layers import layer_count, layer_index, layer_name, layer_order
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
@@ -96,16 +102,44 @@ def _card(home: Warehouse, path: str, name: str) -> RecipeCard:
         raw = load_recipe(path)
     except MergePipeError as error:
         return RecipeCard(name, None, (), (), str(error))
-    texts = ([raw.base_model] if raw.base_model else []) + list(raw.models)
-    members = tuple(dict.fromkeys(texts))
+    stages = (*raw.before, raw)
+    members = tuple(dict.fromkeys(name for stage in stages for name in _members(home, stage)))
     known = set(Catalog(home.catalog).names())
-    template = texts[0]
+    template = _template(raw)
     if template not in known:
         return RecipeCard(name, raw, members, (), f"{template} is not registered yet")
     tensors = [t.name for t in Catalog(home.catalog).get(template).checkpoint.tensors]
-    n = layer_count(tensors)
-    layers = tuple(sorted({layer_name(t, n) for t in tensors}, key=layer_order))
-    return RecipeCard(name, raw, members, layers, None)
+    n = _n_layers(raw, tensors)
+    layers = {layer_name(t, n) for t in tensors if layer_index(t) is None}
+    layers |= {layer_name(f"layers.{number}.weight", n) for number in range(n)}
+    return RecipeCard(name, raw, members, tuple(sorted(layers, key=layer_order)), None)
+
+
+def _members(home: Warehouse, raw: RawRecipe) -> Iterator[str]:
+    """The catalog names (or paths) that a recipe reads, its base first."""
+    first = [] if raw.base is None else [raw.references[raw.base]]
+    for ref in (*first, *raw.references):
+        if ref.text in raw.stages_used:
+            continue
+        if ref.lora is None or exists(home, ref.text, home.recipes):
+            yield ref.text if ref.revision is None else ref.model
+        else:
+            yield from (ref.model, ref.lora)
+
+
+def _template(raw: RawRecipe) -> str:
+    """The model whose tensors the output has; of a stage's result, that of the stage."""
+    ref = raw.references[raw.base if raw.base is not None else 0]
+    stage = next((s for s in raw.before if s.stage == ref.text), None)
+    return _template(stage) if stage else ref.model
+
+
+def _n_layers(raw: RawRecipe, tensors: Sequence[str]) -> int:
+    """Layers of the output: as many as the slices ask for, else the template's."""
+    ranges = [part.entries[0].layers for _, part in raw.slices() if part.entries]
+    if ranges and all(ranges):
+        return sum(stop - start for start, stop in (r for r in ranges if r))
+    return layer_count(tensors)
 
 
 def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -> Indexed:
@@ -119,15 +153,14 @@ def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -
     folder = home.inbox / name
     registration = register(home, folder, name) if folder.exists() else resolve(home, name)
     checkpoint = registration.checkpoint
-    bases = []
+    bases: list[str] = []
     for card in recipe_cards(home):
-        if card.raw and card.raw.base_model and name in card.raw.models:
-            base = card.raw.base_model
-            if base in catalog.names() and base not in bases:
-                against = catalog.get(base).checkpoint
-                grid = grid_for(against, card.raw.block_elems)
-                ensure_stats(home, checkpoint, against, grid, progress)
-                bases.append(base)
+        base = _base_for(card, name)
+        if base in catalog.names() and base not in bases and base != name:
+            expert, against = open_pair(home, name, base)
+            grid = grid_for(against, card.recipe.block_elems)
+            ensure_stats(home, expert, against, common_pairs(expert, against), grid, progress)
+            bases.append(base)
     ensure_digests(home, checkpoint, progress)
     after = _digests_by_layer(catalog, name)
     changed = tuple(layer for layer in after if after[layer] != before.get(layer))
@@ -138,6 +171,15 @@ def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -
         len(after),
         tuple(bases),
     )
+
+
+def _base_for(card: RecipeCard, name: str) -> str | None:
+    """The base of a recipe that uses the expert `name`, or None."""
+    if card.raw is None or card.raw.base is None:
+        return None
+    ref = card.raw.references[card.raw.base]
+    used = any(name in (r.text, r.model, r.lora) for r in card.raw.references)
+    return ref.text if used and ref.lora is None else None
 
 
 def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:

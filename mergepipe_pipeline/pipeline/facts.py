@@ -1,144 +1,202 @@
-"""Tensor-scope facts that operators need before they can stream: thresholds and rescale factors.
+"""Facts of whole tensors about one expert: trim thresholds, outlier bounds, rescale factors.
 
 Each is computed once per (base, expert, tensor, parameters) by a pass over that tensor, and
-remembered in the catalog. Part of planning; see `spec.operator.Fact` for who asks for which.
+remembered in the catalog. Part of planning; `spec.operator.Fact` says who asks for which. Facts
+about several experts together are in `measures`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.pipeline.progress import Advance, Progress, Silent
-from mergepipe_pipeline.planner.build import TensorFacts
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.catalog.catalog import Catalog, Fact
+from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
+from mergepipe_pipeline.pipeline.progress import Progress, Silent
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.operator import Fact as Kind
+from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: One fact as the catalog keeps it: (threshold_bits, tie_stop_elem, scale).
-Fact = tuple[int, int, float]
+Pair = tuple[str, str]
+#: (output tensor, input number) as `planner.build.TensorFacts` asks.
+Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class _Request:
-    """The tensors of one expert for which one kind of fact is wanted, with their density."""
+class Sparsified:
+    """One expert's sparsified part of one output tensor, with all that its facts depend on."""
 
-    kind: str
+    place: Place
+    pair: Pair
     position: int
-    density: float
-    tensors: tuple[str, ...]
     seed: int
+    params: Params
+    model_params: Params
+    shape: tuple[int, ...]
+    numel: int
 
     @property
-    def key(self) -> str:
-        if self.kind == "drop":
-            return f"drop-{self.seed}-{self.position}-{self.density!r}"
-        return f"{self.kind}-{self.density!r}"
+    def density(self) -> float:
+        """Share of elements to keep."""
+        return float(dict(self.model_params).get("density", 1.0))
+
+    def number(self, name: str) -> float:
+        """A parameter of this model."""
+        return float(dict(self.model_params)[name])
 
 
-def ensure_facts(
-    home: Warehouse,
-    recipe: Recipe,
-    schema: OperatorSchema,
-    base: Checkpoint | None,
-    experts: Sequence[Checkpoint],
-    stats: Sequence[ExpertStats],
-    progress: Progress | None = None,
-) -> TensorFacts:
-    """All facts that `recipe` needs; computes what the catalog lacks.
+@dataclass
+class FactTables:
+    """Facts by place, filled in kind by kind."""
 
-    Raises OperatorError for a density that keeps no element of some tensor.
-    """
-    trims: dict[tuple[int, str], TrimRule] = {}
-    scales: dict[tuple[int, str], float] = {}
-    if base is not None:
-        for request in _requests(recipe, schema, base):
-            facts = _ensure(
-                home, request, base, experts[request.position], stats[request.position], progress
-            )
-            for tensor in request.tensors:
-                bits, stop, scale = facts[tensor]
-                if request.kind == "trim":
-                    trims[request.position, tensor] = TrimRule(bits, stop)
-                else:
-                    scales[request.position, tensor] = scale
-    return TensorFacts(trims, scales)
+    trims: dict[Place, TrimRule] = field(default_factory=dict)
+    outliers: dict[Place, TrimRule] = field(default_factory=dict)
+    scales: dict[Place, float] = field(default_factory=dict)
 
 
-def _requests(recipe: Recipe, schema: OperatorSchema, base: Checkpoint) -> list[_Request]:
-    wanted: dict[tuple[str, int, float], list[str]] = {}
-    for t in recipe.tensors:
-        entry = base.by_name[t.name]
-        if entry.dtype not in FLOATING or entry.numel == 0:
-            continue
-        rescale = bool(dict(t.params).get("rescale", False))
-        for model, params in zip(t.models, t.model_params, strict=True):
-            density = float(dict(params).get("density", 1.0))
-            if density >= 1.0:
-                continue
-            if schema.fact == "trim":
-                wanted.setdefault(("trim", model, density), []).append(t.name)
-                if rescale:
-                    wanted.setdefault(("trimscale", model, density), []).append(t.name)
-            elif schema.fact == "drop" and rescale:
-                wanted.setdefault(("drop", model, density), []).append(t.name)
-    return [
-        _Request(kind, model, density, tuple(names), recipe.seed)
-        for (kind, model, density), names in wanted.items()
-    ]
+class ExpertFacts:
+    """Finds the facts of one expert against one base, computing what the catalog lacks."""
 
+    def __init__(
+        self,
+        home: Warehouse,
+        expert: Model,
+        base: Model,
+        stats: ExpertStats,
+        progress: Progress | None,
+    ) -> None:
+        self._catalog = Catalog(home.catalog)
+        self._expert, self._base, self._stats = expert, base, stats
+        self._progress = progress or Silent()
 
-def _ensure(
-    home: Warehouse,
-    request: _Request,
-    base: Checkpoint,
-    expert: Checkpoint,
-    stats: ExpertStats,
-    progress: Progress | None,
-) -> Mapping[str, Fact]:
-    catalog = Catalog(home.catalog)
-    known = catalog.fact(base.checkpoint_id, expert.checkpoint_id, request.key)
-    missing = [t for t in request.tensors if t not in known]
-    if not missing:
-        return known
-    nbytes = sum(expert.by_name[t].nbytes for t in missing)
-    label = {"trim": "thresholds", "trimscale": "rescale factors", "drop": "rescale factors"}
-    with (progress or Silent()).task(f"{label[request.kind]} {expert.name}", nbytes) as advance:
-        fresh = _compute(request, missing, base, expert, stats, advance)
-    catalog.put_fact(base.checkpoint_id, expert.checkpoint_id, request.key, fresh)
-    return {**known, **fresh}
+    def add(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        """Add the facts of `kind` for all of `wanted` to `tables`."""
+        active = [s for s in wanted if 0 < s.density < 1]
+        if kind == "trim":
+            self._add_trims(active, tables)
+        elif kind == "band":
+            self._add_bands(active, tables)
+        rescaled = [s for s in active if _rescales(s.params)]
+        if rescaled and kind != "none":
+            self._add_scales(kind, rescaled, tables)
 
+    def _add_trims(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        keeps = {s: trim_count(s.numel, s.density) for s in wanted}
+        for s, rule in self._rules(keeps, "thresholds").items():
+            tables.trims[s.place] = rule
 
-def _compute(
-    request: _Request,
-    tensors: Sequence[str],
-    base: Checkpoint,
-    expert: Checkpoint,
-    stats: ExpertStats,
-    advance: Advance,
-) -> dict[str, Fact]:
-    from mergepipe_pipeline.analysis.scales import drop_scales, trim_scales
-    from mergepipe_pipeline.analysis.thresholds import trim_rules
+    def _add_bands(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        counts = {s: band_counts(s.numel, s.density, s.number("gamma")) for s in wanted}
+        above = {s: outliers for s, (_, outliers) in counts.items() if outliers}
+        for s, rule in self._rules({s: c for s, (c, _) in counts.items()}, "thresholds").items():
+            tables.trims[s.place] = rule
+        for s, rule in self._rules(above, "outlier bounds").items():
+            tables.outliers[s.place] = rule
 
-    densities = dict.fromkeys(tensors, request.density)
-    if request.kind == "drop":
-        scales = drop_scales(
-            expert,
-            base,
-            stats,
-            densities,
-            position=request.position,
-            seed=request.seed,
-            progress=advance,
+    def _rules(self, keeps: Mapping[Sparsified, int], label: str) -> dict[Sparsified, TrimRule]:
+        """The rule that keeps so many of each tensor's largest |δ|."""
+        by_key = {s: f"{_name(s.pair)}#{keep}" for s, keep in keeps.items()}
+        known = self._known("keep-largest")
+        missing = {s: keep for s, keep in keeps.items() if by_key[s] not in known}
+        if missing:
+            from mergepipe_pipeline.analysis.thresholds import trim_rules
+
+            nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
+            with self._progress.task(f"{label} {self._expert.name}", nbytes) as advance:
+                # One count of a tensor at a time: a tensor may be asked for several.
+                fresh: dict[str, Fact] = {}
+                for batch in _distinct(missing):
+                    counts = {s.pair: keep for s, keep in batch.items()}
+                    rules = trim_rules(
+                        self._expert, self._base, self._stats, counts, progress=advance
+                    )
+                    for s in batch:
+                        rule = rules[s.pair]
+                        fresh[by_key[s]] = (rule.threshold_bits, rule.tie_stop_elem)
+            known |= self._remember("keep-largest", fresh)
+        return {s: TrimRule(*map(int, known[by_key[s]])) for s in keeps}
+
+    def _add_scales(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        by_key = {s: _scale_key(kind, s) for s in wanted}
+        known = self._known(f"l1-{kind}")
+        missing = [s for s in wanted if by_key[s] not in known]
+        if missing:
+            from mergepipe_pipeline.analysis.scales import l1_scales
+
+            nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
+            with self._progress.task(f"rescale factors {self._expert.name}", nbytes) as advance:
+                fresh: dict[str, Fact] = {}
+                for batch in _distinct(dict.fromkeys(missing, 0)):
+                    found = l1_scales(
+                        self._expert,
+                        self._base,
+                        self._stats,
+                        {s.pair: self._task(s, tables) for s in batch},
+                        kind,
+                        progress=advance,
+                    )
+                    fresh |= {by_key[s]: (found[s.pair],) for s in batch}
+            known |= self._remember(f"l1-{kind}", fresh)
+        for s in wanted:
+            (tables.scales[s.place],) = known[by_key[s]]
+
+    def _task(self, s: Sparsified, tables: FactTables) -> TensorTask:
+        """The task as the engine will see it, for this expert alone."""
+        view = self._expert.views[s.pair[0]]
+        expert = ExpertInput(
+            position=s.position,
+            view=view,
+            sha256="",
+            params=s.model_params,
+            covered=((0, view.numel),),
+            read=((0, view.numel),),
+            trim=tables.trims.get(s.place),
+            outliers=tables.outliers.get(s.place),
         )
-        return {t: (0, 0, scale) for t, scale in scales.items()}
-    rules = trim_rules(expert, base, stats, densities, progress=advance)
-    if request.kind == "trimscale":
-        scales = trim_scales(expert, base, stats, rules)
-        return {t: (0, 0, scale) for t, scale in scales.items()}
-    return {t: (r.threshold_bits, r.tie_stop_elem, 0.0) for t, r in rules.items()}
+        return TensorTask(s.place[0], s.shape, view.dtype, "", s.params, s.seed, None, (expert,))
+
+    def _known(self, key: str) -> dict[str, Fact]:
+        return self._catalog.fact(self._base.model_id, self._expert.model_id, key)
+
+    def _remember(self, key: str, fresh: Mapping[str, Fact]) -> Mapping[str, Fact]:
+        self._catalog.put_fact(self._base.model_id, self._expert.model_id, key, fresh)
+        return fresh
+
+
+def _rescales(params: Params) -> bool:
+    given = dict(params)
+    return bool(given.get("rescale", False)) and given.get("variant", "mergekit") != "paper"
+
+
+def _scale_key(kind: Kind, s: Sparsified) -> str:
+    """What a rescale factor depends on: the elements kept, and for a random drop its numbers."""
+    parts = [_name(s.pair), repr(s.density)]
+    if kind == "band":
+        parts.append(repr(s.number("gamma")))
+    if kind == "ranked":
+        parts.append(repr(s.number("epsilon")))
+    if kind in ("drop", "ranked"):
+        parts += [str(s.seed), str(s.position), s.place[0]]
+    return "#".join(parts)
+
+
+def _name(pair: Pair) -> str:
+    return pair[0] if pair[0] == pair[1] else f"{pair[0]}|{pair[1]}"
+
+
+def _distinct(wanted: Mapping[Sparsified, int]) -> list[dict[Sparsified, int]]:
+    """The same in batches that hold each pair of tensors once."""
+    batches: list[dict[Sparsified, int]] = []
+    seen: list[set[Pair]] = []
+    for s, value in wanted.items():
+        at = next((i for i, pairs in enumerate(seen) if s.pair not in pairs), None)
+        if at is None:
+            at = len(batches)
+            batches.append({})
+            seen.append(set())
+        batches[at][s] = value
+        seen[at].add(s.pair)
+    return batches

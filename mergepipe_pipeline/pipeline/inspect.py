@@ -14,7 +14,7 @@ from mergepipe_pipeline.snapshots.load import list_snapshots, load_snapshot
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.verify import Verification, verify_snapshot
 from mergepipe_pipeline.spec.blocks import total_elems
-from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -109,12 +109,21 @@ def shares(plan: MergePlan, by: str) -> Iterable[Share]:
         for task in layer.tasks:
             place = {"expert": "", "layer": layer.name, "tensor": task.name}[by]
             for e in task.experts:
-                size = e.tensor.nbytes // max(1, e.tensor.numel)
-                row = sums.setdefault((plan.sources[e.source].name, place), [0, 0, 0])
-                row[0] += e.tensor.nbytes
+                size = e.view.stored_nbytes // max(1, e.view.numel)
+                row = sums.setdefault((_name(plan, e), place), [0, 0, 0])
+                row[0] += e.view.nbytes
                 row[1] += e.read_nbytes
                 row[2] += (total_elems(e.covered) - total_elems(e.read)) * size
     return [Share(expert, place, *counts) for (expert, place), counts in sums.items()]
+
+
+def _name(plan: MergePlan, e: ExpertInput) -> str:
+    """The names of the checkpoints that an input is read from, joined by `+`."""
+    parts = list(e.view.stored)
+    if e.view.low_rank:
+        parts.append(e.view.low_rank.a)
+    names = dict.fromkeys(plan.sources[p.source].name for p in parts)
+    return "+".join(names) or "unchanged"
 
 
 def _plan_id(home: Warehouse, what: str) -> str:

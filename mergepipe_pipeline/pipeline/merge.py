@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -35,6 +36,7 @@ from mergepipe_pipeline.spec.snapshot import LineageEntry, Manifest, ShardEntry,
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.checkpoint import side_files
 from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -288,29 +290,28 @@ def object_store(home: Warehouse) -> ObjectStore:
 
 def _lineage(home: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
     catalog = Catalog(home.catalog)
-    has_base = any(t.base and t.experts for layer in plan.layers for t in layer.tasks)
     return tuple(
-        LineageEntry(
-            "base" if i == 0 and has_base else "expert",
-            s.name,
-            catalog.content_sha256(s.checkpoint_id),
-        )
-        for i, s in enumerate(plan.sources)
+        LineageEntry(role, s.name, catalog.content_sha256(s.checkpoint_id))
+        for role, s in zip(plan.roles, plan.sources, strict=True)
     )
 
 
 def _side_files(
     plan: MergePlan, shards: Sequence[ShardEntry], inputs: Sequence[LineageEntry]
 ) -> dict[str, bytes]:
-    """Everything beside the weights: the base's files, config with the new dtype, index, card."""
-    root = plan.sources[plan.base_source].root
+    """Everything beside weights: the template's files, changed config, tokenizer, index, card."""
+    root = plan.sources[plan.side.template].root
     files = {}
+    replaced = dict(plan.side.files) if plan.side.files is not None else None
     with open_source(root) as source:
         for name in side_files(root):
-            files[name] = source.read_range(name, 0, source.size(name))
+            if replaced is None or name not in TOKENIZER_FILES:
+                files[name] = source.read_range(name, 0, source.size(name))
+    files |= {name: b64decode(text) for name, text in (replaced or {}).items()}
     dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
-    if "config.json" in files and len(dtypes) == 1:
-        files["config.json"] = config_json(files["config.json"], dtypes.pop())
+    if "config.json" in files:
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        files["config.json"] = config_json(files["config.json"], dtype, plan.side.config)
     total = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
     files["model.safetensors.index.json"] = index_json(shards, total)
     files["README.md"] = model_card(plan.method, plan.plan_id, inputs)

@@ -14,6 +14,7 @@ from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, NotFoundError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.hub_cache import cached_model
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -43,20 +44,28 @@ def look(
     text: str,
     relative_to: Path | None = None,
     taken: Mapping[str, str] | None = None,
+    revision: str | None = None,
 ) -> Checkpoint:
-    """The checkpoint that a recipe's model text means, as its files are now; writes nothing.
+    """The checkpoint that a model text means, as its files are now; writes nothing.
 
     A registered name wins over a path. A path may be absolute, relative to the working directory or
-    to `relative_to` (the recipe's folder). `taken` maps names given but not registered yet to their
-    roots. Raises CheckpointError when neither fits.
+    to `relative_to` (the recipe's folder); a hub name (`org/model`) is looked up in the local
+    Hugging Face cache. `revision` picks a version of a registered name, or a commit of a cached
+    model. `taken` maps names given but not registered yet to their roots. Raises CheckpointError
+    when nothing fits.
     """
     catalog = Catalog(home.catalog)
     if text in catalog.names():
-        return open_checkpoint(catalog.get(text).checkpoint.root, text)
+        return open_checkpoint(_registered_root(catalog, text, revision), text)
     for folder in (Path.cwd(), relative_to):
         if folder is not None and (folder / Path(text).expanduser()).exists():
             root = (folder / Path(text).expanduser()).resolve()
-            return open_checkpoint(str(root), _free_name(catalog, root, taken or {}))
+            found = open_checkpoint(str(root), _free_name(catalog, root, taken or {}))
+            _refuse_revision(found, revision)
+            return found
+    cached = cached_model(text, revision)
+    if cached is not None:
+        return open_checkpoint(str(cached), _free_name(catalog, cached, taken or {}, text))
     try:
         catalog.get(text)
     except NotFoundError as error:
@@ -64,15 +73,57 @@ def look(
     raise CheckpointError(
         "A model is neither a registered name nor a path that exists",
         where=text,
-        expected="a folder with safetensors, or one of the names of `mergepipe ls`",
+        expected="a folder with safetensors, a model in the Hugging Face cache, or one of the "
+        "names of `mergepipe ls`",
         found=f"no such name, and nothing at {text!r}",
         next_step=near or "check the spelling, or download the model and give its folder",
     )
 
 
-def _free_name(catalog: Catalog, root: Path, taken: Mapping[str, str]) -> str:
-    """The folder's name, or with a digest of the path if another checkpoint has it."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", root.stem if root.is_file() else root.name)
+def exists(home: Warehouse, text: str, relative_to: Path | None = None) -> bool:
+    """Whether a text as it stands is a registered name or a path."""
+    folders = [f for f in (Path.cwd(), relative_to) if f is not None]
+    here = any((folder / Path(text).expanduser()).exists() for folder in folders)
+    return here or text in Catalog(home.catalog).names()
+
+
+def _registered_root(catalog: Catalog, name: str, revision: str | None) -> str:
+    if revision is None:
+        return catalog.get(name).checkpoint.root
+    history = catalog.history(name)
+    for registration in history:
+        c = registration.checkpoint
+        if revision == str(registration.version) or (
+            len(revision) >= 7 and c.checkpoint_id.startswith(revision)
+        ):
+            return c.root
+    raise CheckpointError(
+        "A registered checkpoint has no such revision",
+        where=f"{name}@{revision}",
+        expected="a version number or the start of a checkpoint id: "
+        + ", ".join(f"{r.version} ({r.checkpoint.checkpoint_id[:8]})" for r in history[-5:]),
+        found=revision,
+        next_step="correct the revision, or leave it out for the newest",
+    )
+
+
+def _refuse_revision(checkpoint: Checkpoint, revision: str | None) -> None:
+    if revision is not None and not Path(checkpoint.root).name.startswith(revision):
+        raise CheckpointError(
+            "A folder has no revisions",
+            where=f"{checkpoint.root}@{revision}",
+            expected="a registered name or a model in the Hugging Face cache",
+            found="a plain folder, which holds one state only",
+            next_step="leave the revision out, or give the folder of that revision",
+        )
+
+
+def _free_name(
+    catalog: Catalog, root: Path, taken: Mapping[str, str], text: str | None = None
+) -> str:
+    """The folder's name (or `text`), or with a digest of the path if another checkpoint has it."""
+    stem = text or (root.stem if root.is_file() else root.name)
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
     plain = plain.lstrip(".-_") or "checkpoint"
     owner = taken.get(plain)
     if owner is None and plain in catalog.names():

@@ -33,9 +33,9 @@ def error_bound(
 ) -> Bound:
     """The bound for one plan.
 
-    Per row: `vote_reach` is λ·(rescale) where the tensor's vote is normalised, else NaN; `negative`
-    marks normalised votes with a negative weight, whose divisor can vanish, so that no bound
-    exists.
+    Per candidate, ‖cδ‖ bounds what leaving it out changes. Per row: `vote_reach` is λ·(rescale)
+    where the tensor's vote is normalised, else NaN; `negative` marks normalised votes with a
+    negative weight, whose divisor can vanish, so that no bound exists.
     """
     omitted = ~chosen & ~c.zero
     if not omitted.any():
@@ -43,6 +43,8 @@ def error_bound(
     size = np.where(c.zero, 0.0, np.abs(c.coefficient) * np.where(c.zero, 0.0, c.norm))
     if response == "additive":
         return Bound(_root(_per_site(c, np.where(omitted, size, 0.0))), "triangle inequality")
+    if response == "unbounded":
+        return Bound(None, "what is read in one place changes the result in others")
     if negative[c.row[omitted]].any():
         return Bound(None, "a normalised sign vote with negative weights has no bound")
 

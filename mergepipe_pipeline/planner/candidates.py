@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,8 @@ class Row:
 
     `tensor` and `position` number the output tensor and the expert; `coefficient` is the effective
     cᵢ of δᵢ. `block_*` have one entry per block of the grid, or are None without a base to differ
-    from.
+    from. `bundle_nbytes`: the row can only be bought whole, for so many bytes (an adapter's
+    factors); None where each block has its own bytes.
     """
 
     tensor: int
@@ -33,6 +35,7 @@ class Row:
     block_l2sq: npt.NDArray[np.float64] | None
     block_max_abs: npt.NDArray[np.float32] | None
     block_nonzero: npt.NDArray[np.int64] | None
+    bundle_nbytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Candidates:
 
     `site` numbers (output tensor, block): candidates of one site are alternatives' neighbours, the
     same elements of the merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas
-    known to be all zero.
+    known to be all zero. `unit` numbers what is bought together: a candidate alone, or a bundled
+    row, whose bytes stand at its first candidate.
     """
 
     rows: tuple[Row, ...]
@@ -56,6 +60,29 @@ class Candidates:
     max_abs: npt.NDArray[np.float64]
     coefficient: npt.NDArray[np.float64]
     zero: npt.NDArray[np.bool_]
+    unit: npt.NDArray[np.int64]
+    n_units: int
+
+    @cached_property
+    def unit_nbytes(self) -> npt.NDArray[np.int64]:
+        """Cost of each unit in bytes."""
+        return np.bincount(self.unit, self.nbytes, self.n_units).astype(np.int64)
+
+    @cached_property
+    def unit_gain(self) -> npt.NDArray[np.float64]:
+        """‖c·δ‖² of each unit."""
+        return np.bincount(self.unit, self.gain, self.n_units).astype(np.float64)
+
+    @cached_property
+    def unit_zero(self) -> npt.NDArray[np.bool_]:
+        """Units whose deltas are known to be all zero."""
+        zero: npt.NDArray[np.bool_] = np.bincount(self.unit, ~self.zero, self.n_units) == 0
+        return zero
+
+    @cached_property
+    def unit_first(self) -> npt.NDArray[np.int64]:
+        """The first candidate of each unit."""
+        return np.unique(self.unit, return_index=True)[1]
 
     @property
     def gain(self) -> npt.NDArray[np.float64]:
@@ -93,7 +120,15 @@ def lay_out(rows: Sequence[Row], grid: BlockGrid) -> Candidates:
         if r.block_l2sq is not None:
             norm[a : a + n] = np.sqrt(r.block_l2sq)
             max_abs[a : a + n] = r.block_max_abs
-            zero[a : a + n] = r.block_nonzero == 0
+            none = np.asarray(r.block_nonzero == 0)
+            zero[a : a + n] = none if r.bundle_nbytes is None else none.all()
+    nbytes = nelems * np.repeat([r.itemsize for r in rows], counts).astype(np.int64)
+    alone = np.repeat([r.bundle_nbytes is None for r in rows], counts).astype(np.bool_)
+    unit = np.cumsum(alone | (block == 0)) - 1
+    for r, a, n in zip(rows, first, counts, strict=True):
+        if r.bundle_nbytes is not None and n:
+            nbytes[a : a + n] = 0
+            nbytes[a] = r.bundle_nbytes
     return Candidates(
         rows=tuple(rows),
         grid=grid,
@@ -102,9 +137,11 @@ def lay_out(rows: Sequence[Row], grid: BlockGrid) -> Candidates:
         site=site,
         n_sites=int(sites.sum()),
         nelems=nelems,
-        nbytes=nelems * np.repeat([r.itemsize for r in rows], counts).astype(np.int64),
+        nbytes=nbytes,
         norm=norm,
         max_abs=max_abs,
         zero=zero,
         coefficient=np.repeat([r.coefficient for r in rows], counts).astype(np.float64),
+        unit=unit,
+        n_units=int(unit[-1]) + 1 if total else 0,
     )

@@ -52,17 +52,19 @@ def choose(candidates: Candidates, budget_bytes: int | None, strategy: str) -> C
 def _take_in_order(
     candidates: Candidates, order: npt.NDArray[np.int64], budget_bytes: int
 ) -> Choice:
-    """Buy along `order` whatever still fits; a block too big for the rest is passed over."""
-    chosen = np.zeros(len(candidates.row), dtype=np.bool_)
+    """Buy units along `order` as long as they fit; one too big for the rest is passed over."""
+    nbytes = candidates.unit_nbytes
+    chosen = np.zeros(candidates.n_units, dtype=np.bool_)
     left = budget_bytes
-    order = order[~candidates.zero[order]]
+    order = order[~candidates.unit_zero[order]]
     while len(order):
-        order = order[candidates.nbytes[order] <= left]
-        fits = int(np.searchsorted(np.cumsum(candidates.nbytes[order]), left, side="right"))
+        order = order[nbytes[order] <= left]
+        fits = int(np.searchsorted(np.cumsum(nbytes[order]), left, side="right"))
         chosen[order[:fits]] = True
-        left -= int(candidates.nbytes[order[:fits]].sum())
+        left -= int(nbytes[order[:fits]].sum())
         order = order[fits:]
-    return chosen
+    choice: Choice = chosen[candidates.unit] & ~candidates.zero
+    return choice
 
 
 def full(candidates: Candidates, budget_bytes: int) -> Choice:
@@ -79,17 +81,19 @@ def full(candidates: Candidates, budget_bytes: int) -> Choice:
 
 def magnitude(candidates: Candidates, budget_bytes: int) -> Choice:
     """Greedy by ‖c·δ‖² per byte: optimal for near-orthogonal deltas of equal block size."""
-    worth = candidates.gain / np.maximum(candidates.nbytes, 1)
+    worth = candidates.unit_gain / np.maximum(candidates.unit_nbytes, 1)
     return _take_in_order(candidates, np.argsort(-worth, kind="stable"), budget_bytes)
 
 
 def by_hash(candidates: Candidates, budget_bytes: int) -> Choice:
     """Blocks in the order of a hash of their names: importance plays no part."""
     names = [r.name for r in candidates.rows]
+    first = candidates.unit_first
+    rows, blocks = candidates.row[first].tolist(), candidates.block[first].tolist()
     keys = np.array(
         [
             int.from_bytes(hashlib.sha256(f"{names[r]}:{b}".encode()).digest()[:8], "big")
-            for r, b in zip(candidates.row.tolist(), candidates.block.tolist(), strict=True)
+            for r, b in zip(rows, blocks, strict=True)
         ],
         dtype=np.uint64,
     )

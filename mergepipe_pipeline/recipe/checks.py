@@ -6,62 +6,30 @@ Judges by operator schemas alone; shapes of keys were checked by `schema`, forms
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
-from mergepipe_pipeline.recipe.parameters import Settings
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
-from mergepipe_pipeline.spec.operator import OperatorSchema
+from mergepipe_pipeline.recipe.outline import Level, Module, Slice
+from mergepipe_pipeline.recipe.parameters import Setting
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
+from mergepipe_pipeline.recipe.schema import PARAMETER_NAMES
+from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
+from mergepipe_pipeline.spec.recipe import ModelRef
 
-#: Methods that merge values, for a reader who has no schemas: a listed base is a model like others.
-_VALUE_METHODS = frozenset({"linear"})
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One entry of `models:` with its own parameters; `path` is its place in the YAML."""
-
-    text: str
-    settings: Settings
-    path: KeyPath
+#: Methods without a base, for a reader who has no schemas: a listed base is a model like others.
+_NO_BASE = frozenset({"linear", "karcher", "passthrough"})
 
 
-def base_is_a_model(method: str, methods: Mapping[str, OperatorSchema] | None) -> bool:
-    """Whether a base listed among the models takes part, as it does where values are merged."""
+def base_takes_part(method: str, methods: Mapping[str, OperatorSchema] | None) -> bool:
+    """Whether a base listed among the models is merged like them."""
     if methods is not None and method in methods:
-        return methods[method].space == "value"
-    return method in _VALUE_METHODS
+        return methods[method].base == "none"
+    return method in _NO_BASE
 
 
-def check_models(models: Sequence[Entry], problems: Problems) -> None:
-    """Add a problem for a model listed twice and for a recipe without models to merge.
-
-    `models` are those that contribute, without a base that does not.
-    """
-    seen: dict[str, KeyPath] = {}
-    for entry in models:
-        if entry.text in seen:
-            problems.add(
-                entry.path, f"{entry.text!r} is listed twice; list it once with the weights added"
-            )
-        seen.setdefault(entry.text, entry.path)
-    if not models:
-        problems.add(("models",), "expected at least one model besides the base, found none")
-
-
-def check_method(
-    method: str,
-    methods: Mapping[str, OperatorSchema],
-    base_model: str | None,
-    settings: Settings,
-    entries: Sequence[Entry],
-    problems: Problems,
+def find_method(
+    method: str, methods: Mapping[str, OperatorSchema], problems: Problems
 ) -> OperatorSchema | None:
-    """The method's schema; None with a problem if there is no such method.
-
-    Adds problems for a missing base, for parameters the method lacks and for those at a level where
-    they have no effect. `settings` are the recipe's, `entries` all that are listed.
-    """
+    """The method's schema; None with a problem if there is no such method."""
     schema = methods.get(method)
     if schema is None:
         problems.add(
@@ -69,29 +37,124 @@ def check_method(
             f"unknown method {shown(method)}{suggest(method, methods)}"
             f"; known are {', '.join(sorted(methods))}",
         )
-        return None
-    if schema.needs_base and base_model is None:
-        problems.add(("merge_method",), f"`{method}` needs `base_model:`, and there is none")
-    for name in settings:
-        _check_name(schema, name, ("parameters", name), per_model=False, problems=problems)
-    for entry in entries:
-        for name in entry.settings:
-            path = (*entry.path, "parameters", name)
-            _check_name(schema, name, path, per_model=True, problems=problems)
     return schema
 
 
-def _check_name(
-    schema: OperatorSchema, name: str, path: KeyPath, *, per_model: bool, problems: Problems
-) -> None:
-    scopes = {p.name: p.scope for p in schema.parameters}
-    if name not in scopes:
+def check_parameters(
+    schema: OperatorSchema,
+    methods: Mapping[str, OperatorSchema],
+    levels: Iterable[tuple[Level, bool]],
+    problems: Problems,
+) -> list[str]:
+    """Add a problem for parameters the method lacks, at the wrong level, or of the wrong kind.
+
+    Returns warnings: one per parameter that only other methods have, which mergekit ignores.
+    """
+    elsewhere = PARAMETER_NAMES | {p.name for s in methods.values() for p in s.parameters}
+    known = {p.name: p for p in schema.parameters}
+    warnings = []
+    for level, per_model in levels:
+        for name, setting in level.settings.items():
+            path = (*level.path, "parameters", name)
+            if name in known:
+                _check_place(known[name], path, per_model, problems)
+                _check_kind(known[name], setting, path, problems)
+            elif name in elsewhere:
+                warnings.append(
+                    f"{shown_path(path)} has no effect: `{schema.name}` has no such parameter"
+                )
+            else:
+                problems.add(
+                    path,
+                    f"`{schema.name}` has no parameter `{name}`{suggest(name, known)}"
+                    f"; it has {', '.join(known) or 'none'}",
+                )
+    return warnings
+
+
+def _check_place(parameter: Parameter, path: KeyPath, per_model: bool, problems: Problems) -> None:
+    if per_model and parameter.scope == "method":
         problems.add(
             path,
-            f"`{schema.name}` has no parameter `{name}`{suggest(name, scopes)}"
-            f"; it has {', '.join(scopes) or 'none'}",
+            f"`{parameter.name}` is set once for all models; move it to the `parameters:` of the "
+            "recipe or the slice",
         )
-    elif per_model and scopes[name] == "method":
+
+
+def _check_kind(parameter: Parameter, setting: Setting, path: KeyPath, problems: Problems) -> None:
+    for value in (a for rule in setting for a in rule.anchors):
+        if parameter.kind == "choice":
+            if value not in parameter.choices:
+                near = suggest(value, parameter.choices) if isinstance(value, str) else ""
+                choices = ", ".join(parameter.choices)
+                problems.add(path, f"expected one of {choices}, found {shown(value)}{near}")
+        elif isinstance(value, str):
+            problems.add(path, f"expected a number, found {shown(value)}")
+
+
+def check_slices(
+    schema: OperatorSchema | None,
+    merges_base: bool,
+    modules: Sequence[Module],
+    references: Sequence[ModelRef],
+    problems: Problems,
+) -> None:
+    """Add a problem per slice with a model twice, too few or many, or without its base's layers."""
+    for part in (part for module in modules for part in module.slices):
+        _check_twice(part, references, problems)
+        _check_lengths(part, problems)
+        path = part.level.path
+        if schema is None:
+            if not part.contributing(merges_base):
+                problems.add(path, "expected at least one model besides the base, found none")
+            continue
+        _check_count(schema, part, problems)
+        if schema.base != "none" and not part.whole:
+            listed = {entry.model for entry in part.entries}
+            if part.base is not None and part.base not in listed:
+                problems.add(
+                    path,
+                    f"the base {references[part.base].text!r} is not among this slice's sources; "
+                    "its layers must be given there",
+                )
+
+
+def check_base(schema: OperatorSchema, modules: Sequence[Module], problems: Problems) -> None:
+    """Add a problem if the method needs a base and some slice has none."""
+    if schema.needs_base and any(p.base is None for m in modules for p in m.slices):
+        problems.add(("merge_method",), f"`{schema.name}` needs `base_model:`, and there is none")
+
+
+def _check_count(schema: OperatorSchema, part: Slice, problems: Problems) -> None:
+    n = len(part.contributing(schema.base == "none"))
+    fewest, most = schema.experts
+    if fewest <= n and (most is None or n <= most):
+        return
+    besides = " besides the base" if schema.base != "none" and part.base is not None else ""
+    want = f"at least {max(1, fewest)}" if n < fewest else f"at most {most}"
+    want = f"exactly {fewest}" if fewest == most else want
+    noun = "model" if want.endswith(" 1") else "models"
+    problems.add(
+        part.level.path, f"`{schema.name}` takes {want} {noun}{besides}, found {n or 'none'}"
+    )
+
+
+def _check_twice(part: Slice, references: Sequence[ModelRef], problems: Problems) -> None:
+    seen: set[int] = set()
+    for entry in part.entries:
+        if entry.model in seen:
+            text = references[entry.model].text
+            problems.add(
+                entry.level.path, f"{text!r} is listed twice; list it once with the weights added"
+            )
+        seen.add(entry.model)
+
+
+def _check_lengths(part: Slice, problems: Problems) -> None:
+    ranges = [e.layers for e in part.entries if e.layers is not None]
+    lengths = {end - start for start, end in ranges}
+    if len(lengths) > 1:
+        found = ", ".join(f"[{start}, {end}]" for start, end in ranges)
         problems.add(
-            path, f"`{name}` is set once for all models; move it to the top-level `parameters:`"
+            part.level.path, f"all sources of a slice need the same number of layers, found {found}"
         )

@@ -1,9 +1,9 @@
 """What a parameter's value may be and what it is worth for one tensor, as in mergekit.
 
-A value is a number, a gradient (list of numbers over the layers), or a list of `{filter, value}`
-whose first match wins. Booleans and numeric texts count as numbers. A bare `{filter, value}` is
-read as a list of one, with a warning, where mergekit fails. Which parameters exist is the business
-of `checks`.
+A value is a number or a text, a gradient (list of numbers over the layers), or a list of
+`{filter, value}` whose first match wins. Booleans and numeric texts count as numbers. A bare
+`{filter, value}` is read as a list of one, with a warning, where older mergekits fail. Which
+parameters exist, and which of them take a text, is the business of `checks`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
-from mergepipe_pipeline.spec.layers import layer_index
 
-#: Closed ranges of parameters that mean a share, whatever the method.
-RANGES: dict[str, tuple[float, float]] = {"density": (0.0, 1.0)}
+#: Parameters that mean a share, whatever the method: 1 or more keeps all, less than 0 is nothing.
+SHARES = frozenset({"density"})
 
 _RULE_KEYS = ("filter", "value")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Anchors (one: a constant) for tensors whose name contains `filter`; None takes all."""
+    """Anchors (one: a constant) for tensors whose name contains `filter`; None takes all.
+
+    A text is an only anchor.
+    """
 
     filter: str | None
-    anchors: tuple[float, ...]
+    anchors: tuple[float, ...] | tuple[str]
 
 
 #: A parameter's value in its general form: the first rule that takes the tensor counts.
@@ -34,15 +36,15 @@ Setting = tuple[Rule, ...]
 Settings = Mapping[str, Setting]
 
 
-def position(tensor: str, n_layers: int) -> float:
-    """Where a tensor stands on the way through the layers, in [0, 1].
+def position(layer: int | None, n_layers: int) -> float:
+    """Where a tensor stands on the way through `n_layers` layers, in [0, 1].
 
-    Layer k of n has k/(n−1), the only layer of one has 1; embeddings, final norm and head have 0.
+    Layer k of n has k/(n−1), the only layer of one has 1; embeddings, final norm and head (layer
+    None) have 0.
     """
-    k = layer_index(tensor)
-    if k is None:
+    if layer is None:
         return 0.0
-    return k / (n_layers - 1) if n_layers > 1 else 1.0
+    return layer / (n_layers - 1) if n_layers > 1 else 1.0
 
 
 def interpolate(anchors: Sequence[float], t: float) -> float:
@@ -55,19 +57,31 @@ def interpolate(anchors: Sequence[float], t: float) -> float:
     return min(max((1 - part) * a + part * b, min(a, b)), max(a, b))
 
 
-def evaluate(setting: Setting, tensor: str, t: float) -> float | None:
-    """The value for a tensor at position `t`, or None if no rule takes it."""
+def evaluate(
+    setting: Setting, tensor: str, t: float, *, stepwise: bool = False
+) -> float | str | None:
+    """The value for a tensor at position `t`, or None if no rule takes it.
+
+    `stepwise` takes the last anchor passed, for yes and no, which have nothing between them.
+    """
     for rule in setting:
         if rule.filter is None or rule.filter in tensor:
-            return interpolate(rule.anchors, t)
+            numbers = [a for a in rule.anchors if not isinstance(a, str)]
+            if stepwise or not numbers:
+                return rule.anchors[int(t * (len(rule.anchors) - 1))]
+            return interpolate(numbers, t)
     return None
 
 
-def look_up(name: str, levels: Sequence[Settings], tensor: str, t: float) -> float | None:
+def look_up(
+    name: str, levels: Sequence[Settings], tensor: str, t: float, *, stepwise: bool = False
+) -> float | str | None:
     """The value from the first level that has one for this tensor; None if none has."""
     for level in levels:
-        if name in level and (value := evaluate(level[name], tensor, t)) is not None:
-            return value
+        if name in level:
+            value = evaluate(level[name], tensor, t, stepwise=stepwise)
+            if value is not None:
+                return value
     return None
 
 
@@ -82,7 +96,7 @@ def parse_settings(
         here = (*path, str(name))
         known = len(problems)
         setting = _parse_setting(value, here, problems, warnings)
-        _check_range(str(name), setting, here, problems)
+        _check_share(str(name), setting, here, problems)
         if len(problems) == known:
             settings[str(name)] = setting
     return settings
@@ -91,8 +105,8 @@ def parse_settings(
 def _parse_setting(raw: object, path: KeyPath, problems: Problems, warnings: list[str]) -> Setting:
     if isinstance(raw, dict):
         warnings.append(
-            f"{shown_path(path)}: a {{filter, value}} outside a list is read as a list of one; "
-            "mergekit refuses it"
+            f"{shown_path(path)}: a {{filter, value}} outside a list is read as a list of one, "
+            "which mergekit before 0.1.5 refuses"
         )
         return (_parse_rule(raw, path, problems),)
     if isinstance(raw, list) and any(isinstance(item, dict) for item in raw):
@@ -118,23 +132,35 @@ def _parse_rule(raw: dict[str, object], path: KeyPath, problems: Problems) -> Ru
     return Rule(None if pattern == "*" else pattern, anchors)
 
 
-def _parse_anchors(raw: object, path: KeyPath, problems: Problems) -> tuple[float, ...]:
+def _parse_anchors(
+    raw: object, path: KeyPath, problems: Problems
+) -> tuple[float, ...] | tuple[str]:
     if not isinstance(raw, list):
-        return (_parse_number(raw, path, problems),)
+        value = _parse_scalar(raw, path, problems)
+        if isinstance(value, str):
+            return (value,)
+        return (value,)
     if not raw:
-        problems.add(path, "expected a number or a list of numbers, found an empty list")
-    return tuple(_parse_number(item, (*path, i), problems) for i, item in enumerate(raw))
+        problems.add(path, "expected a value or a list of numbers, found an empty list")
+    numbers = []
+    for i, item in enumerate(raw):
+        value = _parse_scalar(item, (*path, i), problems)
+        if isinstance(value, str):
+            problems.add((*path, i), f"a gradient is of numbers, found {shown(item)}")
+            break
+        numbers.append(value)
+    return tuple(numbers)
 
 
-def _parse_number(raw: object, path: KeyPath, problems: Problems) -> float:
+def _parse_scalar(raw: object, path: KeyPath, problems: Problems) -> float | str:
     number = None
     if isinstance(raw, bool | int | float | str):
         try:
             number = float(raw)
         except ValueError:
-            number = None
+            return str(raw)
     if number is None:
-        problems.add(path, f"expected a number, found {shown(raw)}")
+        problems.add(path, f"expected a number or a text, found {shown(raw)}")
         return 0.0
     if not math.isfinite(number):
         problems.add(path, f"expected a finite number, found {shown(raw)}")
@@ -142,9 +168,8 @@ def _parse_number(raw: object, path: KeyPath, problems: Problems) -> float:
     return number
 
 
-def _check_range(name: str, setting: Setting, path: KeyPath, problems: Problems) -> None:
-    if name not in RANGES:
+def _check_share(name: str, setting: Setting, path: KeyPath, problems: Problems) -> None:
+    if name not in SHARES:
         return
-    low, high = RANGES[name]
-    for value in (a for rule in setting for a in rule.anchors if not low <= a <= high):
-        problems.add(path, f"`{name}` is a share from {low:g} to {high:g}, found {value:g}")
+    for value in (a for rule in setting for a in rule.anchors if not isinstance(a, str) and a < 0):
+        problems.add(path, f"`{name}` is a share from 0 up, found {value:g}")

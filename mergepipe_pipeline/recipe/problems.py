@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
+from mergepipe_pipeline.errors import RecipeError
+
 KeyPath = tuple[str | int, ...]
 Lines = Mapping[KeyPath, int]
 
@@ -43,6 +45,19 @@ class Problems:
     def sentences(self) -> tuple[str, ...]:
         """Each problem once, by line, problems of one line in the order they were found."""
         return tuple(dict.fromkeys(text for _, text in sorted(self._found, key=lambda p: p[0])))
+
+
+def recipe_error(found: Iterable[Problems], where: str) -> RecipeError:
+    """The error that tells all problems; `where` is the recipe's path."""
+    sentences = tuple(sentence for problems in found for sentence in problems.sentences())
+    return RecipeError(
+        "A recipe cannot be used",
+        problems=sentences,
+        where=where,
+        expected="a recipe without problems",
+        found=f"{len(sentences)} problem{'s' if len(sentences) > 1 else ''}",
+        next_step="mend all of these; nothing was read or written",
+    )
 
 
 def line_of(path: KeyPath, lines: Lines) -> int:

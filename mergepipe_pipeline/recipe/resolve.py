@@ -1,126 +1,235 @@
-"""One `TensorRecipe` of plain numbers per output tensor: filters, gradients, defaults applied.
+"""Step two from YAML to a `Recipe`: every output tensor with its inputs and plain numbers.
 
-Look-up order: the model's own parameters, the recipe's, the method's default. No tensor is read.
+Needs the models' tensors as headers tell them: names, dtypes, shapes. No file is opened, and every
+problem is reported at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
-from mergepipe_pipeline.recipe.checks import Entry
-from mergepipe_pipeline.recipe.parameters import Settings, look_up, position
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown_path
-from mergepipe_pipeline.spec.layers import layer_count
-from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
-from mergepipe_pipeline.spec.recipe import Params, TensorRecipe
-
-
-class _Repeated:
-    """Problems that many tensors share, said once with the first tensor and how many more."""
-
-    def __init__(self, problems: Problems) -> None:
-        self._problems = problems
-        self._tensors: dict[tuple[KeyPath, str], list[str]] = {}
-
-    def add(self, path: KeyPath, text: str, tensor: str) -> None:
-        self._tensors.setdefault((path, text), []).append(tensor)
-
-    def flush(self) -> None:
-        for (path, text), tensors in self._tensors.items():
-            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-            self._problems.add(path, f"{text}, tensor {tensors[0]}{more}")
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.recipe.checks import (
+    check_base,
+    check_parameters,
+    check_slices,
+    find_method,
+)
+from mergepipe_pipeline.recipe.modules import first_parts, module_of
+from mergepipe_pipeline.recipe.numbers import Repeated, check_sum, method_params, model_params
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
+from mergepipe_pipeline.recipe.raw import RawRecipe
+from mergepipe_pipeline.recipe.slots import Slot, Slots, Taken, all_names
+from mergepipe_pipeline.recipe.tables import Table, Tables
+from mergepipe_pipeline.recipe.traps import dtype_warnings, idle_filters, traps, untied
+from mergepipe_pipeline.spec.layers import embedding_like, stack_counts
+from mergepipe_pipeline.spec.operator import OperatorSchema
+from mergepipe_pipeline.spec.recipe import BaseTensor, Params, Recipe, TensorInput, TensorRecipe
 
 
-def resolve_tensors(
-    schema: OperatorSchema,
-    settings: Settings,
-    models: Sequence[Entry],
-    tensors: Sequence[str],
-    presence: Sequence[AbstractSet[str]],
-    problems: Problems,
-) -> tuple[TensorRecipe, ...]:
-    """The recipe of each tensor in `tensors`, in order.
+def resolve_recipe(
+    raw: RawRecipe,
+    tables: Sequence[Table],
+    methods: Mapping[str, OperatorSchema],
+    partial: Sequence[bool] = (),
+) -> Recipe:
+    """Give every output tensor its inputs and numbers.
 
-    `models` are those that contribute and `presence[i]` the tensor names that model i has; one that
-    lacks a tensor is left out of it. Adds problems for required parameters without a value, for
-    values of the wrong kind, and for weights to be divided by that sum to zero.
+    `tables[i]` are the tensors of `raw.references[i]` by name, in file order. `partial[i]` says
+    that model i is an adapter or a delta alone: its table has the base's names that it changes.
+    Where other models take part and its share matters (values are merged, or deltas are counted or
+    measured), it stays an input under the base's tensor name; else it is no input there.
+
+    Raises RecipeError with every problem.
     """
-    repeated = _Repeated(problems)
-    n_layers = layer_count(tensors)
-    method_scope = [p for p in schema.parameters if p.scope == "method"]
-    model_scope = [p for p in schema.parameters if p.scope == "model"]
-    recipes = []
-    for name in tensors:
-        t = position(name, n_layers)
-        params = _params(method_scope, [settings], name, t, ("parameters",), "", repeated)
-        present = tuple(i for i, names in enumerate(presence) if name in names)
-        rows = tuple(
-            _params(
-                model_scope,
-                [models[i].settings, settings],
-                name,
-                t,
-                models[i].path,
-                f" of model {models[i].text!r}",
-                repeated,
-            )
-            for i in present
-        )
-        if schema.space == "value":
-            _check_sum(params, rows, name, repeated)
-        recipes.append(TensorRecipe(name, params, present, rows))
-    repeated.flush()
-    return tuple(recipes)
-
-
-def idle_filters(
-    settings: Settings, models: Sequence[Entry], tensors: Sequence[str]
-) -> tuple[str, ...]:
-    """One warning per filter that is part of no tensor's name, so that its value is never used."""
-    levels: list[tuple[KeyPath, Settings]] = [(("parameters",), settings)]
-    levels += [((*entry.path, "parameters"), entry.settings) for entry in models]
-    return tuple(
-        f"{shown_path((*path, name))}: the filter {rule.filter!r} matches no tensor"
-        for path, level in levels
-        for name, setting in level.items()
-        for rule in setting
-        if rule.filter is not None and not any(rule.filter in tensor for tensor in tensors)
+    problems = Problems(raw.lines)
+    schema = find_method(raw.method, methods, problems)
+    if schema is None:
+        raise recipe_error([problems], raw.where)
+    warnings = [*raw.warnings, *check_parameters(schema, methods, raw.levels(), problems)]
+    warnings += traps(raw, schema)
+    check_slices(schema, schema.base == "none", raw.modules, raw.references, problems)
+    check_base(schema, raw.modules, problems)
+    if len(tables) != len(raw.references):
+        problems.add((), f"expected tensors of {len(raw.references)} models, found {len(tables)}")
+    if problems:
+        raise recipe_error([problems], raw.where)
+    flags = [*partial, *[False] * (len(tables) - len(partial))]
+    resolver = _Resolver(raw, schema, Tables(raw.references, tables, flags), problems)
+    tensors = resolver.tensors()
+    if problems:
+        raise recipe_error([problems], raw.where)
+    used = {i.model for t in tensors for i in t.inputs} | {t.base.model for t in tensors if t.base}
+    stored = [entry.dtype for model in sorted(used) for entry in tables[model].values()]
+    warnings += [*resolver.warnings, *dtype_warnings(raw.dtype, stored)]
+    return Recipe(
+        name=raw.name,
+        text=raw.text,
+        method=raw.method,
+        models=raw.references,
+        base=raw.base,
+        tensors=tensors,
+        dtype=raw.dtype,
+        out_dtype=raw.out_dtype,
+        budget=raw.budget,
+        strategy=raw.strategy,
+        seed=raw.seed,
+        ref=raw.ref,
+        n_layers=resolver.n_layers,
+        tokenizer=raw.tokenizer,
+        chat_template=raw.chat_template,
+        warnings=tuple(dict.fromkeys(warnings)),
     )
 
 
-def _params(
-    parameters: Sequence[Parameter],
-    levels: Sequence[Settings],
-    tensor: str,
-    t: float,
-    path: KeyPath,
-    owner: str,
-    repeated: _Repeated,
-) -> Params:
-    params = []
-    for p in parameters:
-        value = look_up(p.name, levels, tensor, t)
-        if value is None and p.default is None:
-            repeated.add(path, f"the required parameter `{p.name}`{owner} has no value", tensor)
-        elif value is None:
-            params.append((p.name, _cast(p, float(p.default or 0))))
-        elif p.kind == "int" and not value.is_integer():
-            text = f"`{p.name}`{owner} must be a whole number, found {value:g}"
-            repeated.add((*path, p.name), text, tensor)
-        else:
-            params.append((p.name, _cast(p, value)))
-    return tuple(params)
+@dataclass
+class _Resolver:
+    raw: RawRecipe
+    schema: OperatorSchema
+    tables: Tables
+    problems: Problems
+    warnings: list[str] = field(default_factory=list)
+    n_layers: int | None = None
+
+    def tensors(self) -> tuple[TensorRecipe, ...]:
+        """The output's tensors in order; none of them is right where problems were added."""
+        slots = self._slots()
+        repeated = Repeated(self.problems)
+        recipes = [r for slot in slots if (r := self._recipe(slot, repeated)) is not None]
+        recipes += self._leftovers({slot.name for slot in slots})
+        self.tables.add_misfits(self._places(), self.problems)
+        repeated.flush()
+        self.n_layers = self._new_count(recipes)
+        self.warnings += self.tables.extra_warnings()
+        self.warnings += idle_filters([lv for lv, _ in self.raw.levels()], all_names(slots))
+        return tuple(recipes)
+
+    def _slots(self) -> list[Slot]:
+        maker = Slots(self.schema, self.raw.level, self.tables, self.problems)
+        slots: dict[str, Slot] = {}
+        for module in self.raw.modules:
+            first = module.slices[0].entries[0].model
+            names = self.tables[first if self.raw.base is None else self.raw.base]
+            belongs = module_of(module.name or "default", names)
+            if belongs is None:
+                self.problems.add(
+                    module.level.path,
+                    f"no tensor belongs to this module; names begin with "
+                    f"{', '.join(first_parts(names))}",
+                )
+                continue
+            for slot in maker.of_module(module, belongs):
+                slots.setdefault(slot.name, slot)
+        return list(slots.values())
+
+    def _places(self) -> dict[int, KeyPath]:
+        places: dict[int, KeyPath] = {}
+        for entry in self.raw.entries():
+            places.setdefault(entry.model, (*entry.level.path, "model"))
+        return places
+
+    def _recipe(self, slot: Slot, repeated: Repeated) -> TensorRecipe | None:
+        """The slot with its numbers; None where too few models have an optional tensor."""
+        first = self._first(slot)
+        if first is None:
+            return None
+        like = self.tables[first.model][first.tensor]
+        # Arithmetic needs floating-point elements: other tensors are copied.
+        if like.dtype not in FLOATING:
+            return TensorRecipe(slot.name, (), first, ())
+        uses_base = self.schema.base != "none"
+        stored = [taken for taken in slot.taken if taken.stored]
+        if uses_base and stored and slot.base is None and slot.part.base is not None:
+            text = f"the base lacks an optional tensor that {self._text(stored[0])!r} has"
+            repeated.add(stored[0].entry.level.path, text, slot.name)
+            return None
+        if not stored and self.schema.space != "value":
+            return TensorRecipe(slot.name, (), first, ())
+        params = method_params(self.schema, slot.levels, slot.name, slot.t, repeated)
+        taken = [t for t in slot.taken if t.stored or _matters(self.schema, params)]
+        if len(taken) < self.schema.experts[0]:
+            return self._too_few(slot, taken, first)
+        for t in taken:
+            self.tables.check_entry(t.entry.model, t.tensor, like, first.model)
+        self._warn_untied(slot)
+        rows = [
+            model_params(
+                self.schema,
+                (t.entry.level, *slot.levels),
+                t.name,
+                slot.t,
+                self._text(t),
+                repeated,
+            )
+            for t in taken
+        ]
+        check_sum(self.schema, params, rows, slot.levels[0].path, slot.name, repeated)
+        inputs = tuple(
+            TensorInput(t.entry.model, t.tensor, t.position, row)
+            for t, row in zip(taken, rows, strict=True)
+        )
+        return TensorRecipe(slot.name, params, slot.base, inputs)
+
+    def _first(self, slot: Slot) -> BaseTensor | None:
+        """The tensor that gives the output its shape, and that a copy is of."""
+        if slot.base is not None:
+            return slot.base
+        stored = [t for t in slot.taken if t.stored]
+        return BaseTensor(stored[0].entry.model, stored[0].tensor) if stored else None
+
+    def _too_few(
+        self, slot: Slot, taken: Sequence[Taken], first: BaseTensor
+    ) -> TensorRecipe | None:
+        with_base = slot.base is not None and self.schema.base != "none"
+        if len(taken) + with_base <= 1 or not taken:
+            return TensorRecipe(slot.name, (), first, ())
+        self.warnings.append(
+            f"{slot.name} is left out: {self.schema.name} takes {self.schema.experts[0]} models, "
+            f"and {len(taken)} besides the base has it"
+        )
+        return None
+
+    def _warn_untied(self, slot: Slot) -> None:
+        pairs = [(t.entry.model, t.name, t.tensor) for t in slot.taken if t.stored]
+        if slot.base is not None:
+            pairs.append((slot.base.model, slot.name, slot.base.tensor))
+        tied = [m for m, name, tensor in pairs if name != tensor and embedding_like(name)]
+        if tied:
+            lacking = [self.tables.refs[m] for m in dict.fromkeys(tied)]
+            self.warnings.append(untied(slot.name, lacking))
+
+    def _leftovers(self, made: set[str]) -> list[TensorRecipe]:
+        """Copies of the tensors that are in no named module."""
+        if all(module.name is None for module in self.raw.modules):
+            return []
+        first = self.raw.modules[0].slices[0].entries[0].model
+        owner = first if self.raw.base is None else self.raw.base
+        names = [name for name in self.tables[owner] if name not in made]
+        if names:
+            self.warnings.append(
+                f"modules: {len(names)} tensors are in none of them, first {names[0]}: they are "
+                f"copied from {self.tables.refs[owner].text!r}, where mergekit leaves them out"
+            )
+        return [TensorRecipe(name, (), BaseTensor(owner, name), ()) for name in names]
+
+    def _new_count(self, recipes: Sequence[TensorRecipe]) -> int | None:
+        """The number of layers of the stack that slices made longer or shorter, if one is."""
+        if all(part.whole for _, part in self.raw.slices()):
+            return None
+        first = self.raw.modules[0].slices[0].entries[0].model
+        template = stack_counts(self.tables[first if self.raw.base is None else self.raw.base])
+        counts = stack_counts(recipe.name for recipe in recipes)
+        changed = [n for stack, n in counts.items() if template.get(stack) != n]
+        return changed[0] if changed else None
+
+    def _text(self, taken: Taken) -> str:
+        return self.tables.refs[taken.entry.model].text
 
 
-def _cast(parameter: Parameter, value: float) -> float | int | bool:
-    kinds: Mapping[str, type[float] | type[int] | type[bool]]
-    kinds = {"float": float, "int": int, "bool": bool}
-    return kinds[parameter.kind](value)
-
-
-def _check_sum(params: Params, rows: Sequence[Params], tensor: str, repeated: _Repeated) -> None:
-    weights = [row["weight"] for row in map(dict, rows) if "weight" in row]
-    if dict(params).get("normalize") and weights and sum(map(float, weights)) == 0:
-        text = "the weights sum to zero and `normalize` divides by the sum"
-        repeated.add(("models",), f"{text}; change a weight or set `normalize: false`", tensor)
+def _matters(schema: OperatorSchema, params: Params) -> bool:
+    """Whether an input equal to the base changes the result."""
+    if schema.space != "delta" or schema.response in ("unbounded", "mean"):
+        return True
+    # A sum of deltas that no parameter normalises has factors that all deltas may decide.
+    return schema.response == "additive" and bool(dict(params).get("normalize", True))

@@ -1,39 +1,35 @@
-"""The keys of a recipe, strictly: mergekit's that are supported, and the project's own.
+"""The keys of a recipe, strictly: mergekit's and the project's own.
 
 Pydantic checks shapes and texts here and nowhere else. What a parameter's value means is in
-`parameters`, what a budget means in `budget`, and whether keys fit a method in `checks`.
+`parameters`, what a budget means in `budget`, what a tokenizer's wish means in `tokens`, and
+whether keys fit a method in `checks`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mergepipe_pipeline.dtypes import code_from_name
 from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.recipe.outline import layer_range
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
+from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.spec.blocks import BlockGrid
 
 DEFAULT_SCHEDULE = "0 3 * * *"
 #: Names of budget strategies, for a reader who has no planner at hand.
 STRATEGIES = ("full", "magnitude", "hash", "drop-experts")
 
-#: Keys of mergekit that are understood but not acted on.
-NOT_YET = {
-    "slices": "list whole models under `models:`",
-    "modules": "list whole models under `models:`",
-    "tokenizer": "leave it out: the base's tokenizer is copied",
-    "chat_template": "leave it out: the base's template is copied",
-    "layer_range": "whole models are merged; leave it out",
-}
 #: Parameter names of mergekit, known to be misplaced when they stand beside `parameters:`.
 PARAMETER_NAMES = frozenset(
     ("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon")
-)
+) | {"scale", "filter_wise", "select_topk", "max_iter", "tol", "normalize_weights", "variant"}
+CONTENTS = ("models", "slices", "modules")
 
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _CRON_PART = re.compile(r"(?:\*|([0-9]{1,2})(?:-([0-9]{1,2}))?)(?:/([0-9]{1,2}))?", re.ASCII)
@@ -45,19 +41,21 @@ def _refuse(kind: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("recipe", "{text}", {"text": text, "kind": kind})
 
 
-def _model_text(value: str) -> str:
-    if not value.strip() or value != value.strip() or "\0" in value:
-        raise _refuse("model", f"expected a catalog name or a path, found {shown(value)}")
-    # In a path, the folders above may be named at will.
-    last = value.rsplit("/", 1)[-1] if value.startswith(("/", ".", "~")) else value
-    for sign, part in (("+", "LoRA"), ("@", "revision")):
-        if sign in last:
-            named = last[last.index(sign) :]
-            raise _refuse(
-                "model",
-                f"the {part} part {shown(named)} is not supported yet; "
-                "register the finished checkpoint under a name and use that",
-            )
+def _model(value: object) -> object:
+    try:
+        parse_reference(value)
+    except UnreadableReference as error:
+        raise _refuse("model", str(error)) from None
+    return value
+
+
+def _layer_range(value: object) -> object:
+    layers = layer_range(value)
+    if layers is None or not 0 <= layers[0] < layers[1]:
+        raise _refuse(
+            "layer_range",
+            f"expected [start, end) in whole numbers, 0 <= start < end, found {shown(value)}",
+        )
     return value
 
 
@@ -113,7 +111,7 @@ def _is_cron_field(field: str, lowest: int, highest: int) -> bool:
     return True
 
 
-ModelText = Annotated[str, AfterValidator(_model_text)]
+Model = Annotated[Any, AfterValidator(_model)]
 DtypeCode = Annotated[str, AfterValidator(_dtype_code)]
 Ref = Annotated[str, AfterValidator(_ref)]
 
@@ -125,7 +123,32 @@ class _Strict(BaseModel):
 class ModelYaml(_Strict):
     """One entry of `models:`."""
 
-    model: ModelText
+    model: Model
+    parameters: dict[str, Any] | None = None
+
+
+class SourceYaml(_Strict):
+    """One entry of a slice's `sources:`."""
+
+    model: Model
+    layer_range: Annotated[Any, AfterValidator(_layer_range)]
+    parameters: dict[str, Any] | None = None
+
+
+class SliceYaml(_Strict):
+    """One entry of `slices:`."""
+
+    sources: list[SourceYaml]
+    base_model: Model | None = None
+    residual_weight: Any = None
+    parameters: dict[str, Any] | None = None
+
+
+class ModuleYaml(_Strict):
+    """One of `modules:`."""
+
+    models: list[ModelYaml] | None = None
+    slices: list[SliceYaml] | None = None
     parameters: dict[str, Any] | None = None
 
 
@@ -133,12 +156,18 @@ class RecipeYaml(_Strict):
     """A recipe's top level; `dtype` and `out_dtype` come out as safetensors codes."""
 
     merge_method: str
-    models: list[ModelYaml]
-    base_model: ModelText | None = None
+    name: str | None = None
+    out_path: str | None = None
+    models: list[ModelYaml] | None = None
+    slices: list[SliceYaml] | None = None
+    modules: dict[str, ModuleYaml] | None = None
+    base_model: Model | None = None
     parameters: dict[str, Any] | None = None
     dtype: DtypeCode | None = None
     out_dtype: DtypeCode | None = None
-    tokenizer_source: Literal["base"] | None = None
+    tokenizer_source: Any = None
+    tokenizer: Any = None
+    chat_template: Any = None
     budget: Any = None
     strategy: str = "magnitude"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -149,14 +178,33 @@ class RecipeYaml(_Strict):
 
 def validate(value: Mapping[str, object], problems: Problems) -> RecipeYaml | None:
     """The recipe's keys, or None with every misfit added to `problems`."""
+    known = len(problems)
+    _check_contents(value, (), CONTENTS, problems)
+    named = value.get("modules")
+    for name, module in named.items() if isinstance(named, dict) else ():
+        if isinstance(module, dict):
+            _check_contents(module, ("modules", str(name)), CONTENTS[:2], problems)
     try:
-        return RecipeYaml.model_validate(value)
+        recipe = RecipeYaml.model_validate(value)
     except ValidationError as invalid:
         for error in invalid.errors(include_url=False):
-            text = _sentence(error, value)
-            if text:
-                problems.add(tuple(error["loc"]), text)
+            problems.add(tuple(error["loc"]), _sentence(error))
         return None
+    return recipe if len(problems) == known else None
+
+
+def _check_contents(
+    value: Mapping[str, object], path: KeyPath, keys: Sequence[str], problems: Problems
+) -> None:
+    given = [k for k in keys if value.get(k) is not None]
+    if not given:
+        others = " or ".join(f"`{k}:`" for k in keys[1:])
+        problems.add((*path, keys[0]), f"this key is required and missing; {others} may replace it")
+    for key in given:
+        if value[key] in ([], {}):
+            problems.add((*path, key), "expected at least one entry, found none")
+        if key != given[0]:
+            problems.add((*path, key), f"give either `{given[0]}:` or `{key}:`, not both")
 
 
 def check_strategy(value: object, strategies: Collection[str], problems: Problems) -> None:
@@ -178,31 +226,41 @@ def ref_problem(name: str) -> str | None:
     return None
 
 
-def _sentence(error: ErrorDetails, value: Mapping[str, object]) -> str:
+def _sentence(error: ErrorDetails) -> str:
     path, found = tuple(error["loc"]), error["input"]
-    key = str(path[-1])
     if error["type"] == "extra_forbidden":
-        return _unknown_key(key, path)
+        return _unknown_key(str(path[-1]), path)
     if error["type"] == "missing":
-        # Slices and modules stand in the place of models and are reported themselves.
-        replaced = key == "models" and not {"slices", "modules"}.isdisjoint(value)
-        return "" if replaced else "this key is required and missing"
+        return "this key is required and missing"
     if error["type"] == "recipe":
         return error["msg"]
-    if key == "tokenizer_source":
-        return f"only `base` is supported yet, found {shown(found)}"
-    if key in {"model", "base_model"} and isinstance(found, dict):
-        return "a model as a mapping (path, revision, lora) is not supported yet; write one text"
     if error["type"] == "model_type":
-        return f"expected a mapping with `model:`, found {shown(found)}"
+        first = next(iter(_known_keys((*path, ""))))
+        return f"expected a mapping with `{first}:`, found {shown(found)}"
     return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(found)}"
 
 
 def _unknown_key(key: str, path: KeyPath) -> str:
-    if key in NOT_YET:
-        return f"`{key}` is not supported yet; {NOT_YET[key]}"
     if key in PARAMETER_NAMES:
         return f"`{key}` is a parameter of the method; move it under `parameters:`"
-    known = RecipeYaml.model_fields if len(path) == 1 else ModelYaml.model_fields
+    known = _known_keys(path)
+    if key in RecipeYaml.model_fields and len(path) > 1:
+        return f"`{key}` belongs to the top level of the recipe"
+    if key == "layer_range":
+        return "whole models are merged under `models:`; use `slices:` to choose layers"
     near = suggest(key, known) or f"; known are {', '.join(known)}"
     return f"unknown key `{key}`{near}"
+
+
+def _known_keys(path: KeyPath) -> Collection[str]:
+    """The keys that may stand where the last part of `path` stands."""
+    if len(path) == 1:
+        return RecipeYaml.model_fields
+    inner = [part for part in path[:-1] if isinstance(part, str)]
+    # A module's name stands where a key of ours could: only what follows it counts.
+    inner = inner[2:] if inner[0] == "modules" else inner
+    if not inner:
+        return ModuleYaml.model_fields
+    by_key: dict[str, type[BaseModel]]
+    by_key = {"models": ModelYaml, "slices": SliceYaml, "sources": SourceYaml}
+    return by_key.get(inner[-1], ModelYaml).model_fields

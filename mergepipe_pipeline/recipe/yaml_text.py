@@ -1,7 +1,7 @@
 """YAML text to plain values with the line of every key: safe, limited, and without surprises.
 
-PyYAML's composer is used, its tag constructors are not: duplicate keys and several documents are
-problems, and aliases cannot blow a small text up. What the keys mean is the business of `schema`.
+PyYAML's composer is used, its tag constructors are not: duplicate keys are problems, and
+aliases cannot blow a small text up. What the keys mean is the business of `schema`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ MAX_NBYTES = 1 << 20
 #: Nodes after aliases are followed: far above any recipe, far below what would take time.
 MAX_NODES = 50_000
 MAX_DEPTH = 24
+#: Stages of one recipe.
+MAX_DOCUMENTS = 64
 
 _CORE = "tag:yaml.org,2002:"
 _CONSTRUCTORS = {
@@ -36,40 +38,64 @@ _TEXTS = {"str", "timestamp", "value", "merge"}
 class Document:
     """A YAML document as dict, list, str, int, float, bool and None; `lines` are 1-based.
 
-    With problems, `value` holds what could be read in spite of them.
+    With problems, `value` holds what could be read in spite of them. `text` is the document's own,
+    `line` where it begins.
     """
 
     value: object
     lines: Lines
     problems: Problems
+    text: str
+    line: int = 1
 
 
 def read_yaml(text: str) -> Document:
     """Read one YAML document. Never raises: what is wrong is in the document's problems."""
-    lines: dict[KeyPath, int] = {}
-    document = Document(None, lines, Problems(lines))
+    documents = read_documents(text)
+    if len(documents) > 1:
+        documents[0].problems.add(
+            (),
+            f"one recipe is wanted here, and the file has {len(documents)} documents; "
+            "put each in its own file",
+            documents[1].line,
+        )
+    return documents[0]
+
+
+def read_documents(text: str) -> tuple[Document, ...]:
+    """Read all documents of a file, at least one; lines count from the file's start.
+
+    Never raises: what is wrong is in the documents' problems.
+    """
+    empty = Document(None, {}, Problems({}), text)
     nbytes = len(text.encode("utf-8", "surrogatepass"))
     if nbytes > MAX_NBYTES:
-        document.problems.add(
+        empty.problems.add(
             (),
             f"a recipe may have {MAX_NBYTES} bytes, this one has {nbytes}; is it the right file?",
         )
-        return document
+        return (empty,)
     try:
-        nodes = list(islice(yaml.compose_all(text, yaml.SafeLoader), 2))
+        nodes = list(islice(yaml.compose_all(text, yaml.SafeLoader), MAX_DOCUMENTS + 1))
     # ValueError: PyYAML lets it through for escapes and directives out of range.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        _add_syntax(document.problems, error)
-        return document
-    if len(nodes) > 1:
-        document.problems.add(
-            (),
-            "several documents in one file are not supported yet; put each recipe in its own file",
-            nodes[1].start_mark.line + 1,
-        )
+        _add_syntax(empty.problems, error)
+        return (empty,)
     if not nodes:
-        return document
-    return Document(_Reader(lines, document.problems).read(nodes[0], ()), lines, document.problems)
+        return (empty,)
+    if len(nodes) > MAX_DOCUMENTS:
+        empty.problems.add((), f"more than {MAX_DOCUMENTS} documents in one file")
+        return (empty,)
+    if len(nodes) == 1:
+        return (_document(nodes[0], text),)
+    return tuple(_document(n, text[n.start_mark.index : n.end_mark.index]) for n in nodes)
+
+
+def _document(node: Node, text: str) -> Document:
+    lines: dict[KeyPath, int] = {}
+    problems = Problems(lines)
+    value = _Reader(lines, problems).read(node, ())
+    return Document(value, lines, problems, text, node.start_mark.line + 1)
 
 
 def _add_syntax(problems: Problems, error: Exception) -> None:

@@ -39,7 +39,7 @@ def collect(
     doomed += [p for p in objects.all_objects() if p.name not in digests]
     doomed += sorted(staging.iterdir()) if staging.is_dir() else []
     limit = time.time() - older_than_s
-    old = [p for p in doomed if _mtime(p) <= limit]
+    old = [p for p in doomed if _last_use(p) <= limit]
     nbytes = sum(_nbytes(p) for p in old)
     if not dry_run:
         for path in old:
@@ -47,10 +47,11 @@ def collect(
     return Collected(len(old), nbytes, tuple(str(p) for p in old))
 
 
-def _mtime(path: Path) -> float:
+def _last_use(path: Path) -> float:
     """Seconds since the epoch; infinite for what another process removed meanwhile."""
     try:
-        return path.lstat().st_mtime
+        found = path.lstat()
+        return max(found.st_mtime, found.st_atime)
     except FileNotFoundError:
         return inf
 

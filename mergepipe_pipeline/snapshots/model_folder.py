@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 
 from mergepipe_pipeline.dtypes import TORCH_NAME
+from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.snapshot import LineageEntry, ShardEntry
 
 
@@ -27,11 +28,23 @@ def index_json(shards: Sequence[ShardEntry], total_nbytes: int) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def config_json(original: bytes, dtype: str) -> bytes:
-    """The base's config.json with the dtype of the merged weights; every other key is kept."""
+def config_json(
+    original: bytes, dtype: str | None, changes: Sequence[tuple[str, ConfigValue]] = ()
+) -> bytes:
+    """The template's config.json with the dtype of the merged weights; every other key is kept.
+
+    `dtype` None leaves it; `changes` are (dotted key, value).
+    """
     config = json.loads(original)
-    keys = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
-    config.update(dict.fromkeys(keys, TORCH_NAME[dtype]))
+    if dtype is not None:
+        keys = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
+        config.update(dict.fromkeys(keys, TORCH_NAME[dtype]))
+    for place, value in changes:
+        *above, key = place.split(".")
+        part = config
+        for name in above:
+            part = part.setdefault(name, {})
+        part[key] = list(value) if isinstance(value, tuple) else value
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -7,6 +7,7 @@ Anything doubtful counts as unknown and is made again.
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +44,11 @@ class ObjectStore:
             stored = StoredObject(
                 value["object"], value["nbytes"], tuple((t, d) for t, d in value["tensors"])
             )
-            whole = self.path_of(stored.sha256).stat().st_size == stored.nbytes
-            # Touched, so that a collection running meanwhile sees both as in use.
-            os.utime(self.path_of(stored.sha256))
+            found = self.path_of(stored.sha256).stat()
+            whole = found.st_size == stored.nbytes
+            # Touched, so that a collection running meanwhile sees both as in use; of the object
+            # only the time of access, since snapshots link to it and may be models themselves.
+            os.utime(self.path_of(stored.sha256), ns=(time.time_ns(), found.st_mtime_ns))
             os.utime(path)
         except (FileNotFoundError, CorruptionError, KeyError):
             return None

@@ -5,12 +5,17 @@ Nothing here opens a file; `storage` fills these in and `catalog` keeps them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any, Literal
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.dtypes import itemsize
+
+#: What the tensors are: whole values, the factors of a PEFT adapter, or differences from a base.
+CheckpointKind = Literal["full", "adapter", "delta"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Checkpoint:
 
     `checkpoint_id` changes when any file is replaced or touched; content identity is the tensors'
     digests, which analysis computes. `root` is where it lies and takes no part in the id.
+    `tokenizer_files` are those of a checkpoint that is yet to be made; None: they lie at `root`.
     """
 
     name: str
@@ -57,13 +63,20 @@ class Checkpoint:
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...] = field(repr=False)
     config: str | None = None  # text of config.json
+    kind: CheckpointKind = "full"
+    adapter_config: str | None = None  # text of adapter_config.json; adapters only
+    tokenizer_files: Mapping[str, bytes] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def checkpoint_id(self) -> str:
-        """24 hex characters over every file's path, size, mtime and header digest."""
-        return digest_json([[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in self.files])[
-            :24
-        ]
+        """24 hex characters over every file's path, size, mtime and header digest.
+
+        An adapter's config is part of its values (it holds the scale), so its text counts too.
+        """
+        parts: list[Any] = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in self.files]
+        if self.adapter_config is not None:
+            parts.append({"adapter_config": self.adapter_config})
+        return digest_json(parts)[:24]
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:

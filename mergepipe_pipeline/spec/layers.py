@@ -1,30 +1,82 @@
-"""Which layer a tensor belongs to: the one place that reads structure from tensor names.
+"""What a tensor is for: the one place that reads structure from tensor names.
 
-Layers are the unit of execution: `embed`, `layer.00 … layer.NN`, `head`. A tensor outside the
-numbered layers counts as head if it is stored for the output side (final norm, lm_head), else as
-embed.
+Layers are the unit of execution: `embed`, `layer.00 … layer.NN`, `head`. A model may have several
+stacks of layers (text and vision, encoder and decoder). A tensor outside them counts as head if it
+stands after the layers (final norm, lm_head), else as embed. Names are those of transformers; no
+configuration is read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-_NUMBERED = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
+# The first number counts: experts and sub-layers inside a layer have numbers of their own.
+_NUMBERED = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|resblocks)\.(\d+)(?=\.)")
 _HEAD = re.compile(
-    r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f|final_norm|classifier|score|pooler|cls)\b"
+    r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f|final_norm|classifier|score|pooler|cls|"
+    r"final_layer_norm|norm_f|embed_out|output_layer|output|post_layernorm|layernorm_post|ln_post|"
+    r"proj_out|pre_classifier|qa_outputs|vocab_projector|vocab_transform|vocab_layer_norm)\b"
+    r"|(?:^|\.)(?:encoder|decoder)\.layer_norm\.|(?:^|\.)merger\."
 )
+#: Last parts of names whose rows (dimension 0) are the vocabulary: on the input side …
+_EMBEDDINGS = re.compile(
+    r"(?:^|\.)(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|shared)\.weight$"
+    r"|^(?:backbone\.)?embeddings\.weight$"
+)
+#: … and on the output side.
+_OUTPUTS = re.compile(
+    r"(?:^|\.)(?:lm_head|embed_out|vocab_projector)\.(?:weight|bias)$"
+    r"|^(?:model\.)?output\.weight$|(?:^|\.)(?:transformer\.output_layer|proj_out)\.weight$"
+    r"|(?:^|\.)(?:cls\.predictions|lm_head)\.decoder\.(?:weight|bias)$|^cls\.predictions\.bias$"
+)
+#: Stored buffers that follow from the configuration.
+_BUFFER = re.compile(r"(?:\.|^)(?:inv_freq|position_ids|masked_bias)$")
 
 
 def layer_index(tensor_name: str) -> int | None:
     """The number in `…layers.<n>.…`, or None for embeddings, final norm and head."""
     match = _NUMBERED.search(tensor_name)
-    return int(match.group(1)) if match else None
+    return int(match[1]) if match else None
+
+
+def layer_stack(tensor_name: str) -> str | None:
+    """What stands before the layer's number (`model.layers.`), or None outside the layers."""
+    match = _NUMBERED.search(tensor_name)
+    return tensor_name[: match.start(1)] if match else None
+
+
+def with_layer_index(tensor_name: str, index: int) -> str:
+    """The name with another layer number; a name without one as it is."""
+    match = _NUMBERED.search(tensor_name)
+    if match is None:
+        return tensor_name
+    return f"{tensor_name[: match.start(1)]}{index}{tensor_name[match.end(1) :]}"
+
+
+def stack_counts(tensor_names: Iterable[str]) -> dict[str, int]:
+    """Number of layers (highest number plus one) of every stack, in order of appearance."""
+    counts: dict[str, int] = {}
+    for name in tensor_names:
+        stack, index = layer_stack(name), layer_index(name)
+        if stack is not None and index is not None:
+            counts[stack] = max(counts.get(stack, 0), index + 1)
+    return counts
 
 
 def layer_count(tensor_names: Iterable[str]) -> int:
-    """One more than the highest layer number, 0 if no tensor is numbered."""
-    return 1 + max((i for n in tensor_names if (i := layer_index(n)) is not None), default=-1)
+    """One more than the highest layer number of any stack, 0 if no tensor is numbered."""
+    return max(stack_counts(tensor_names).values(), default=0)
+
+
+def is_post(tensor_name: str) -> bool:
+    """Whether a tensor stands after the layers: final norm, lm_head, classifier."""
+    return layer_index(tensor_name) is None and _HEAD.search(tensor_name) is not None
+
+
+def is_pre(tensor_name: str) -> bool:
+    """Whether a tensor stands before the layers: embeddings and all that has no other place."""
+    return layer_index(tensor_name) is None and not is_post(tensor_name)
 
 
 def layer_name(tensor_name: str, n_layers: int) -> str:
@@ -32,7 +84,7 @@ def layer_name(tensor_name: str, n_layers: int) -> str:
     index = layer_index(tensor_name)
     if index is not None:
         return f"layer.{index:0{max(2, len(str(n_layers - 1)))}d}"
-    return "head" if _HEAD.search(tensor_name) else "embed"
+    return "head" if is_post(tensor_name) else "embed"
 
 
 def layer_order(name: str) -> tuple[int, str]:
@@ -40,6 +92,36 @@ def layer_order(name: str) -> tuple[int, str]:
     return ({"embed": 0, "head": 2}.get(name, 1), name)
 
 
+def embedding_like(tensor_name: str) -> bool:
+    """Whether dimension 0 is the vocabulary: input embeddings and heads that predict tokens."""
+    return bool(_EMBEDDINGS.search(tensor_name) or _OUTPUTS.search(tensor_name))
+
+
+def tied_partner(tensor_name: str, names: Collection[str]) -> str | None:
+    """The tensor in `names` that stands for a missing vocabulary matrix, or None.
+
+    A model with tied embeddings stores one of the two only: `lm_head.weight` is its
+    `model.embed_tokens.weight`, and the other way round.
+    """
+    if not tensor_name.endswith(".weight") or not embedding_like(tensor_name):
+        return None
+    inputs = [n for n in names if _EMBEDDINGS.search(n)]
+    outputs = [n for n in names if n.endswith(".weight") and _OUTPUTS.search(n)]
+    near, far = (inputs, outputs) if _OUTPUTS.search(tensor_name) else (outputs, inputs)
+    # T5 shares one matrix between both embeddings and the head.
+    candidates = [n for n in (*near, *far) if n != tensor_name]
+    return candidates[0] if candidates else None
+
+
 def is_optional(tensor_name: str) -> bool:
-    """True for weights a model may lack without being broken: biases and a tied lm_head."""
-    return tensor_name.endswith(".bias") or tensor_name == "lm_head.weight"
+    """True for what a model may lack without being broken: biases, a tied head, buffers."""
+    return (
+        tensor_name.endswith(".bias")
+        or (_OUTPUTS.search(tensor_name) is not None)
+        or is_buffer(tensor_name)
+    )
+
+
+def is_buffer(tensor_name: str) -> bool:
+    """Whether a stored tensor follows from the configuration, so that nobody misses it."""
+    return _BUFFER.search(tensor_name) is not None

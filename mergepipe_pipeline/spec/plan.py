@@ -17,9 +17,14 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.blocks import Range, total_elems
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.recipe import Params
+from mergepipe_pipeline.spec.view import LowRank, Part, Run, TensorView
 
 #: Part of every layer key: raised when the engine or an operator changes its bits.
-ENGINE_VERSION = "1"
+ENGINE_VERSION = "2"
+
+
+#: What may be set in a config.json.
+ConfigValue = int | bool | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,40 +53,48 @@ class TrimRule:
 class ExpertInput:
     """One expert's part in one output tensor.
 
-    `source` indexes `MergePlan.sources`; `position` is the expert's place in the recipe (it
+    Sources in `view` index `MergePlan.sources`; `position` is the expert's place in the recipe (it
     addresses random numbers). `covered` are the element ranges where the expert takes part; `read`
     those fetched for it: `covered` without blocks whose delta is known to be zero. Outside, the
-    expert equals the base. `trim` and `scale` are tensor-scope facts the operator asked for.
+    expert equals the base. A low-rank view is covered and read in whole or not at all. `trim`,
+    `outliers` and `scale` are tensor-scope facts the operator asked for; what `outliers` keeps is
+    dropped.
     """
 
-    source: int
     position: int
-    tensor: TensorEntry
+    view: TensorView
     sha256: str
     params: Params
     covered: tuple[Range, ...]
     read: tuple[Range, ...]
     trim: TrimRule | None = None
+    outliers: TrimRule | None = None
     scale: float = 1.0
 
     @property
     def read_nbytes(self) -> int:
         """Expert bytes this input fetches."""
-        return total_elems(self.read) * (self.tensor.nbytes // max(1, self.tensor.numel))
+        if not self.read:
+            return 0
+        stored = total_elems(self.read) * itemsize(self.view.dtype) if self.view.stored else 0
+        return stored + self.view.low_rank_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class BaseInput:
     """The base's tensor for one output tensor."""
 
-    source: int
-    tensor: TensorEntry
+    view: TensorView
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class TensorTask:
-    """One output tensor: `operator` over `experts` on `base`; operator `copy` has no experts."""
+    """One output tensor: `operator` over `experts` on `base`; operator `copy` has no experts.
+
+    `facts` are the numbers of the whole tensor that the operator measured. `reason` says why this
+    operator was chosen where the recipe left it open; it takes no part in the identity.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -91,6 +104,8 @@ class TensorTask:
     seed: int
     base: BaseInput | None
     experts: tuple[ExpertInput, ...]
+    facts: tuple[float, ...] = ()
+    reason: str = ""
 
     @property
     def out_nbytes(self) -> int:
@@ -106,20 +121,26 @@ class TensorTask:
             "operator": self.operator,
             "params": self.params,
             "seed": self.seed,
-            "base": self.base and [self.base.sha256, self.base.tensor.dtype],
+            "base": self.base and [self.base.sha256, self.base.view.dtype],
             "experts": [
                 [
                     e.position,
                     e.sha256,
-                    e.tensor.dtype,
+                    e.view.dtype,
                     e.params,
                     e.covered,
-                    e.trim and [e.trim.threshold_bits, e.trim.tie_stop_elem],
+                    _rule(e.trim),
+                    _rule(e.outliers),
                     e.scale,
                 ]
                 for e in self.experts
             ],
+            "facts": self.facts,
         }
+
+
+def _rule(rule: TrimRule | None) -> list[int] | None:
+    return [rule.threshold_bits, rule.tie_stop_elem] if rule else None
 
 
 @dataclass(frozen=True)
@@ -162,6 +183,19 @@ class Estimates:
     update_norm: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """What stands beside the merged weights: files of source `template`, and what changes in them.
+
+    `config` are (dotted key, value) to set in config.json; `files` are (name, base64 text) that
+    replace the template's tokenizer files (None: they are copied).
+    """
+
+    template: int
+    config: tuple[tuple[str, ConfigValue], ...] = ()
+    files: tuple[tuple[str, str], ...] | None = None
+
+
 @dataclass(frozen=True)
 class MergePlan:
     """Everything the engine needs for one merge; `plan_id` names the result it determines."""
@@ -170,8 +204,9 @@ class MergePlan:
     recipe_text: str
     method: str
     sources: tuple[Source, ...]
-    base_source: int
+    roles: tuple[str, ...]  # "base" or "expert", one per source
     layers: tuple[LayerTask, ...]
+    side: SideFiles
     estimates: Estimates
     ref: str
     warnings: tuple[str, ...] = ()
@@ -179,7 +214,8 @@ class MergePlan:
     @cached_property
     def plan_id(self) -> str:
         """64 hex over the layer keys and the side files' owner; equal ids, equal merged weights."""
-        return digest_json([ENGINE_VERSION, self.method, [lay.layer_key for lay in self.layers]])
+        keys = [lay.layer_key for lay in self.layers]
+        return digest_json([ENGINE_VERSION, self.method, keys, self.side.config, self.side.files])
 
     @property
     def plan_digest(self) -> str:
@@ -197,11 +233,19 @@ class MergePlan:
             **{
                 **value,
                 "sources": tuple(Source(**s) for s in value["sources"]),
+                "roles": tuple(value["roles"]),
                 "layers": tuple(_layer(v) for v in value["layers"]),
+                "side": _side(value["side"]),
                 "estimates": Estimates(**value["estimates"]),
                 "warnings": tuple(value["warnings"]),
             },
         )
+
+
+def _side(value: dict[str, Any]) -> SideFiles:
+    files = value["files"]
+    config = ((k, tuple(v) if isinstance(v, list) else v) for k, v in value["config"])
+    return SideFiles(value["template"], tuple(config), None if files is None else _pairs(files))
 
 
 def _layer(value: dict[str, Any]) -> LayerTask:
@@ -209,9 +253,7 @@ def _layer(value: dict[str, Any]) -> LayerTask:
 
 
 def _task(v: dict[str, Any]) -> TensorTask:
-    base = v["base"] and BaseInput(
-        v["base"]["source"], _tensor(v["base"]["tensor"]), v["base"]["sha256"]
-    )
+    base = v["base"] and BaseInput(_view(v["base"]["view"]), v["base"]["sha256"])
     return TensorTask(
         **{
             **v,
@@ -219,6 +261,7 @@ def _task(v: dict[str, Any]) -> TensorTask:
             "params": _pairs(v["params"]),
             "base": base,
             "experts": tuple(_expert(e) for e in v["experts"]),
+            "facts": tuple(v["facts"]),
         }
     )
 
@@ -227,17 +270,33 @@ def _expert(v: dict[str, Any]) -> ExpertInput:
     return ExpertInput(
         **{
             **v,
-            "tensor": _tensor(v["tensor"]),
+            "view": _view(v["view"]),
             "params": _pairs(v["params"]),
             "covered": _pairs(v["covered"]),
             "read": _pairs(v["read"]),
             "trim": v["trim"] and TrimRule(**v["trim"]),
+            "outliers": v["outliers"] and TrimRule(**v["outliers"]),
         }
     )
 
 
-def _tensor(v: dict[str, Any]) -> TensorEntry:
-    return TensorEntry(**{**v, "shape": tuple(v["shape"])})
+def _view(v: dict[str, Any]) -> TensorView:
+    low_rank = v["low_rank"] and LowRank(
+        **{**v["low_rank"], "a": _part(v["low_rank"]["a"]), "b": _part(v["low_rank"]["b"])}
+    )
+    return TensorView(
+        **{
+            **v,
+            "shape": tuple(v["shape"]),
+            "stored": tuple(_part(p) for p in v["stored"]),
+            "runs": tuple(Run(**r) for r in v["runs"]),
+            "low_rank": low_rank,
+        }
+    )
+
+
+def _part(v: dict[str, Any]) -> Part:
+    return Part(v["source"], TensorEntry(**{**v["entry"], "shape": tuple(v["entry"]["shape"])}))
 
 
 def _pairs(values: list[Any]) -> tuple[Any, ...]:

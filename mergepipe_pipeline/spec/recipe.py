@@ -6,6 +6,7 @@ Made by `recipe`, read by the verbs. One `TensorRecipe` per output tensor holds 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 Params = tuple[tuple[str, float | int | bool | str], ...]
 
@@ -29,33 +30,95 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """A model as a recipe names it: a catalog name or a path."""
+    """A model as a recipe names it.
+
+    `text` as written; `model` the catalog name or path in it, with `lora` the adapter on it;
+    revisions of either as given. A model that is an adapter or a delta checkpoint by itself has no
+    `lora`.
+    """
 
     text: str
+    model: str
+    revision: str | None = None
+    lora: str | None = None
+    lora_revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensor:
+    """The tensor that an output tensor is merged on: model number and the tensor's name there."""
+
+    model: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInput:
+    """One model's part in an output tensor.
+
+    `model` indexes `Recipe.models`; `tensor` is the name in that model, another than the output's
+    where layers are numbered anew or embeddings are tied. `position` is the entry's place among the
+    recipe's (or slice's) entries besides the base; it addresses random numbers.
+    """
+
+    model: int
+    tensor: str
+    position: int
+    params: Params
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecipe:
-    """How one output tensor is made: method parameters, and parameters per contributing model.
+    """How one output tensor is made: method parameters, base, and inputs in recipe order.
 
-    `models` are indices into `Recipe.models` in recipe order, without the base.
+    Without inputs the tensor is a copy of `base`.
     """
 
     name: str
     params: Params
-    models: tuple[int, ...]
-    model_params: tuple[Params, ...]
+    base: BaseTensor | None
+    inputs: tuple[TensorInput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """Where the embedding of one output token comes from.
+
+    `kind` "model": that model's row of the token; "model_token": row of `of_token` or `of_id` in
+    that model; "zero": zeros; "default": as without a rule. `force` replaces rows of models that
+    have the token, too.
+    """
+
+    token: str
+    kind: Literal["model", "model_token", "zero", "default"]
+    model: int | None = None
+    of_token: str | None = None
+    of_id: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRecipe:
+    """The output's tokenizer: the union of all, or the one of model number `source`."""
+
+    source: int | Literal["union"]
+    tokens: tuple[TokenRule, ...] = ()
+    pad_to_multiple_of: int | None = None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A resolved recipe. `models` are all non-base models in recipe order; `base` may be None."""
+    """A resolved recipe.
+
+    `models` are all models, each once, the base at `base` among them. `n_layers` is the number of
+    layers of the output where slices change it. `chat_template` is a template's text, or "auto".
+    """
 
     name: str
     text: str
     method: str
-    base: ModelRef | None
     models: tuple[ModelRef, ...]
+    base: int | None
     tensors: tuple[TensorRecipe, ...]
     dtype: str | None  # safetensors code, None: as stored
     out_dtype: str | None
@@ -63,4 +126,7 @@ class Recipe:
     strategy: str
     seed: int
     ref: str
+    n_layers: int | None = None
+    tokenizer: TokenizerRecipe | None = None
+    chat_template: str | None = None
     warnings: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ float32(base), elementwise; sums in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,9 @@ HIST_SHIFT = 16
 
 @dataclass(frozen=True)
 class TensorStats:
-    """One expert tensor against the base's.
+    """One expert tensor against a tensor of the base.
+
+    `sha256` and `base_sha256` are of the stored bytes, empty where the pass did not see them whole.
 
     `hist_bins` (uint16, ascending) and `hist_counts` (int64): occupied bins of bits(|δ|) >> 16.
     `sketch`: float32 [SKETCH_WIDTH], a random-sign projection; inner products of sketches estimate
@@ -27,6 +30,7 @@ class TensorStats:
     """
 
     tensor: str
+    base_tensor: str
     sha256: str
     base_sha256: str
     numel: int
@@ -44,9 +48,14 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """All tensors of one expert against one base, on one block grid."""
+    """Tensors of one expert against a base's, on one block grid; ids are those of models."""
 
     base_id: str
     checkpoint_id: str
     block_elems: int
     tensors: tuple[TensorStats, ...]
+
+    @cached_property
+    def by_pair(self) -> dict[tuple[str, str], TensorStats]:
+        """By (expert's tensor, base's tensor)."""
+        return {(t.tensor, t.base_tensor): t for t in self.tensors}

@@ -1,7 +1,9 @@
 """Opens a checkpoint from its headers alone: which tensors, where, and whether it is whole.
 
-Full checkpoints in safetensors only, in one file or in shards. Nothing is ever unpickled: other
-formats get an error that says how to convert.
+Full checkpoints (one file or shards), PEFT adapters (adapter_config.json beside
+adapter_model.safetensors) and delta checkpoints (as full ones, with `"mergepipe": "delta"` in the
+metadata of every file's header). Nothing is ever unpickled: other formats get an error that says
+how to convert. What an adapter's config means is for `adapter`.
 """
 
 from __future__ import annotations
@@ -11,11 +13,21 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
+from mergepipe_pipeline.spec.checkpoint import (
+    Checkpoint,
+    CheckpointKind,
+    FileEntry,
+    TensorEntry,
+)
+from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
+from mergepipe_pipeline.storage.adapter_config import load_object
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: Key and value in a safetensors file's metadata that make its tensors differences from a base.
+KIND_KEY, KIND_DELTA = "mergepipe", "delta"
 _MAX_JSON_NBYTES = 64 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 _SIDE_PREFIXES = (
@@ -37,16 +49,23 @@ _SIDE_PREFIXES = (
 def open_checkpoint(uri: str, name: str) -> Checkpoint:
     """The checkpoint at a path, known from headers; reads no weight.
 
+    Its kind is "adapter" or "delta" where its files say so, else "full".
+
     Raises CheckpointError for what is missing, damaged or of another format,
     IncompleteCheckpointError for one that is still being written.
     """
     _refuse_what_is_not_there(uri)
     with open_source(uri) as source:
         present = source.list()
-        weight_map = _weight_map(source, present, uri)
-        files = sorted(set(weight_map.values())) if weight_map else _weight_files(present, uri)
+        adapter_config = _adapter_config(source, present, uri)
+        weight_map = {} if adapter_config else _weight_map(source, present, uri)
+        if adapter_config:
+            files = [ADAPTER_WEIGHTS]
+        else:
+            files = sorted(set(weight_map.values())) or _weight_files(present, uri)
         entries: list[FileEntry] = []
         tensors: list[TensorEntry] = []
+        marks: dict[str, str | None] = {}
         for file in files:
             if file not in present and "/" not in file and ".." not in file:
                 raise IncompleteCheckpointError(
@@ -56,14 +75,16 @@ def open_checkpoint(uri: str, name: str) -> Checkpoint:
                     found="no such file",
                     next_step="let the copy finish, or copy the missing file",
                 )
-            entry, found = _read_header(source, file, uri)
+            entry, found, metadata = _read_header(source, file, uri)
             entries.append(entry)
+            marks[file] = metadata.get(KIND_KEY)
             tensors += found
         _check_names(tensors, weight_map, uri)
         config = None
         if "config.json" in present:
             config = _json_text(source, "config.json", uri)
-    return Checkpoint(name, uri, tuple(entries), tuple(tensors), config)
+    kind = "adapter" if adapter_config else _full_or_delta(marks, uri)
+    return Checkpoint(name, uri, tuple(entries), tuple(tensors), config, kind, adapter_config)
 
 
 def is_complete(uri: str) -> str | None:
@@ -97,29 +118,70 @@ def _refuse_what_is_not_there(uri: str) -> None:
         )
 
 
+def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> str | None:
+    """Text of an adapter's config; None if the folder holds no adapter."""
+    if ADAPTER_CONFIG not in present and ADAPTER_WEIGHTS not in present:
+        return None
+    others = [f for f in present if f.endswith(".safetensors") and f != ADAPTER_WEIGHTS]
+    if others:
+        raise CheckpointError(
+            "A folder holds an adapter and other weights",
+            where=uri,
+            expected=f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} alone, or no adapter",
+            found=", ".join(others[:3]),
+            next_step="move the adapter into a folder of its own",
+        )
+    missing = ADAPTER_CONFIG if ADAPTER_WEIGHTS in present else ADAPTER_WEIGHTS
+    if "adapter_model.bin" in present and missing == ADAPTER_WEIGHTS:
+        raise _pickled(["adapter_model.bin"], ADAPTER_WEIGHTS, uri)
+    if not {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(present):
+        raise IncompleteCheckpointError(
+            "Half of an adapter is not there yet",
+            where=f"{uri}, {missing}",
+            expected=f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}",
+            found="no such file",
+            next_step="let the copy finish, or copy the missing file",
+        )
+    text = _json_text(source, ADAPTER_CONFIG, uri)
+    load_object(text, f"{uri}, {ADAPTER_CONFIG}")
+    return text
+
+
+def _full_or_delta(marks: dict[str, str | None], uri: str) -> CheckpointKind:
+    """By the mark in each file's metadata; all must agree."""
+    kinds = set(marks.values())
+    if kinds == {KIND_DELTA}:
+        return "delta"
+    if kinds <= {None}:
+        return "full"
+    file, other = next((f, m) for f, m in marks.items() if m != KIND_DELTA)
+    raise CheckpointError(
+        "The files of a checkpoint disagree on what they hold",
+        where=f"{uri}, {file}, __metadata__",
+        expected=f'"{KIND_KEY}": "{KIND_DELTA}" in every file, or in none',
+        found=f'"{KIND_KEY}": "{other}"' if other is not None else f"no {KIND_KEY}",
+        next_step="keep full weights and deltas in folders of their own",
+    )
+
+
+def _pickled(files: list[str], expected: str, uri: str) -> CheckpointError:
+    return CheckpointError(
+        "This format is never read: loading it can run code",
+        where=f"{uri}, {files[0]}",
+        expected=expected,
+        found=", ".join(files[:3]),
+        next_step="load it with the library that wrote it and save it as safetensors: "
+        "model.save_pretrained(folder, safe_serialization=True)",
+    )
+
+
 def _weight_files(present: list[str], uri: str) -> list[str]:
     files = [f for f in present if f.endswith(".safetensors")]
-    if "adapter_config.json" in present:
-        raise CheckpointError(
-            "An adapter is not a full checkpoint",
-            where=uri,
-            expected="full weights in safetensors",
-            found="adapter_config.json",
-            next_step="merge the adapter into its base and save that: this version "
-            "reads full checkpoints only",
-        )
     if files:
         return files
     pickles = [f for f in present if f.endswith(_PICKLES)]
     if pickles:
-        raise CheckpointError(
-            "This format is never read: loading it can run code",
-            where=f"{uri}, {pickles[0]}",
-            expected="*.safetensors",
-            found=", ".join(pickles[:3]),
-            next_step="convert it with transformers: "
-            "model.save_pretrained(folder, safe_serialization=True)",
-        )
+        raise _pickled(pickles, "*.safetensors", uri)
     raise IncompleteCheckpointError(
         "A folder holds no weights",
         where=uri,
@@ -172,17 +234,17 @@ def _json_text(source: CheckpointSource, file: str, uri: str) -> str:
 
 def _read_header(
     source: CheckpointSource, file: str, uri: str
-) -> tuple[FileEntry, list[TensorEntry]]:
+) -> tuple[FileEntry, list[TensorEntry], dict[str, str]]:
     where = f"{uri}, {file}"
     nbytes = source.size(file)
     first8 = source.read_range(file, 0, min(LENGTH_NBYTES, nbytes))
     raw = source.read_range(file, LENGTH_NBYTES, header_nbytes(first8, nbytes, where))
     try:
-        tensors, _ = parse_header(raw, nbytes, file)
+        tensors, metadata = parse_header(raw, nbytes, file)
     except CheckpointError as error:
         error.where = f"{uri}, {error.where}"
         raise
-    return FileEntry(file, nbytes, source.mtime_ns(file), sha256_hex(raw)), tensors
+    return FileEntry(file, nbytes, source.mtime_ns(file), sha256_hex(raw)), tensors, metadata
 
 
 def _check_names(tensors: list[TensorEntry], weight_map: dict[str, str], uri: str) -> None:

@@ -10,7 +10,8 @@ from mergepipe_pipeline.analysis.conflicts import ConflictReport, conflicts
 from mergepipe_pipeline.analysis.statistics import analyze_expert
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import ExpertStats
-from tests.analysis.pairs import encode, on_disk
+from tests.analysis.pairs import on_disk, pairs_of
+from tests.stored import encode
 
 Deltas = dict[str, npt.NDArray[np.float64]]
 
@@ -18,7 +19,7 @@ Deltas = dict[str, npt.NDArray[np.float64]]
 def stats_of(deltas: Deltas) -> ExpertStats:
     zero = {name: encode(np.zeros(len(d)), "F32") for name, d in deltas.items()}
     with on_disk({n: encode(d, "F32") for n, d in deltas.items()}, zero) as (e, b):
-        return analyze_expert(e, b, BlockGrid(4096))
+        return analyze_expert(e, b, pairs_of(e, b), BlockGrid(4096))
 
 
 def report(*experts: Deltas) -> ConflictReport:

@@ -12,7 +12,7 @@ import pytest
 from mergepipe_pipeline.analysis import digests
 from mergepipe_pipeline.analysis.digests import digest_checkpoint
 from mergepipe_pipeline.errors import CheckpointChangedError
-from tests.analysis.pairs import Stored, encode, write
+from tests.stored import Stored, encode, write
 
 TENSORS: dict[str, Stored] = {
     "long": encode(np.arange(10000), "BF16"),

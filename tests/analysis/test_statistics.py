@@ -6,6 +6,8 @@ import hashlib
 import math
 import os
 import tracemalloc
+from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -19,7 +21,9 @@ from mergepipe_pipeline.analysis.statistics import analyze_expert
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
-from tests.analysis.pairs import Floats, Stored, delta_of, encode, on_disk
+from tests.analysis.pairs import delta_of, on_disk, pairs_of, windows_of
+from tests.kinds import KINDS, make_kinds
+from tests.stored import Floats, Stored, encode, low_rank_of, model_of
 
 DTYPES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
 GRID = BlockGrid(4096)
@@ -27,7 +31,7 @@ GRID = BlockGrid(4096)
 
 def analyzed(expert: Stored, base: Stored, grid: BlockGrid = GRID, **kwargs: int) -> TensorStats:
     with on_disk({"w": expert}, {"w": base}, **kwargs) as (e, b):
-        return analyze_expert(e, b, grid).tensors[0]
+        return analyze_expert(e, b, pairs_of(e, b), grid).tensors[0]
 
 
 def sparse_pair(n: int, seed: int = 0, dtype: str = "BF16") -> tuple[Stored, Stored]:
@@ -107,7 +111,7 @@ def test_the_sketch_adds_every_element_with_its_own_sign(
 def test_tensors_of_different_names_get_different_signs() -> None:
     expert, base = sparse_pair(20000)
     with on_disk({"a": expert, "b": expert}, {"a": base, "b": base}) as (e, b):
-        first, second = analyze_expert(e, b, GRID).tensors
+        first, second = analyze_expert(e, b, pairs_of(e, b), GRID).tensors
     assert not np.array_equal(first.sketch, second.sketch)
 
 
@@ -137,7 +141,7 @@ def test_windows_in_flight_never_share_memory() -> None:
         on_disk(expert, base, 4096) as (e, b),
         mock.patch.object(os, "sched_getaffinity", return_value=set(range(4))),
     ):
-        found = analyze_expert(e, b, GRID).tensors
+        found = analyze_expert(e, b, pairs_of(e, b), GRID).tensors
     for stats in found:
         delta = delta_of(expert[stats.tensor], base[stats.tensor]).astype(np.float64)
         assert stats.sha256 == hashlib.sha256(expert[stats.tensor][2]).hexdigest()
@@ -203,23 +207,82 @@ def test_scalars_and_empty_tensors_have_statistics(shape: tuple[int, ...], block
     assert stats.sha256 == hashlib.sha256(np.full(n, 3.0, "<f4").tobytes()).hexdigest()
 
 
-def test_only_floating_tensors_of_equal_shape_in_both_are_compared() -> None:
-    one, two = encode(np.ones(6), "F32"), encode(np.ones(6), "F32", (2, 3))
-    integers = ("I64", (2,), bytes(16))
-    expert = {"both": one, "shape": one, "mine": one, "int": integers}
-    base = {"both": one, "shape": two, "theirs": one, "int": integers}
-    with on_disk(expert, base) as (e, b):
-        stats = analyze_expert(e, b, GRID)
+def test_the_pairs_asked_for_are_compared_and_named_by_both_tensors() -> None:
+    one, two, three = (encode(np.full(6, x), "F32") for x in (1.0, 2.0, 4.0))
+    with on_disk({"a": one, "b": two}, {"c": three, "d": one}) as (e, b):
+        stats = analyze_expert(e, b, [("b", "c"), ("b", "d"), ("a", "d")], GRID)
         assert isinstance(stats, ExpertStats)
-        assert (stats.base_id, stats.checkpoint_id) == (b.checkpoint_id, e.checkpoint_id)
-    assert [t.tensor for t in stats.tensors] == ["both"]
+        assert (stats.base_id, stats.checkpoint_id) == (b.model_id, e.model_id)
+    found = {pair: t.l1 for pair, t in stats.by_pair.items()}
+    assert found == {("b", "c"): 12.0, ("b", "d"): 6.0, ("a", "d"): 0.0}
+
+
+def test_a_sketch_belongs_to_the_tensor_of_the_base() -> None:
+    expert, base = sparse_pair(20000)
+    with on_disk({"a": expert, "b": expert}, {"w": base}) as (e, b):
+        first, second = analyze_expert(e, b, [("a", "w"), ("b", "w")], GRID).tensors
+    np.testing.assert_array_equal(first.sketch, second.sketch)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_expert_of_any_kind_is_described_by_its_delta(tmp_path: Path, name: str) -> None:
+    kinds = make_kinds(tmp_path)
+    kind, grid = kinds.experts[name], BlockGrid(8192)
+    delta = kind.delta[: kind.view.numel]
+    wide = np.abs(delta.astype(np.float64))
+    with windows_of(8192):
+        (stats,) = analyze_expert(kind.model, kinds.base, [("w", "w")], grid).tensors
+    assert (stats.numel, stats.l1, stats.l2sq) == (len(delta), wide.sum(), (wide**2).sum())
+    assert stats.max_abs == wide.max()
+    assert stats.nonzero == np.count_nonzero(delta)
+    blocks = [wide[i : i + 8192] for i in range(0, len(delta), 8192)]
+    assert stats.block_l2sq.tolist() == [(b**2).sum() for b in blocks]
+    assert stats.block_nonzero.tolist() == [np.count_nonzero(b) for b in blocks]
+    bins, counts = np.unique(np.abs(delta).view(np.uint32) >> 16, return_counts=True)
+    np.testing.assert_array_equal(stats.hist_bins, bins)
+    np.testing.assert_array_equal(stats.hist_counts, counts)
+    np.testing.assert_allclose(stats.sketch, sketch_oracle("w", delta), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_digests_are_given_of_tensors_read_whole_and_of_no_others(
+    tmp_path: Path, name: str
+) -> None:
+    kinds = make_kinds(tmp_path, rows=40)
+    kind = kinds.experts[name]
+    (stats,) = analyze_expert(kind.model, kinds.base, [("w", "w")], GRID).tensors
+    data = kind.stored[0]["w"][2] if name in ("full", "short") else b""
+    assert stats.sha256 == (hashlib.sha256(data).hexdigest() if data else "")
+    below = Path(kinds.base.checkpoint.root).read_bytes()[-kinds.base.nbytes :]
+    whole = name in ("full", "cropped", "gathered")
+    assert stats.base_sha256 == (hashlib.sha256(below).hexdigest() if whole else "")
+
+
+def test_a_base_with_an_adapter_on_it_is_what_an_expert_is_compared_with(tmp_path: Path) -> None:
+    kinds = make_kinds(tmp_path)
+    base, expert = kinds.experts["low rank on a full one"], kinds.experts["gathered"]
+    (stats,) = analyze_expert(expert.model, base.model, [("w", "w")], GRID).tensors
+    delta = expert.delta.astype(np.float64) - base.delta
+    assert (stats.l1, stats.sha256, stats.base_sha256) == (np.abs(delta).sum(), "", "")
+
+
+def test_an_adapter_on_the_base_itself_is_the_whole_difference(tmp_path: Path) -> None:
+    kinds = make_kinds(tmp_path)
+    adapter = kinds.experts["low rank"]
+    (adapter_file,) = adapter.model.checkpoints
+    low = low_rank_of(adapter_file, "w", 0.25, source=1, transposed=False)
+    view = replace(kinds.base.views["w"], low_rank=low)
+    tuned = model_of(*kinds.base.checkpoints, adapter_file, views=[view])
+    for expert, base in ((tuned, kinds.base), (kinds.base, tuned)):
+        (stats,) = analyze_expert(expert, base, [("w", "w")], GRID).tensors
+        assert stats.l1 == np.abs(adapter.delta).sum(dtype=np.float64)
 
 
 def test_progress_adds_up_to_the_expert_bytes_compared() -> None:
     expert, base = sparse_pair(20000)
     done: list[int] = []
     with on_disk({"w": expert}, {"w": base}) as (e, b):
-        analyze_expert(e, b, GRID, progress=done.append)
+        analyze_expert(e, b, pairs_of(e, b), GRID, progress=done.append)
     assert sum(done) == len(expert[2])
 
 
@@ -228,10 +291,10 @@ def test_an_expert_replaced_during_the_pass_is_noticed() -> None:
     with on_disk({"w": expert}, {"w": base}) as (e, b):
 
         def touch(_: int) -> None:
-            os.utime(e.root, ns=(1, 1))
+            os.utime(e.checkpoint.root, ns=(1, 1))
 
         with pytest.raises(CheckpointChangedError, match="changed while it was read"):
-            analyze_expert(e, b, GRID, progress=touch)
+            analyze_expert(e, b, pairs_of(e, b), GRID, progress=touch)
 
 
 def test_memory_is_a_few_windows_whatever_the_tensor_size() -> None:
@@ -245,7 +308,7 @@ def test_memory_is_a_few_windows_whatever_the_tensor_size() -> None:
         ):
             tracemalloc.start()
             try:
-                analyze_expert(e, b, BlockGrid(1 << 15))
+                analyze_expert(e, b, pairs_of(e, b), BlockGrid(1 << 15))
                 return tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()

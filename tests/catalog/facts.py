@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import get_args
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, CheckpointKind, FileEntry, TensorEntry
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, ExpertStats, TensorStats
 
 TENSOR_NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -39,47 +42,63 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
     file = FileEntry("f", draw(st.integers(0, 1 << 50)), draw(st.integers(0, 1 << 62)), draw(SHA))
     config = draw(st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=5))
     name = draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,6}", fullmatch=True))
-    return Checkpoint(name, "/models/x", (file,), tensors, config)
+    kind = draw(st.sampled_from(get_args(CheckpointKind)))
+    adapter_config = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5))
+    return Checkpoint(
+        name,
+        "/models/x",
+        (file,),
+        tensors,
+        config,
+        kind,
+        adapter_config if kind == "adapter" else None,
+    )
 
 
 @st.composite
 def expert_stats(draw: st.DrawFn) -> ExpertStats:
     """Any statistics that analysis could give, tensors without blocks included."""
-    names = draw(st.lists(TENSOR_NAMES, max_size=3, unique=True))
-    return ExpertStats("b" * 24, "c" * 24, 4096, tuple(draw(tensor_stats(n)) for n in names))
+    pairs = draw(st.lists(st.tuples(TENSOR_NAMES, TENSOR_NAMES), max_size=3, unique=True))
+    return ExpertStats("b" * 24, "c" * 24, 4096, tuple(draw(tensor_stats(*p)) for p in pairs))
 
 
 @st.composite
-def tensor_stats(draw: st.DrawFn, name: str) -> TensorStats:
-    """Statistics of one tensor."""
-    n = draw(st.integers(0, 4))
+def tensor_stats(draw: st.DrawFn, name: str, base_name: str) -> TensorStats:
+    """Statistics of one pair of tensors, of blocks of 4096 elements."""
+    numel = draw(st.integers(0, 4 * 4096))
+    n = -(-numel // 4096)
     bins = sorted(draw(st.sets(st.integers(0, 65535), max_size=4)))
     finite = st.floats(0, allow_nan=False, allow_infinity=False)
-    wide = {"allow_nan": False, "allow_infinity": False}
+    wide = st.floats(allow_nan=False, allow_infinity=False)
+    narrow = st.floats(width=32, allow_nan=False, allow_infinity=False)
     return TensorStats(
         name,
-        draw(SHA),
-        draw(SHA),
-        draw(st.integers(0, 1 << 40)),
+        base_name,
+        draw(SHA | st.just("")),
+        draw(SHA | st.just("")),
+        numel,
         draw(finite),
         draw(finite),
         draw(finite),
         draw(st.integers(0, 1 << 40)),
         np.array(bins, np.uint16),
         np.array([draw(st.integers(1, 1 << 40)) for _ in bins], np.int64),
-        draw(hnp.arrays(np.float32, SKETCH_WIDTH, elements=st.floats(width=32, **wide))),
-        draw(hnp.arrays(np.float64, n, elements=st.floats(**wide))),
-        draw(hnp.arrays(np.float32, n, elements=st.floats(width=32, **wide))),
+        draw(hnp.arrays(np.float32, SKETCH_WIDTH, elements=narrow)),
+        draw(hnp.arrays(np.float64, n, elements=wide)),
+        draw(hnp.arrays(np.float32, n, elements=narrow)),
         draw(hnp.arrays(np.int64, n, elements=st.integers(0, 4096))),
     )
 
 
-def some_stats(block_elems: int = 4096, seed: int = 0, blocks: int = 3) -> ExpertStats:
-    """Two tensors' statistics from a seed."""
+def some_stats(
+    block_elems: int = 4096, seed: int = 0, blocks: int = 3, names: Sequence[str] = ("w", "v")
+) -> ExpertStats:
+    """Statistics from a seed, of tensors against those of the same name."""
     rng = np.random.default_rng(seed)
 
     def one(name: str) -> TensorStats:
         return TensorStats(
+            name,
             name,
             "1" * 64,
             "2" * 64,
@@ -96,7 +115,7 @@ def some_stats(block_elems: int = 4096, seed: int = 0, blocks: int = 3) -> Exper
             rng.integers(0, 9, blocks),
         )
 
-    return ExpertStats("b" * 24, "c" * 24, block_elems, (one("w"), one("v")))
+    return ExpertStats("b" * 24, "c" * 24, block_elems, tuple(one(n) for n in names))
 
 
 def same(a: ExpertStats, b: ExpertStats) -> bool:

@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 
@@ -127,10 +128,36 @@ def test_statistics_are_found_under_their_own_key_only(catalog: Catalog) -> None
     found = catalog.stats(*key, 4096)
     assert found is not None
     assert same(found, stats)
-    assert catalog.has_stats(*key, 4096)
-    assert not catalog.has_stats(*key, 8192)
     assert catalog.stats(*key, 8192) is None
     assert catalog.stats(key[1], key[0], 4096) is None
+
+
+def test_statistics_of_several_passes_are_united(catalog: Catalog, tmp_path: Path) -> None:
+    first, second = some_stats(), some_stats(seed=1, names=["u"], blocks=7)
+    for stats in (first, second, first):
+        catalog.put_stats(stats)
+    found = catalog.stats("b" * 24, "c" * 24, 4096)
+    assert found is not None
+    wanted = sorted((*first.tensors, *second.tensors), key=lambda t: t.tensor)
+    in_order = tuple(sorted(found.tensors, key=lambda t: t.tensor))
+    assert same(replace(found, tensors=in_order), replace(first, tensors=tuple(wanted)))
+    assert len(list((tmp_path / "catalog").rglob("*.parquet"))) == 4
+
+
+def test_statistics_whose_blocks_are_not_there_yet_are_not_known(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    catalog.put_stats(some_stats())
+    catalog.put_stats(some_stats(names=["u"]))
+    (lost,) = [
+        path
+        for path in (tmp_path / "catalog").rglob("*.tensors.parquet")
+        if "u" in pq.read_table(path)["tensor"].to_pylist()
+    ]
+    lost.with_name(lost.name.replace("tensors", "blocks")).unlink()
+    found = catalog.stats("b" * 24, "c" * 24, 4096)
+    assert found is not None
+    assert same(found, some_stats())
 
 
 @pytest.mark.parametrize("part", ["tensors", "blocks"])
@@ -141,7 +168,7 @@ def test_damaged_statistics_are_corruption_and_are_named(
     catalog.put_stats(stats)
     (path,) = (tmp_path / "catalog").rglob(f"*.{part}.parquet")
     path.write_bytes(b"PAR1")
-    with pytest.raises(CorruptionError, match=rf"b4096\.{part}\.parquet"):
+    with pytest.raises(CorruptionError, match=rf"b4096\.[0-9a-f]{{12}}\.{part}\.parquet"):
         catalog.stats(stats.base_id, stats.checkpoint_id, 4096)
 
 
@@ -157,6 +184,13 @@ def test_facts_of_one_key_are_united_and_keys_do_not_mix(catalog: Catalog) -> No
     assert catalog.fact("b", "c", "trim-0.2.5") == {"w": (7, 8, 0.0)}
     assert catalog.fact("b", "c", "trim-0x2") == {}
     assert catalog.fact("c", "b", "trim-0.2") == {}
+
+
+def test_facts_of_experts_and_of_groups_hold_any_count_of_numbers(catalog: Catalog) -> None:
+    catalog.put_fact("b", "group-1", "gram-delta", {"w": (0.1,) * 9, "v": ()})
+    catalog.put_fact("b", "c", "gram-delta", {"w": (2.0,)})
+    assert catalog.fact("b", "group-1", "gram-delta") == {"w": (0.1,) * 9, "v": ()}
+    assert catalog.fact("b", "c", "gram-delta") == {"w": (2.0,)}
 
 
 def test_a_damaged_fact_is_corruption_and_is_named(catalog: Catalog, tmp_path: Path) -> None:

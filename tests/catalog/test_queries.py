@@ -51,7 +51,7 @@ def test_every_view_answers_on_a_filled_catalog(filled: Catalog, view: str) -> N
 
 def columns_of(text: str) -> list[str]:
     listed = text.partition(": ")[2].split(", ")
-    return [c for c in listed if c != "…"]
+    return [c.split()[0] for c in listed if c != "…"]
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -66,6 +66,20 @@ def test_every_view_has_its_documented_columns_empty_or_filled(tmp_path: Path, v
     assert wanted <= set(catalog.sql(f"SELECT * FROM {view}")[0])
 
 
+def test_statistics_of_two_passes_and_facts_of_a_group_are_in_one_view(filled: Catalog) -> None:
+    filled.put_stats(some_stats(names=["u"], blocks=5))
+    filled.put_fact("b" * 24, "group-0123", "gram-delta", {"w": (0.5,) * 9})
+    assert filled.sql("SELECT tensor, base_tensor FROM tensor_stats ORDER BY 1")[1] == [
+        (name, name) for name in "uvw"
+    ]
+    assert filled.sql(
+        "SELECT tensor, count(*) FROM block_stats WHERE block_elems = 4096 GROUP BY 1 ORDER BY 1"
+    )[1] == [("u", 5), ("v", 3), ("w", 3)]
+    assert filled.sql(
+        "SELECT base_id, key, len(numbers) FROM facts WHERE checkpoint_id = 'group-0123'"
+    )[1] == [("b" * 24, "gram-delta", 9)]
+
+
 def test_views_know_whose_facts_they_hold(filled: Catalog) -> None:
     ids = ("b" * 24, "c" * 24)
     for view in ("tensor_stats", "block_stats"):
@@ -73,6 +87,10 @@ def test_views_know_whose_facts_they_hold(filled: Catalog) -> None:
         assert rows == [(*ids, 4096)]
     assert filled.sql("SELECT DISTINCT base_id, checkpoint_id, key FROM facts")[1] == [
         (*ids, "trim-0.2")
+    ]
+    assert filled.sql("SELECT tensor, numbers FROM facts ORDER BY tensor")[1] == [
+        ("v", [3.0, 4.0, 0.0]),
+        ("w", [1.0, 2.0, 0.0]),
     ]
     assert filled.sql(
         "SELECT r.version, count(*) FROM registrations r JOIN tensors USING (checkpoint_id) "

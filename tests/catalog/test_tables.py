@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -22,8 +23,8 @@ from tests.catalog.facts import (
     some_stats,
 )
 
-INT64 = st.integers(0, (1 << 63) - 1)
-FACTS = st.dictionaries(TENSOR_NAMES, st.tuples(INT64, INT64, st.floats(allow_nan=False)))
+NUMBERS = st.floats(allow_nan=False) | st.integers(0, 1 << 53)
+FACTS = st.dictionaries(TENSOR_NAMES, st.lists(NUMBERS, max_size=5).map(tuple))
 
 
 @settings(max_examples=40, deadline=None)
@@ -32,6 +33,12 @@ def test_checkpoints_round_trip_with_their_ids(c: Checkpoint) -> None:
     found = tables.decode_checkpoint(tables.encode_checkpoint(c), "f", c.name, c.root)
     assert found == c
     assert found.checkpoint_id == c.checkpoint_id
+
+
+def test_a_checkpoint_stored_before_there_were_kinds_is_full() -> None:
+    table, meta = tables.decode(tables.encode_checkpoint(checkpoint()), "f", tables.TENSORS)
+    older = tables.encode(table, {k: meta[k] for k in ("files", "config")})
+    assert tables.decode_checkpoint(older, "f", "m", "/models/m") == checkpoint()
 
 
 @settings(max_examples=40, deadline=None)
@@ -48,15 +55,32 @@ def test_digests_round_trip(digests: dict[str, str]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(FACTS)
-def test_facts_round_trip(facts: dict[str, tuple[int, int, float]]) -> None:
+def test_facts_of_any_count_of_numbers_round_trip(facts: dict[str, tuple[float, ...]]) -> None:
     assert tables.decode_facts(tables.encode_facts(facts, "k"), "f") == facts
+
+
+def test_the_rules_that_keep_none_and_all_round_trip() -> None:
+    facts: dict[str, tuple[float, ...]] = {
+        "none": (0x7F800000, 0),
+        "infinite": (math.inf, 0.0),
+        "all": (0, 1 << 62),
+    }
+    assert tables.decode_facts(tables.encode_facts(facts, "k"), "f") == facts
+
+
+def test_blocks_that_do_not_fit_their_tensors_are_corruption_and_both_files_are_named() -> None:
+    tensors, _ = tables.encode_stats(some_stats())
+    _, blocks = tables.encode_stats(some_stats(blocks=4))
+    pattern = "two/blocks.*6 blocks, as one/tensors implies, found 8 blocks"
+    with pytest.raises(CorruptionError, match=pattern):
+        tables.decode_stats(tensors, blocks, "one/tensors", "two/blocks")
 
 
 def test_equal_facts_are_equal_bytes() -> None:
     assert tables.encode_stats(some_stats()) == tables.encode_stats(some_stats())
     assert tables.encode_stats(some_stats()) != tables.encode_stats(some_stats(seed=1))
     assert tables.encode_checkpoint(checkpoint()) == tables.encode_checkpoint(checkpoint())
-    facts = {"w": (1, 2, 0.5)}
+    facts: dict[str, tuple[float, ...]] = {"w": (1, 2, 0.5)}
     assert tables.encode_facts(facts, "k") == tables.encode_facts(dict(facts), "k")
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.operators.random import keep_mask
+from mergepipe_pipeline.operators.random import keep_mask, uniforms
 
 
 @settings(max_examples=50, deadline=None)
@@ -55,6 +55,16 @@ def test_seed_position_and_tensor_name_each_give_an_independent_mask(
 def test_a_higher_density_keeps_a_superset() -> None:
     low, high = (keep_mask(3, 1, "w", 0, 10_000, d) for d in (0.3, 0.4))
     assert (high | ~low).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(start=st.integers(0, 60), n=st.integers(0, 60), density=st.floats(0.01, 0.99))
+def test_a_mask_is_what_the_numbers_of_its_elements_say(start: int, n: int, density: float) -> None:
+    numbers = uniforms(3, 1, "w", start, n)
+    assert numbers.dtype == np.uint32
+    assert numbers.shape == (n,)
+    kept = keep_mask(3, 1, "w", start, n, density)
+    assert (kept == (numbers < round(density * 2**32))).all()
 
 
 def test_masks_never_change_between_versions() -> None:

@@ -68,8 +68,16 @@ def test_importing_the_operators_does_not_import_torch() -> None:
         ("ties", (), [()], "cannot use its parameter 'weight'"),
         ("ties", (), [(("weight", float("nan")),)], "cannot use its parameter 'weight'"),
         ("ties", (("lambda", "much"),), [W], "cannot use its parameter 'lambda'"),
-        ("ties", (), [(*W, ("density", 0.05))], "A trim would keep no element"),
-        ("ties", (), [(*W, ("density", -0.5))], "A trim would keep no element"),
+        ("ties", (("variant", "peft"),), [W], "cannot use its parameter 'variant'"),
+        (
+            "ties",
+            (("variant", "paper"),),
+            [W, (("weight", 2.0),)],
+            "TIES of the paper has no weights",
+        ),
+        ("della", (), [(*W, ("density", 0.9))], "leave the range of probabilities"),
+        ("della", (), [(*W, ("density", 0.1))], "leave the range of probabilities"),
+        ("breadcrumbs", (), [(*W, ("gamma", -0.1))], "share of outliers is negative"),
         ("dare_ties", (), [(*W, ("density", -0.5))], "A density is negative"),
         ("linear", (), [W, (("weight", -1.0),)], "weights of a linear merge sum to zero"),
     ],
@@ -78,7 +86,7 @@ def test_parameters_that_cannot_work_are_refused_before_any_read(
     name: str, params: tuple[tuple[str, float]], models: list[tuple[object]], message: str
 ) -> None:
     with pytest.raises(OperatorError, match=message) as caught:
-        OPERATORS[name].validate("model.norm.weight", 16, params, models)  # type: ignore[arg-type]
+        OPERATORS[name].validate("model.norm.weight", (16,), params, models)  # type: ignore[arg-type]
     error = caught.value
     assert error.where is not None
     assert "model.norm.weight" in error.where
@@ -88,7 +96,7 @@ def test_parameters_that_cannot_work_are_refused_before_any_read(
 
 
 def test_an_empty_tensor_needs_no_density() -> None:
-    OPERATORS["ties"].validate("w", 0, (), [(*W, ("density", 0.5))])
+    OPERATORS["ties"].validate("w", (0,), (), [(*W, ("density", 0.5))])
 
 
 def test_a_trim_without_a_rule_is_refused() -> None:

@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.planner.bounds import error_bound
-from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
+from mergepipe_pipeline.planner.candidates import Candidates, lay_out
 from mergepipe_pipeline.planner.strategies import STRATEGIES, choose
-from mergepipe_pipeline.spec.blocks import BlockGrid
+from tests.planner.drawn import GRID, candidates, row
 
 PARTIAL = [s for s in STRATEGIES if s != "full"]
-
-
-@st.composite
-def candidates(draw: st.DrawFn) -> Candidates:
-    """Rows over a few tensors and experts with random norms, some blocks all zero."""
-    grid = BlockGrid(4096)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    rows = []
-    for tensor in range(draw(st.integers(1, 4))):
-        numel = draw(st.integers(1, 30_000))
-        for position in range(draw(st.integers(1, 4))):
-            n = grid.count(numel)
-            alive = rng.random(n) > 0.2
-            l2sq = rng.random(n) * alive
-            rows.append(
-                Row(
-                    tensor,
-                    position,
-                    f"t{tensor}#{position}",
-                    numel,
-                    int(rng.choice([1, 2, 4])),
-                    float(rng.normal()),
-                    l2sq,
-                    np.sqrt(l2sq).astype(np.float32),
-                    alive.astype(np.int64),
-                )
-            )
-    return lay_out(rows, grid)
 
 
 @pytest.mark.parametrize("strategy", PARTIAL)
@@ -56,6 +29,15 @@ def test_a_choice_stays_within_the_budget_and_never_pays_for_zeros(
     assert (choose(c, budget, strategy) == chosen).all()
 
 
+@pytest.mark.parametrize("strategy", PARTIAL)
+@given(c=candidates(), share=st.floats(0, 1))
+def test_a_bundle_is_bought_whole_or_not_at_all(strategy: str, c: Candidates, share: float) -> None:
+    chosen = choose(c, int(share * c.nbytes.sum()), strategy)
+    for r, cut in zip(c.rows, c.row_slices(), strict=True):
+        if r.bundle_nbytes is not None:
+            assert chosen[cut].all() or not chosen[cut].any()
+
+
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 @given(c=candidates())
 def test_a_budget_that_suffices_buys_everything_useful(strategy: str, c: Candidates) -> None:
@@ -64,36 +46,63 @@ def test_a_budget_that_suffices_buys_everything_useful(strategy: str, c: Candida
         assert (choose(c, budget, strategy) == ~c.zero).all()
 
 
+@pytest.mark.parametrize("strategy", ["magnitude", "hash"])
 @given(c=candidates(), share=st.floats(0, 1))
-def test_magnitude_leaves_nothing_that_still_fits(c: Candidates, share: float) -> None:
+def test_nothing_is_left_that_still_fits(strategy: str, c: Candidates, share: float) -> None:
     budget = int(share * c.nbytes.sum())
-    chosen = choose(c, budget, "magnitude")
-    left = budget - int(c.nbytes[chosen].sum())
-    assert (c.nbytes[~chosen & ~c.zero] > left).all()
+    chosen = choose(c, budget, strategy)
+    bought = np.bincount(c.unit, chosen, c.n_units) > 0
+    left = budget - int(c.unit_nbytes[bought].sum())
+    assert (c.unit_nbytes[~bought & ~c.unit_zero] > left).all()
 
 
-@given(c=candidates(), share=st.floats(0, 1))
-def test_the_additive_bound_is_the_triangle_inequality_per_site(
-    c: Candidates, share: float
-) -> None:
-    chosen = choose(c, int(share * c.nbytes.sum()), "magnitude")
-    none = np.full(len(c.rows), np.nan)
-    bound = error_bound(c, chosen, "additive", none, np.zeros(len(c.rows), np.bool_)).value
-    sites: dict[int, float] = {}
-    for i in np.flatnonzero(~chosen & ~c.zero):
-        sites[int(c.site[i])] = sites.get(int(c.site[i]), 0.0) + abs(c.coefficient[i]) * c.norm[i]
-    assert bound == pytest.approx(sum(v * v for v in sites.values()) ** 0.5, abs=1e-12)
+def test_magnitude_buys_an_adapter_for_its_factors_before_dearer_blocks() -> None:
+    c = lay_out([row(3.0, 3.0), row(1.0, 1.0, position=1, bundle_nbytes=4000)], GRID)
+    assert choose(c, 8192, "magnitude").tolist() == [False, False, True, True]
+    assert choose(c, 4000 + 8192, "magnitude").tolist() == [True, False, True, True]
+    # Too big for what is left: passed over, not bought in part.
+    assert choose(c, 3999, "magnitude").tolist() == [False] * 4
+
+
+def test_a_bundle_of_no_bytes_is_bought_under_any_budget() -> None:
+    unlike_its_base = row(1.0, 0.0, position=1, bundle_nbytes=0)
+    c = lay_out([row(3.0, 3.0), unlike_its_base], GRID)
+    for strategy in PARTIAL:
+        assert choose(c, 0, strategy).tolist() == [False, False, True, True]
+
+
+def test_dropping_experts_takes_all_of_an_adapter_in_recipe_order() -> None:
+    rows = [
+        row(1.0, 1.0, position=0),
+        row(9.0, 9.0, position=1, bundle_nbytes=500),
+        row(1.0, position=0, tensor=1),
+        row(1.0, position=1, tensor=1, bundle_nbytes=300),
+    ]
+    c = lay_out(rows, GRID)
+    assert choose(c, 3 * 8192 + 799, "drop-experts").tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert choose(c, 800, "drop-experts").tolist() == [False, False, True, True, False, True]
 
 
 def test_the_full_strategy_refuses_a_budget_that_is_too_small() -> None:
-    row = Row(0, 0, "t#0", 8192, 2, 1.0, np.ones(2), np.ones(2, np.float32), np.ones(2, np.int64))
     with pytest.raises(BudgetError, match="at least 16384 bytes, found 100 bytes"):
-        choose(lay_out([row], BlockGrid(4096)), 100, "full")
+        choose(lay_out([row(1.0, 1.0)], GRID), 100, "full")
+    with pytest.raises(BudgetError, match="at least 700 bytes, found 100 bytes"):
+        choose(lay_out([row(1.0, 1.0, bundle_nbytes=700)], GRID), 100, "full")
 
 
-def test_a_normalised_vote_with_negative_weights_has_no_bound() -> None:
-    row = Row(0, 0, "t#0", 8192, 2, 1.0, np.ones(2), np.ones(2, np.float32), np.ones(2, np.int64))
-    c = lay_out([row], BlockGrid(4096))
-    bound = error_bound(c, np.zeros(2, np.bool_), "vote", np.ones(1), np.ones(1, np.bool_))
-    assert bound.value is None
-    assert "negative" in bound.note
+def test_a_partial_budget_without_statistics_is_refused() -> None:
+    unknown = replace(row(1.0, 1.0), block_l2sq=None, block_max_abs=None, block_nonzero=None)
+    with pytest.raises(BudgetError, match=r"partial budget needs a base.*at least 16384 bytes"):
+        choose(lay_out([unknown], GRID), 100, "magnitude")
+
+
+def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BudgetError, match=r"full, magnitude, hash, drop-experts, found 'best'"):
+        choose(lay_out([row(1.0)], GRID), None, "best")

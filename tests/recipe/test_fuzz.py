@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError, RecipeError
-from tests.recipe.schemas import resolve
+from tests.recipe.schemas import METHODS, resolve, table
+from tests.recipe.synthetic import parse_all
 
 # fmt: off
 KEYS = st.sampled_from([
     "merge_method", "models", "base_model", "model", "parameters", "weight", "density",
     "budget", "filter", "value", "dtype", "seed", "ref", "schedule", "block_size", "slices",
-    "strategy", "tokenizer_source", "normalize", "out_dtype", "x",
+    "strategy", "tokenizer_source", "normalize", "out_dtype", "x", "sources", "modules", "name",
+    "layer_range", "lora", "path", "revision", "tokenizer", "tokens", "source", "kind", "variant",
 ])
 # fmt: on
 SCALARS = st.one_of(
@@ -30,6 +34,34 @@ VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
     max_leaves=12,
+)
+SLICES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "sources": st.lists(
+                st.fixed_dictionaries(
+                    {
+                        "model": st.sampled_from(["a", "b", "base", {"model": {"path": "a"}}]),
+                        "layer_range": st.lists(st.integers(-1, 4), min_size=2, max_size=2),
+                    },
+                    optional={"parameters": st.dictionaries(KEYS, VALUES, max_size=2)},
+                ),
+                max_size=3,
+            )
+        },
+        optional={"base_model": st.sampled_from(["a", "base"]), "residual_weight": SCALARS},
+    ),
+    max_size=3,
+)
+SLICED = st.fixed_dictionaries(
+    {"merge_method": st.sampled_from(sorted(METHODS)), "slices": SLICES},
+    optional={
+        "base_model": st.sampled_from(["a", "base"]),
+        "parameters": st.fixed_dictionaries({}, optional={"weight": SCALARS, "t": SCALARS}),
+        "tokenizer": st.dictionaries(KEYS, VALUES, max_size=3),
+        "chat_template": SCALARS,
+        "name": SCALARS,
+    },
 )
 RECIPES = st.fixed_dictionaries(
     {
@@ -92,9 +124,25 @@ def test_any_heap_of_yaml_is_read_or_refused(text: str) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(VALUES | RECIPES)
+@given(VALUES | RECIPES | SLICED)
 def test_any_value_written_as_yaml_is_read_or_refused(value: object) -> None:
     _is_read_or_refused(yaml.safe_dump(value))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(RECIPES | SLICED | VALUES, max_size=3))
+def test_any_documents_are_stages_or_refused(values: list[object]) -> None:
+    with contextlib.suppress(RecipeError, BudgetError):
+        assert len(parse_all(yaml.safe_dump_all(values))) == len(values)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SLICED, st.sets(st.sampled_from(["a", "b"])))
+def test_slices_of_partial_models_are_resolved_or_refused(value: object, partial: set[str]) -> None:
+    some = dict.fromkeys(partial, table(["model.layers.1.mlp.up.weight"]))
+    with contextlib.suppress(RecipeError, BudgetError):
+        recipe = resolve(yaml.safe_dump(value), some, partial=list(partial))
+        assert all(t.inputs or t.base for t in recipe.tensors)
 
 
 @pytest.mark.parametrize("text", TRAPS, ids=range(len(TRAPS)))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mergepipe_pipeline.errors import BudgetError, RecipeError
 from mergepipe_pipeline.recipe.load import parse_recipe, resolve_recipe
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
-from mergepipe_pipeline.spec.recipe import Budget, ModelRef
-from tests.recipe.schemas import METHODS, NAMES, entries, parse, resolve, values
+from mergepipe_pipeline.spec.recipe import BaseTensor, Budget, ModelRef
+from tests.recipe.schemas import METHODS, NAMES, inputs, parse, resolve, table, values
 
-CORPUS = Path(__file__).parent / "corpus"
 SMALL = "merge_method: ties\nbase_model: base\nmodels:\n- model: a\nparameters: {weight: 1}\n"
 
 
@@ -25,36 +23,17 @@ def _problems(text: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("path", sorted((CORPUS / "valid").glob("*.yml")), ids=lambda p: p.stem)
-def test_a_valid_recipe_resolves(path: Path) -> None:
-    recipe = resolve(path.read_text(encoding="utf-8"))
-    assert [t.name for t in recipe.tensors] == list(NAMES)
-    schema = METHODS[recipe.method]
-    for t in recipe.tensors:
-        assert [n for n, _ in t.params] == [p.name for p in schema.parameters if p.scope != "model"]
-        for row in t.model_params:
-            assert [n for n, _ in row] == [p.name for p in schema.parameters if p.scope == "model"]
-
-
-@pytest.mark.parametrize("path", sorted((CORPUS / "invalid").glob("*.yml")), ids=lambda p: p.stem)
-def test_an_invalid_recipe_is_refused_for_its_own_reason_alone(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    expected = text.splitlines()[0].removeprefix("# expect: ")
-    (problem,) = _problems(text)
-    assert expected in problem
-
-
 def test_all_problems_are_told_at_once_in_the_order_of_the_lines() -> None:
     text = """\
 merge_method: tias
 bas_model: base
 models:
-- model: a@main
+- model: a@main@b
   parameters: {weigth: 1}
 - model: b
   weight: .5
 parameters:
-  density: 2
+  density: -2
 dtype: bfloat17
 budget: lots
 seed: -1
@@ -117,8 +96,11 @@ def test_a_listed_base_is_no_expert_of_a_delta_method_and_its_parameters_have_no
         "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"
         "models:\n- model: base\n  parameters: {weight: 9}\n- model: a\n"
     )
-    assert recipe.models == (ModelRef("a"),)
-    assert set(values(recipe, "weight", 0).values()) == {1.0}
+    assert recipe.models == (ModelRef("base", "base"), ModelRef("a", "a"))
+    assert recipe.base == 0
+    assert {i.position for t in recipe.tensors for i in t.inputs} == {0}
+    assert set(values(recipe, "weight", "a").values()) == {1.0}
+    assert values(recipe, "weight", "base") == {}
     assert "models[0].parameters: 'base' is the base, so they have no effect" in recipe.warnings
 
 
@@ -127,24 +109,33 @@ def test_a_listed_base_is_a_model_like_others_for_linear() -> None:
         "merge_method: linear\nbase_model: base\nparameters: {weight: 1}\n"
         "models:\n- model: base\n- model: a\n"
     )
-    assert recipe.models == (ModelRef("base"), ModelRef("a"))
+    assert {len(t.inputs) for t in recipe.tensors} == {2}
     assert recipe.warnings == ()
 
 
-def test_an_unlisted_base_of_linear_is_a_reference_only_with_a_warning() -> None:
+def test_an_unlisted_base_of_linear_is_merged_if_the_recipe_gives_it_a_weight() -> None:
     recipe = resolve(
         "merge_method: linear\nbase_model: base\nparameters: {weight: 1}\nmodels:\n- model: a\n"
     )
-    assert recipe.base == ModelRef("base")
-    assert recipe.models == (ModelRef("a"),)
+    assert {tuple(i.model for i in t.inputs) for t in recipe.tensors} == {(0, 1)}
+    assert "'base' is not listed, and `linear` merges it" in recipe.warnings[0]
+
+
+def test_an_unlisted_base_of_linear_without_a_weight_is_a_reference_only_with_a_warning() -> None:
+    recipe = resolve(
+        "merge_method: linear\nbase_model: base\nmodels:\n- {model: a, parameters: {weight: 1}}\n"
+    )
+    assert recipe.base == 1
+    assert {i.model for t in recipe.tensors for i in t.inputs} == {0}
+    assert {t.base.model for t in recipe.tensors if t.base} == {1}
     assert "'base' is not listed" in recipe.warnings[0]
 
 
 def test_without_methods_the_text_is_parsed_and_resolving_finds_the_rest() -> None:
     raw = parse_recipe("merge_method: nope\nmodels: [{model: a}]", name="x", where="x.yml")
-    assert raw.models == ("a",)
-    with pytest.raises(RecipeError, match="unknown method 'nope'; known are linear"):
-        resolve_recipe(raw, entries(), [frozenset(NAMES)], METHODS)
+    assert raw.references == (ModelRef("a", "a"),)
+    with pytest.raises(RecipeError, match="unknown method 'nope'; known are arcee_fusion"):
+        resolve_recipe(raw, [table()], METHODS)
 
 
 def test_gradients_filters_levels_and_defaults_meet_in_one_number_per_tensor() -> None:
@@ -159,29 +150,31 @@ models:
 - model: b
 parameters: {weight: 0.5, normalize: [{filter: lm_head, value: false}], lambda: "2"}
 """)
-    weight, density = values(recipe, "weight", 0), values(recipe, "density", 0)
+    weight, density = values(recipe, "weight", "a"), values(recipe, "density", "a")
     assert [weight[f"model.layers.{k}.mlp.up.weight"] for k in range(3)] == [0.0, 0.5, 1.0]
     assert weight["model.layers.1.self_attn.q.weight"] == 3.0
     assert density["model.layers.1.mlp.up.weight"] == pytest.approx(0.3)
     assert density["lm_head.weight"] == density["model.embed_tokens.weight"] == 0.2
-    assert set(values(recipe, "weight", 1).values()) == {0.5}
-    assert set(values(recipe, "density", 1).values()) == {1.0}
+    assert set(values(recipe, "weight", "b").values()) == {0.5}
+    assert set(values(recipe, "density", "b").values()) == {1.0}
     assert {n for n, v in values(recipe, "normalize").items() if v is False} == {"lm_head.weight"}
     assert set(values(recipe, "lambda").values()) == {2.0}
     assert set(values(recipe, "int8_mask").values()) == {False}
 
 
-def test_a_model_without_a_tensor_is_left_out_of_it() -> None:
+def test_a_model_without_an_optional_tensor_is_left_out_of_it() -> None:
     text = SMALL.replace("- model: a", "- model: a\n- model: b")
-    recipe = resolve(text, lacks=[{"lm_head.weight"}])
-    assert {t.name: t.models for t in recipe.tensors}["lm_head.weight"] == (1,)
-    assert recipe.tensors[0].models == (0, 1)
+    every = table((*NAMES, "model.layers.0.mlp.up.bias"))
+    made = inputs(resolve(text, {"a": table()}, every=every))
+    assert [m for m, _ in made["model.layers.0.mlp.up.bias"]] == ["b"]
+    assert [m for m, _ in made["model.norm.weight"]] == ["a", "b"]
 
 
 def test_no_model_takes_part_in_a_tensor_of_integers() -> None:
-    tensors = (*entries(("w.layers.0.a",)), *entries(("position_ids",), "I64"))
-    recipe = resolve(SMALL, tensors)
-    assert [t.models for t in recipe.tensors] == [(0,), ()]
+    tensors = table(("w.layers.0.a",)) | table(("position_ids",), "I64")
+    recipe = resolve(SMALL, every=tensors)
+    assert [len(t.inputs) for t in recipe.tensors] == [1, 0]
+    assert recipe.tensors[1].base == BaseTensor(1, "position_ids")
 
 
 def test_a_missing_required_parameter_names_model_and_tensor_once() -> None:
@@ -204,7 +197,7 @@ def test_weights_that_sum_to_zero_are_refused_only_where_they_divide() -> None:
 def test_differences_to_mergekit_in_dtype_are_warned_of() -> None:
     (warning,) = resolve(SMALL + "dtype: bfloat16\n").warnings
     assert "dtype bfloat16: the float32 inputs are not rounded to it" in warning
-    (warning,) = resolve(SMALL, entries(dtype="BF16")).warnings
+    (warning,) = resolve(SMALL, every=table(dtype="BF16")).warnings
     assert "no dtype: arithmetic is in float32" in warning
     assert resolve(SMALL).warnings == resolve(SMALL + "dtype: float32\n").warnings == ()
 

@@ -16,7 +16,6 @@ from mergepipe_pipeline.recipe.parameters import (
     position,
 )
 from mergepipe_pipeline.recipe.problems import Problems
-from tests.recipe.schemas import NAMES
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -56,11 +55,11 @@ def test_a_gradient_of_equal_anchors_is_exactly_that_number(x: float, n: int, t:
 
 
 def test_positions_run_from_zero_to_one_over_the_layers_and_are_zero_outside() -> None:
-    assert [position(n, 3) for n in NAMES] == [0, 0, 0, 0.5, 0.5, 1, 1, 0, 0]
+    assert [position(k, 3) for k in (None, 0, 1, 2, None)] == [0, 0, 0.5, 1, 0]
 
 
 def test_the_only_layer_stands_at_the_end() -> None:
-    assert position("model.layers.0.mlp.up.weight", 1) == 1.0
+    assert position(0, 1) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -95,24 +94,29 @@ def test_without_a_match_the_next_level_is_asked_and_then_nobody() -> None:
     assert look_up("density", levels, "mlp", 0) is None
 
 
+@pytest.mark.parametrize(("t", "value"), [(0, 0), (0.4, 0), (0.5, 1), (0.99, 1), (1, 0)])
+def test_yes_and_no_change_at_the_anchors(t: float, value: float) -> None:
+    assert evaluate(_read([False, True, False]), "any", t, stepwise=True) == value
+
+
 def test_a_bare_filter_entry_is_a_list_of_one_with_a_warning() -> None:
     warnings: list[str] = []
     raw = {"weight": {"filter": "mlp", "value": 2}}
     read = parse_settings(raw, ("models", 0, "parameters"), Problems({}), warnings)
     assert read == {"weight": (Rule("mlp", (2.0,)),)}
     assert warnings == [
-        "models[0].parameters.weight: a {filter, value} outside a list is read as a list of one; "
-        "mergekit refuses it"
+        "models[0].parameters.weight: a {filter, value} outside a list is read as a list of one, "
+        "which mergekit before 0.1.5 refuses"
     ]
 
 
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        ("heavy", "expected a number, found 'heavy'"),
-        (None, "expected a number, found None"),
+        (None, "expected a number or a text, found None"),
+        (["paper", 1], "parameters.weight[0]: a gradient is of numbers, found 'paper'"),
         ([], "found an empty list"),
-        ([1, [2]], "parameters.weight[1]: expected a number, found [2]"),
+        ([1, [2]], "parameters.weight[1]: expected a number or a text, found [2]"),
         ([1, {"value": 2}], "either numbers or {filter, value} entries, not both"),
         ([{"filter": "mlp"}], "parameters.weight[0]: a {filter, value} entry needs `value:`"),
         ([{"filtre": "mlp", "value": 1}], "unknown key `filtre`; did you mean `filter`?"),
@@ -126,8 +130,13 @@ def test_what_is_no_value_is_refused_at_its_place(raw: object, problem: str) -> 
     assert problem in _refusals(raw)[0]
 
 
-def test_a_density_is_a_share_at_every_anchor() -> None:
+def test_a_density_is_negative_at_no_anchor_and_above_one_it_keeps_all() -> None:
     assert _refusals([0.5, 1.5, -1], "density") == (
-        "parameters.density: `density` is a share from 0 to 1, found 1.5",
-        "parameters.density: `density` is a share from 0 to 1, found -1",
+        "parameters.density: `density` is a share from 0 up, found -1",
     )
+
+
+def test_a_text_is_a_value_of_its_own_also_behind_a_filter() -> None:
+    setting = _read([{"filter": "mlp", "value": "paper"}, {"value": 1}])
+    assert evaluate(setting, "layers.1.mlp", 0.5) == "paper"
+    assert evaluate(setting, "layers.1.attn", 0.5) == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.storage.files import sharded, write_index
 
 ONE = "model-00001-of-00002.safetensors"
 TWO = "model-00002-of-00002.safetensors"
+ADAPTER = "adapter_model.safetensors"
 
 
 def test_a_sharded_checkpoint_is_opened_with_all_tensors_and_its_config(tmp_path: Path) -> None:
@@ -123,11 +125,100 @@ def test_an_empty_folder_holds_no_weights(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path), "m")
 
 
-def test_an_adapter_is_refused_as_such(tmp_path: Path) -> None:
-    save_file({"lora_A": np.ones(3, np.float32)}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="adapter is not a full checkpoint"):
-        open_checkpoint(str(tmp_path), "m")
+def adapter(folder: Path, config: str = '{"peft_type": "LORA"}') -> Path:
+    """A config and one tensor, named as peft names its files."""
+    folder.mkdir(exist_ok=True)
+    save_file({"q.lora_A.weight": np.ones(3, np.float32)}, folder / ADAPTER)
+    (folder / "adapter_config.json").write_text(config)
+    return folder
+
+
+def test_an_adapter_is_opened_as_such_with_its_config(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a")
+    (folder / "training_args.bin").write_bytes(b"\x80\x04")
+    found = open_checkpoint(str(folder), "a")
+    assert (found.kind, found.adapter_config) == ("adapter", '{"peft_type": "LORA"}')
+    assert [(t.name, t.file) for t in found.tensors] == [("q.lora_A.weight", ADAPTER)]
+    assert is_complete(str(folder)) is None
+    assert open_checkpoint(str(sharded(tmp_path / "m")), "m").kind == "full"
+
+
+def test_another_adapter_config_is_another_checkpoint(tmp_path: Path) -> None:
+    one = open_checkpoint(str(adapter(tmp_path / "a")), "a")
+    os.utime(tmp_path / "a" / ADAPTER, ns=(one.files[0].mtime_ns, one.files[0].mtime_ns))
+    (tmp_path / "a" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    two = open_checkpoint(str(tmp_path / "a"), "a")
+    assert one.files == two.files
+    assert one.checkpoint_id != two.checkpoint_id
+
+
+def test_the_id_of_a_full_checkpoint_is_over_its_files_alone(tmp_path: Path) -> None:
+    found = open_checkpoint(str(sharded(tmp_path / "m")), "m")
+    files = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in found.files]
+    text = json.dumps(files, separators=(",", ":"), sort_keys=True)
+    assert found.checkpoint_id == hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
+def test_half_of_an_adapter_means_incomplete_and_names_the_other_half(
+    tmp_path: Path, missing: str
+) -> None:
+    folder = adapter(tmp_path / "a")
+    (folder / missing).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=f"{missing}.*found no such file"):
+        open_checkpoint(str(folder), "a")
+    assert missing in (is_complete(str(folder)) or "")
+
+
+@pytest.mark.parametrize("text", ["", '{"r": 8', "[]", "null"])
+def test_an_unreadable_adapter_config_means_incomplete(tmp_path: Path, text: str) -> None:
+    with pytest.raises(IncompleteCheckpointError, match="adapter's config cannot be read"):
+        open_checkpoint(str(adapter(tmp_path / "a", text)), "a")
+
+
+def test_a_truncated_adapter_means_incomplete(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a")
+    os.truncate(folder / ADAPTER, (folder / ADAPTER).stat().st_size - 1)
+    with pytest.raises(
+        IncompleteCheckpointError, match=rf"{ADAPTER}.*truncated|truncated.*{ADAPTER}"
+    ):
+        open_checkpoint(str(folder), "a")
+
+
+def test_a_pickled_adapter_is_never_read(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a")
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x04")
+    assert open_checkpoint(str(folder), "a").kind == "adapter"
+    (folder / ADAPTER).unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin.*safe_serialization=True"):
+        open_checkpoint(str(folder), "a")
+
+
+def test_an_adapter_beside_full_weights_is_refused(tmp_path: Path) -> None:
+    folder = adapter(sharded(tmp_path / "m"))
+    with pytest.raises(CheckpointError, match=f"an adapter and other weights.*{ONE}, {TWO}"):
+        open_checkpoint(str(folder), "m")
+
+
+def test_a_mark_in_every_header_makes_a_delta_checkpoint(tmp_path: Path) -> None:
+    x = {"w": np.ones(3, np.float32)}, {"v": np.ones(3, np.float32)}
+    save_file(x[0], tmp_path / ONE, {"mergepipe": "delta", "format": "pt"})
+    save_file(x[1], tmp_path / TWO, {"mergepipe": "delta"})
+    delta = open_checkpoint(str(tmp_path), "d")
+    assert (delta.kind, delta.adapter_config, len(delta.tensors)) == ("delta", None, 2)
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [(None, f"{TWO}.*found no mergepipe"), ({"mergepipe": "sum"}, f'{TWO}.*"mergepipe": "sum"')],
+)
+def test_files_that_disagree_on_what_they_hold_are_refused(
+    tmp_path: Path, mark: dict[str, str] | None, message: str
+) -> None:
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / ONE, {"mergepipe": "delta"})
+    save_file({"v": np.ones(3, np.float32)}, tmp_path / TWO, mark)
+    with pytest.raises(CheckpointError, match=f"disagree on what they hold.*{message}"):
+        open_checkpoint(str(tmp_path), "d")
 
 
 def test_a_path_that_is_not_there_and_a_scheme_nobody_serves_are_refused(tmp_path: Path) -> None:

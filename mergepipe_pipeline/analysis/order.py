@@ -1,0 +1,123 @@
+"""Exact order statistics of a score over a whole tensor, without sorting or holding a tensor.
+
+A histogram of the upper bits of the scores says in which bin a rank lies; one pass counts inside
+that bin; one more window tells where ties are cut. Scores are non-negative float32: their bit
+patterns order as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.spec.stats import HIST_SHIFT
+
+Bits = npt.NDArray[np.uint32]
+T = TypeVar("T")
+
+#: Keeps nothing: no magnitude is above infinity.
+KEEP_NONE = TrimRule(0x7F800000, 0)
+#: Keeps every element that is not zero.
+KEEP_ALL = TrimRule(0, 0)
+
+_LOW = (1 << HIST_SHIFT) - 1
+_BINS = 1 << (32 - HIST_SHIFT - 1)
+
+
+class Scores(Protocol):
+    """The scores of a tensor, window by window."""
+
+    def map(self, work: Callable[[int, Bits], T], only: int | None = None) -> Iterator[T]:
+        """`work(start_elem, bits)` for each window in order, or for the one numbered `only`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Occupied bins of bits >> HIST_SHIFT, ascending, and how many scores lie in each."""
+
+    bins: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(scores: Scores) -> Histogram:
+        """The histogram by one pass."""
+        total = np.zeros(_BINS, dtype=np.int64)
+        for counts in scores.map(lambda _, bits: _high_counts(bits)):
+            total += counts
+        bins = np.flatnonzero(total)
+        return Histogram(bins, total[bins])
+
+
+@dataclass(frozen=True)
+class _InBin:
+    """Low bits of one window's scores in a bin, with counts, in the narrowest types.
+
+    One of these is held for every window of a tensor.
+    """
+
+    low: npt.NDArray[np.uint16]
+    counts: npt.NDArray[np.uint32]
+
+
+def keep_largest(scores: Scores, histogram: Histogram, keep: int) -> TrimRule:
+    """The rule that keeps exactly the `keep` largest scores, among equals those of lowest index."""
+    if keep <= 0:
+        return KEEP_NONE
+    if keep >= int(histogram.counts.sum()):
+        return TrimRule(0, 1 << 62)
+    bin_, above = _from_top(histogram.bins, histogram.counts, keep)
+    windows = list(scores.map(lambda _, bits: _in_bin(bits, bin_)))
+    values, totals = _totals(windows)
+    low, above_low = _from_top(values, totals, keep - above)
+    bits = (bin_ << HIST_SHIFT) | low
+    ties = keep - above - above_low
+    for number, w in enumerate(windows):
+        here = int(w.counts[w.low == low].sum())
+        if ties <= here:
+            ((start, equal),) = scores.map(
+                lambda start, found: (start, np.flatnonzero(found == bits)), only=number
+            )
+            return TrimRule(bits, start + int(equal[ties - 1]) + 1)
+        ties -= here
+    raise AssertionError("the histogram counted more scores than the tensor has")
+
+
+def bits_at(scores: Scores, histogram: Histogram, rank: int) -> int:
+    """The bits of the score at 0-based ascending `rank`."""
+    keep = int(histogram.counts.sum()) - rank
+    bin_, above = _from_top(histogram.bins, histogram.counts, keep)
+    values, totals = _totals(list(scores.map(lambda _, bits: _in_bin(bits, bin_))))
+    low, _ = _from_top(values, totals, keep - above)
+    return (bin_ << HIST_SHIFT) | low
+
+
+def _totals(windows: list[_InBin]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    totals = np.zeros(_LOW + 1, dtype=np.int64)
+    for w in windows:
+        totals[w.low] += w.counts
+    values = np.flatnonzero(totals)
+    return values, totals[values]
+
+
+def _from_top(
+    values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], keep: int
+) -> tuple[int, int]:
+    """The value where counting down from the largest reaches `keep`, and how many lie above."""
+    cumulative = np.cumsum(counts[::-1])
+    at = int(np.searchsorted(cumulative, keep))
+    return int(values[::-1][at]), int(cumulative[at] - counts[::-1][at])
+
+
+def _in_bin(bits: Bits, bin_: int) -> _InBin:
+    low, counts = np.unique(bits[(bits >> HIST_SHIFT) == bin_] & _LOW, return_counts=True)
+    return _InBin(low.astype(np.uint16), counts.astype(np.uint32))
+
+
+def _high_counts(bits: Bits) -> npt.NDArray[np.int64]:
+    return np.bincount((bits >> HIST_SHIFT).astype(np.int32), minlength=_BINS)

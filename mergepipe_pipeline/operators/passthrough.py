@@ -1,0 +1,33 @@
+"""One model's tensor as it is, or scaled. Works on values, and needs no base."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from mergepipe_pipeline.operators.registry import ONE_EACH, PerModel, Window, operator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _coefficients(scale: PerModel) -> tuple[float, ...]:
+    return tuple(scale)
+
+
+@operator(
+    "passthrough",
+    space="value",
+    base="none",
+    experts=(1, 1),
+    formula="s·T",
+    reference="https://github.com/arcee-ai/mergekit/blob/main/docs/merge_methods.md",
+    coefficients=_coefficients,
+)
+def passthrough(
+    window: Window,
+    *,
+    scale: Annotated[PerModel, "factor of the tensor"] = ONE_EACH,
+) -> Tensor:
+    """The only expert's values times its scale; with a scale of one, its bits."""
+    value = window.experts[0]
+    return value if scale[0] == 1 else value.mul_(scale[0])

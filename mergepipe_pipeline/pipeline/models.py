@@ -1,0 +1,139 @@
+"""From model references to models: checkpoints opened, adapters laid on what they adapt.
+
+The one place that decides what an adapter or a delta is relative to: the recipe's base, unless the
+reference names another model (`model+adapter`). Headers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError, MergePipeError
+from mergepipe_pipeline.pipeline.register import exists, look
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.view import TensorView, moved, view_of
+from mergepipe_pipeline.storage.adapter import adapter_views, delta_views
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Models that are not there yet (results of earlier stages) by the text that names them.
+Pending = Mapping[str, Checkpoint]
+
+
+def open_models(
+    home: Warehouse,
+    references: Sequence[ModelRef],
+    base: int | None,
+    relative_to: Path | None,
+    pending: Pending,
+    problems: list[MergePipeError],
+) -> list[Model]:
+    """A model per reference, the base's number being `base`; empty if there are problems.
+
+    Adds one problem per reference that cannot be opened.
+    """
+    opener = _Opener(home, relative_to, pending)
+    opened: list[tuple[Checkpoint, ...] | None] = []
+    for ref in references:
+        try:
+            opened.append(opener.open(ref))
+        except MergePipeError as error:
+            problems.append(error)
+            opened.append(None)
+    if problems:
+        return []
+    found = [c for c in opened if c is not None]
+    ground = found[base] if base is not None else None
+    below = _model(ground, None) if ground else None
+    models = []
+    for number, checkpoints in enumerate(found):
+        try:
+            models.append(below if below and number == base else _model(checkpoints, below))
+        except MergePipeError as error:
+            problems.append(error)
+    return [] if problems else [m for m in models if m is not None]
+
+
+class _Opener:
+    def __init__(self, home: Warehouse, relative_to: Path | None, pending: Pending) -> None:
+        self._home, self._relative_to, self._pending = home, relative_to, pending
+        self._taken: dict[str, str] = {}
+
+    def open(self, ref: ModelRef) -> tuple[Checkpoint, ...]:
+        """The checkpoint of a reference, and the adapter's if it names one."""
+        if ref.text in self._pending or exists(self._home, ref.text, self._relative_to):
+            return (self._look(ref.text, None),)
+        model = self._look(ref.model, ref.revision)
+        if ref.lora is None:
+            return (model,)
+        adapter = self._look(ref.lora, ref.lora_revision)
+        if adapter.kind != "adapter":
+            raise CheckpointError(
+                "What stands behind the `+` is no adapter",
+                where=ref.text,
+                expected="a PEFT folder with adapter_config.json",
+                found=f"a {adapter.kind} checkpoint at {adapter.root}",
+                next_step="list the checkpoint as a model of its own",
+            )
+        return (model, adapter)
+
+    def _look(self, text: str, revision: str | None) -> Checkpoint:
+        if text in self._pending:
+            return self._pending[text]
+        found = look(self._home, text, self._relative_to, self._taken, revision)
+        self._taken[found.name] = found.root
+        return found
+
+
+def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None) -> Model:
+    """The model of a checkpoint, or of a checkpoint with an adapter; `base` is the recipe's."""
+    first, *adapters = checkpoints
+    if adapters:
+        on_base = base is not None and base.checkpoints == (first,)
+        if on_base:
+            return _on_base(adapters[0], base)
+        if first.kind != "full":
+            raise _needs_base(first)
+        return _adapted(_full(first), adapters[0])
+    return _full(first) if first.kind == "full" else _on_base(first, base)
+
+
+def _full(checkpoint: Checkpoint) -> Model:
+    return Model(checkpoint.name, (checkpoint,), {t.name: view_of(t) for t in checkpoint.tensors})
+
+
+def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:
+    """An adapter or delta alone: only the tensors it changes."""
+    if base is None:
+        raise _needs_base(checkpoint)
+    if checkpoint.kind == "delta":
+        views = delta_views(checkpoint)
+        return Model(checkpoint.name, (checkpoint,), views, is_partial=True)
+    shapes = {name: view.shape for name, view in base.views.items()}
+    views = adapter_views(checkpoint, shapes)
+    return Model(checkpoint.name, (checkpoint,), views, is_partial=True)
+
+
+def _adapted(model: Model, adapter: Checkpoint) -> Model:
+    """A whole model with an adapter on it, as its own tensors plus low-rank updates."""
+    changes = adapter_views(adapter, {n: v.shape for n, v in model.views.items()})
+    views: dict[str, TensorView] = dict(model.views)
+    for name, change in changes.items():
+        change = moved(change, len(model.checkpoints))
+        views[name] = change if change.stored else replace(views[name], low_rank=change.low_rank)
+    name = f"{model.name}+{adapter.name}"
+    return Model(name, (*model.checkpoints, adapter), views)
+
+
+def _needs_base(checkpoint: Checkpoint) -> IncompatibleCheckpointsError:
+    return IncompatibleCheckpointsError(
+        f"A checkpoint that holds only {'an adapter' if checkpoint.kind == 'adapter' else 'deltas'}"
+        " needs a model to add it to",
+        where=checkpoint.root,
+        expected="base_model in the recipe, or MODEL+ADAPTER as the model's name",
+        found="neither",
+        next_step="add base_model, or write the model before a `+`",
+    )

@@ -1,0 +1,153 @@
+"""What stands beside the weights of a result: whose config, with which changes, which tokenizer.
+
+Decided from the recipe, the models' configs and the output's tensors; written by `merge.commit`.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mergepipe_pipeline.planner.build import Side
+from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.plan import ConfigValue
+from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.storage.checkpoint import side_files
+from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
+from mergepipe_pipeline.tokenizer.model import FILE_NAMES, ModelTokenizer, read_tokenizer
+
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+def template_of(recipe: Recipe, models: Sequence[Model]) -> int:
+    """The model that gives the output its config and files: the base, or the first whole one."""
+    if recipe.base is not None:
+        return recipe.base
+    return next((i for i, m in enumerate(models) if not m.is_partial), 0)
+
+
+def side_of(
+    recipe: Recipe, models: Sequence[Model], tokenizer_files: Mapping[str, bytes] | None
+) -> Side:
+    """The output's side files; `tokenizer_files` replace the template's (None: they stay).
+
+    Raises RecipeError for a chat template that is none.
+    """
+    template = template_of(recipe, models)
+    files = None if tokenizer_files is None else dict(tokenizer_files)
+    if recipe.chat_template is not None:
+        tokenizers = [
+            ModelTokenizer(m.name, tokenizer_files_of(m), 0, {}, ())
+            for m in models
+            if not m.is_partial
+        ]
+        text = chat_template(recipe.chat_template, tokenizers)
+        if text is not None:
+            own = tokenizer_files_of(models[template]) if files is None else files
+            files = with_chat_template(own, text)
+    packed = None
+    if files is not None:
+        packed = tuple((n, b64encode(data).decode()) for n, data in sorted(files.items()))
+    return Side(template, tuple(_config(recipe, models, template)), packed)
+
+
+def tokenizer_files_of(model: Model) -> dict[str, bytes]:
+    """The tokenizer files of a model's folder, by name."""
+    if model.checkpoint.tokenizer_files is not None:
+        return dict(model.checkpoint.tokenizer_files)
+    root = model.checkpoint.root
+    with open_source(root) as source:
+        names = [n for n in side_files(root) if n in FILE_NAMES]
+        return {n: source.read_range(n, 0, source.size(n)) for n in names}
+
+
+def tokenizer_of(model: Model, n_rows: int) -> ModelTokenizer:
+    """A model's tokenizer; `n_rows` of its embedding. Raises CheckpointError."""
+    return read_tokenizer(model.name, tokenizer_files_of(model), n_rows)
+
+
+def _config(
+    recipe: Recipe, models: Sequence[Model], template: int
+) -> list[tuple[str, ConfigValue]]:
+    config = _parsed(models[template])
+    changes: list[tuple[str, ConfigValue]] = []
+    if recipe.n_layers is not None:
+        changes += [(key, recipe.n_layers) for key in _places(config, _LAYER_KEYS)]
+        changes += _per_layer_lists(config, recipe, models)
+    rows = _vocabulary_rows(recipe, models)
+    if rows is not None:
+        changes += [(k, rows) for k in _places(config, ("vocab_size",)) if _at(config, k) != rows]
+    if _must_untie(recipe, models, config):
+        changes += [(k, False) for k in _places(config, ("tie_word_embeddings",))] or [
+            ("tie_word_embeddings", False)
+        ]
+    return changes
+
+
+def _parsed(model: Model) -> dict[str, Any]:
+    try:
+        value = json.loads(model.checkpoint.config or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _places(config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Dotted places of the keys: in the config itself, else in its text part."""
+    own = [k for k in keys if k in config]
+    if own:
+        return own
+    part = config.get("text_config")
+    return [f"text_config.{k}" for k in keys if isinstance(part, dict) and k in part]
+
+
+def _at(config: Mapping[str, Any], place: str) -> Any:
+    for key in place.split("."):
+        config = config[key]
+    return config
+
+
+def _per_layer_lists(
+    config: Mapping[str, Any], recipe: Recipe, models: Sequence[Model]
+) -> list[tuple[str, ConfigValue]]:
+    """`layer_types` has one entry per layer: each is that of the layer it was made from."""
+    found: dict[int, str] = {}
+    for t in recipe.tensors:
+        here = layer_index(t.name)
+        source = t.base or (t.inputs[0] if t.inputs else None)
+        if here is None or here in found or source is None:
+            continue
+        own = _parsed(models[source.model])
+        kinds = [_at(own, place) for place in _places(own, ("layer_types",))]
+        there = layer_index(source.tensor)
+        if kinds and there is not None and there < len(kinds[0]):
+            found[here] = kinds[0][there]
+    types = tuple(found[k] for k in sorted(found))
+    return [(place, types) for place in _places(config, ("layer_types",)) if types]
+
+
+def _vocabulary_rows(recipe: Recipe, models: Sequence[Model]) -> int | None:
+    """Rows of the output's input embedding."""
+    for t in recipe.tensors:
+        if embedding_like(t.name) and not is_post(t.name):
+            return _like(t, models)
+    return None
+
+
+def _like(t: TensorRecipe, models: Sequence[Model]) -> int:
+    if t.base is not None:
+        return models[t.base.model].views[t.base.tensor].shape[0]
+    return models[t.inputs[0].model].views[t.inputs[0].tensor].shape[0]
+
+
+def _must_untie(recipe: Recipe, models: Sequence[Model], config: Mapping[str, Any]) -> bool:
+    """The output has a head of its own, the template's config ties it, an input's does not."""
+    has_head = any(embedding_like(t.name) and is_post(t.name) for t in recipe.tensors)
+    if not has_head or config.get("tie_word_embeddings") is not True:
+        return False
+    used = {i.model for t in recipe.tensors for i in t.inputs}
+    return any(_parsed(models[m]).get("tie_word_embeddings") is False for m in used)

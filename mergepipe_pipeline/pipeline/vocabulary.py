@@ -1,0 +1,77 @@
+"""Makes the vocabulary matrices of all inputs fit: by the recipe's tokenizer, or by cropping.
+
+Without `tokenizer:` rows are token ids and the base's count: what an expert has beyond them is left
+out, and what it lacks counts as the base's. Without a base all are cropped to the shortest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
+from mergepipe_pipeline.spec.layers import embedding_like
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.spec.view import TensorView, cropped
+
+
+def fit_rows(
+    recipe: Recipe, models: Sequence[Model], problems: list[MergePipeError]
+) -> tuple[list[Model], tuple[str, ...]]:
+    """The models with vocabulary matrices of equal use, and a warning per cropped tensor.
+
+    Adds a problem for every tensor whose shapes cannot be reconciled.
+    """
+    views = [dict(m.views) for m in models]
+    changed: list[list[str]] = [[] for _ in models]
+    warnings: list[str] = []
+    for t in recipe.tensors:
+        sites = [(i.model, i.tensor) for i in t.inputs]
+        base = (t.base.model, t.base.tensor) if t.base else None
+        found = [views[m][n] for m, n in ([base] if base else []) + sites]
+        if len({v.shape for v in found}) < 2:
+            continue
+        if not _only_rows_differ(t, found):
+            owners = [m for m, _ in ([base] if base else []) + sites]
+            problems.append(_misfit(t, models, found, owners))
+            continue
+        rows = found[0].shape[0] if base else min(v.shape[0] for v in found)
+        for m, name in sites:
+            view = views[m][name]
+            if view.shape[0] > rows:
+                views[m][name] = cropped(view, rows)
+                changed[m].append(f"{name}:{rows}")
+                warnings.append(
+                    f"{models[m].name}, {name}: only the first {rows} of {view.shape[0]} rows are "
+                    "used; set tokenizer_source to match tokens instead of row numbers"
+                )
+            elif view.shape[0] < rows:
+                warnings.append(
+                    f"{models[m].name}, {name}: has {view.shape[0]} of {rows} rows and counts as "
+                    "the base in the others (mergekit refuses or skips it)"
+                )
+    fitted = [
+        replace(m, views=v, variant="; ".join((m.variant, *c)) if c else m.variant)
+        for m, v, c in zip(models, views, changed, strict=True)
+    ]
+    return fitted, tuple(warnings)
+
+
+def _only_rows_differ(t: TensorRecipe, views: Sequence[TensorView]) -> bool:
+    same_rest = len({v.shape[1:] for v in views}) == 1
+    return embedding_like(t.name) and same_rest and not any(v.low_rank for v in views)
+
+
+def _misfit(
+    t: TensorRecipe, models: Sequence[Model], views: Sequence[TensorView], owners: Sequence[int]
+) -> IncompatibleCheckpointsError:
+    first = views[0]
+    at = next(i for i, v in enumerate(views) if v.shape != first.shape)
+    return IncompatibleCheckpointsError(
+        "A tensor of an expert has another shape",
+        where=f"{models[owners[at]].name}, tensor {views[at].name}",
+        expected=f"{list(first.shape)} as in {models[owners[0]].name}",
+        found=str(list(views[at].shape)),
+        next_step="use experts of this base, or another base_model",
+    )

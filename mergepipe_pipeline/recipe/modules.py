@@ -1,0 +1,78 @@
+"""Which tensors a module of a recipe means: the parts of models that see, hear, speak.
+
+mergekit's names for parts, and any dotted prefix that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+#: Prefixes by mergekit's module name. The text side is what is in none of the others.
+_PARTS: dict[str, tuple[str, ...]] = {
+    "multi_modal_projector": (
+        "multi_modal_projector.",
+        "model.multi_modal_projector.",
+        "mm_projector.",
+        "model.mm_projector.",
+        "visual.merger.",
+        "model.visual.merger.",
+        "model.visual.deepstack_merger_list.",
+        "connector.",
+        "model.connector.",
+    ),
+    "vision_tower": (
+        "vision_tower.",
+        "model.vision_tower.",
+        "visual.",
+        "model.visual.",
+        "vision_model.",
+        "model.vision_model.",
+    ),
+    "encoder": ("encoder.", "model.encoder."),
+    "decoder": ("decoder.", "model.decoder."),
+    "shared": ("shared.", "lm_head."),
+}
+_ALIASES = {
+    "visual": "vision_tower",
+    "vision_model": "vision_tower",
+    "vision_encoder": "vision_tower",
+    "projector": "multi_modal_projector",
+    "language_model": "text_decoder",
+    "text_model": "text_decoder",
+}
+_TEXT = "text_decoder"
+_ALL = "default"
+
+
+def module_of(name: str, tensors: Collection[str]) -> Callable[[str], bool] | None:
+    """Whether a tensor belongs to the module `name`; None if no tensor of `tensors` does."""
+    known = _ALIASES.get(name, name)
+    belongs: Callable[[str], bool]
+    if known == _ALL:
+        return lambda tensor: True
+    if known == _TEXT:
+        other = (*_PARTS["vision_tower"], *_PARTS["multi_modal_projector"])
+        belongs = _without(other)
+    elif known == "vision_tower":
+        inside, outside = _within(_PARTS[known]), _within(_PARTS["multi_modal_projector"])
+        belongs = _but(inside, outside)
+    else:
+        belongs = _within((*_PARTS.get(known, ()), f"{name}."))
+    return belongs if any(belongs(tensor) for tensor in tensors) else None
+
+
+def first_parts(tensors: Collection[str]) -> list[str]:
+    """The first parts of tensor names, for a message about what modules there could be."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in tensors))
+
+
+def _within(prefixes: tuple[str, ...]) -> Callable[[str], bool]:
+    return lambda tensor: tensor.startswith(prefixes)
+
+
+def _without(prefixes: tuple[str, ...]) -> Callable[[str], bool]:
+    return lambda tensor: not tensor.startswith(prefixes)
+
+
+def _but(inside: Callable[[str], bool], outside: Callable[[str], bool]) -> Callable[[str], bool]:
+    return lambda tensor: inside(tensor) and not outside(tensor)

@@ -1,0 +1,205 @@
+"""A recipe's structure without its numbers: modules of slices of entries, each with its settings.
+
+`models:` is one module of one slice of whole models; `slices:` is one module. Nothing here knows a
+tensor, and nothing here checks keys: `schema` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mergepipe_pipeline.recipe.parameters import Settings, parse_settings
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems
+from mergepipe_pipeline.recipe.references import (
+    UnreadableReference,
+    identity,
+    overrides_architecture,
+    parse_reference,
+)
+from mergepipe_pipeline.spec.operator import OperatorSchema
+from mergepipe_pipeline.spec.recipe import ModelRef
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The `parameters:` of one place; `path` is that place in the YAML."""
+
+    path: KeyPath
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One of a slice's models, with layers [start, end) of it, or all where `layers` is None."""
+
+    model: int
+    layers: tuple[int, int] | None
+    level: Level
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Models merged layer by layer; `base` is the slice's own or the recipe's."""
+
+    entries: tuple[Entry, ...]
+    base: int | None
+    level: Level
+
+    @property
+    def whole(self) -> bool:
+        """Whether the models stand here as they are, all layers of them."""
+        return all(entry.layers is None for entry in self.entries)
+
+    def contributing(self, base_takes_part: bool) -> tuple[Entry, ...]:
+        """The entries that are merged: without the base, unless it `base_takes_part`."""
+        return tuple(e for e in self.entries if base_takes_part or e.model != self.base)
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A part of the output with layers of its own; `name` None is the whole model."""
+
+    name: str | None
+    slices: tuple[Slice, ...]
+    level: Level
+
+
+def with_joined_base(
+    modules: tuple[Module, ...], level: Level, base: int | None, schema: OperatorSchema
+) -> tuple[Module, ...]:
+    """The modules with a base that is not listed as the last model, where it is one like others.
+
+    So mergekit reads `models:` for methods that know no base, if the recipe's own parameters give
+    the base all that the method requires.
+    """
+    required = {p.name for p in schema.parameters if p.scope == "model" and p.default is None}
+    if base is None or schema.base != "none" or not required <= set(level.settings):
+        return modules
+
+    def joined(part: Slice) -> Slice:
+        listed = [entry.model for entry in part.entries]
+        most = schema.experts[1]
+        if not part.whole or base in listed or (most is not None and len(listed) >= most):
+            return part
+        return replace(part, entries=(*part.entries, Entry(base, None, Level(part.level.path, {}))))
+
+    return tuple(replace(m, slices=tuple(joined(part) for part in m.slices)) for m in modules)
+
+
+@dataclass
+class Models:
+    """The models of a recipe, each once, in order of appearance."""
+
+    refs: list[ModelRef] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def number(self, value: object) -> int | None:
+        """The number of the model that `value` names; None if it cannot be read."""
+        try:
+            ref = parse_reference(value)
+        except UnreadableReference:
+            return None
+        if overrides_architecture(value):
+            self.warnings.append(
+                f"override_architecture of {ref.text!r} has no effect: structure is read from "
+                "tensor names"
+            )
+        for i, known in enumerate(self.refs):
+            if identity(known) == identity(ref):
+                return i
+        self.refs.append(ref)
+        return len(self.refs) - 1
+
+
+@dataclass
+class _Outliner:
+    models: Models
+    base_model: object
+    problems: Problems
+    warnings: list[str]
+
+    def modules(self, value: Mapping[str, object]) -> Iterator[Module]:
+        nothing = Level((), {})
+        named = value.get("modules")
+        if isinstance(named, dict):
+            for name, module in named.items():
+                if isinstance(module, dict):
+                    path = ("modules", str(name))
+                    level = self._level(module, path)
+                    yield Module(str(name), tuple(self._slices(module, path)), level)
+        else:
+            yield Module(None, tuple(self._slices(value, ())), nothing)
+
+    def _slices(self, value: Mapping[str, object], path: KeyPath) -> Iterator[Slice]:
+        if isinstance(value.get("models"), list):
+            entries = tuple(self._entries(value["models"], (*path, "models")))
+            yield Slice(entries, self._base(None), Level((*path, "models"), {}))
+            return
+        slices = value.get("slices")
+        for i, item in enumerate(slices if isinstance(slices, list) else []):
+            if not isinstance(item, dict):
+                continue
+            here = (*path, "slices", i)
+            entries = tuple(self._entries(item.get("sources"), (*here, "sources")))
+            if item.get("residual_weight") is not None:
+                self.warnings.append(
+                    f"slices[{i}].residual_weight has no effect, as in mergekit, which declares it "
+                    "and never reads it"
+                )
+            yield Slice(entries, self._base(item.get("base_model")), self._level(item, here))
+
+    def _base(self, own: object) -> int | None:
+        value = self.base_model if own is None else own
+        return None if value is None else self.models.number(value)
+
+    def _entries(self, value: object, path: KeyPath) -> Iterator[Entry]:
+        for i, item in enumerate(value if isinstance(value, list) else []):
+            if not isinstance(item, dict):
+                continue
+            here = (*path, i)
+            level = self._level(item, here)
+            number = self.models.number(item.get("model"))
+            if number is not None:
+                yield Entry(number, layer_range(item.get("layer_range")), level)
+
+    def _level(self, value: Mapping[str, object], path: KeyPath) -> Level:
+        raw, here = value.get("parameters"), (*path, "parameters")
+        return Level(path, parse_settings(raw, here, self.problems, self.warnings))
+
+
+def outline(
+    value: Mapping[str, object], models: Models, problems: Problems, warnings: list[str]
+) -> tuple[tuple[Module, ...], Level]:
+    """The modules of a recipe's value and its own settings; what cannot be read is left out.
+
+    Adds the models it meets to `models`, and settings that cannot be read to `problems`.
+    """
+    outliner = _Outliner(models, value.get("base_model"), problems, warnings)
+    modules = tuple(outliner.modules(value))
+    if value.get("base_model") is not None:
+        models.number(value["base_model"])
+    settings = parse_settings(value.get("parameters"), ("parameters",), problems, warnings)
+    warnings += dict.fromkeys(models.warnings)
+    return modules, Level((), settings)
+
+
+def levels(modules: Sequence[Module], top: Level) -> Iterator[tuple[Level, bool]]:
+    """Every place with parameters, `top` first, and whether it belongs to one model."""
+    yield top, False
+    for module in modules:
+        yield module.level, False
+        for part in module.slices:
+            yield part.level, False
+            for entry in part.entries:
+                yield entry.level, True
+
+
+def layer_range(value: object) -> tuple[int, int] | None:
+    """`[start, end)` as a pair, None for anything else."""
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    start, end = value
+    if any(isinstance(v, bool) or not isinstance(v, int) for v in (start, end)):
+        return None
+    return start, end

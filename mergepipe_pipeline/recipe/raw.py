@@ -1,0 +1,61 @@
+"""A recipe as written: all that its text tells without a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mergepipe_pipeline.recipe.outline import Entry, Level, Module, Slice, levels
+from mergepipe_pipeline.recipe.problems import Lines
+from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
+
+
+@dataclass(frozen=True)
+class RawRecipe:
+    """A recipe checked as far as its text allows.
+
+    `references` are all models, each once, in order of appearance, the base at `base` among them
+    (None also where slices have different bases). `stage` is its `name:`; `stages_used` are the
+    names of earlier stages whose results stand among the references, and `before` those stages.
+    `dtype` and `out_dtype` are safetensors codes; `chat_template` is a template's text, `auto`, or
+    the name of a known one.
+    """
+
+    name: str
+    where: str
+    text: str
+    method: str
+    references: tuple[ModelRef, ...]
+    base: int | None
+    modules: tuple[Module, ...] = field(hash=False)
+    level: Level = field(hash=False)
+    dtype: str | None
+    out_dtype: str | None
+    budget: Budget
+    strategy: str
+    seed: int
+    ref: str
+    schedule: str
+    block_elems: int | None
+    tokenizer: TokenizerRecipe | None
+    chat_template: str | None
+    stage: str | None
+    warnings: tuple[str, ...]
+    lines: Lines = field(repr=False, compare=False)
+    stages_used: tuple[str, ...] = ()
+    before: tuple[RawRecipe, ...] = field(default=(), hash=False)
+
+    def slices(self) -> Iterator[tuple[Module, Slice]]:
+        """Every slice with its module, in recipe order."""
+        for module in self.modules:
+            for part in module.slices:
+                yield module, part
+
+    def entries(self) -> Iterator[Entry]:
+        """Every listed model of every slice, in recipe order."""
+        for _, part in self.slices():
+            yield from part.entries
+
+    def levels(self) -> Iterator[tuple[Level, bool]]:
+        """Every place with parameters, and whether it belongs to one model."""
+        return levels(self.modules, self.level)

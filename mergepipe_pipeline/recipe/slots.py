@@ -1,0 +1,270 @@
+"""Which tensors the output has, and which tensor of which model each is made from.
+
+Structure only: layers taken and numbered anew, tied embeddings, tensors that some models lack.
+Misfits become problems, said once per model. `resolve` gives the slots their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mergepipe_pipeline.recipe.outline import Entry, Level, Module, Slice
+from mergepipe_pipeline.recipe.parameters import position
+from mergepipe_pipeline.recipe.problems import Problems
+from mergepipe_pipeline.recipe.tables import Tables
+from mergepipe_pipeline.spec.layers import (
+    is_buffer,
+    is_optional,
+    is_post,
+    layer_index,
+    layer_stack,
+    tied_partner,
+    with_layer_index,
+)
+from mergepipe_pipeline.spec.operator import OperatorSchema
+from mergepipe_pipeline.spec.recipe import BaseTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One model's tensor for a slot; not `stored` where a partial model leaves the base's.
+
+    `name` is what filters see: the tensor's own name, also where a tied `tensor` stands for it.
+    """
+
+    entry: Entry
+    position: int
+    name: str
+    tensor: str
+    stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One output tensor at position `t`; `levels` are those of its slice, module and recipe."""
+
+    name: str
+    part: Slice
+    t: float
+    base: BaseTensor | None
+    taken: tuple[Taken, ...]
+    levels: tuple[Level, ...]
+
+
+@dataclass
+class Slots:
+    """Makes the slots of one recipe from its models' tensors."""
+
+    schema: OperatorSchema
+    top: Level
+    tables: Tables
+    problems: Problems
+
+    def of_module(self, module: Module, belongs: Callable[[str], bool]) -> Iterator[Slot]:
+        """The slots of one module, whose tensors are those that `belongs` accepts."""
+        levels = (module.level, self.top)
+        if all(part.whole for part in module.slices):
+            for part in module.slices:
+                yield from self._whole(part, belongs, levels)
+        else:
+            yield from self._layered(module, belongs, levels)
+
+    def _whole(
+        self, part: Slice, belongs: Callable[[str], bool], levels: tuple[Level, ...]
+    ) -> Iterator[Slot]:
+        lead = self._lead(part)
+        if lead is None:
+            return
+        counts = self.tables.stacks(lead, belongs)
+        for entry in part.entries:
+            self.tables.check_stacks(entry, lead, belongs, self.problems)
+        names = self._names(part, lead, belongs, _same)
+        for name in names:
+            t = position(layer_index(name), counts.get(layer_stack(name) or "", 1))
+            yield self._slot(part, name, t, _same, levels)
+
+    def _layered(
+        self, module: Module, belongs: Callable[[str], bool], levels: tuple[Level, ...]
+    ) -> Iterator[Slot]:
+        if not self._ranges_fit(module, belongs):
+            return
+        first, last = module.slices[0], module.slices[-1]
+
+        def outside(post: bool) -> Callable[[str], bool]:
+            return lambda n: belongs(n) and layer_index(n) is None and is_post(n) is post
+
+        yield from self._same_names(first, outside(False), levels)
+        offset = 0
+        for part in module.slices:
+            start, end = part.entries[0].layers or (0, 0)
+            for k in range(end - start):
+                t = position(k, end - start)
+                yield from self._layer(part, k, offset + k, t, belongs, levels)
+            offset += end - start
+        yield from self._same_names(last, outside(True), levels)
+
+    def _ranges_fit(self, module: Module, belongs: Callable[[str], bool]) -> bool:
+        known = len(self.problems)
+        for part in module.slices:
+            for entry in part.entries:
+                # An adapter alone has the layers of the base it changes.
+                owner = part.base if self.tables.partial[entry.model] else entry.model
+                stacks = self.tables.stacks(entry.model if owner is None else owner, belongs)
+                text = self.tables.refs[entry.model].text
+                path = (*entry.level.path, "layer_range")
+                end = (entry.layers or (0, 0))[1]
+                if len(stacks) != 1:
+                    found = ", ".join(stacks) or "none"
+                    self.problems.add(
+                        path,
+                        f"slices need a model with one stack of layers, {text!r} has {found}; "
+                        "choose a part with `modules:`",
+                    )
+                elif end > next(iter(stacks.values())):
+                    n = next(iter(stacks.values()))
+                    self.problems.add(path, f"{text!r} has {n} layers, so no layer {end - 1}")
+        return len(self.problems) == known
+
+    def _layer(
+        self,
+        part: Slice,
+        k: int,
+        out: int,
+        t: float,
+        belongs: Callable[[str], bool],
+        levels: tuple[Level, ...],
+    ) -> Iterator[Slot]:
+        """Slots of output layer number `out`, the k-th of its slice."""
+        starts = {e.model: e.layers[0] for e in part.entries if e.layers is not None}
+        # A base that is not listed stands in for the first model's layers.
+        default = next(iter(starts.values()))
+
+        def in_model(name: str, model: int) -> str:
+            return with_layer_index(name, starts.get(model, default) + k)
+
+        def here(name: str) -> bool:
+            return belongs(name) and layer_index(name) is not None
+
+        lead = self._lead(part)
+        if lead is None:
+            return
+        found: dict[str, None] = {}
+        for model in dict.fromkeys((lead, *(e.model for e in part.entries))):
+            want = starts.get(model, default) + k
+            for name in self.tables.in_layer(model, want):
+                if here(name) and self._counts(name, lead, model, in_model, out):
+                    found[with_layer_index(name, out)] = None
+        for name in found:
+            yield self._slot(part, name, t, in_model, levels)
+
+    def _counts(
+        self,
+        name: str,
+        lead: int,
+        model: int,
+        in_model: Callable[[str, int], str],
+        out: int,
+    ) -> bool:
+        """Whether a model's layer tensor is one of the output's, as all of the lead's are."""
+        if model == lead:
+            return True
+        twin = in_model(with_layer_index(name, out), lead)
+        return self._is_extra(name, twin, lead, model)
+
+    def _is_extra(self, name: str, twin: str, lead: int, model: int) -> bool:
+        table = self.tables[lead]
+        if twin in table or is_buffer(name):
+            return False
+        if is_optional(name) or tied_partner(twin, table) is not None:
+            return True
+        self.tables.note_extra(model, name)
+        return False
+
+    def _same_names(
+        self, part: Slice, wanted: Callable[[str], bool], levels: tuple[Level, ...]
+    ) -> Iterator[Slot]:
+        lead = self._lead(part)
+        if lead is None:
+            return
+        for name in self._names(part, lead, wanted, _same):
+            yield self._slot(part, name, 0.0, _same, levels)
+
+    def _names(
+        self,
+        part: Slice,
+        lead: int,
+        wanted: Callable[[str], bool],
+        in_model: Callable[[str, int], str],
+    ) -> list[str]:
+        """Output names in the lead's order, then optional ones that other models have."""
+        names = [name for name in self.tables[lead] if wanted(name)]
+        known = set(names)
+        for entry in part.entries:
+            for name in self.tables[entry.model]:
+                if name in known or not wanted(name):
+                    continue
+                if self._is_extra(name, name, lead, entry.model):
+                    known.add(name)
+                    names.append(name)
+        return names
+
+    def _lead(self, part: Slice) -> int | None:
+        """The model whose tensors an output has: the base, or the first that is complete."""
+        listed = [entry.model for entry in part.entries]
+        if part.base is not None and (part.whole or part.base in listed):
+            return part.base
+        complete = [model for model in listed if not self.tables.partial[model]]
+        if complete:
+            return complete[0]
+        if part.base is None:
+            self.problems.add(
+                part.level.path,
+                f"{self.tables.refs[listed[0]].text!r} is an adapter or a delta alone; give its "
+                "base as `base_model:`",
+            )
+        return part.base
+
+    def _slot(
+        self,
+        part: Slice,
+        name: str,
+        t: float,
+        in_model: Callable[[str, int], str],
+        levels: tuple[Level, ...],
+    ) -> Slot:
+        base = None
+        if part.base is not None:
+            tensor = self.tables.find(part.base, in_model(name, part.base))
+            base = BaseTensor(part.base, tensor) if tensor is not None else None
+        taken = []
+        for i, entry in enumerate(part.contributing(self.schema.base == "none")):
+            own = in_model(name, entry.model)
+            tensor = self.tables.find(entry.model, own)
+            if tensor is not None:
+                taken.append(Taken(entry, i, own, tensor, True))
+            elif self.tables.partial[entry.model]:
+                if base is not None:
+                    self._check_partial(entry, own, base)
+                    taken.append(Taken(entry, i, own, base.tensor, False))
+            elif not is_optional(own):
+                self.tables.note_missing(entry.model, own)
+        return Slot(name, part, t, base, tuple(taken), (part.level, *levels))
+
+    def _check_partial(self, entry: Entry, own: str, base: BaseTensor) -> None:
+        if layer_index(own) != layer_index(base.tensor):
+            text = self.tables.refs[entry.model].text
+            self.problems.add(
+                entry.level.path,
+                f"{text!r} is an adapter or a delta alone, so its layers must be those of the base",
+            )
+
+
+def _same(name: str, model: int) -> str:
+    return name
+
+
+def all_names(slots: Sequence[Slot]) -> Mapping[str, None]:
+    """Every name that a filter may see, of outputs and of inputs."""
+    names = [s.name for s in slots] + [t.name for s in slots for t in s.taken]
+    return dict.fromkeys(names)

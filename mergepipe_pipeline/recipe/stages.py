@@ -1,0 +1,121 @@
+"""Several recipes in one file: stages of one merge, where a later one takes an earlier's result.
+
+A stage is named by its `name:`, or by the `out_path:` of older recipes, and a model of that name is
+its result. What runs when is decided elsewhere; here the names must only make sense from top to
+bottom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mergepipe_pipeline.recipe.problems import KeyPath, shown
+from mergepipe_pipeline.recipe.raw import RawRecipe
+from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
+from mergepipe_pipeline.recipe.schema import ref_problem
+from mergepipe_pipeline.recipe.yaml_text import Document
+
+#: Keys about the whole of a file, which its last document gives.
+_OF_THE_WHOLE = ("budget", "ref", "schedule")
+_REFERENCE_KEYS = frozenset({"model", "base_model", "tokenizer_source", "source"})
+
+
+def link_stages(
+    documents: Sequence[Document], stages: Sequence[RawRecipe | None]
+) -> tuple[RawRecipe, ...]:
+    """The stages with the names they use, and with budget, ref and schedule of the last.
+
+    `stages[i]` is what `documents[i]` says, None if it cannot be read. Adds problems to the
+    documents: a stage without a name, a name twice, a stage used before it is made.
+    """
+    names = _names(documents)
+    linked: list[RawRecipe] = []
+    made_of: dict[str, RawRecipe] = {}
+    for i, (document, stage) in enumerate(zip(documents, stages, strict=True)):
+        used: dict[str, None] = {}
+        for path, model in _references(document.value):
+            made = names.get(model)
+            if made is None:
+                continue
+            if made < i:
+                used[model] = None
+            else:
+                found = "itself" if made == i else f"the later stage {shown(model)}"
+                document.problems.add(path, f"a stage can use earlier stages only, found {found}")
+        if stage is not None:
+            before = tuple(made_of[name] for name in used if name in made_of)
+            stage = replace(stage, stages_used=tuple(used), before=before)
+            linked.append(_linked(stage, documents[i], stages[-1], is_last=i == len(stages) - 1))
+            made_of.setdefault(stage.stage or "", linked[-1])
+    return tuple(linked)
+
+
+def _names(documents: Sequence[Document]) -> dict[str, int]:
+    """Stage name to its number; adds problems for missing and repeated names."""
+    names: dict[str, int] = {}
+    for i, document in enumerate(documents):
+        if not isinstance(document.value, dict):
+            continue
+        name = stage_name(document.value)
+        if name is None and i < len(documents) - 1:
+            document.problems.add(
+                (), "every recipe of a file but the last needs a `name:`", document.line
+            )
+        if not isinstance(name, str) or len(documents) == 1:
+            continue
+        if "name" in document.value and (why := ref_problem(name)):
+            document.problems.add(("name",), why)
+        if name in names:
+            document.problems.add(("name",), f"another stage is named {shown(name)} already")
+        names.setdefault(name, i)
+    return names
+
+
+def stage_name(value: Mapping[str, object]) -> str | None:
+    """What later stages call a document's result, or None."""
+    name = value.get("name") or value.get("out_path")
+    return name if isinstance(name, str) else None
+
+
+def _references(value: object, path: KeyPath = ()) -> list[tuple[KeyPath, str]]:
+    """Every model that a document names, without revision and adapter, with its key path."""
+    found: list[tuple[KeyPath, str]] = []
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            found += _references(item, (*path, i))
+    if not isinstance(value, Mapping):
+        return found
+    for key, item in value.items():
+        here = (*path, key)
+        if key == "parameters" or item in ("base", "union"):
+            continue
+        if key in _REFERENCE_KEYS and not (isinstance(item, Mapping) and "kind" in item):
+            try:
+                found.append((here, parse_reference(item).model))
+            except UnreadableReference:
+                continue
+        else:
+            found += _references(item, here)
+    return found
+
+
+def _linked(
+    stage: RawRecipe, document: Document, last: RawRecipe | None, *, is_last: bool
+) -> RawRecipe:
+    """A stage that is not the last, with what the last gives for all."""
+    if is_last or last is None or not isinstance(document.value, dict):
+        return stage
+    warnings = tuple(
+        f"stage {stage.stage}: {key} has no effect; the last recipe of the file gives it"
+        for key in _OF_THE_WHOLE
+        if key in document.value
+    )
+    return replace(
+        stage,
+        name=stage.stage or stage.name,
+        budget=last.budget,
+        ref=last.ref,
+        schedule=last.schedule,
+        warnings=(*stage.warnings, *warnings),
+    )

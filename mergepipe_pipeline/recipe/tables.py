@@ -1,0 +1,134 @@
+"""The tensors of a recipe's models as headers tell them, and what does not fit among them.
+
+Misfits are collected per model, so that a wrong model is one problem and not one per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.recipe.outline import Entry
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.layers import (
+    embedding_like,
+    layer_index,
+    stack_counts,
+    tied_partner,
+)
+from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.view import TensorView
+
+#: Name to what headers tell of a tensor: its dtype and shape.
+Table = Mapping[str, TensorEntry | TensorView]
+
+
+@dataclass
+class Tables:
+    """The models' tensors by name; `partial[i]` says that model i has changed tensors only."""
+
+    refs: Sequence[ModelRef]
+    tables: Sequence[Table]
+    partial: Sequence[bool]
+    _by_layer: dict[int, dict[int | None, list[str]]] = field(default_factory=dict)
+    _missing: dict[int, dict[str, None]] = field(default_factory=dict)
+    _extra: dict[int, dict[str, None]] = field(default_factory=dict)
+    _shapes: dict[int, list[str]] = field(default_factory=dict)
+    _broken: set[int] = field(default_factory=set)
+
+    def __getitem__(self, model: int) -> Table:
+        """Name to entry of one model's tensors, in file order."""
+        return self.tables[model]
+
+    def in_layer(self, model: int, layer: int | None) -> Sequence[str]:
+        """The names of one layer of a model, or of what is outside the layers."""
+        if model not in self._by_layer:
+            layers: dict[int | None, list[str]] = {}
+            for name in self.tables[model]:
+                layers.setdefault(layer_index(name), []).append(name)
+            self._by_layer[model] = layers
+        return self._by_layer[model].get(layer, ())
+
+    def stacks(self, model: int, belongs: Callable[[str], bool]) -> dict[str, int]:
+        """Number of layers of each stack of a model, among tensors that `belongs` accepts."""
+        return stack_counts(name for name in self.tables[model] if belongs(name))
+
+    def find(self, model: int, name: str) -> str | None:
+        """The name of a tensor in a model, or of the one it is tied to, or None."""
+        table = self.tables[model]
+        if name in table:
+            return name
+        return None if self.partial[model] else tied_partner(name, table)
+
+    def check_stacks(
+        self, entry: Entry, lead: int, belongs: Callable[[str], bool], problems: Problems
+    ) -> None:
+        """Add a problem if a model has another number of layers than the `lead`."""
+        if self.partial[entry.model]:
+            return
+        mine, wanted = self.stacks(entry.model, belongs), self.stacks(lead, belongs)
+        for stack, n in wanted.items():
+            if mine.get(stack, n) != n:
+                self._broken.add(entry.model)
+                problems.add(
+                    (*entry.level.path, "model"),
+                    f"{self.refs[entry.model].text!r} has {mine[stack]} layers at {stack}, "
+                    f"{self.refs[lead].text!r} has {n}; use `slices:` to choose layers",
+                )
+
+    def note_missing(self, model: int, name: str) -> None:
+        """Remember that a model lacks a tensor it needs."""
+        self._missing.setdefault(model, {})[name] = None
+
+    def note_extra(self, model: int, name: str) -> None:
+        """Remember that a model has a tensor that the output does not."""
+        self._extra.setdefault(model, {})[name] = None
+
+    def check_entry(
+        self, model: int, tensor: str, like: TensorEntry | TensorView, owner: int
+    ) -> None:
+        """Remember a misfit of a tensor with the one of model `owner` that it is merged with.
+
+        Rows of a vocabulary may be more or fewer: tokens are matched where embeddings are read.
+        """
+        mine = self.tables[model].get(tensor)
+        if mine is None:
+            return
+        if mine.dtype not in FLOATING:
+            self._shapes.setdefault(model, []).append(f"first {tensor} in {mine.dtype}")
+        if mine.shape == like.shape:
+            return
+        if embedding_like(tensor) and mine.shape[1:] == like.shape[1:]:
+            return
+        text = (
+            f"first {tensor} with {list(mine.shape)} where {self.refs[owner].text!r} has "
+            f"{list(like.shape)}"
+        )
+        self._shapes.setdefault(model, []).append(text)
+
+    def add_misfits(self, places: Mapping[int, KeyPath], problems: Problems) -> None:
+        """Add one problem per model and kind of misfit; `places` are the models' key paths."""
+        for model, names in self._missing.items():
+            if model not in self._broken:
+                first = next(iter(names))
+                problems.add(
+                    places.get(model, ()),
+                    f"{self.refs[model].text!r} lacks {len(names)} of the tensors to merge, "
+                    f"first {first}",
+                )
+        for model, texts in self._shapes.items():
+            problems.add(
+                places.get(model, ()),
+                f"{self.refs[model].text!r} has {len(texts)} tensors that do not fit, {texts[0]}",
+            )
+
+    def extra_warnings(self) -> list[str]:
+        """One warning per model with tensors that the result will not have."""
+        return [
+            f"{self.refs[model].text!r} has {len(names)} tensors that the result has not, "
+            f"first {next(iter(names))}: they are left out"
+            for model, names in self._extra.items()
+            if model not in self._broken
+        ]

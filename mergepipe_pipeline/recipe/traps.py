@@ -1,0 +1,132 @@
+"""Warnings where a recipe means something else here than in mergekit, or surprises in both.
+
+Each is one sentence that says what is done here. None of them changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, itemsize
+from mergepipe_pipeline.recipe.outline import Level
+from mergepipe_pipeline.recipe.problems import shown_path
+from mergepipe_pipeline.recipe.raw import RawRecipe
+from mergepipe_pipeline.spec.operator import OperatorSchema
+from mergepipe_pipeline.spec.recipe import ModelRef
+
+#: Warnings of these parameters whenever they are given, by name.
+_BY_NAME = {
+    "int8_mask": "has no effect on results, here as in mergekit",
+}
+_OUTSIDE_T = "is outside [0, 1], so the merge leaves the way between the two models"
+
+
+def traps(raw: RawRecipe, schema: OperatorSchema) -> list[str]:
+    """The warnings that a recipe's text and its method give reason for."""
+    warnings = _base_warnings(raw, schema)
+    warnings += _method_warnings(schema, [level for level, _ in raw.levels()])
+    for level, _ in raw.levels():
+        for name in level.settings:
+            place = shown_path((*level.path, "parameters", name))
+            if name in _BY_NAME and name in {p.name for p in schema.parameters}:
+                warnings.append(f"{place} {_BY_NAME[name]}")
+            if name == "t" and schema.name in {"slerp", "nuslerp"} and not _within(level, name):
+                warnings.append(f"{place} {_OUTSIDE_T}")
+    return warnings
+
+
+def joined_base(raw: RawRecipe, *, joined: bool) -> list[str]:
+    """That a base which is not listed is merged like the models that are."""
+    if not joined or raw.base is None:
+        return []
+    return [
+        f"base_model {raw.references[raw.base].text!r} is not listed, and `{raw.method}` merges it "
+        "like the models that are, as in mergekit; give weights per model to leave it out"
+    ]
+
+
+def _within(level: Level, name: str) -> bool:
+    numbers = [a for r in level.settings[name] for a in r.anchors if not isinstance(a, str)]
+    return all(0 <= number <= 1 for number in numbers)
+
+
+def _base_warnings(raw: RawRecipe, schema: OperatorSchema) -> list[str]:
+    warnings = []
+    listed = {entry.model for entry in raw.entries()}
+    if schema.base == "none":
+        if raw.base is not None and raw.base not in listed:
+            warnings.append(
+                f"base_model {raw.references[raw.base].text!r} is not listed under models: it only "
+                "stands in for blocks that are not read, where mergekit merges it or fails"
+            )
+        return warnings
+    for _, part in raw.slices():
+        warnings += [
+            f"{shown_path((*e.level.path, 'parameters'))}: {raw.references[e.model].text!r} is the "
+            "base, so they have no effect"
+            for e in part.entries
+            if e.model == part.base and e.level.settings
+        ]
+    return warnings
+
+
+def _method_warnings(schema: OperatorSchema, levels: Sequence[Level]) -> list[str]:
+    name, given = schema.name, {n for level in levels for n in level.settings}
+    variant = "variant" in given
+    if name.startswith("dare_") and not variant:
+        return [
+            f"{name}: what is kept is rescaled to the L1 norm of the whole delta, as in mergekit, "
+            "and not by 1/density as in the paper"
+        ]
+    if name.startswith("breadcrumbs"):
+        return [
+            f"{name}: a gamma whose share of a tensor is less than one element removes no outlier, "
+            "where mergekit before 0.1.5 zeroes the whole delta"
+        ]
+    if name == "model_stock":
+        return [
+            "model_stock: where the experts' deltas point away from each other (negative cosine) "
+            "the result lies beyond the base, and may lie far out"
+        ]
+    return []
+
+
+def dtype_warnings(dtype: str | None, stored: Iterable[str]) -> list[str]:
+    """What `dtype` (a safetensors code) means for inputs of the `stored` dtypes."""
+    floating = sorted({code for code in stored if code in FLOATING})
+    if dtype is None:
+        short = [TORCH_NAME[code] for code in floating if itemsize(code) < 4]
+        if not short:
+            return []
+        return [
+            f"no dtype: arithmetic is in float32 and the result is rounded to {', '.join(short)} "
+            "once, where mergekit computes in the stored dtype"
+        ]
+    wider = [TORCH_NAME[code] for code in floating if itemsize(code) > itemsize(dtype)]
+    if not wider:
+        return []
+    return [
+        f"dtype {TORCH_NAME[dtype]}: the {', '.join(wider)} inputs are not rounded to it before "
+        "the arithmetic, as mergekit does, but only when the result is written"
+    ]
+
+
+def idle_filters(levels: Iterable[Level], names: Mapping[str, None]) -> list[str]:
+    """One warning per filter that is part of no tensor's name, so that its value is never used."""
+    return [
+        f"{shown_path((*level.path, 'parameters', name))}: the filter {rule.filter!r} matches no "
+        "tensor"
+        for level in levels
+        for name, setting in level.settings.items()
+        for rule in setting
+        if rule.filter is not None and not any(rule.filter in tensor for tensor in names)
+    ]
+
+
+def untied(head: str, lacking: Sequence[ModelRef]) -> str:
+    """That `head` is written although some models tie it to their embeddings."""
+    names = ", ".join(repr(ref.text) for ref in lacking)
+    return (
+        f"{head} is written because an input has it; {names} ties it, so the embeddings of that "
+        "model stand in for it, and the result's tie_word_embeddings must be false"
+    )

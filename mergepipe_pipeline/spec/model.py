@@ -1,0 +1,71 @@
+"""What a model is to a merge: named tensors over one or more checkpoints, whatever holds them.
+
+A full checkpoint, an adapter or a delta (with the base's tensors that it does not change left out),
+a checkpoint with an adapter on it, or any of these with its embeddings in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.view import Part, TensorView
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by name; sources in `views` index `checkpoints`.
+
+    `is_partial`: it lacks the tensors in which it equals its base. `variant` names what was done to
+    the views beyond what the checkpoints say (empty: nothing).
+    """
+
+    name: str
+    checkpoints: tuple[Checkpoint, ...]
+    views: Mapping[str, TensorView] = field(repr=False)
+    is_partial: bool = False
+    variant: str = ""
+
+    @cached_property
+    def model_id(self) -> str:
+        """The id of its one checkpoint, or 24 hex characters over the ids of several."""
+        if len(self.checkpoints) == 1 and not self.variant:
+            return self.checkpoints[0].checkpoint_id
+        ids = [c.checkpoint_id for c in self.checkpoints]
+        return digest_json([ids, self.variant])[:24]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint that the model's files beside weights come from."""
+        return self.checkpoints[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read all of it once."""
+        return sum(v.nbytes for v in self.views.values())
+
+
+def view_sha256(view: TensorView, digests: list[Mapping[str, str]]) -> str:
+    """64 hex over a view's content; for a whole stored tensor the digest of its bytes.
+
+    `digests[i]` gives tensor name to SHA-256 for source number i.
+    """
+
+    def of(part: Part) -> str:
+        return digests[part.source][part.entry.name]
+
+    if view.stored and not (view.runs or view.low_rank or view.is_delta):
+        return of(view.stored[0])
+    low = view.low_rank
+    return digest_json(
+        [
+            [of(p) for p in view.stored],
+            [asdict(r) for r in view.runs],
+            view.is_delta,
+            low and [of(low.a), of(low.b), low.scale, low.transposed],
+            view.shape,
+        ]
+    )

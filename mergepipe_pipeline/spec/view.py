@@ -1,0 +1,116 @@
+"""How a tensor of a model is had from stored bytes: whole, in runs, as a delta, as low rank.
+
+A model is one checkpoint, or a checkpoint with an adapter on it, or an adapter or a delta alone;
+whatever it is, analysis and engine see tensors of one name, shape and dtype. Pure description:
+`tensors` reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stored tensor of source number `source` (of a model, or of a plan)."""
+
+    source: int
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [start, start + n) of a view are [at, at + n) of the stored tensor `part`."""
+
+    start_elem: int
+    part: int
+    at_elem: int
+    n_elems: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An update `scale` · b·a with a [r, n_in], b [n_out, r]; its transpose if `transposed`."""
+
+    a: Part
+    b: Part
+    scale: float
+    transposed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """One tensor of a model, of `shape` in elements of `dtype` (a safetensors code).
+
+    Its value is what is `stored`, or the base's value where nothing is stored or where what is
+    stored `is_delta`; plus the low-rank update, if there is one. `runs` empty: the view is the
+    whole of `stored[0]`; else they cover it without a gap. A view may have fewer rows than the
+    tensor it is merged into: beyond its end it equals the base.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stored: tuple[Part, ...] = ()
+    runs: tuple[Run, ...] = ()
+    is_delta: bool = False
+    low_rank: LowRank | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return prod(self.shape)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of the stored elements that the view uses."""
+        return self.numel * itemsize(self.dtype) if self.stored else 0
+
+    @property
+    def low_rank_nbytes(self) -> int:
+        """Bytes of both factors of the low-rank update."""
+        return self.low_rank.a.entry.nbytes + self.low_rank.b.entry.nbytes if self.low_rank else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read to have all of it once."""
+        return self.stored_nbytes + self.low_rank_nbytes
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether its values need no base."""
+        return bool(self.stored) and not self.is_delta
+
+
+def view_of(entry: TensorEntry, source: int = 0) -> TensorView:
+    """The view of one whole stored tensor."""
+    return TensorView(entry.name, entry.dtype, entry.shape, (Part(source, entry),))
+
+
+def moved(view: TensorView, offset: int) -> TensorView:
+    """The same view with `offset` added to every source number."""
+
+    def part(p: Part) -> Part:
+        return Part(p.source + offset, p.entry)
+
+    low = view.low_rank
+    return replace(
+        view,
+        stored=tuple(part(p) for p in view.stored),
+        low_rank=low and replace(low, a=part(low.a), b=part(low.b)),
+    )
+
+
+def cropped(view: TensorView, n_rows: int) -> TensorView:
+    """The first `n_rows` rows of a view that has more; low-rank views cannot be cropped."""
+    shape = (n_rows, *view.shape[1:])
+    runs = view.runs or (Run(0, 0, 0, view.numel),)
+    stop = prod(shape)
+    kept = tuple(
+        replace(r, n_elems=min(r.n_elems, stop - r.start_elem)) for r in runs if r.start_elem < stop
+    )
+    return replace(view, shape=shape, runs=kept)

@@ -1,0 +1,259 @@
+"""What adapter_config.json of a PEFT LoRA adapter says about its tensors: scale, rank, orientation.
+
+Text in, facts out; opens no file and sees no tensor (`adapter` does). Whatever would make an
+adapter something else than a sum of low-rank updates and whole tensors is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any, TypeVar
+
+from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
+
+_Number = TypeVar("_Number", int, float)
+
+CONFIG = "adapter_config.json"
+_MERGE_WITH_PEFT = "merge the adapter with peft (merge_and_unload) and give the full checkpoint"
+
+#: Keys that must be absent or falsy: with them, values are not base + scale · B·A.
+_REFUSED = {
+    "use_dora": "DoRA, which rescales the base's weights",
+    "lora_bias": "a bias in lora_B",
+    "target_parameters": "LoRA on fused parameters (mixture of experts)",
+    "layer_replication": "copies of the base's layers",
+    "trainable_token_indices": "single retrained tokens",
+    "alora_invocation_tokens": "an update that acts only after invocation tokens",
+    "use_qalora": "QALoRA, which pools the inputs",
+    "use_bdlora": "block-diagonal factors",
+    "arrow_config": "a router over several adapters",
+    "kasa_config": "KaSA, which changes the base's weights",
+    "monteclora_config": "Monte Carlo samples of the factors",
+}
+#: Keys that say how the adapter was trained or where its base lies, not what its values are.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_dropout",
+        "lora_dtype",
+        "lora_ga_config",
+        "lorap_lr_ratio",
+        "megatron_config",
+        "megatron_core",
+        "modules_to_save",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "velora_config",
+    }
+)
+_READ = frozenset(
+    {
+        "alpha_pattern",
+        "bias",
+        "fan_in_fan_out",
+        "init_lora_weights",
+        "lora_alpha",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "use_rslora",
+    }
+)
+#: Initialisations that leave the base's weights as they are; the others subtract from them.
+_KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+_CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The part of a LoRA config that tensors' values depend on.
+
+    `rank_pattern` and `alpha_pattern` are (regex, value) in order: the first that matches counts.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+    fan_in_fan_out: bool
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+
+    def rank_of(self, module: str) -> int:
+        """The rank r of a module, by its name in the model that was adapted."""
+        return _first_match(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """The factor of B·A: alpha / r, or alpha / √r if rank-stabilised (arXiv:2312.03732)."""
+        rank = self.rank_of(module)
+        alpha = _first_match(self.alpha_pattern, module, self.alpha)
+        return alpha / (sqrt(rank) if self.rank_stabilized else rank)
+
+
+def parse_adapter_config(text: str, where: str) -> AdapterConfig:
+    """The config in the text of adapter_config.json. Raises CheckpointError for what is not LoRA.
+
+    Source: LoraConfig of peft 0.21 (https://huggingface.co/docs/peft/package_reference/lora).
+    """
+    value = load_object(text, where)
+    _refuse_other_methods(value, where)
+    _refuse_changed_bases(value.get("init_lora_weights", True), where)
+    return AdapterConfig(
+        _positive_int(value.get("r", 8), "r", where),
+        _number(value.get("lora_alpha", 8), "lora_alpha", where),
+        _flag(value, "use_rslora", where),
+        _flag(value, "fan_in_fan_out", where),
+        tuple(
+            (k, _positive_int(v, f"rank_pattern.{k}", where))
+            for k, v in _pattern(value, "rank_pattern", where)
+        ),
+        tuple(
+            (k, _number(v, f"alpha_pattern.{k}", where))
+            for k, v in _pattern(value, "alpha_pattern", where)
+        ),
+    )
+
+
+def load_object(text: str, where: str) -> dict[str, Any]:
+    """The JSON object in a text. Raises IncompleteCheckpointError if there is none."""
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError(f"{type(value).__name__} instead of an object")
+        # An escaped half of a surrogate pair is valid JSON for Python and no text for anyone.
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise IncompleteCheckpointError(
+            "An adapter's config cannot be read",
+            where=where,
+            expected="a JSON object",
+            found=str(error)[:200],
+            next_step="copy adapter_config.json again",
+        ) from error
+    return value
+
+
+def _refuse_other_methods(value: Mapping[str, Any], where: str) -> None:
+    if value.get("peft_type") != "LORA":
+        raise CheckpointError(
+            "This kind of adapter is not read",
+            where=f"{where}, peft_type",
+            expected='"LORA"',
+            found=_shown(value.get("peft_type")),
+            next_step=_MERGE_WITH_PEFT,
+        )
+    if value.get("bias") not in (None, "none"):
+        raise CheckpointError(
+            "An adapter with trained biases is not read",
+            where=f"{where}, bias",
+            expected='"none"',
+            found=_shown(value["bias"]),
+            next_step=_MERGE_WITH_PEFT,
+        )
+    for key, what in _REFUSED.items():
+        # A list may hold token 0 or layer 0 alone: only what is empty or off passes.
+        if value.get(key) not in (None, False, [], {}):
+            raise CheckpointError(
+                f"An adapter with {what} is not read",
+                where=f"{where}, {key}",
+                expected="null or false",
+                found=_shown(value[key]),
+                next_step=_MERGE_WITH_PEFT,
+            )
+    for key in sorted(value.keys() - _REFUSED.keys() - _WITHOUT_EFFECT - _READ):
+        if value[key]:
+            raise CheckpointError(
+                "An adapter's config has an unknown setting that may change its values",
+                where=f"{where}, {key}",
+                expected="the settings of peft 0.21",
+                found=_shown(value[key]),
+                next_step=f"if it has no effect on the weights, remove it; else {_MERGE_WITH_PEFT}",
+            )
+
+
+def _refuse_changed_bases(init: object, where: str) -> None:
+    """peft saves `true` here when it converts such an adapter, and the method's name otherwise."""
+    method = init.lower() if isinstance(init, str) else ""
+    if init is None or isinstance(init, bool) or method in _KEEPS_BASE:
+        return
+    raise CheckpointError(
+        "An adapter was trained on a base whose weights its initialisation changed",
+        where=f"{where}, init_lora_weights",
+        expected="true, false, " + ", ".join(sorted(_KEEPS_BASE)),
+        found=_shown(init),
+        next_step="save it again with peft's save_pretrained(folder, "
+        "path_initial_model_for_weight_conversion=<the adapter before training>)"
+        if method.startswith(_CONVERTIBLE)
+        else _MERGE_WITH_PEFT,
+    )
+
+
+def _first_match(
+    patterns: tuple[tuple[str, _Number], ...], module: str, default: _Number
+) -> _Number:
+    """As peft matches: the whole name, or its end after a dot."""
+    return next((v for k, v in patterns if re.match(rf"(.*\.)?({k})$", module)), default)
+
+
+def _pattern(value: Mapping[str, Any], key: str, where: str) -> list[tuple[str, Any]]:
+    patterns = value.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise _bad(key, "an object of regex to number", patterns, where)
+    for pattern in patterns:
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, RecursionError) as error:
+            raise _bad(f"{key}.{pattern}", "a regular expression", str(error), where) from error
+    return list(patterns.items())
+
+
+def _positive_int(value: object, key: str, where: str) -> int:
+    if type(value) is not int or not 0 < value <= 1 << 31:
+        raise _bad(key, "a rank of at least 1", value, where)
+    return value
+
+
+def _number(value: object, key: str, where: str) -> float:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise _bad(key, "a finite number", value, where)
+
+
+def _flag(value: Mapping[str, Any], key: str, where: str) -> bool:
+    flag = value.get(key)
+    if not isinstance(flag, bool | None):
+        raise _bad(key, "true or false", flag, where)
+    return bool(flag)
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:80]
+
+
+def _bad(key: str, expected: str, found: object, where: str) -> CheckpointError:
+    return CheckpointError(
+        "An adapter's config is not valid",
+        where=f"{where}, {key}",
+        expected=expected,
+        found=_shown(found),
+        next_step="mend adapter_config.json, or get the adapter again",
+    )

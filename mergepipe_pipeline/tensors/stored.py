@@ -1,0 +1,55 @@
+"""Reads the stored elements of views: whole tensors, or runs of several tensors put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
+from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.storage.reader import BlockReader
+
+Bytes = npt.NDArray[np.uint8]
+#: The reader of a source by its number in the views.
+Readers = Callable[[int], BlockReader]
+
+
+def read_stored(
+    readers: Readers, view: TensorView, start_elem: int, stop_elem: int, out: memoryview
+) -> None:
+    """Fill `out` with the stored bytes of elements [start, stop) of a view.
+
+    Raises BudgetError outside an access set, CheckpointChangedError if a file is shorter.
+    """
+    if not view.runs:
+        part = view.stored[0]
+        readers(part.source).read_into(part.entry, start_elem, stop_elem, out)
+        return
+    size = itemsize(view.dtype)
+    for run in view.runs:
+        a, b = max(start_elem, run.start_elem), min(stop_elem, run.start_elem + run.n_elems)
+        if a < b:
+            part = view.stored[run.part]
+            at = run.at_elem + a - run.start_elem
+            piece = out[(a - start_elem) * size : (b - start_elem) * size]
+            readers(part.source).read_into(part.entry, at, at + b - a, piece)
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """The torch dtype of a safetensors code."""
+    dtype = getattr(torch, TORCH_NAME[code])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def typed(raw: Bytes, dtype: str) -> torch.Tensor:
+    """[n] elements of `dtype` over the same memory as their little-endian bytes."""
+    return torch.from_numpy(raw).view(torch_dtype(dtype))
+
+
+def as_float32(raw: Bytes, dtype: str) -> torch.Tensor:
+    """[n] float32 from the little-endian bytes of n elements of `dtype`."""
+    return typed(raw, dtype).to(torch.float32)

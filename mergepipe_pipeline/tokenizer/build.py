@@ -1,0 +1,159 @@
+"""The tokenizer of a merge's output: its vocabulary, its files, and the rows of its embedding.
+
+From a recipe's tokenizer part and the models' tokenizers. The vocabulary is that of one model, with
+the tokens of all others behind it for a union; ids of that one model never change. Unlike mergekit
+0.1.5, new ids depend on nothing but the recipe: models in its order, tokens by id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mergepipe_pipeline.errors import CheckpointError, RecipeError
+from mergepipe_pipeline.spec.recipe import TokenizerRecipe, TokenRule
+from mergepipe_pipeline.tokenizer.model import AddedToken, ModelTokenizer
+from mergepipe_pipeline.tokenizer.output import output_files
+from mergepipe_pipeline.tokenizer.rows import ModelRows, Vocabulary, model_rows
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerBuild:
+    """The output's tokenizer files, vocabulary (token to id), and embedding rows per model.
+
+    `n_rows` is the number of rows of the output's embedding, padding included. `rows` has one entry
+    per model of the recipe. `warnings` are sentences.
+    """
+
+    files: dict[str, bytes]
+    vocab: dict[str, int]
+    n_rows: int
+    rows: tuple[ModelRows, ...]
+    warnings: tuple[str, ...]
+    vocabulary: Vocabulary
+
+    def rows_among(self, models: Sequence[int]) -> tuple[ModelRows, ...]:
+        """Rows for an embedding to which only these models (numbers) contribute, in that order.
+
+        A token that none of them has is zeros even if another model of the recipe has it. Raises
+        RecipeError if a token's rule names another model.
+        """
+        return model_rows(self.vocabulary, models)
+
+
+def build_tokenizer(
+    recipe: TokenizerRecipe, models: Sequence[ModelTokenizer], base: int | None
+) -> TokenizerBuild:
+    """The output's tokenizer. `base` is the recipe's base model, if it has one.
+
+    A model without tokenizer files is taken to have the base's (the first model's without a base).
+    Tokens whose id is beyond their model's embedding are left out. Raises RecipeError for a rule
+    that cannot be followed and CheckpointError for a tokenizer that cannot be had or written.
+    Source: mergekit 0.1.5 (SEMANTICS.md 3.1, Tokenizer).
+    """
+    lead = base or 0
+    if not models[lead].plain:
+        raise CheckpointError(
+            "The model whose tokenizer the output builds on has none",
+            where=models[lead].name,
+            expected="tokenizer.json in its folder",
+            next_step="put the tokenizer's files into its folder, or name another base_model",
+        )
+    given = tuple(m if m.plain else _borrowed(m, models[lead]) for m in models)
+    source = given[lead if recipe.source == "union" else recipe.source]
+    plain = {t: i for t, i in source.plain.items() if i < source.n_rows}
+    added = {t.content: t for t in source.added if t.id < source.n_rows}
+    if recipe.source == "union":
+        _add_union(plain, added, [source, *(m for i, m in enumerate(given) if i != lead)])
+    _append(plain, added, [AddedToken(r.token, -1) for r in recipe.tokens])
+    vocab = {**plain, **{t.content: t.id for t in added.values()}}
+    n_rows = _padded(max(vocab.values(), default=-1) + 1, recipe.pad_to_multiple_of)
+    vocabulary = Vocabulary(
+        vocab,
+        n_rows,
+        tuple(m.vocab_in_rows for m in given),
+        tuple(m.n_rows for m in given),
+        tuple(m.name for m in given),
+        base,
+        _by_token(recipe.tokens),
+    )
+    return TokenizerBuild(
+        output_files(source, plain, tuple(added.values())),
+        vocab,
+        n_rows,
+        model_rows(vocabulary, range(len(given))),
+        tuple(_warnings(models, models[lead].name)),
+        vocabulary,
+    )
+
+
+def _borrowed(model: ModelTokenizer, lead: ModelTokenizer) -> ModelTokenizer:
+    """A model without a tokenizer, with another model's."""
+    return replace(lead, name=model.name, n_rows=model.n_rows)
+
+
+def _add_union(
+    plain: Mapping[str, int], added: dict[str, AddedToken], models: Sequence[ModelTokenizer]
+) -> None:
+    """Add the tokens of all models to `added`: first plain ones, then added ones.
+
+    A token that any model adds is an added token of the output, with the settings of the first.
+    """
+    in_rows = [(m, [t for t in m.added if t.id < m.n_rows]) for m in models]
+    special = {t.content for _, tokens in in_rows for t in tokens}
+    for model, _ in in_rows:
+        by_id = sorted(model.plain, key=model.plain.__getitem__)
+        new = [t for t in by_id if model.plain[t] < model.n_rows and t not in special]
+        _append(plain, added, [AddedToken(t, -1) for t in new])
+    for _, tokens in in_rows:
+        restated = [t for t in tokens if t.content in plain and t.content not in added]
+        added.update({t.content: replace(t, id=plain[t.content]) for t in restated})
+        _append(plain, added, tokens)
+
+
+def _append(
+    plain: Mapping[str, int], added: dict[str, AddedToken], tokens: Sequence[AddedToken]
+) -> None:
+    """Add tokens that the vocabulary lacks, behind all others."""
+    ids = [*plain.values(), *(t.id for t in added.values())]
+    next_id = max(ids, default=-1) + 1
+    for token in tokens:
+        if token.content and token.content not in plain and token.content not in added:
+            added[token.content] = replace(token, id=next_id)
+            next_id += 1
+
+
+def _padded(n: int, multiple: int | None) -> int:
+    if multiple is None:
+        return n
+    if multiple < 1:
+        raise RecipeError(
+            "An embedding cannot be padded to such a multiple",
+            where="tokenizer, pad_to_multiple_of",
+            expected="a whole number from 1",
+            found=str(multiple),
+            next_step="correct it, or leave it out",
+        )
+    return -(-n // multiple) * multiple
+
+
+def _by_token(rules: Sequence[TokenRule]) -> dict[str, TokenRule]:
+    for rule in rules:
+        if not rule.token:
+            raise RecipeError(
+                "A token rule is for the empty token",
+                where="tokenizer, tokens",
+                expected="a token's text",
+                found="''",
+                next_step="name a token",
+            )
+    return {rule.token: rule for rule in rules}
+
+
+def _warnings(models: Sequence[ModelTokenizer], lead: str) -> list[str]:
+    out = [f"{m.name} has no tokenizer; taken to be that of {lead}" for m in models if not m.plain]
+    for model in models:
+        beyond = len(model.vocab) - len(model.vocab_in_rows)
+        if beyond:
+            out.append(f"{model.name}: {beyond} tokens beyond its {model.n_rows} rows left out")
+    return out

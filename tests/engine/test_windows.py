@@ -1,0 +1,79 @@
+"""Windows and desks: how much is held at once, and that nothing is held twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.engine.windows import EngineOptions, cut
+from mergepipe_pipeline.engine.workspace import Desk
+
+SIZES = st.sampled_from([1, 2, 4, 8])
+
+
+@given(
+    experts=st.integers(0, 64),
+    itemsize=SIZES,
+    row_elems=st.integers(1, 100_000),
+    window_elems=st.none() | st.integers(1, 100_000),
+)
+def test_a_window_holds_whole_rows_and_at_least_one(
+    experts: int, itemsize: int, row_elems: int, window_elems: int | None
+) -> None:
+    n = EngineOptions(window_elems=window_elems).window_for(experts, itemsize, row_elems)
+    assert n >= row_elems
+    assert n % row_elems == 0
+    if window_elems is not None:
+        assert n <= max(window_elems, row_elems)
+
+
+@given(experts=st.integers(0, 64), itemsize=SIZES, threads=st.integers(1, 16))
+def test_all_windows_in_flight_fit_the_memory(experts: int, itemsize: int, threads: int) -> None:
+    options = EngineOptions(threads=threads)
+    n = options.window_for(experts, itemsize)
+    # Stored bytes and a float32 row per input, and what an operator makes of a few rows.
+    held = (experts + 1) * (itemsize + 4) * n
+    assert options.slots == threads + 1
+    assert n == 4096 or options.slots * held <= options.memory_bytes
+
+
+def test_windows_get_shorter_the_more_experts_there_are() -> None:
+    lengths = [EngineOptions(threads=3).window_for(k, 2) for k in (1, 4, 16, 64, 1000)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1] >= 4096
+
+
+@given(numel=st.integers(0, 10_000), window_elems=st.integers(1, 3000))
+def test_windows_cover_a_tensor_in_order(numel: int, window_elems: int) -> None:
+    found = [e for start, stop in cut(numel, window_elems) for e in range(start, stop)]
+    assert found == list(range(numel))
+
+
+@given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=6), again=st.booleans())
+def test_pieces_of_a_desk_are_aligned_and_apart(sizes: list[int], again: bool) -> None:
+    desk = Desk()
+    for _ in range(1 + again):
+        desk.clear(sum(sizes), len(sizes))
+        pieces = [desk.take(n) for n in sizes]
+        for i, piece in enumerate(pieces):
+            piece[:] = i
+        assert [set(p.tolist()) for p in pieces] == [{i} for i in range(len(pieces))]
+        assert {(p.ctypes.data - pieces[0].ctypes.data) % 64 for p in pieces} == {0}
+        assert [len(p) for p in pieces] == sizes
+
+
+def test_a_desk_keeps_its_memory_for_the_next_window() -> None:
+    desk = Desk()
+    desk.clear(1000, 1)
+    address, rows = desk.take(1000).ctypes.data, desk.rows(3, 10).data_ptr()
+    desk.clear(500, 1)
+    assert desk.take(500).ctypes.data == address
+    assert desk.rows(2, 15).data_ptr() == rows
+    assert desk.rows(2, 15).shape == (2, 15)
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_rows_of_a_desk_are_float32(n: int) -> None:
+    assert Desk().rows(2, n).numpy().dtype == np.float32

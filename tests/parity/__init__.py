@@ -1,0 +1,1 @@
+"""Our results against those of mergekit."""

@@ -1,0 +1,295 @@
+"""Layers taken from models and numbered anew, end to end: tensors, config, and that it loads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.family import tensors_of, write_model
+from tests.pipeline.test_merge import run, tensors
+
+SIZES = {"layers": 4, "hidden": 32, "vocab": 64}
+NUMBER = re.compile(r"layers\.(\d+)\.")
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two untied float32 models of four layers, `a` and `b`; `c` has six."""
+    folder = tmp_path_factory.mktemp("pair")
+    for seed, name in enumerate("abc"):
+        sizes = SIZES | {"layers": 6 if name == "c" else 4}
+        values = tensors_of(seed, None, dtype=torch.float32, **sizes)
+        torch.manual_seed(seed)
+        values["lm_head.weight"] = 0.02 * torch.randn(sizes["vocab"], sizes["hidden"])
+        write_model(folder / name, values, **sizes)
+        change_config(folder / name, tie_word_embeddings=False)
+    return folder
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def config_of(folder: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads((Path(folder) / "config.json").read_text())
+    return found
+
+
+def stacked(pieces: Iterable[tuple[Path, int, int]]) -> str:
+    """A passthrough of (model, first layer, layer after the last)."""
+    lines = ["merge_method: passthrough", "slices:"]
+    lines += [f"- sources: [{{model: {m}, layer_range: [{a}, {b}]}}]" for m, a, b in pieces]
+    return "\n".join([*lines, ""])
+
+
+def layers_of(model: Tensors, wanted: Iterable[int], first: int) -> Tensors:
+    """The tensors of these layers, numbered from `first`."""
+    out = {}
+    for place, number in enumerate(wanted, first):
+        for name, value in model.items():
+            if (found := NUMBER.search(name)) and int(found[1]) == number:
+                out[NUMBER.sub(f"layers.{place}.", name)] = value
+    return out
+
+
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def logits(folder: str) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        result = model(torch.tensor([[1, 7, 9]])).logits
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def test_overlapping_ranges_give_the_source_tensors_numbered_anew(
+    home: Warehouse, pair: Path
+) -> None:
+    a, b = pair / "a", pair / "b"
+    outcome = run(home, stacked([(a, 0, 3), (b, 1, 4), (a, 2, 4)]))
+    first, second = tensors(a), tensors(b)
+    expected = (
+        layers_of(first, (0, 1, 2), 0)
+        | layers_of(second, (1, 2, 3), 3)
+        | layers_of(first, (2, 3), 6)
+        | {n: v for n, v in first.items() if not NUMBER.search(n)}
+    )
+    assert_equal(tensors(outcome.snapshot.path), expected)
+    assert config_of(outcome.snapshot.path)["num_hidden_layers"] == 8
+
+
+def test_embeddings_are_the_first_slices_and_the_head_the_last_slices(
+    home: Warehouse, pair: Path
+) -> None:
+    a, b = pair / "a", pair / "b"
+    merged = tensors(run(home, stacked([(a, 0, 2), (b, 2, 4)])).snapshot.path)
+    first, last = tensors(a), tensors(b)
+    assert torch.equal(merged["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
+    assert torch.equal(merged["model.norm.weight"], last["model.norm.weight"])
+    assert torch.equal(merged["lm_head.weight"], last["lm_head.weight"])
+
+
+def test_a_stack_loads_in_transformers_with_its_new_depth(home: Warehouse, pair: Path) -> None:
+    outcome = run(home, stacked([(pair / "a", 0, 3), (pair / "b", 1, 4)]))
+    from transformers import AutoConfig
+
+    assert AutoConfig.from_pretrained(outcome.snapshot.path).num_hidden_layers == 6
+    assert logits(outcome.snapshot.path).isfinite().all()
+
+
+def test_all_layers_in_order_are_the_model_itself(home: Warehouse, pair: Path) -> None:
+    outcome = run(home, stacked([(pair / "a", 0, 2), (pair / "a", 2, 4)]))
+    assert_equal(tensors(outcome.snapshot.path), tensors(pair / "a"))
+    assert torch.equal(logits(outcome.snapshot.path), logits(str(pair / "a")))
+
+
+def test_a_scale_by_filter_and_slice_changes_only_what_it_names(
+    home: Warehouse, pair: Path
+) -> None:
+    text = f"""\
+merge_method: passthrough
+slices:
+- sources: [{{model: {pair / "a"}, layer_range: [0, 2]}}]
+- sources:
+  - model: {pair / "a"}
+    layer_range: [1, 4]
+    parameters:
+      scale: [{{filter: o_proj, value: 0.0}}, {{filter: down_proj, value: 0.0}}, {{value: 1.0}}]
+"""
+    merged = tensors(run(home, text).snapshot.path)
+    source = tensors(pair / "a")
+    expected = layers_of(source, (0, 1), 0) | layers_of(source, (1, 2, 3), 2)
+    for name, value in expected.items():
+        found = NUMBER.search(name)
+        assert found
+        silenced = int(found[1]) >= 2 and ("o_proj" in name or "down_proj" in name)
+        assert torch.equal(merged[name], torch.zeros_like(value) if silenced else value), name
+
+
+def test_interleaved_slices_with_gradients_equal_numpy(home: Warehouse, pair: Path) -> None:
+    text = f"""\
+merge_method: linear
+slices:
+- sources:
+  - {{model: {pair / "a"}, layer_range: [0, 3], parameters: {{weight: [0.1, 0.9]}}}}
+  - {{model: {pair / "b"}, layer_range: [1, 4], parameters: {{weight: [1.0, 0.2, 0.4]}}}}
+- sources:
+  - {{model: {pair / "a"}, layer_range: [2, 4]}}
+  - {{model: {pair / "c"}, layer_range: [4, 6]}}
+  parameters: {{weight: [0.3, 0.7]}}
+parameters: {{normalize: false}}
+"""
+    outcome = run(home, text)
+    a, b, c = (tensors(pair / n) for n in "abc")
+    merged = tensors(outcome.snapshot.path)
+    assert config_of(outcome.snapshot.path)["num_hidden_layers"] == 5
+    first, second = np.linspace(0.1, 0.9, 3), np.array([1.0, 0.2, 0.4])
+    parts = [
+        (layers_of(a, (k,), k), layers_of(b, (k + 1,), k), first[k], second[k]) for k in range(3)
+    ]
+    parts += [
+        (layers_of(a, (2 + k,), 3 + k), layers_of(c, (4 + k,), 3 + k), w, w)
+        for k, w in enumerate((0.3, 0.7))
+    ]
+    embedding, head = "model.embed_tokens.weight", ("model.norm.weight", "lm_head.weight")
+    parts.append(({embedding: a[embedding]}, {embedding: b[embedding]}, 0.1, 1.0))
+    parts.append(({n: a[n] for n in head}, {n: c[n] for n in head}, 0.3, 0.3))
+    seen = set()
+    for left, right, w, v in parts:
+        for name, value in left.items():
+            expected = w * value.double().numpy() + v * right[name].double().numpy()
+            np.testing.assert_allclose(
+                merged[name].numpy(), expected, rtol=1e-6, atol=1e-7, err_msg=name
+            )
+            seen.add(name)
+    assert seen == merged.keys()
+
+
+def test_slerp_of_shifted_layers_starts_at_the_base(home: Warehouse, pair: Path) -> None:
+    text = f"""\
+merge_method: slerp
+base_model: {pair / "a"}
+slices:
+- sources:
+  - {{model: {pair / "a"}, layer_range: [0, 2]}}
+  - {{model: {pair / "c"}, layer_range: [3, 5]}}
+parameters: {{t: [0.0, 1.0]}}
+"""
+    merged = tensors(run(home, text).snapshot.path)
+    a, c = tensors(pair / "a"), tensors(pair / "c")
+    start, end = layers_of(a, (0,), 0), layers_of(c, (4,), 1)
+    for name, value in (start | end).items():
+        torch.testing.assert_close(merged[name], value, rtol=1e-6, atol=1e-7)
+    assert "model.layers.2.input_layernorm.weight" not in merged
+
+
+def test_slices_of_one_layer_twice_read_it_twice_and_count_it_twice(
+    home: Warehouse, pair: Path
+) -> None:
+    once = run(home, stacked([(pair / "a", 0, 1)])).plan.estimates.expert_bytes_total
+    twice = run(home, stacked([(pair / "a", 0, 1)] * 2))
+    layer = sum(v.numel() * 4 for v in layers_of(tensors(pair / "a"), (0,), 0).values())
+    assert twice.plan.estimates.expert_bytes_total == once + layer
+    names = [layer.name for layer in twice.plan.layers]
+    assert names == ["embed", "layer.00", "layer.01", "head"]
+
+
+def test_a_partial_budget_over_slices_stays_within_it(home: Warehouse, pair: Path) -> None:
+    text = f"""\
+merge_method: task_arithmetic
+base_model: {pair / "a"}
+slices:
+- sources:
+  - {{model: {pair / "a"}, layer_range: [0, 3]}}
+  - {{model: {pair / "b"}, layer_range: [1, 4], parameters: {{weight: 0.5}}}}
+"""
+    s = run(home, text, budget="40%").summary()
+    assert 0 < s["expert_bytes_read"] == s["expert_bytes_planned"] <= s["budget_bytes"]
+
+
+def test_a_tied_stack_keeps_its_one_matrix_and_loads(home: Warehouse, tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        values = tensors_of(seed, None, dtype=torch.float32, **SIZES)
+        write_model(tmp_path / name, values, **SIZES)
+    outcome = run(home, stacked([(tmp_path / "a", 0, 3), (tmp_path / "a", 2, 4)]))
+    assert "lm_head.weight" not in tensors(outcome.snapshot.path)
+    assert logits(outcome.snapshot.path).isfinite().all()
+
+
+def test_lists_with_an_entry_per_layer_follow_the_layers(home: Warehouse, tmp_path: Path) -> None:
+    values = tensors_of(0, None, dtype=torch.float32, **SIZES)
+    write_model(tmp_path / "a", values, **SIZES)
+    kinds = ["full_attention", "sliding_attention", "full_attention", "linear_attention"]
+    change_config(tmp_path / "a", layer_types=kinds)
+    outcome = run(home, stacked([(tmp_path / "a", 0, 3), (tmp_path / "a", 1, 4)]))
+    assert config_of(outcome.snapshot.path)["layer_types"] == kinds[:3] + kinds[1:]
+
+
+def test_every_wrong_range_is_told_at_once_and_nothing_is_written(
+    home: Warehouse, pair: Path
+) -> None:
+    text = stacked([(pair / "a", 0, 9), (pair / "b", 1, 4), (pair / "c", 5, 7)])
+    with pytest.raises(RecipeError, match="cannot be used") as caught:
+        check(home, parse(text, name="t", where="t"))
+    problems = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 2
+    assert "has 4 layers, so no layer 8" in problems
+    assert "has 6 layers, so no layer 6" in problems
+    assert not [p for p in home.root.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("wrong", ["[3, 1]", "[-1, 2]", "[0]", "[0, a]", "[2, 2]", "0-4"])
+def test_a_range_that_is_none_is_refused(pair: Path, wrong: str) -> None:
+    text = stacked([(pair / "a", 0, 2)]).replace("[0, 2]", wrong)
+    with pytest.raises(RecipeError, match="layer_range"):
+        parse(text, name="t", where="t")
+
+
+def test_sources_of_unequal_length_are_refused(pair: Path) -> None:
+    text = f"""\
+merge_method: linear
+slices:
+- sources:
+  - {{model: {pair / "a"}, layer_range: [0, 3], parameters: {{weight: 1}}}}
+  - {{model: {pair / "b"}, layer_range: [0, 2], parameters: {{weight: 1}}}}
+"""
+    with pytest.raises(RecipeError, match="layers"):
+        parse(text, name="t", where="t")
+
+
+def test_models_of_other_depth_without_slices_are_refused(home: Warehouse, pair: Path) -> None:
+    text = "merge_method: linear\nmodels:\n"
+    text += "".join(f"- {{model: {pair / n}, parameters: {{weight: 1}}}}\n" for n in "ac")
+    with pytest.raises(RecipeError, match="use `slices:` to choose layers"):
+        check(home, parse(text, name="t", where="t"))
+
+
+def test_tensors_of_a_width_that_does_not_fit_are_refused(
+    home: Warehouse, pair: Path, tmp_path: Path
+) -> None:
+    values = tensors_of(0, None, dtype=torch.float32, **(SIZES | {"hidden": 64}))
+    write_model(tmp_path / "wide", values, **(SIZES | {"hidden": 64}))
+    save_file(values, tmp_path / "wide" / "model.safetensors")
+    text = "merge_method: linear\nmodels:\n"
+    text += f"- {{model: {pair / 'a'}, parameters: {{weight: 1}}}}\n"
+    text += f"- {{model: {tmp_path / 'wide'}, parameters: {{weight: 1}}}}\n"
+    with pytest.raises(RecipeError, match="do not fit"):
+        check(home, parse(text, name="t", where="t"))

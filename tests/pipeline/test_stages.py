@@ -1,0 +1,238 @@
+"""Recipes of several stages: each a merge whose result a later one takes as a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.errors import CheckpointError, RecipeError
+from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.pipeline.merge import merge
+from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.pipeline.test_merge import run, tensors
+
+
+def first(family: Path) -> str:
+    return f"""\
+merge_method: ties
+base_model: {family / "base"}
+models:
+- {{model: {family / "expert_00"}, parameters: {{weight: 1.0, density: 0.4}}}}
+- {{model: {family / "expert_01"}, parameters: {{weight: 0.5, density: 0.4}}}}
+"""
+
+
+def second(family: Path, made: str = "skills", method: str = "task_arithmetic") -> str:
+    return f"""\
+merge_method: {method}
+base_model: {family / "base"}
+models:
+- {{model: {made}, parameters: {{weight: 0.7}}}}
+- {{model: {family / "expert_02"}, parameters: {{weight: 0.3}}}}
+"""
+
+
+def both(family: Path, **given: str) -> str:
+    return f"name: skills\n{first(family)}---\n{second(family, **given)}"
+
+
+def files_under(folder: Path) -> set[Path]:
+    return {p for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_equal(a: str, b: str) -> None:
+    ours, theirs = tensors(a), tensors(b)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value.view(torch.int16), theirs[name].view(torch.int16)), name
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "linear", "ties"])
+def test_two_stages_give_the_bits_of_two_merges_one_after_the_other(
+    home: Warehouse, family: Path, tmp_path: Path, method: str
+) -> None:
+    at_once = run(home, both(family, method=method))
+    others = [Warehouse.at(tmp_path / n).ensure() for n in ("one", "two")]
+    skills = run(others[0], first(family))
+    by_hand = run(others[1], second(family, made=skills.snapshot.path, method=method))
+    assert_equal(at_once.snapshot.path, by_hand.snapshot.path)
+    kept = [json.loads((p / "manifest.json").read_text()) for p in home.snapshots.iterdir()]
+    assert skills.snapshot.snapshot_id in {p.name for p in home.snapshots.iterdir()}
+    assert len(kept) == 2
+
+
+def test_a_stage_may_be_the_base_of_the_next(home: Warehouse, family: Path, tmp_path: Path) -> None:
+    text = second(family).replace(str(family / "base"), "skills")
+    text = text.replace("{model: skills", f"{{model: {family / 'expert_03'}")
+    outcome = run(home, f"name: skills\n{first(family)}---\n{text}")
+    other = Warehouse.at(tmp_path / "other").ensure()
+    skills = run(other, first(family)).snapshot.path
+    by_hand = run(other, text.replace("base_model: skills", f"base_model: {skills}"))
+    assert_equal(outcome.snapshot.path, by_hand.snapshot.path)
+
+
+def test_three_stages_use_each_other_in_any_order_of_need(home: Warehouse, family: Path) -> None:
+    text = f"""\
+name: left
+{first(family)}---
+name: right
+{second(family, made="left")}---
+merge_method: slerp
+base_model: left
+models:
+- {{model: right}}
+parameters: {{t: 0.5}}
+"""
+    outcome = run(home, text)
+    assert len(list(home.snapshots.iterdir())) == 3
+    assert outcome.plan.method == "slerp"
+    left, right = outcome.plan.sources
+    assert str(home.snapshots) in left.root
+    assert str(home.snapshots) in right.root
+
+
+def test_a_second_run_merges_nothing_again(home: Warehouse, family: Path) -> None:
+    once, again = run(home, both(family)), run(home, both(family))
+    assert again.snapshot.snapshot_id == once.snapshot.snapshot_id
+    assert again.plan.plan_id == once.plan.plan_id
+    assert again.summary()["layers_executed"] == 0
+    assert len(list(home.snapshots.iterdir())) == 2
+
+
+def test_a_changed_last_stage_leaves_the_layers_of_the_first_as_they_are(
+    home: Warehouse, family: Path
+) -> None:
+    run(home, both(family))
+    objects = files_under(home.objects)
+    text = both(family).replace("weight: 0.3", "weight: 0.4")
+    raw = parse(text, name="t", where="t")
+    plan = make_plan(home, raw)
+    assert files_under(home.objects) == objects
+    merge(home, plan)
+    assert len(list(home.snapshots.iterdir())) == 3
+
+
+def test_a_stage_that_was_merged_alone_is_found_again(home: Warehouse, family: Path) -> None:
+    alone = run(home, first(family))
+    objects = files_under(home.objects)
+    make_plan(home, parse(both(family), name="t", where="t"))
+    assert files_under(home.objects) == objects
+    assert [p.name for p in home.snapshots.iterdir()] == [alone.snapshot.snapshot_id]
+
+
+def test_check_tells_the_cost_before_any_stage_exists_and_writes_nothing(
+    home: Warehouse, family: Path
+) -> None:
+    checked = check(home, parse(both(family), name="t", where="t"))
+    assert not files_under(home.root)
+    (stage,) = checked.before
+    assert stage.cost.tensors == checked.cost.tensors == 20
+    assert checked.cost.expert_bytes_total == stage.cost.expert_bytes_total
+    outcome = run(home, both(family))
+    assert outcome.plan.estimates.expert_bytes_total == checked.cost.expert_bytes_total
+    again = check(home, parse(both(family), name="t", where="t"))
+    assert again.cost.expert_bytes_total == checked.cost.expert_bytes_total
+
+
+def test_stages_publish_nothing_and_register_no_name(home: Warehouse, family: Path) -> None:
+    run(home, both(family))
+    assert RefStore(home.refs).names() == []
+    assert set(Catalog(home.catalog).names()) == {"base", "expert_00", "expert_01", "expert_02"}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("expert_02", "lost", "neither a registered name nor a path"),
+        ("expert_00", "lost", "neither a registered name nor a path"),
+        ("density: 0.4", "density: many", "density"),
+        ("{weight: 0.3}", "{weigth: 0.3}", "weight"),
+        ("model: skills", "model: skill", "neither a registered name nor a path"),
+    ],
+)
+def test_a_problem_in_any_stage_is_told_before_anything_is_written(
+    home: Warehouse, family: Path, right: str, wrong: str, message: str
+) -> None:
+    text = both(family).replace(right, wrong, 1)
+    with pytest.raises((CheckpointError, RecipeError), match=message):
+        make_plan(home, parse(text, name="t", where="t"))
+    assert not files_under(home.root)
+
+
+def test_a_stage_without_a_name_or_used_before_it_is_made_is_refused(family: Path) -> None:
+    with pytest.raises(RecipeError, match="needs a `name:`"):
+        parse(f"{first(family)}---\n{second(family)}", name="t", where="t")
+    turned = f"name: last\n{second(family)}---\nname: skills\n{first(family)}"
+    with pytest.raises(RecipeError, match="a stage can use earlier stages only"):
+        parse(turned, name="t", where="t")
+
+
+def test_a_shape_that_does_not_fit_a_stages_result_is_told_before_it_is_made(
+    home: Warehouse, family: Path, tmp_path: Path
+) -> None:
+    from tests.family import tensors_of, write_model
+
+    sizes = {"layers": 2, "hidden": 32, "vocab": 512}
+    narrow = write_model(tmp_path / "narrow", tensors_of(0, None, **sizes), **sizes)
+    text = both(family).replace(str(family / "expert_02"), str(narrow))
+    with pytest.raises(RecipeError, match="do not fit"):
+        make_plan(home, parse(text, name="t", where="t"))
+    assert not files_under(home.root)
+
+
+def test_slices_of_a_stages_result_are_planned_before_it_exists(
+    home: Warehouse, family: Path
+) -> None:
+    text = f"""\
+name: skills
+{first(family)}---
+merge_method: passthrough
+slices:
+- sources: [{{model: skills, layer_range: [0, 2]}}]
+- sources: [{{model: skills, layer_range: [1, 2]}}]
+"""
+    checked = check(home, parse(text, name="t", where="t"))
+    assert checked.cost.layers == 5
+    outcome = run(home, text)
+    config = json.loads((Path(outcome.snapshot.path) / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    merged = tensors(outcome.snapshot.path)
+    for n in ("self_attn.q_proj", "mlp.up_proj"):
+        assert torch.equal(
+            merged[f"model.layers.1.{n}.weight"], merged[f"model.layers.2.{n}.weight"]
+        )
+
+
+def test_a_budget_holds_for_every_stage(home: Warehouse, family: Path) -> None:
+    outcome = run(home, both(family) + "budget: 25%\n")
+    for path in home.plans.iterdir():
+        estimates = json.loads(path.read_text())["estimates"]
+        assert estimates["expert_bytes_planned"] <= estimates["budget_bytes"]
+        assert estimates["budget_bytes"] == estimates["expert_bytes_total"] // 4
+    assert outcome.summary()["expert_bytes_read"] <= outcome.summary()["budget_bytes"]
+
+
+def test_the_budget_given_to_the_verb_holds_for_every_stage(home: Warehouse, family: Path) -> None:
+    run(home, both(family), budget="25%")
+    for path in home.plans.iterdir():
+        estimates = json.loads(path.read_text())["estimates"]
+        assert estimates["budget_bytes"] == estimates["expert_bytes_total"] // 4
+
+
+def test_a_result_that_was_removed_is_made_again_from_its_objects(
+    home: Warehouse, family: Path
+) -> None:
+    once = run(home, both(family))
+    for path in home.snapshots.iterdir():
+        path.chmod(0o755)
+        shutil.rmtree(path)
+    again = run(home, both(family))
+    assert again.snapshot.snapshot_id == once.snapshot.snapshot_id
+    assert again.summary()["layers_executed"] == 0

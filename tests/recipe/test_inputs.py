@@ -1,0 +1,154 @@
+"""Which model takes part in which tensor: ties, gaps, adapters alone, models that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.recipe import BaseTensor
+from tests.recipe.schemas import NAMES, inputs, names_of, resolve, table, without
+
+TWO = "merge_method: {}\nbase_model: base\nmodels: [{{model: a}}, {{model: b}}]\nparameters: {}\n"
+TIES = TWO.format("ties", "{weight: 1}")
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Q0, UP0 = "model.layers.0.self_attn.q.weight", "model.layers.0.mlp.up.weight"
+
+
+def _problems(text: str, **known: object) -> tuple[str, ...]:
+    with pytest.raises(RecipeError, match="A recipe cannot be used") as caught:
+        resolve(text, **known)  # type: ignore[arg-type]
+    return caught.value.problems
+
+
+def test_a_tied_model_gives_its_embedding_for_the_head_another_has() -> None:
+    recipe = resolve(TIES, {"a": without({HEAD}), "base": without({HEAD})})
+    assert inputs(recipe)[HEAD] == [("a", EMBED), ("b", HEAD)]
+    (head,) = (t for t in recipe.tensors if t.name == HEAD)
+    assert head.base == BaseTensor(2, EMBED)
+    assert any(w.startswith("lm_head.weight is written because") for w in recipe.warnings)
+
+
+def test_no_head_is_written_where_every_model_ties_it() -> None:
+    recipe = resolve(TIES, every=without({HEAD}))
+    assert HEAD not in inputs(recipe)
+
+
+def test_a_required_tensor_that_is_missing_is_one_problem_per_model() -> None:
+    assert _problems(TIES, tables={"a": without({Q0, UP0})}) == (
+        f"line 3, models[0].model: 'a' lacks 2 of the tensors to merge, first {Q0}",
+    )
+
+
+def test_models_of_other_depth_or_shape_are_told_together() -> None:
+    wide = table() | {Q0: TensorEntry(Q0, "F32", (2, 3), "x", 0)}
+    assert _problems(TIES, tables={"a": table(names_of(4)), "b": wide}) == (
+        "line 3, models[0].model: 'a' has 4 layers at model.layers., 'base' has 3; "
+        "use `slices:` to choose layers",
+        f"line 3, models[1].model: 'b' has 1 tensors that do not fit, first {Q0} with [2, 3] "
+        "where 'base' has [2, 2]",
+    )
+
+
+def test_a_vocabulary_may_be_longer_but_no_wider() -> None:
+    longer = table() | {n: TensorEntry(n, "F32", (5, 2), "x", 0) for n in (EMBED, HEAD)}
+    assert [m for m, _ in inputs(resolve(TIES, {"a": longer}))[EMBED]] == ["a", "b"]
+    wider = table() | {EMBED: TensorEntry(EMBED, "F32", (2, 5), "x", 0)}
+    assert "do not fit" in _problems(TIES, tables={"a": wider})[0]
+
+
+def test_integers_cannot_be_merged_with_weights() -> None:
+    packed = table() | {Q0: TensorEntry(Q0, "I8", (2, 2), "x", 0)}
+    assert f"first {Q0} in I8" in _problems(TIES, tables={"a": packed})[0]
+
+
+def test_tensors_beyond_the_bases_are_left_out_with_a_warning() -> None:
+    recipe = resolve(TIES, {"b": table((*NAMES, "score.weight"))})
+    assert "score.weight" not in inputs(recipe)
+    assert (
+        "'b' has 1 tensors that the result has not, first score.weight: they are left out"
+        in recipe.warnings
+    )
+
+
+def test_buffers_are_missed_by_nobody() -> None:
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    assert buffer not in inputs(resolve(TIES, {"a": table((*NAMES, buffer))}))
+    made = inputs(resolve(TIES, {"base": table((*NAMES, buffer)), "a": table((*NAMES, buffer))}))
+    assert [m for m, _ in made[buffer]] == ["a"]
+
+
+def test_an_optional_tensor_that_the_base_lacks_is_a_problem_where_deltas_are_merged() -> None:
+    bias = "model.layers.0.mlp.up.bias"
+    (problem,) = _problems(TIES, tables={"b": table((*NAMES, bias))})
+    assert problem.endswith(f"the base lacks an optional tensor that 'b' has, tensor {bias}")
+
+
+def test_an_optional_tensor_of_too_few_models_is_copied_or_left_out() -> None:
+    bias = "model.layers.0.mlp.up.bias"
+    more = table((*NAMES, bias))
+    stock = TWO.format("model_stock", "{}")
+    copied = resolve(stock, {"base": more})
+    assert inputs(copied)[bias] == []
+    recipe = resolve(stock, {"base": more, "a": more})
+    assert bias not in inputs(recipe)
+    assert any(w.startswith(f"{bias} is left out: model_stock takes 2") for w in recipe.warnings)
+
+
+def test_an_adapter_alone_is_no_input_where_it_changes_nothing() -> None:
+    known = {"a": table([Q0])}
+    made = inputs(resolve(TIES, known, partial=["a"]))
+    assert made[Q0] == [("a", Q0), ("b", Q0)]
+    assert made[UP0] == [("b", UP0)]
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("task_arithmetic", "{weight: 1, normalize: true}"),
+        ("model_stock", "{}"),
+        ("multislerp", "{weight: 1}"),
+    ],
+)
+def test_an_adapter_alone_stays_an_input_where_models_are_counted(
+    method: str, parameters: str
+) -> None:
+    text = TWO.format(method, parameters)
+    made = inputs(resolve(text, {"a": table([Q0])}, partial=["a"]))
+    assert made[UP0] == [("a", UP0), ("b", UP0)]
+
+
+def test_a_tensor_that_adapters_alone_leave_is_a_copy_of_the_base() -> None:
+    known = {"a": table([Q0]), "b": table([Q0])}
+    recipe = resolve(TWO.format("model_stock", "{}"), known, partial=["a", "b"])
+    copies = {t.name: t.base for t in recipe.tensors if not t.inputs}
+    assert set(copies) == set(NAMES) - {Q0}
+    assert copies[UP0] == BaseTensor(2, UP0)
+
+
+def test_an_adapter_alone_in_slices_needs_the_layers_of_the_base() -> None:
+    text = """\
+merge_method: task_arithmetic
+base_model: base
+slices:
+- sources:
+  - {model: base, layer_range: [0, 2]}
+  - {model: a, layer_range: [1, 3]}
+parameters: {weight: 1, normalize: true}
+"""
+    (problem,) = _problems(text, tables={"a": table([Q0])}, partial=["a"])
+    assert problem.endswith("so its layers must be those of the base")
+
+
+def test_an_adapter_alone_without_a_base_is_a_problem() -> None:
+    text = "merge_method: linear\nmodels: [{model: a}]\nparameters: {weight: 1}\n"
+    (problem,) = _problems(text, tables={"a": table([Q0])}, partial=["a"])
+    assert "give its base as `base_model:`" in problem
+
+
+def test_positions_count_the_entries_besides_the_base() -> None:
+    text = TIES.replace("[{model: a}, ", "[{model: a}, {model: base}, ")
+    assert {(i.model, i.position) for t in resolve(text).tensors for i in t.inputs} == {
+        (0, 0),
+        (2, 1),
+    }

@@ -1,0 +1,63 @@
+"""A config that is no plain LoRA is refused at its key; what has no effect is let through."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.storage.adapter import adapter_views
+from mergepipe_pipeline.storage.adapter_config import parse_adapter_config
+from tests.storage.adapters import BASE, Q, adapter, pair
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, 'kind of adapter is not read.*found "IA3"'),
+        ({"peft_type": None}, "kind of adapter is not read.*found null"),
+        ({"target_parameters": ["experts.down_proj"]}, "mixture of experts"),
+        ({"trainable_token_indices": {"embed_tokens": [0]}}, "single retrained tokens"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"kasa_config": {}}, None),
+        ({"init_lora_weights": "loftq"}, 'found "loftq".*merge_and_unload'),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}, None),
+        ({"init_lora_weights": True, "corda_config": {"x": 1}}, None),
+        ({"init_lora_weights": "Gaussian"}, None),
+        ({"init_lora_weights": ["pissa"]}, r'found \["pissa"\].*merge_and_unload'),
+        ({"\ud800": True}, "config cannot be read"),
+        ({"use_something_new": True}, "unknown setting.*use_something_new"),
+        ({"use_something_new": None}, None),
+        ({"r": 0}, "not valid.*, r.*a rank of at least 1, found 0"),
+        ({"r": "8"}, "not valid.*, r"),
+        ({"lora_alpha": float("inf")}, "lora_alpha.*a finite number"),
+        ({"lora_alpha": 10**400}, "lora_alpha.*a finite number"),
+        ({"lora_alpha": True}, "lora_alpha.*a finite number"),
+        ({"use_rslora": "yes"}, "use_rslora.*true or false"),
+        ({"rank_pattern": []}, None),
+        ({"rank_pattern": [1]}, "rank_pattern.*an object"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern\.\(.*regular expression"),
+        ({"alpha_pattern": {"q": "x"}}, r"alpha_pattern\.q.*finite number"),
+    ],
+)
+def test_a_config_that_is_no_plain_lora_is_refused_at_its_key(
+    config: dict[str, Any], message: str | None
+) -> None:
+    checkpoint = adapter(pair(Q), **config)
+    if message is None:
+        assert adapter_views(checkpoint, BASE)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            adapter_views(checkpoint, BASE)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=30) | st.recursive(st.none() | st.integers(), st.lists).map(json.dumps))
+def test_no_text_is_read_as_a_config_by_accident(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"config cannot be read|kind of adapter"):
+        parse_adapter_config(text, "f")
