@@ -32,6 +32,7 @@ def expert_index(
     return dg.MaterializeResult(
         data_version=dg.DataVersion(done.content_sha256),
         metadata={
+            "kind": checkpoint.kind,
             "version": done.registration.version,
             "tensors": len(checkpoint.tensors),
             "mib": round(checkpoint.nbytes / MIB, 3),

@@ -4,18 +4,18 @@ A factory: each recipe file of the warehouse gives its own chain, whose edge to 
 exactly the checkpoints it uses, so that lineage and staleness in the UI are the truth.
 """
 
-import re
 import time
 from collections.abc import Iterator
 
 import dagster as dg
 
 from assets.experts import expert_index
-from assets.metadata import MIB, markdown_table, plan_metadata
+from assets.metadata import MIB, conflict_metadata, markdown_table, plan_metadata
+from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.pipeline.audit import non_finite
+from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.pipeline.conflicts import conflicts as find_conflicts
 from mergepipe_pipeline.pipeline.deploy import (
-    RecipeCard,
     current_plan,
     current_snapshot,
     merge_recipe,
@@ -47,18 +47,26 @@ def build_recipe_assets(card: RecipeCard) -> list[dg.AssetsDefinition | dg.Asset
     ]
 
 
-def recipe_groups(card: RecipeCard) -> tuple[str, str]:
-    """The asset groups of a recipe: its chain, and its layers."""
-    group = re.sub(r"[^A-Za-z0-9_]", "_", card.name)
-    return group, f"{group}_layers"
+def build_problem(card: RecipeCard) -> dg.AssetsDefinition:
+    """An asset in the place of a recipe's plan that says why the recipe cannot be used."""
+    spec = dg.AssetSpec(
+        [card.name, "plan"],
+        deps=[_members(card)] if card.members else [],
+        description=f"This recipe cannot be used: {card.problem}",
+        metadata={"problem": dg.MetadataValue.text(card.problem or "")},
+        group_name=_group(card),
+        kinds={"problem"},
+    )
+    return dg.AssetsDefinition(specs=[spec])
 
 
 def _group(card: RecipeCard) -> str:
-    return recipe_groups(card)[0]
+    return card.identifier
 
 
 def _tags(card: RecipeCard) -> dict[str, str]:
-    return {"recipe": card.name, **{f"expert/{m}": "" for m in card.members}}
+    # Dagster's tags take 63 characters; names may be longer.
+    return {"recipe": card.name, **{f"expert/{m[:63]}": "" for m in card.members}}
 
 
 def _members(card: RecipeCard) -> dg.AssetDep:
@@ -74,19 +82,18 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
         tags=_tags(card),
     )
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
-        """How the experts' deltas agree and differ, from catalog sketches: no weight is read."""
+        """How the experts' deltas agree and differ, from catalog sketches: no weight is read.
+
+        Of every stage that merges into a checkpoint; the results of earlier stages are not there.
+        """
         started = time.monotonic()
         found = find_conflicts(
             mergepipe.warehouse, card.recipe, relative_to=mergepipe.warehouse.recipes
         )
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(found.digest),
+            data_version=dg.DataVersion(digest_json([[s, f.digest] for s, f in found.items()])),
             metadata={
-                "experts": len(found.experts),
-                "interference": found.interference,
-                "cosine_standard_error": found.standard_error,
-                "cosines": markdown_table(("", *found.experts), found.cosine_rows()),
-                "norms": markdown_table(("layer", *found.experts), found.norm_rows()),
+                **conflict_metadata(found),
                 "seconds": round(time.monotonic() - started, 3),
             },
         )
@@ -134,7 +141,7 @@ def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
 
 def _layers(card: RecipeCard) -> dg.AssetsDefinition:
     names = {layer_key(card.name, layer): layer for layer in card.layers}
-    group = recipe_groups(card)[1]
+    group = f"{_group(card)}_layers"
     specs = [
         dg.AssetSpec(
             key,

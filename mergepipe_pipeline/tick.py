@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.deploy import recipe_cards
+from mergepipe_pipeline.pipeline.cards import recipe_cards
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.recipes import recipes_token

@@ -12,7 +12,8 @@ from urllib.parse import urlparse
 import dagster as dg
 from dagster import DagsterRunStatus as Status
 
-from mergepipe_pipeline.pipeline.deploy import RecipeCard, last_release, recipe_cards, wanted
+from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
+from mergepipe_pipeline.pipeline.deploy import last_release, wanted
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -25,7 +26,7 @@ DEFAULT_UI_URL = "http://127.0.0.1:3000"
 
 def job_name(card: RecipeCard) -> str:
     """The job that runs a recipe's whole chain."""
-    return f"merge_{card.name}".replace("-", "_").replace(".", "_")
+    return f"merge_{card.identifier}"
 
 
 def request_or_reason(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, v
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.pipeline.check import Checked
+    from mergepipe_pipeline.pipeline.inspect import Making
     from mergepipe_pipeline.pipeline.merge import MergeOutcome
     from mergepipe_pipeline.spec.plan import MergePlan
 
@@ -204,8 +205,12 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
 )
 @verb
 def explain(console: Console, what: str, by: str) -> None:
-    """Say what a plan, snapshot or ref reads of each expert, and what it leaves."""
+    """Say what a plan, snapshot or ref reads of each expert, and what it leaves.
+
+    By tensor, also which operator makes it, and why that one where the method chooses.
+    """
     from mergepipe_pipeline.pipeline.inspect import explain as run
+    from mergepipe_pipeline.pipeline.inspect import makings
 
     made, rows = run(console.home, what, by)
     e = made.estimates
@@ -220,16 +225,28 @@ def explain(console: Console, what: str, by: str) -> None:
         )
         for s in rows
     ]
+    tensors = makings(made) if by == "tensor" else ()
+    shown = {
+        "plan_id": made.plan_id,
+        "method": made.method,
+        "estimates": asdict(e),
+        "shares": [asdict(s) for s in rows],
+    }
+    if tensors:
+        shown["tensors"] = [asdict(t) for t in tensors]
     console.show(
-        {
-            "plan_id": made.plan_id,
-            "method": made.method,
-            "estimates": asdict(e),
-            "shares": [asdict(s) for s in rows],
-        },
+        shown,
         f"plan {made.plan_id[:16]}  {made.method}, strategy {e.strategy}, "
         f"{size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)} expert bytes",
         f"error bound {bound_text(made)}",
         "",
         *table(("expert", by, "size", "read", "share", "known zero"), lines),
+        *_making_lines(tensors),
     )
+
+
+def _making_lines(tensors: Sequence[Making]) -> list[str]:
+    if not tensors:
+        return []
+    rows = [(t.tensor, t.operator, t.variant or "-", t.reason or "-") for t in tensors]
+    return ["", *table(("tensor", "operator", "variant", "reason"), rows)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.pipeline.register import resolve
@@ -107,9 +107,18 @@ def common_pairs(expert: Model, base: Model) -> list[Pair]:
 
 
 def grid_for(base: Model, block_elems: int | None) -> BlockGrid:
-    """The block grid of a base: as asked for, or from the model's size."""
-    if block_elems:
-        return BlockGrid(block_elems)
+    """The block grid of a base: as asked for, or from the model's size. Raises RecipeError."""
+    if block_elems is not None:
+        try:
+            return BlockGrid(block_elems)
+        except ValueError as error:
+            raise RecipeError(
+                "A block size cannot be used",
+                where="block size",
+                expected=str(error).removeprefix("block_elems must be "),
+                found=str(block_elems),
+                next_step="leave it out for a size that fits the model",
+            ) from None
     return BlockGrid.for_numel(sum(v.numel for v in base.views.values()))
 
 

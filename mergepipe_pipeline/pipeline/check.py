@@ -131,7 +131,8 @@ def check(
             block_elems=block_elems,
         )
         before.append(checked)
-        pending[stage.stage or stage.name] = foreseen(checked, stage.stage or stage.name)
+        files = checked.tokenizer.files if checked.tokenizer else None
+        pending[stage.stage or stage.name] = foreseen(checked.recipe, checked.models, files)
     final = check_stage(
         home,
         raw,
@@ -155,16 +156,9 @@ def check_stage(
     block_elems: int | None = None,
 ) -> Checked:
     """As `check`, for one stage; `pending` are the results of earlier ones by name."""
+    recipe, models = resolve_stage(home, raw, pending, relative_to)
+    originals = models
     problems: list[MergePipeError] = []
-    models = open_models(home, raw.references, raw.base, relative_to, pending, problems)
-    if problems:
-        raise _all(problems, raw)
-    try:
-        partial = [m.is_partial for m in models]
-        recipe = resolve_recipe(raw, [m.views for m in models], SCHEMAS, partial)
-    except MergePipeError as error:
-        raise _all([error], raw) from error
-    originals = models = [_completed(m, n, recipe, models) for n, m in enumerate(models)]
     tokenizer, warnings = None, recipe.warnings
     try:
         tokenizer = build_for(recipe, models)
@@ -191,6 +185,25 @@ def check_stage(
     return Checked(recipe, tuple(models), grid, cost, tuple(originals), tokenizer)
 
 
+def resolve_stage(
+    home: Warehouse,
+    raw: RawRecipe,
+    pending: Mapping[str, Checkpoint],
+    relative_to: Path | None = None,
+) -> tuple[Recipe, list[Model]]:
+    """The recipe's output tensors with their inputs, and its models; opens what `pending` lacks.
+
+    Raises as `check` does, for what the models' structure alone can tell.
+    """
+    problems: list[MergePipeError] = []
+    models = open_models(home, raw.references, raw.base, relative_to, pending, problems)
+    if problems:
+        raise _all(problems, raw)
+    partial = [m.is_partial for m in models]
+    recipe = resolve_recipe(raw, [m.views for m in models], SCHEMAS, partial)
+    return recipe, [_completed(m, n, recipe, models) for n, m in enumerate(models)]
+
+
 def output_view(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
     """The view that gives an output tensor its shape and stored dtype: the base's, or the first."""
     if t.base is not None:
@@ -205,16 +218,21 @@ def out_dtype(recipe: Recipe, like: TensorView) -> str:
     return recipe.out_dtype or recipe.dtype or like.dtype
 
 
-def foreseen(checked: Checked, name: str) -> Checkpoint:
-    """What a stage's result will look like: its tensors, without files."""
+def foreseen(
+    recipe: Recipe, models: Sequence[Model], tokenizer_files: Mapping[str, bytes] | None = None
+) -> Checkpoint:
+    """What a stage's result will look like: its tensors, without files.
+
+    `tokenizer_files` None: those of its template.
+    """
     entries = []
-    for t in checked.recipe.tensors:
-        like = output_view(t, checked.models)
-        entries.append(TensorEntry(t.name, out_dtype(checked.recipe, like), like.shape, "", 0))
-    template = checked.models[template_of(checked.recipe, checked.models)].checkpoint
-    files = checked.tokenizer.files if checked.tokenizer else template.tokenizer_files
+    for t in recipe.tensors:
+        like = output_view(t, models)
+        entries.append(TensorEntry(t.name, out_dtype(recipe, like), like.shape, "", 0))
+    template = models[template_of(recipe, models)].checkpoint
+    files = template.tokenizer_files if tokenizer_files is None else tokenizer_files
     return Checkpoint(
-        name, template.root, (), tuple(entries), template.config, tokenizer_files=files
+        recipe.name, template.root, (), tuple(entries), template.config, tokenizer_files=files
     )
 
 

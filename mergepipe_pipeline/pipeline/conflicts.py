@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_stats
-from mergepipe_pipeline.pipeline.check import check
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_stats, grid_for
+from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.warehouse import Warehouse
@@ -22,24 +23,34 @@ def conflicts(
     *,
     relative_to: Path | None = None,
     progress: Progress | None = None,
-) -> ConflictReport:
-    """The conflict report of a recipe's experts; analyses what the catalog does not know yet.
+) -> Mapping[str, ConflictReport]:
+    """Stage name to how its experts conflict; analyses what the catalog does not know yet.
 
-    Raises what `check` raises, and RecipeError for a recipe without a base to differ from.
+    A stage without a base to differ from, or on the result of another one, has no report; models
+    that are results of stages are not compared. Raises what opening the models raises.
     """
+    stages = (*raw.before, raw)
+    reports = {s.stage or s.name: _of_stage(home, s, relative_to, progress) for s in stages}
+    return {name: report for name, report in reports.items() if report is not None}
+
+
+def _of_stage(
+    home: Warehouse, raw: RawRecipe, relative_to: Path | None, progress: Progress | None
+) -> ConflictReport | None:
     from mergepipe_pipeline.analysis.conflicts import conflicts as compare
 
-    checked = check(home, raw, relative_to=relative_to)
-    if checked.base is None:
-        raise RecipeError(
-            "Conflicts are between deltas, and this recipe has no base",
-            where=raw.where,
-            expected="a base_model",
-            found="none",
-            next_step="add base_model to the recipe",
-        )
-    base, experts = checked.base, [m for m in checked.experts if m is not checked.base]
+    base = None if raw.base is None else raw.references[raw.base]
+    if base is None or base.model in raw.stages_used:
+        return None
+    merged = [raw.references[n] for n in dict.fromkeys(e.model for e in raw.entries())]
+    experts = [r for r in merged if r is not base and r.model not in raw.stages_used]
+    problems: list[MergePipeError] = []
+    models = open_models(home, [base, *experts], 0, relative_to, {}, problems)
+    if problems:
+        raise problems[0]
+    grid = grid_for(models[0], raw.block_elems)
     stats = [
-        ensure_stats(home, e, base, common_pairs(e, base), checked.grid, progress) for e in experts
+        ensure_stats(home, m, models[0], common_pairs(m, models[0]), grid, progress)
+        for m in models[1:]
     ]
-    return compare([e.name for e in experts], stats)
+    return compare([m.name for m in models[1:]], stats) if stats else None

@@ -1,4 +1,4 @@
-"""What a standing pipeline asks: which recipes, what they want, what is released.
+"""What a standing pipeline does: index what landed, plan, merge and release what recipes want.
 
 A recipe's wanted state is a digest of its text and of its inputs' contents as indexed. It is
 compared with the state recorded at the last release, so no event can be missed and none is acted on
@@ -13,60 +13,27 @@ from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
-from mergepipe_pipeline.errors import MergePipeError, NotFoundError, RecipeError
-from mergepipe_pipeline.pipeline.analyze import (
-    common_pairs,
-    ensure_digests,
-    ensure_stats,
-    grid_for,
-    open_pair,
-)
-from mergepipe_pipeline.pipeline.check import load_recipe
-from mergepipe_pipeline.pipeline.merge import (
-    EngineKnobs,
-    LayerOutcome,
-    Realised,
-    commit,
-    merge_layers,
-)
+from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_digests, ensure_stats, grid_for
+from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards, uses
+from mergepipe_pipeline.pipeline.commit import commit
+from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
+from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge_layers
+from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.pipeline.publish import publish
-from mergepipe_pipeline.pipeline.register import exists, register, resolve
+from mergepipe_pipeline.pipeline.register import register, resolve
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.snapshots.load import load_snapshot
-from mergepipe_pipeline.spec.layers import layer_count, layer_index, layer_name, layer_order
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
+from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
-
-
-@dataclass(frozen=True)
-class RecipeCard:
-    """A recipe of the warehouse as definitions need it.
-
-    `members` are catalog names, the base first; `layers` is empty until the base is registered.
-    `problem` says why the recipe cannot be used, or is None.
-    """
-
-    name: str
-    raw: RawRecipe | None
-    members: tuple[str, ...]
-    layers: tuple[str, ...]
-    problem: str | None
-
-    @property
-    def recipe(self) -> RawRecipe:
-        """The parsed recipe of a usable card. Raises RecipeError with the card's problem."""
-        if self.raw is None:
-            raise RecipeError("A recipe cannot be used", where=self.name, found=self.problem or "")
-        return self.raw
-
-    @property
-    def token(self) -> str:
-        """Changes when definitions made from this card would change."""
-        return digest_json([self.name, self.raw and self.raw.text, self.members, self.layers])[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,95 +58,65 @@ class Release:
     snapshot_id: str
 
 
-def recipe_cards(home: Warehouse) -> tuple[RecipeCard, ...]:
-    """Every recipe file of the warehouse, usable or not, in name order."""
-    files = sorted(p for p in home.recipes.iterdir() if p.suffix in {".yml", ".yaml"})
-    return tuple(_card(home, str(p), p.stem) for p in files)
-
-
-def _card(home: Warehouse, path: str, name: str) -> RecipeCard:
-    try:
-        raw = load_recipe(path)
-    except MergePipeError as error:
-        return RecipeCard(name, None, (), (), str(error))
-    stages = (*raw.before, raw)
-    members = tuple(dict.fromkeys(name for stage in stages for name in _members(home, stage)))
-    known = set(Catalog(home.catalog).names())
-    template = _template(raw)
-    if template not in known:
-        return RecipeCard(name, raw, members, (), f"{template} is not registered yet")
-    tensors = [t.name for t in Catalog(home.catalog).get(template).checkpoint.tensors]
-    n = _n_layers(raw, tensors)
-    layers = {layer_name(t, n) for t in tensors if layer_index(t) is None}
-    layers |= {layer_name(f"layers.{number}.weight", n) for number in range(n)}
-    return RecipeCard(name, raw, members, tuple(sorted(layers, key=layer_order)), None)
-
-
-def _members(home: Warehouse, raw: RawRecipe) -> Iterator[str]:
-    """The catalog names (or paths) that a recipe reads, its base first."""
-    first = [] if raw.base is None else [raw.references[raw.base]]
-    for ref in (*first, *raw.references):
-        if ref.text in raw.stages_used:
-            continue
-        if ref.lora is None or exists(home, ref.text, home.recipes):
-            yield ref.text if ref.revision is None else ref.model
-        else:
-            yield from (ref.model, ref.lora)
-
-
-def _template(raw: RawRecipe) -> str:
-    """The model whose tensors the output has; of a stage's result, that of the stage."""
-    ref = raw.references[raw.base if raw.base is not None else 0]
-    stage = next((s for s in raw.before if s.stage == ref.text), None)
-    return _template(stage) if stage else ref.model
-
-
-def _n_layers(raw: RawRecipe, tensors: Sequence[str]) -> int:
-    """Layers of the output: as many as the slices ask for, else the template's."""
-    ranges = [part.entries[0].layers for _, part in raw.slices() if part.entries]
-    if ranges and all(ranges):
-        return sum(stop - start for start, stop in (r for r in ranges if r))
-    return layer_count(tensors)
-
-
 def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -> Indexed:
     """Register what lies in `inbox/<name>` (or is known as `name`), take digests and statistics.
 
-    Statistics are taken against the base of every recipe that uses the expert and whose base is
-    registered. Raises what opening the checkpoint raises.
+    Statistics are taken for every stage of a recipe that merges the expert into a registered base,
+    by itself or as an adapter on another model. A recipe that cannot use it does not stop it.
+    Raises what opening the checkpoint raises.
     """
     catalog = Catalog(home.catalog)
     before = _digests_by_layer(catalog, name)
     folder = home.inbox / name
     registration = register(home, folder, name) if folder.exists() else resolve(home, name)
     checkpoint = registration.checkpoint
-    bases: list[str] = []
-    for card in recipe_cards(home):
-        base = _base_for(card, name)
-        if base in catalog.names() and base not in bases and base != name:
-            expert, against = open_pair(home, name, base)
-            grid = grid_for(against, card.recipe.block_elems)
-            ensure_stats(home, expert, against, common_pairs(expert, against), grid, progress)
-            bases.append(base)
+    known, bases = set(catalog.names()), dict[str, None]()
+    for stage in (stage for card in recipe_cards(home) for stage in card.stages):
+        for ref, base in _pairs(stage, name):
+            if known.issuperset((*uses(ref, stage), *uses(base, stage))):
+                opened = open_models(home, (ref, base), 1, home.recipes, {}, [])
+                if opened:
+                    _learn(home, opened, stage.block_elems, progress)
+                    bases[base.text] = None
     ensure_digests(home, checkpoint, progress)
     after = _digests_by_layer(catalog, name)
     changed = tuple(layer for layer in after if after[layer] != before.get(layer))
     return Indexed(
         registration,
-        catalog.content_sha256(checkpoint.checkpoint_id),
+        _content(catalog, checkpoint),
         tuple(sorted(changed, key=layer_order)),
         len(after),
         tuple(bases),
     )
 
 
-def _base_for(card: RecipeCard, name: str) -> str | None:
-    """The base of a recipe that uses the expert `name`, or None."""
-    if card.raw is None or card.raw.base is None:
-        return None
-    ref = card.raw.references[card.raw.base]
-    used = any(name in (r.text, r.model, r.lora) for r in card.raw.references)
-    return ref.text if used and ref.lora is None else None
+def _pairs(stage: RawRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]]:
+    """The stage's models that take something from `name`, each with the base, where both exist."""
+    base = None if stage.base is None else stage.references[stage.base]
+    if base is None or base.model in stage.stages_used:
+        return
+    for ref in stage.references:
+        if ref is not base and name in uses(ref, stage) and ref.model not in stage.stages_used:
+            yield ref, base
+
+
+def _learn(
+    home: Warehouse,
+    pair: Sequence[Model],
+    block_elems: int | None,
+    progress: Progress | None,
+) -> None:
+    expert, base = pair
+    grid = grid_for(base, block_elems)
+    ensure_stats(home, expert, base, common_pairs(expert, base), grid, progress)
+
+
+def _content(catalog: Catalog, checkpoint: Checkpoint) -> str:
+    """The digest of all tensors and of what says what they mean: an adapter's scale, for one."""
+    tensors = catalog.content_sha256(checkpoint.checkpoint_id)
+    if checkpoint.kind == "full":
+        return tensors
+    return digest_json([tensors, checkpoint.kind, checkpoint.adapter_config])
 
 
 def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
@@ -193,7 +130,10 @@ def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
     layers: dict[str, list[str]] = {}
     for tensor, digest in sorted(digests.items()):
         layers.setdefault(layer_name(tensor, n), []).append(digest)
-    return {layer: digest_json(parts) for layer, parts in layers.items()}
+    return {
+        layer: digest_json([checkpoint.kind, checkpoint.adapter_config, *parts])
+        for layer, parts in layers.items()
+    }
 
 
 def wanted(home: Warehouse, card: RecipeCard) -> str | None:
@@ -207,7 +147,7 @@ def wanted(home: Warehouse, card: RecipeCard) -> str | None:
         checkpoint = catalog.get(member).checkpoint
         if catalog.digests(checkpoint.checkpoint_id) is None:
             return None
-        contents.append(catalog.content_sha256(checkpoint.checkpoint_id))
+        contents.append(_content(catalog, checkpoint))
     text = card.raw.text if card.raw else ""
     return digest_json([ENGINE_VERSION, sha256_hex(text.encode()), contents])[:24]
 

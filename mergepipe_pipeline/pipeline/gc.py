@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mergepipe_pipeline.pipeline.merge import object_store
+from mergepipe_pipeline.pipeline.commit import object_store
 from mergepipe_pipeline.snapshots.gc import Collected
 from mergepipe_pipeline.snapshots.gc import collect as run
 from mergepipe_pipeline.warehouse import Warehouse

@@ -38,6 +38,17 @@ class Share:
     nbytes_known_zero: int
 
 
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What makes one output tensor; `variant` "" for none, `reason` "" where the recipe says it."""
+
+    tensor: str
+    layer: str
+    operator: str
+    variant: str
+    reason: str
+
+
 def ls(home: Warehouse) -> Listing:
     """Registered checkpoints, snapshots and refs."""
     catalog, refs = Catalog(home.catalog), RefStore(home.refs)
@@ -115,6 +126,15 @@ def shares(plan: MergePlan, by: str) -> Iterable[Share]:
                 row[1] += e.read_nbytes
                 row[2] += (total_elems(e.covered) - total_elems(e.read)) * size
     return [Share(expert, place, *counts) for (expert, place), counts in sums.items()]
+
+
+def makings(plan: MergePlan) -> tuple[Making, ...]:
+    """What makes each output tensor, in plan order; `copy` takes it as it is."""
+    return tuple(
+        Making(task.name, layer.name, task.operator, task.variant, task.reason)
+        for layer in plan.layers
+        for task in layer.tasks
+    )
 
 
 def _name(plan: MergePlan, e: ExpertInput) -> str:

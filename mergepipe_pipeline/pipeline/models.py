@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.pipeline.register import exists, look
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -122,6 +123,14 @@ def _adapted(model: Model, adapter: Checkpoint) -> Model:
     changes = adapter_views(adapter, {n: v.shape for n, v in model.views.items()})
     views: dict[str, TensorView] = dict(model.views)
     for name, change in changes.items():
+        if change.low_rank and not change.stored and views[name].dtype not in FLOATING:
+            raise IncompatibleCheckpointsError(
+                "An adapter changes a tensor that has no floating-point numbers",
+                where=f"{adapter.root}, tensor {name}",
+                expected="a tensor of a floating-point dtype",
+                found=f"{views[name].dtype} in {model.name}",
+                next_step="use the model in the precision that it was quantised from",
+            )
         change = moved(change, len(model.checkpoints))
         views[name] = change if change.stored else replace(views[name], low_rank=change.low_rank)
     name = f"{model.name}+{adapter.name}"

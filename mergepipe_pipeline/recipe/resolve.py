@@ -22,8 +22,15 @@ from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
 from mergepipe_pipeline.recipe.raw import RawRecipe
 from mergepipe_pipeline.recipe.slots import Slot, Slots, Taken, all_names
 from mergepipe_pipeline.recipe.tables import Table, Tables
-from mergepipe_pipeline.recipe.traps import dtype_warnings, idle_filters, traps, untied
-from mergepipe_pipeline.spec.layers import embedding_like, stack_counts
+from mergepipe_pipeline.recipe.traps import (
+    copied,
+    dtype_warnings,
+    idle_filters,
+    scaled_float8,
+    traps,
+    untied,
+)
+from mergepipe_pipeline.spec.layers import embedding_like, is_buffer, stack_counts
 from mergepipe_pipeline.spec.operator import OperatorSchema
 from mergepipe_pipeline.spec.recipe import BaseTensor, Params, Recipe, TensorInput, TensorRecipe
 
@@ -91,6 +98,7 @@ class _Resolver:
     problems: Problems
     warnings: list[str] = field(default_factory=list)
     n_layers: int | None = None
+    copied: dict[int, dict[str, None]] = field(default_factory=dict)
 
     def tensors(self) -> tuple[TensorRecipe, ...]:
         """The output's tensors in order; none of them is right where problems were added."""
@@ -102,6 +110,10 @@ class _Resolver:
         repeated.flush()
         self.n_layers = self._new_count(recipes)
         self.warnings += self.tables.extra_warnings()
+        for model, names in self.copied.items():
+            self.warnings.append(copied(list(names), self.tables.refs[model]))
+        if self.schema.name != "passthrough":
+            self.warnings += scaled_float8([self.tables[m] for m in self._places()])
         self.warnings += idle_filters([lv for lv, _ in self.raw.levels()], all_names(slots))
         return tuple(recipes)
 
@@ -135,9 +147,8 @@ class _Resolver:
         if first is None:
             return None
         like = self.tables[first.model][first.tensor]
-        # Arithmetic needs floating-point elements: other tensors are copied.
         if like.dtype not in FLOATING:
-            return TensorRecipe(slot.name, (), first, ())
+            return self._copy(slot, first)
         uses_base = self.schema.base != "none"
         stored = [taken for taken in slot.taken if taken.stored]
         if uses_base and stored and slot.base is None and slot.part.base is not None:
@@ -170,6 +181,16 @@ class _Resolver:
             for t, row in zip(taken, rows, strict=True)
         )
         return TensorRecipe(slot.name, params, slot.base, inputs)
+
+    def _copy(self, slot: Slot, first: BaseTensor) -> TensorRecipe:
+        """A copy of a tensor that no arithmetic is for; all models must have it so."""
+        like = self.tables[first.model][first.tensor]
+        for taken in slot.taken:
+            if taken.stored and taken.entry.model != first.model:
+                self.tables.check_kind(taken.entry.model, taken.tensor, like, first.model)
+                if not is_buffer(slot.name):
+                    self.copied.setdefault(first.model, {})[f"{slot.name} in {like.dtype}"] = None
+        return TensorRecipe(slot.name, (), first, ())
 
     def _first(self, slot: Slot) -> BaseTensor | None:
         """The tensor that gives the output its shape, and that a copy is of."""

@@ -96,8 +96,7 @@ class Tables:
         mine = self.tables[model].get(tensor)
         if mine is None:
             return
-        if mine.dtype not in FLOATING:
-            self._shapes.setdefault(model, []).append(f"first {tensor} in {mine.dtype}")
+        self.check_kind(model, tensor, like, owner)
         if mine.shape == like.shape:
             return
         if embedding_like(tensor) and mine.shape[1:] == like.shape[1:]:
@@ -107,6 +106,17 @@ class Tables:
             f"{list(like.shape)}"
         )
         self._shapes.setdefault(model, []).append(text)
+
+    def check_kind(
+        self, model: int, tensor: str, like: TensorEntry | TensorView, owner: int
+    ) -> None:
+        """Remember a misfit if one of a tensor and its like has numbers to merge, the other not."""
+        mine = self.tables[model].get(tensor)
+        if mine is not None and (mine.dtype in FLOATING) != (like.dtype in FLOATING):
+            text = (
+                f"first {tensor} in {mine.dtype} where {self.refs[owner].text!r} has {like.dtype}"
+            )
+            self._shapes.setdefault(model, []).append(text)
 
     def add_misfits(self, places: Mapping[int, KeyPath], problems: Problems) -> None:
         """Add one problem per model and kind of misfit; `places` are the models' key paths."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mergepipe_pipeline.dtypes import TORCH_NAME
 from mergepipe_pipeline.spec.plan import ConfigValue
-from mergepipe_pipeline.spec.snapshot import LineageEntry, ShardEntry
+from mergepipe_pipeline.spec.snapshot import LineageEntry, OperatorCount, ShardEntry
 
 
 def shard_name(number: int, count: int) -> str:
@@ -48,10 +48,16 @@ def config_json(
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def model_card(method: str, plan_id: str, inputs: Sequence[LineageEntry]) -> bytes:
-    """README.md with the lineage: which contents, by which method, under which plan."""
+def model_card(
+    method: str,
+    plan_id: str,
+    inputs: Sequence[LineageEntry],
+    operators: Sequence[OperatorCount],
+) -> bytes:
+    """README.md with the lineage: which contents, by which method and operators, which plan."""
     front = ["---", "library_name: transformers", "tags:", "- merge", "- mergepipe", "---", ""]
     rows = [f"| {i.role} | {i.name} | `{i.content_sha256[:16]}` |" for i in inputs]
+    made = [f"| `{name}` | {variant or '–'} | {n} |" for name, variant, n in operators]
     body = [
         f"# Merged model ({method})",
         "",
@@ -61,6 +67,10 @@ def model_card(method: str, plan_id: str, inputs: Sequence[LineageEntry]) -> byt
         "| role | checkpoint | content (SHA-256) |",
         "|---|---|---|",
         *rows,
+        "",
+        "| operator | variant | tensors |",
+        "|---|---|---|",
+        *made,
         "",
         "`manifest.json` names every byte of this folder; `provenance.json` holds the recipe, "
         "its budget, the error bound and what was read.",

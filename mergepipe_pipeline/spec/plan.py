@@ -112,6 +112,11 @@ class TensorTask:
         """Bytes of the output tensor."""
         return prod(self.shape) * itemsize(self.out_dtype)
 
+    @property
+    def variant(self) -> str:
+        """The operator's variant as the plan asks for it, "" if it does not."""
+        return str(dict(self.params).get("variant", ""))
+
     def identity(self) -> dict[str, Any]:
         """What determines the output bits of this tensor, as canonical-JSON material."""
         return {

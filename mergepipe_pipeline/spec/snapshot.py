@@ -13,7 +13,10 @@ from typing import Any
 
 from mergepipe_pipeline.digest import digest_json
 
-MANIFEST_FORMAT = "mergepipe-manifest/1"
+MANIFEST_FORMAT = "mergepipe-manifest/2"
+
+#: Operator, its variant ("" for none), number of output tensors.
+OperatorCount = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,15 @@ class LineageEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The identity of a snapshot: same inputs, same manifest, same id."""
+    """The identity of a snapshot: same inputs, same manifest, same id.
+
+    `operators` count the output tensors by what made them; `copy` took them as they are.
+    """
 
     plan_id: str
     method: str
     inputs: tuple[LineageEntry, ...]
+    operators: tuple[OperatorCount, ...]
     shards: tuple[ShardEntry, ...]
     side_files: tuple[SideFile, ...]
     format: str = MANIFEST_FORMAT
@@ -81,6 +88,7 @@ class Manifest:
             **{
                 **value,
                 "inputs": tuple(LineageEntry(**v) for v in value["inputs"]),
+                "operators": tuple((name, variant, n) for name, variant, n in value["operators"]),
                 "shards": tuple(
                     ShardEntry(**{**v, "tensors": tuple(tuple(t) for t in v["tensors"])})
                     for v in value["shards"]

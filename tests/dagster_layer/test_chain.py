@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,9 @@ from mergepipe_pipeline.pipeline.inspect import verify
 from mergepipe_pipeline.pipeline.publish import history
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-
-Drop = Callable[..., None]
-
-
-@pytest.fixture
-def ticker(home: Warehouse) -> Iterator[Ticker]:
-    with dg.DagsterInstance.ephemeral() as instance:
-        yield Ticker(home, instance)
-
-
-@pytest.fixture
-def drop(home: Warehouse, family: Path) -> Drop:
-    def copy(name: str, source: str | None = None) -> None:
-        shutil.copytree(family / (source or name), home.inbox / name, dirs_exist_ok=True)
-
-    return copy
 
 
 def write_recipe(home: Warehouse, name: str, experts: list[str], extra: str = "") -> None:

@@ -35,7 +35,7 @@ def run_mergekit(text: str, out: Path | None = None, *, seed: int | None = None)
 
         target = out or Path(folder)
         config = MergeConfiguration.model_validate(yaml.safe_load(text))
-        run_merge(config, str(target), _options(seed))
+        run_merge(config, str(target), _options(seed, Path(folder) / "adapters"))
         return read_model(target)
 
 
@@ -79,10 +79,17 @@ def plan_of_mergekit(text: str) -> dict[str, Planned]:
     return out
 
 
-def _options(seed: int | None = None) -> Any:
+def _options(seed: int | None = None, adapters: Path | None = None) -> Any:
+    """Its options; what it makes of adapters is kept in the folder `adapters`."""
     from mergekit.options import MergeOptions
 
-    return MergeOptions(quiet=True, write_model_card=False, clone_tensors=True, random_seed=seed)
+    return MergeOptions(
+        quiet=True,
+        write_model_card=False,
+        clone_tensors=True,
+        random_seed=seed,
+        lora_merge_cache=adapters and str(adapters),
+    )
 
 
 @contextmanager

@@ -101,6 +101,7 @@ class Store:
             plan_id="p" * 64,
             method="ties",
             inputs=(LineageEntry("base", "b", "0" * 64),),
+            operators=(("ties", "", 2 * len(contents)),),
             shards=tuple(self.shard(c) for c in contents),
             side_files=tuple(
                 SideFile(n, hashlib.sha256(d).hexdigest(), len(d)) for n, d in sides.items()

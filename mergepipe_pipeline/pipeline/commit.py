@@ -1,0 +1,158 @@
+"""Turns a plan whose layers are all merged into a snapshot: the last step of the verb `merge`.
+
+Decides what stands beside the weights (config, tokenizer, index, card) and what is told of the
+merge: in the manifest what determines the result, in the provenance the rest. Computes no weight.
+"""
+
+from __future__ import annotations
+
+import platform
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.pipeline.cost import Realised
+from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.model_folder import (
+    config_json,
+    index_json,
+    model_card,
+    shard_name,
+)
+from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.snapshots.stage import stage_snapshot
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.snapshot import (
+    LineageEntry,
+    Manifest,
+    OperatorCount,
+    ShardEntry,
+    SideFile,
+    Snapshot,
+)
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.storage.checkpoint import side_files
+from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def commit(home: Warehouse, plan: MergePlan, realised: Realised | None = None) -> Snapshot:
+    """Build the snapshot of a plan whose layers are all in the object store, and commit it.
+
+    `realised` goes to the provenance. Raises NotFoundError naming the first layer
+    that is not merged yet.
+    """
+    store = object_store(home)
+    shards = []
+    for number, layer in enumerate(plan.layers, 1):
+        stored = store.lookup(layer.layer_key)
+        if stored is None:
+            raise NotFoundError(
+                "A layer of the plan is not merged yet",
+                where=layer.name,
+                expected=f"an object for layer key {layer.layer_key[:16]}",
+                found="none",
+                next_step="run `mergepipe merge` on the recipe",
+            )
+        shards.append(
+            ShardEntry(
+                shard_name(number, len(plan.layers)),
+                layer.name,
+                layer.layer_key,
+                stored.sha256,
+                stored.nbytes,
+                stored.tensors,
+            )
+        )
+    inputs, operators = _lineage(home, plan), operator_counts(plan)
+    files = _side_files(plan, shards, inputs, operators)
+    manifest = Manifest(
+        plan_id=plan.plan_id,
+        method=plan.method,
+        inputs=inputs,
+        operators=operators,
+        shards=tuple(shards),
+        side_files=tuple(
+            SideFile(name, sha256_hex(data), len(data)) for name, data in sorted(files.items())
+        ),
+    )
+    staging = home.new_staging("commit")
+    try:
+        staged = stage_snapshot(staging, manifest, store, files, _provenance(plan, realised))
+        return commit_snapshot(staged, home.snapshots)
+    finally:
+        remove_tree(staging)
+
+
+def object_store(home: Warehouse) -> ObjectStore:
+    """The warehouse's objects and action cache."""
+    return ObjectStore(home.objects, home.actions)
+
+
+def _lineage(home: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
+    catalog = Catalog(home.catalog)
+    return tuple(
+        LineageEntry(role, s.name, catalog.content_sha256(s.checkpoint_id))
+        for role, s in zip(plan.roles, plan.sources, strict=True)
+    )
+
+
+def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
+    """How many output tensors each operator makes, by name and variant (empty: none)."""
+    found = Counter((task.operator, task.variant) for layer in plan.layers for task in layer.tasks)
+    return tuple((*which, n) for which, n in sorted(found.items()))
+
+
+def _side_files(
+    plan: MergePlan,
+    shards: Sequence[ShardEntry],
+    inputs: Sequence[LineageEntry],
+    operators: Sequence[OperatorCount],
+) -> dict[str, bytes]:
+    """Everything beside weights: the template's files, changed config, tokenizer, index, card."""
+    root = plan.sources[plan.side.template].root
+    files = {}
+    replaced = dict(plan.side.files) if plan.side.files is not None else None
+    with open_source(root) as source:
+        for name in side_files(root):
+            if replaced is None or name not in TOKENIZER_FILES:
+                files[name] = source.read_range(name, 0, source.size(name))
+    files |= {name: b64decode(text) for name, text in (replaced or {}).items()}
+    dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
+    if "config.json" in files:
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        files["config.json"] = config_json(files["config.json"], dtype, plan.side.config)
+    total = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
+    files["model.safetensors.index.json"] = index_json(shards, total)
+    files["README.md"] = model_card(plan.method, plan.plan_id, inputs, operators)
+    return files
+
+
+def _provenance(plan: MergePlan, realised: Realised | None) -> dict[str, Any]:
+    """What no id covers: who, when, where, how asked for, what it cost.
+
+    `choices`: tensor to [operator, reason], where the method left the operator open.
+    """
+    chosen = {t.name: [t.operator, t.reason] for lay in plan.layers for t in lay.tasks if t.reason}
+    return {
+        "recipe_name": plan.recipe_name,
+        "recipe": plan.recipe_text,
+        "ref": plan.ref,
+        "estimates": asdict(plan.estimates),
+        "warnings": list(plan.warnings),
+        **({"choices": chosen} if chosen else {}),
+        "realised": realised and asdict(realised),
+        "sources": [asdict(s) for s in plan.sources],
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "versions": {p: version(p) for p in ("mergepipe-pipeline", "torch", "numpy")},
+    }

@@ -1,0 +1,32 @@
+"""A warehouse under Dagster: folders land, the ticker runs what sensors request."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.warehouse import Warehouse
+
+Drop = Callable[..., None]
+
+
+@pytest.fixture
+def ticker(home: Warehouse) -> Iterator[Ticker]:
+    """The sensors of the warehouse over an instance that is gone after the test."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        yield Ticker(home, instance)
+
+
+@pytest.fixture
+def drop(home: Warehouse, family: Path) -> Drop:
+    """Copies a checkpoint of the family (or a folder) into the inbox."""
+
+    def copy(name: str, source: str | Path | None = None) -> None:
+        shutil.copytree(family / (source or name), home.inbox / name, dirs_exist_ok=True)
+
+    return copy

@@ -1,0 +1,80 @@
+"""Which tests show each row of the README's table of differences to mergekit.
+
+Together the tests of a row show both sides: mergekit as it runs here, and us.
+"""
+
+from __future__ import annotations
+
+_REFUSED = (
+    "test_deviations.py::test_mergekit_refuses",
+    "test_deviations.py::test_we_merge_what_mergekit_refuses",
+)
+_NUMBERS, _INPUTS = "test_numeric_deviations.py", "test_input_deviations.py"
+
+#: First column of the table to tests, as files of this folder and functions.
+DEVIATIONS: dict[str, tuple[str, ...]] = {
+    "arithmetic": (
+        f"{_NUMBERS}::"
+        "test_arithmetic_is_in_float32_where_mergekit_rounds_inputs_and_steps_to_dtype",
+    ),
+    "equal magnitudes at a trim": (
+        f"{_NUMBERS}::test_of_equal_magnitudes_we_keep_the_lowest_indices_and_mergekit_others",
+    ),
+    "DARE, DELLA masks": (
+        f"{_NUMBERS}::test_masks_of_a_tensor_depend_on_others_in_mergekit_and_not_here",
+        "test_distributions.py::test_elements_are_kept_with_the_probability_of_their_rank",
+        "test_distributions.py::test_blocks_threads_and_windows_change_no_bit",
+    ),
+    "DELLA on rows of one element": (
+        f"{_NUMBERS}::"
+        "test_della_on_rows_of_one_element_fails_in_mergekit_and_keeps_at_density_here",
+        *_REFUSED,
+    ),
+    "DELLA on 3-D tensors": (
+        f"{_NUMBERS}::"
+        "test_della_ranks_along_the_last_dimension_where_mergekit_ranks_along_the_second",
+    ),
+    "arcee_fusion": (
+        f"{_NUMBERS}::test_arcee_fusion_takes_exact_quantiles_where_mergekit_samples_a_million",
+        f"{_NUMBERS}::test_arcee_fusion_divides_in_float64_where_float32_is_mostly_rounding",
+    ),
+    "spherical methods": (
+        f"{_NUMBERS}::test_angles_come_from_float64_sums_where_mergekit_sums_in_float32",
+    ),
+    "multislerp of three or more deltas that are all zero": _REFUSED,
+    "weights that sum to zero (linear, multislerp)": (
+        "test_deviations.py::test_mergekit_makes_models_that_are_not_finite",
+        "test_deviations.py::test_we_make_no_model_that_is_not_finite",
+    ),
+    "linear, passthrough with an unlisted base without weight": _REFUSED,
+    "more or fewer embedding rows than the base": (
+        f"{_INPUTS}::test_mergekit_refuses_other_numbers_of_embedding_rows_and_we_go_by_the_bases",
+    ),
+    "tied base, untied expert": (
+        f"{_INPUTS}::"
+        "test_the_head_of_an_untied_expert_stays_tied_in_mergekits_config_and_not_in_ours",
+    ),
+    "slices of models with `layer_types`": (
+        *_REFUSED,
+        "test_deviations.py::test_kinds_of_layers_are_sliced_like_the_layers",
+    ),
+    "head after slices of unequally many models": (
+        "test_deviations.py::test_mergekit_leaves_sources_of_the_last_slice_out_of_the_head",
+    ),
+    "BertModel; GPT-NeoX without its old buffers": (
+        *_REFUSED,
+        "test_deviations.py::test_mergekit_asks_for_buffers_that_gpt_neox_files_no_longer_have",
+    ),
+    "adapters": (
+        f"{_INPUTS}::test_adapters_are_exact_here_and_rounded_to_the_models_dtype_in_mergekit",
+    ),
+    "new token ids of `union`": (
+        f"{_INPUTS}::"
+        "test_new_tokens_of_a_union_have_other_ids_on_every_run_of_mergekit_and_the_same_here",
+    ),
+    "rows for tokens that one model lacks (means of others')": (
+        f"{_INPUTS}::test_means_for_tokens_that_a_model_lacks_are_rounded_to_its_dtype_here_only",
+    ),
+    "unknown keys": (f"{_INPUTS}::test_mergekit_ignores_unknown_keys_and_we_refuse_them",),
+    "`.bin` files": (f"{_INPUTS}::test_mergekit_loads_pickles_and_we_refuse_them",),
+}

@@ -1,0 +1,183 @@
+"""Where we take models otherwise than mergekit does: vocabularies, heads, adapters, files, keys.
+
+Each test has mergekit merge (or refuse) here and now, and us the same recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mergepipe_pipeline.errors import CheckpointError, RecipeError
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.architectures import Tensors
+from tests.parity.conftest import FamilyOf
+from tests.parity.peer import read_model, run_mergekit
+from tests.parity.recipes import fill
+from tests.pipeline.test_merge import run
+from tests.pipeline.test_vocabulary import EMBEDDING, HEAD, ROWS, recipe, write
+from tests.tokenizer.models import write_checkpoint
+from tests.tokenizer.test_mergekit import word_family
+
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]
+
+TASK = "merge_method: task_arithmetic\nbase_model: {}\nmodels: [{{model: {}}}]\n"
+ONE = TASK + "parameters: {{weight: 0.5}}\n"
+
+
+def merged(home: Warehouse, text: str) -> Tensors:
+    """All tensors of our merge of recipe text."""
+    return read_model(Path(run(home, text).snapshot.path))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 llama of ROWS tokens that ties its head."""
+    return write(tmp_path_factory.mktemp("deviations") / "base", 0)
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties", "sce"])
+@pytest.mark.parametrize("rows", [ROWS + 20, ROWS - 30])
+def test_mergekit_refuses_other_numbers_of_embedding_rows_and_we_go_by_the_bases(
+    home: Warehouse, base: Path, tmp_path: Path, method: str, rows: int
+) -> None:
+    expert = write(tmp_path / "expert", 2, rows, base=base)
+    text = recipe(method, base, [expert])
+    with pytest.raises(ValueError, match=r"size mismatch for model\.embed_tokens"):
+        run_mergekit(text)
+    ours, below = merged(home, text)[EMBEDDING], read_model(base)[EMBEDDING]
+    assert ours.shape == below.shape
+    assert not torch.equal(ours[: ROWS - 30], below[: ROWS - 30])
+    assert torch.equal(ours[rows:], below[rows:])
+
+
+def test_the_head_of_an_untied_expert_stays_tied_in_mergekits_config_and_not_in_ours(
+    home: Warehouse, base: Path, tmp_path: Path
+) -> None:
+    text = recipe("task_arithmetic", base, [write(tmp_path / "expert", 5, head=True, base=base)])
+    folder = Path(run(home, text).snapshot.path)
+    run_mergekit(text, tmp_path / "theirs")
+    for path, tied in ((tmp_path / "theirs", True), (folder, False)):
+        assert HEAD in read_model(path)
+        assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is tied
+
+
+def test_adapters_are_exact_here_and_rounded_to_the_models_dtype_in_mergekit(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    from tests.pipeline.test_adapters import new_model, save, train
+
+    base, adapter, exact = (tmp_path / n for n in ("base", "adapter", "exact"))
+    model = new_model("llama").to(torch.bfloat16)
+    save(model, base)
+    train(model.float(), adapter, exact, target_modules=["q_proj", "down_proj"], r=4)
+    text = ONE.format(base, f"{base}+{adapter}") + "dtype: float32\n"
+    theirs, ours, below = run_mergekit(text), merged(home, text), read_model(base)
+    assert {v.dtype for v in below.values()} == {torch.bfloat16}
+    whole = {n: (t + below[n].float()) / 2 for n, t in read_model(exact).items()}
+    changed = [n for n, t in read_model(exact).items() if not torch.equal(t, below[n].float())]
+    assert len(changed) == 4
+    for name in changed:
+        torch.testing.assert_close(ours[name], whole[name], rtol=1e-6, atol=1e-7)
+        off = (theirs[name] - whole[name]).abs() / whole[name].abs().mean()
+        assert float(off.mean()) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three models with vocabularies of their own, in bfloat16."""
+    folders = []
+    for i, (files, n_rows) in enumerate(word_family(gaps=False)):
+        folders.append(tmp_path_factory.mktemp("words"))
+        write_checkpoint(folders[-1], 7 + i, n_rows, files)
+        file = folders[-1] / "model.safetensors"
+        values = {n: t.to(torch.bfloat16) for n, t in load_file(file).items()}
+        save_file(values, file, metadata={"format": "pt"})
+    return folders
+
+
+def union(models: list[Path]) -> str:
+    lines = [f"- {{model: {m}, parameters: {{weight: 1}}}}" for m in models]
+    return "\n".join(
+        ["merge_method: linear", "models:", *lines, "tokenizer_source: union", "dtype: float32", ""]
+    )
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token to id, of a tokenizer.json, by id."""
+    document = json.loads((folder / "tokenizer.json").read_text())
+    found: dict[str, int] = dict(document["model"]["vocab"])
+    found |= {token["content"]: token["id"] for token in document["added_tokens"]}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def test_new_tokens_of_a_union_have_other_ids_on_every_run_of_mergekit_and_the_same_here(
+    tmp_path: Path, words: list[Path]
+) -> None:
+    text, orders = union(words), set()
+    for i in range(10):
+        run_mergekit(text, tmp_path / f"theirs_{i}")
+        orders.add(tuple(vocabulary(tmp_path / f"theirs_{i}")))
+        if len(orders) > 1:
+            break
+    assert len(orders) > 1
+    ours = []
+    for i in range(2):
+        home = Warehouse.at(tmp_path / f"home_{i}").ensure()
+        ours.append(list(vocabulary(Path(run(home, text).snapshot.path))))
+    assert ours[0] == ours[1]
+    first, second, third = (vocabulary(folder) for folder in words)
+    plain = [t for m in (first, second, third) for t in m if not t.startswith("<|")]
+    expected = [*dict.fromkeys(plain)]
+    assert [t for t in ours[0] if not t.startswith("<|")] == expected
+
+
+def test_means_for_tokens_that_a_model_lacks_are_rounded_to_its_dtype_here_only(
+    home: Warehouse, tmp_path: Path, words: list[Path]
+) -> None:
+    """`shared` is in the second and third model; the first has their mean in its place."""
+    text = union(words)
+    theirs = run_mergekit(text, tmp_path / "theirs")[EMBEDDING]
+    folder = Path(run(home, text).snapshot.path)
+    rows = [read_model(m)[EMBEDDING][vocabulary(m)["shared"]].float() for m in words[1:]]
+    mean = (rows[0] + rows[1]) / 2
+    rounded = mean.to(torch.bfloat16).float()
+    assert not torch.equal(mean, rounded)
+    for found, filled in (
+        (theirs[vocabulary(tmp_path / "theirs")["shared"]], mean),
+        (read_model(folder)[EMBEDDING][vocabulary(folder)["shared"]], rounded),
+    ):
+        torch.testing.assert_close(found, (filled + rows[0] + rows[1]) / 3, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("key", "next_to"), [("out_dtpye: float16\n", "out_dtype"), ("residual: 1\n", "")]
+)
+def test_mergekit_ignores_unknown_keys_and_we_refuse_them(
+    home: Warehouse, family_of: FamilyOf, key: str, next_to: str
+) -> None:
+    text = fill(ONE.format("$base", "$e0"), family_of("llama"))
+    theirs = run_mergekit(text)
+    assert all(torch.equal(v, theirs[n]) for n, v in run_mergekit(text + key).items())
+    with pytest.raises(RecipeError, match=f"unknown key.*{next_to}"):
+        run(home, text + key)
+
+
+def test_mergekit_loads_pickles_and_we_refuse_them(
+    home: Warehouse, family_of: FamilyOf, tmp_path: Path
+) -> None:
+    family = family_of("llama")
+    shutil.copytree(family / "expert_00", tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    values = read_model(family / "expert_00")
+    torch.save(values, tmp_path / "pickled" / "pytorch_model.bin")
+    text = ONE.format(family / "base", tmp_path / "pickled")
+    assert run_mergekit(text).keys() == values.keys()
+    with pytest.raises(CheckpointError, match="safetensors"):
+        run(home, text)
