@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from mergepipe_pipeline.pipeline.commit import operator_counts
+from mergepipe_pipeline.pipeline.cost import LayerOutcome
 from mergepipe_pipeline.pipeline.inspect import makings, shares
-from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.spec.layers import layer_count, layer_name
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.spec.view import TensorView
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.conflicts import ConflictReport
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 #: Chosen operators that are shown with their reasons.
 _MOST_REASONS = 8
+#: What the checkpoints of rows made for another tokenizer are called.
+_TOKEN_ROWS = re.compile(r"token-rows-[0-9a-f]+")
 
 
 def markdown_table(
@@ -30,7 +37,7 @@ def markdown_table(
 
 
 def plan_metadata(plan: MergePlan) -> Mapping[str, Any]:
-    """What a person asks of a plan: bytes, bound, and what each expert gives."""
+    """What a person asks of a plan: inputs, bytes, bound, and what each expert gives."""
     e = plan.estimates
     saved = e.expert_bytes_total - e.expert_bytes_planned
     meta: dict[str, Any] = {
@@ -44,13 +51,20 @@ def plan_metadata(plan: MergePlan) -> Mapping[str, Any]:
         "blocks_total": e.blocks_total,
         "blocks_known_zero": e.blocks_zero,
         "error_bound_note": e.bound_note,
-        "operators": markdown_table(("operator", "variant", "tensors"), operator_counts(plan)),
+        "inputs": markdown_table(
+            ("role", "name", "path"),
+            [
+                (role, plain_name(s.name), s.root)
+                for role, s in zip(plan.roles, plan.sources, strict=True)
+            ],
+        ),
+        "operators": operators_table(plan),
         **_choices_metadata(plan),
         "experts": markdown_table(
             ("expert", "MiB", "MiB read", "read"),
             [
                 (
-                    s.expert,
+                    plain_name(s.expert),
                     f"{s.nbytes_total / MIB:.2f}",
                     f"{s.nbytes_read / MIB:.2f}",
                     f"{100 * s.nbytes_read / max(1, s.nbytes_total):.1f} %",
@@ -70,6 +84,60 @@ def plan_metadata(plan: MergePlan) -> Mapping[str, Any]:
     return meta
 
 
+def plain_name(name: str) -> str:
+    """A source's name for people: rows made for another tokenizer are named as what they are."""
+    return _TOKEN_ROWS.sub("new token rows", name)
+
+
+def operators_table(plan: MergePlan) -> dg.MarkdownMetadataValue:
+    """How many tensors each operator makes."""
+    return markdown_table(("operator", "variant", "tensors"), operator_counts(plan))
+
+
+def stages_metadata(stages: Sequence[RawRecipe]) -> Mapping[str, Any]:
+    """The stages of a recipe in the order they run; nothing for a recipe of one."""
+    if len(stages) < 2:
+        return {}
+    rows = [
+        (s.stage or "the result", s.method, ", ".join(r.text for r in s.references)) for s in stages
+    ]
+    return {"stages": markdown_table(("stage", "method", "models"), rows)}
+
+
+def layer_metadata(plan: MergePlan, layer: LayerTask, done: LayerOutcome) -> Mapping[str, Any]:
+    """What a layer is made of, by what, and what that cost."""
+    operators = Counter(" ".join(filter(None, (t.operator, t.variant))) for t in layer.tasks)
+    return {
+        "reused": done.reused,
+        "tensors": len(layer.tasks),
+        "operators": ", ".join(f"{name}: {n}" for name, n in sorted(operators.items())),
+        "made_from": ", ".join(_origins(plan, layer)),
+        "expert_bytes_read": done.expert_bytes_read,
+        "base_bytes_read": done.base_bytes_read,
+        "bytes_written": done.bytes_written,
+        "seconds": round(done.wall_s, 3),
+        "object_sha256": done.stored.sha256,
+    }
+
+
+def _origins(plan: MergePlan, layer: LayerTask) -> Sequence[str]:
+    """The checkpoints' layers that a layer is made from, each once: `expert_00 layer.03`."""
+    n_layers = layer_count(t.name for lay in plan.layers for t in lay.tasks)
+    return list(
+        dict.fromkeys(
+            f"{plain_name(plan.sources[part.source].name)} {layer_name(view.name, n_layers)}"
+            for task in layer.tasks
+            for view in _views(task)
+            for part in (*view.stored, *([view.low_rank.a] if view.low_rank else []))
+        )
+    )
+
+
+def _views(task: TensorTask) -> Sequence[TensorView]:
+    base = [task.base.view] if task.base else []
+    return [*(e.view for e in task.experts), *base]
+
+
 def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
     """Per kind of choice (`auto`: KEEP, AVG, TIES, DARE) its tensors, and the first reasons."""
     chosen = [m for m in makings(plan) if m.reason]
@@ -77,6 +145,8 @@ def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
         return {}
     counts = Counter(m.reason.partition(":")[0] for m in chosen)
     rows = [(m.tensor, m.operator, m.reason) for m in chosen[:_MOST_REASONS]]
+    if len(chosen) > _MOST_REASONS:
+        rows.append((f"… and {len(chosen) - _MOST_REASONS} more, in provenance.json", "", ""))
     return {
         **{f"tensors_{kind}": n for kind, n in sorted(counts.items())},
         "choices": markdown_table(("tensor", "operator", "reason"), rows),
@@ -86,15 +156,18 @@ def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
 def conflict_metadata(found: Mapping[str, ConflictReport]) -> Mapping[str, Any]:
     """Tables of one report per stage; keys name the stage where there are several."""
     if not found:
-        return {"compared": "nothing: no stage merges into a base that is a checkpoint"}
+        return {"compared": "nothing: no model is merged into a checkpoint as its base"}
     meta: dict[str, Any] = {}
     for stage, report in found.items():
         prefix = f"{stage}: " if len(found) > 1 else ""
         meta |= {
             f"{prefix}experts": len(report.experts),
-            f"{prefix}interference": report.interference,
-            f"{prefix}cosine_standard_error": report.standard_error,
-            f"{prefix}cosines": markdown_table(("", *report.experts), report.cosine_rows()),
-            f"{prefix}norms": markdown_table(("layer", *report.experts), report.norm_rows()),
+            f"{prefix}delta_norms": markdown_table(("layer", *report.experts), report.norm_rows()),
         }
+        if len(report.experts) > 1:
+            meta |= {
+                f"{prefix}interference": report.interference,
+                f"{prefix}cosines": markdown_table(("", *report.experts), report.cosine_rows()),
+                f"{prefix}cosine_standard_error": report.standard_error,
+            }
     return meta

@@ -10,7 +10,16 @@ from collections.abc import Iterator
 import dagster as dg
 
 from assets.experts import expert_index
-from assets.metadata import MIB, conflict_metadata, markdown_table, plan_metadata
+from assets.metadata import (
+    MIB,
+    conflict_metadata,
+    layer_metadata,
+    markdown_table,
+    operators_table,
+    plain_name,
+    plan_metadata,
+    stages_metadata,
+)
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.pipeline.audit import non_finite
 from mergepipe_pipeline.pipeline.cards import RecipeCard
@@ -52,7 +61,7 @@ def build_problem(card: RecipeCard) -> dg.AssetsDefinition:
     spec = dg.AssetSpec(
         [card.name, "plan"],
         deps=[_members(card)] if card.members else [],
-        description=f"This recipe cannot be used: {card.problem}",
+        description=card.problem,
         metadata={"problem": dg.MetadataValue.text(card.problem or "")},
         group_name=_group(card),
         kinds={"problem"},
@@ -84,7 +93,9 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """How the experts' deltas agree and differ, from catalog sketches: no weight is read.
 
-        Of every stage that merges into a checkpoint; the results of earlier stages are not there.
+        Of every stage that merges into a checkpoint; results of earlier stages are not compared.
+        Interference is 0 for deltas without a common direction, above 0 where they cancel (1: all
+        of it), below 0 where they agree.
         """
         started = time.monotonic()
         found = find_conflicts(
@@ -107,14 +118,19 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
         deps=[[card.name, "conflicts"], _members(card)],
         group_name=_group(card),
         tags=_tags(card),
+        pool="disk_write" if len(card.stages) > 1 else None,
     )
     def plan(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
-        """What will be read of which expert under the budget, and the bound on what that costs."""
+        """What will be read of which expert under the budget, and the bound on what that costs.
+
+        Stages before the last are merged here: what they give is what the plan reads.
+        """
         started = time.monotonic()
         made = plan_recipe(mergepipe.warehouse, card)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.plan_id),
             metadata={
+                **stages_metadata(card.stages),
                 **plan_metadata(made),
                 "seconds": round(time.monotonic() - started, 3),
             },
@@ -160,18 +176,13 @@ def _layers(card: RecipeCard) -> dg.AssetsDefinition:
     ) -> Iterator[dg.MaterializeResult[None]]:
         """Merge each layer, or reuse it from the action cache; reported as each one ends."""
         selected = [names[key] for key in context.selected_asset_keys]
+        plan = current_plan(mergepipe.warehouse, card.name)
+        tasks = {layer.name: layer for layer in plan.layers}
         for done in merge_recipe(mergepipe.warehouse, card.name, selected, mergepipe.knobs):
             yield dg.MaterializeResult(
                 asset_key=layer_key(card.name, done.name),
                 data_version=dg.DataVersion(done.layer_key),
-                metadata={
-                    "reused": done.reused,
-                    "expert_bytes_read": done.expert_bytes_read,
-                    "base_bytes_read": done.base_bytes_read,
-                    "seconds": round(done.wall_s, 3),
-                    "bytes_written": done.bytes_written,
-                    "object": done.stored.sha256,
-                },
+                metadata=layer_metadata(plan, tasks[done.name], done),
             )
 
     return layers
@@ -203,10 +214,14 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
                 "expert_mib_read": round(cost.expert_bytes_read / MIB, 3),
                 "base_mib_read": round(cost.base_bytes_read / MIB, 3),
                 "mib_written": round(cost.bytes_written / MIB, 3),
-                "seconds": cost.layers_s,
+                "layers_seconds": cost.layers_s,
+                "operators": operators_table(current_plan(mergepipe.warehouse, card.name)),
                 "inputs": markdown_table(
-                    ("role", "name", "content"),
-                    [(i.role, i.name, i.content_sha256[:16]) for i in made.manifest.inputs],
+                    ("role", "name", "content sha256"),
+                    [
+                        (i.role, plain_name(i.name), i.content_sha256[:16])
+                        for i in made.manifest.inputs
+                    ],
                 ),
             },
         )
@@ -253,9 +268,10 @@ def _release(card: RecipeCard) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(ref.snapshot_id),
             metadata={
                 "ref": ref.name,
-                "version": ref.number,
+                "ref_version": ref.number,
                 "snapshot_id": ref.snapshot_id,
-                "sequence": done.sequence,
+                "path": dg.MetadataValue.path(str(mergepipe.warehouse.snapshots / ref.snapshot_id)),
+                "releases_of_this_recipe": done.sequence,
             },
         )
 
@@ -273,7 +289,7 @@ def _report(card: RecipeCard) -> dg.AssetsDefinition:
         """Which bytes of which expert went into each layer of what is released now."""
         plan = current_plan(mergepipe.warehouse, card.name)
         rows = [
-            (s.place, s.expert, s.nbytes_total, s.nbytes_read, s.nbytes_known_zero)
+            (s.place, plain_name(s.expert), s.nbytes_total, s.nbytes_read, s.nbytes_known_zero)
             for s in shares(plan, "layer")
         ]
         headers = ("layer", "expert", "bytes", "bytes read", "bytes known zero")

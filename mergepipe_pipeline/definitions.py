@@ -35,9 +35,6 @@ def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Def
     nightly = [build_nightly(c, j) for c, j in zip(usable, jobs, strict=True)]
     built = [d for c in usable for d in build_recipe_assets(c)]
     problems = [build_problem(c) for c in cards if c.problem is not None]
-    sensors = [inbox_sensor, build_reload_sensor(recipes_token(cards))]
-    if usable:
-        sensors.append(build_recipe_sensor(usable, jobs))
     return dg.Definitions(
         assets=[
             expert_index,
@@ -47,7 +44,11 @@ def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Def
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
         jobs=[index_job, *jobs],
         schedules=nightly,
-        sensors=sensors,
+        sensors=[
+            inbox_sensor,
+            build_recipe_sensor(cards, jobs),
+            build_reload_sensor(recipes_token(cards)),
+        ],
         resources={"mergepipe": MergePipe(home=str(home.root), inbox_quiet_s=inbox_quiet_s)},
         executor=dg.in_process_executor,
     )

@@ -62,8 +62,6 @@ class Ticker:
 
     def _evaluate(self, defs: dg.Definitions, name: str) -> dg.SensorResult:
         repository = defs.get_repository_def()
-        if not repository.has_sensor_def(name):
-            return dg.SensorResult()
         resource = MergePipe(home=str(self._home.root), inbox_quiet_s=self._quiet_s)
         context = dg.build_sensor_context(
             instance=self._instance,
@@ -101,7 +99,19 @@ class Ticker:
             "success": result.success,
             "seconds": round(time.monotonic() - started, 2),
             "layers_reused": reused,
+            "error": _error(result),
         }
+
+
+def _error(result: dg.ExecuteInProcessResult) -> str | None:
+    """The text of what first failed in a run, None if nothing did."""
+    for event in result.all_events:
+        if event.is_step_failure:
+            error = event.step_failure_data.error
+            while error and error.cause:
+                error = error.cause
+            return error.message.strip() if error else event.message
+    return None
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def request_or_reason(
 def build_recipe_sensor(
     cards: Sequence[RecipeCard], jobs: Sequence[AssetJob]
 ) -> dg.SensorDefinition:
-    """The level-triggered sensor over all loaded recipes."""
+    """The level-triggered sensor over all loaded recipes, those that cannot be used among them."""
 
     @dg.sensor(
         name="recipe_sensor",
@@ -65,13 +65,21 @@ def build_recipe_sensor(
         default_status=dg.DefaultSensorStatus.RUNNING,
     )
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
-        """Requests the chain of every recipe whose inputs, as indexed, are not what it released."""
-        found = [request_or_reason(mergepipe.warehouse, c, context.instance) for c in cards]
+        """Requests the chain of every recipe whose inputs, as indexed, are not what it released.
+
+        Recipes that cannot be used are told with their problem whenever nothing is requested.
+        """
+        found = [
+            f"{c.name}: {c.problem}"
+            if c.problem
+            else request_or_reason(mergepipe.warehouse, c, context.instance)
+            for c in cards
+        ]
         requests = [f for f in found if isinstance(f, dg.RunRequest)]
         reasons = [f for f in found if isinstance(f, str)]
         if requests:
             return dg.SensorResult(run_requests=requests)
-        return dg.SensorResult(skip_reason=dg.SkipReason("; ".join(reasons)))
+        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(reasons) or "no recipes"))
 
     return recipe_sensor
 
@@ -112,12 +120,9 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
     def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
         """Asks the webserver (MERGEPIPE_UI_URL) to reload when recipe files changed."""
         cards = recipe_cards(mergepipe.warehouse)
-        problems = "; ".join(f"{c.name}: {c.problem}" for c in cards if c.problem)
         now = recipes_token(cards)
         if now == loaded or context.cursor == now:
-            return dg.SkipReason(
-                "recipes are loaded as they are" + (f"; {problems}" if problems else "")
-            )
+            return dg.SkipReason("recipes are loaded as they are")
         context.update_cursor(now)
         return dg.SkipReason(_reload())
 

@@ -35,7 +35,16 @@ class Console:
         """The warehouse, created if it is not there."""
         from mergepipe_pipeline.warehouse import Warehouse
 
-        return Warehouse.at(self.home_dir).ensure()
+        try:
+            return Warehouse.at(self.home_dir).ensure()
+        except RuntimeError as error:  # from pathlib, for ~ of a user that is not there
+            raise MergePipeError(
+                "The warehouse has no place",
+                where=f"--home or MERGEPIPE_HOME, {self.home_dir}",
+                expected="a folder",
+                found=str(error),
+                next_step="give another folder",
+            ) from error
 
     @property
     def progress(self) -> Bars:
@@ -45,7 +54,7 @@ class Console:
     def show(self, data: Any, *lines: str) -> None:
         """Print `data` as JSON, or the lines for people."""
         if self.as_json:
-            click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+            click.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
         else:
             for line in lines:
                 click.echo(line)
@@ -176,4 +185,4 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 def recipe_folder(path: str) -> Path:
     """The folder that relative model paths of a recipe may start from."""
-    return Path(path).expanduser().resolve().parent
+    return Path(path).resolve().parent

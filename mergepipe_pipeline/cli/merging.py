@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.spec.plan import MergePlan
 
 
+_COUNT = click.IntRange(min=1)
+
+
 def planning_options(function: Callable[..., None]) -> Callable[..., None]:
     """The options that decide what a plan buys."""
     for option in (
@@ -44,7 +47,7 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
 
     checked = run(console.home, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning)
     stages = (*checked.before, checked)
-    console.warn(tuple(w for stage in stages for w in stage.recipe.warnings))
+    console.warn(tuple(dict.fromkeys(w for stage in stages for w in stage.recipe.warnings)))
     shown = _checked_json(checked)
     if checked.before:
         shown["stages"] = [_checked_json(stage) for stage in checked.before]
@@ -138,9 +141,9 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 @planning_options
 @click.option("--out", type=click.Path(), help="Also write a plain Hugging Face folder here.")
 @click.option("--publish", "publish_ref", is_flag=True, help="Publish under the recipe's ref.")
-@click.option("--threads", type=int, help="Threads for arithmetic and reading.")
-@click.option("--window-size", "window_elems", type=int, help="Elements per window.")
-@click.option("--memory", "memory_mib", type=int, help="Buffer memory in MiB.")
+@click.option("--threads", type=_COUNT, help="Threads for arithmetic and reading.")
+@click.option("--window-size", "window_elems", type=_COUNT, help="Elements per window.")
+@click.option("--memory", "memory_mib", type=_COUNT, help="Buffer memory in MiB.")
 @verb
 def merge(
     console: Console,

@@ -70,7 +70,7 @@ def verify(console: Console, what: str) -> None:
 @click.option(
     "--older-than",
     "older_than_s",
-    type=float,
+    type=click.FloatRange(min=0),
     default=3600.0,
     show_default=True,
     help="Keep unreferenced files younger than this many seconds.",

@@ -12,7 +12,7 @@ import numpy as np
 
 from mergepipe_pipeline.operators import mix
 from mergepipe_pipeline.operators.measure import Sums
-from mergepipe_pipeline.operators.registry import Window, operator
+from mergepipe_pipeline.operators.registry import AtLeast, Window, operator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +67,9 @@ def _settle(
     n_experts = len(measured) // 2
     factors = []
     for shared, alone in zip(measured[:n_experts], measured[n_experts:], strict=True):
-        ratio = np.float32(shared) / np.float32(max(alone, epsilon))
+        divisor = np.float32(max(alone, epsilon))
+        # Without a change of its own an expert has as much in common as it can have.
+        ratio = np.float32(shared) / divisor if divisor > 0 else np.float32(alpha * (shared > 0))
         factors.append(float(1 + np.float32(r) * min(max(ratio, np.float32(0)), np.float32(alpha))))
     return 1.0, *factors
 
@@ -95,8 +97,12 @@ def ram(window: Window, *, epsilon: Epsilon = EPSILON) -> Tensor:
 def ramplus_tl(
     window: Window,
     *,
-    r: Annotated[float, "strength of the factor for changes that an expert makes alone"] = 0.1,
-    alpha: Annotated[float, "largest ratio of shared to lone changes that counts"] = 0.2,
+    r: Annotated[
+        float, "strength of the factor for changes that an expert makes alone", AtLeast(0)
+    ] = 0.1,
+    alpha: Annotated[
+        float, "largest ratio of shared to lone changes that counts", AtLeast(0)
+    ] = 0.2,
     epsilon: Epsilon = EPSILON,
 ) -> Tensor:
     """Mean of shared changes, lone ones scaled up per tensor. Source: as for ram."""

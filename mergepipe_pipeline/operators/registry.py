@@ -50,6 +50,13 @@ class PerModel(tuple[float, ...]):
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """Annotation of a parameter that has a smallest value."""
+
+    value: float
+
+
 #: Default of a per-model parameter: 1.0 for each expert.
 ONE_EACH: Final = PerModel((1.0,))
 
@@ -131,11 +138,12 @@ def operator(
     """Register `function(window, *, parameters…) -> Tensor` as the merge method `name`.
 
     Keyword-only arguments become recipe parameters: `Annotated[PerModel, help]` is given per model,
-    `Annotated[float | bool | int | Literal[texts], help]` once per tensor; a trailing underscore is
-    dropped (`lambda_`). `check(tensor, shape, **values)` and `coefficients(**values)` get the same
-    values; `settle(measured, **values)` and `choose(facts, **values)` too. Without `coefficients`
-    the facts are factors: the base's first, then the experts'. `response_of(**method parameters)`
-    is for methods whose response depends on them.
+    `Annotated[float | bool | int | Literal[texts], help]` once per tensor, either with an `AtLeast`
+    behind the help; a trailing underscore is dropped (`lambda_`). `check(tensor, shape, **values)`
+    and `coefficients(**values)` get the same values; `settle(measured, **values)` and
+    `choose(facts, **values)` too. Without `coefficients` the facts are factors: the base's first,
+    then the experts'. `response_of(**method parameters)` is for methods whose response depends on
+    them.
 
     Raises OperatorError for a name that is taken and for an argument without type or help.
     """
@@ -226,7 +234,7 @@ def bind(
     """Keyword arguments of an operator's function: every parameter, defaults filled in.
 
     Raises OperatorError for a name the schema lacks, a required one left out, and a value that is
-    no finite number.
+    no finite number or below the least.
     """
     scopes: dict[str, Sequence[Params]] = {"method": [params], "model": model_params}
     given: dict[str, list[dict[str, Any]]] = {}
@@ -260,6 +268,8 @@ def _value(schema: OperatorSchema, p: Parameter, where: str, row: dict[str, Any]
         number = math.nan
     if not math.isfinite(number):
         raise _unusable(schema, p, where, raw, f"a finite number ({p.help})")
+    if p.least is not None and number < p.least:
+        raise _unusable(schema, p, where, raw, f"a number from {p.least:g} up ({p.help})")
     return {"float": float, "bool": bool, "int": int}[p.kind](number)
 
 
@@ -326,4 +336,6 @@ def _parameter(argument: Argument, hint: Any, where: str) -> Parameter:
         (default,) = default
     kinds[Literal] = ("method", "choice")
     scope, value_kind = kinds[Literal if choices else kind]
-    return Parameter(argument.name.removesuffix("_"), scope, value_kind, default, notes[0], choices)
+    least = next((note.value for note in notes if isinstance(note, AtLeast)), None)
+    name = argument.name.removesuffix("_")
+    return Parameter(name, scope, value_kind, default, notes[0], choices, least)

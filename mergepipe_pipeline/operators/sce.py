@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 TOPK = 1.0
 #: Below this sum of mean squares the weights are uniform.
 LEAST_ENERGY = 1e-6
+#: No variance is above it (the largest float32), so this threshold selects nothing.
+MOST = 3.4028234663852886e38
 #: The sum of agreeing weights counts as at least this much.
 LEAST_WEIGHT = 1e-6
 
 
 def _variance(window: Window) -> Tensor:
-    """Population variance over experts, [n] float32; infinite where it is not a number.
+    """Population variance over experts, [n] float32; the largest number where it is none.
 
     Welford's update in float64: zero, exactly, where all experts are equal.
     """
@@ -34,8 +36,7 @@ def _variance(window: Window) -> Tensor:
         mean.add_(away.div(k + 1))
         # away·(x − mean) with the mean before, then after: their product is (k / (k + 1))·away².
         squares.add_(away.square_().mul_(k / (k + 1)))
-    inf = float("inf")
-    return squares.div_(window.experts.shape[0]).float().nan_to_num_(nan=inf, posinf=inf)
+    return squares.div_(window.experts.shape[0]).float().nan_to_num_(nan=MOST, posinf=MOST)
 
 
 def _count(
@@ -78,7 +79,7 @@ def _settle(measured: tuple[float, ...], select_topk: float, int8_mask: bool) ->
         weights = [1 / len(energies)] * len(energies)
     else:
         weights = [energy / total for energy in energies]
-    return threshold, tie_stop_elem, *weights
+    return min(threshold, MOST), tie_stop_elem, *weights
 
 
 @operator(

@@ -169,19 +169,6 @@ def check_drop(tensor: str, density: PerModel) -> None:
             )
 
 
-def check_band(tensor: str, gamma: PerModel) -> None:
-    """Raise OperatorError if a share of outliers is negative."""
-    for i, g in enumerate(gamma):
-        if g < 0:
-            raise OperatorError(
-                "A share of outliers is negative",
-                where=f"tensor {tensor}, model {i + 1} of {len(gamma)}",
-                expected="a gamma between 0 and 1",
-                found=f"gamma {g}",
-                next_step="correct gamma",
-            )
-
-
 def check_ranked(tensor: str, density: PerModel, epsilon: PerModel) -> None:
     """Raise OperatorError where density ± ε leaves (0, 1), for densities that drop at random."""
     for i, (d, e) in enumerate(zip(density, epsilon, strict=True)):

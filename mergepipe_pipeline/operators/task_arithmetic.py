@@ -14,6 +14,7 @@ from mergepipe_pipeline.operators import mix
 from mergepipe_pipeline.operators.mix import Normalize, Rescale
 from mergepipe_pipeline.operators.registry import (
     ONE_EACH,
+    AtLeast,
     Density,
     Int8Mask,
     Lambda,
@@ -23,12 +24,12 @@ from mergepipe_pipeline.operators.registry import (
     Window,
     operator,
 )
-from mergepipe_pipeline.operators.sparsify import band, check_band, trim
+from mergepipe_pipeline.operators.sparsify import band, trim
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Gamma = Annotated[PerModel, "share of the delta's largest elements to drop as outliers"]
+Gamma = Annotated[PerModel, "share of the delta's largest elements to drop as outliers", AtLeast(0)]
 GAMMA = PerModel((0.01,))
 
 
@@ -53,10 +54,6 @@ def _check_ties(
             found=f"weights {list(weight)}",
             next_step="give equal weights, or set variant: mergekit",
         )
-
-
-def _check_band(tensor: str, shape: tuple[int, ...], gamma: PerModel, **_: object) -> None:
-    check_band(tensor, gamma)
 
 
 def _band_all(window: Window, density: PerModel, rescale: bool) -> None:
@@ -127,7 +124,6 @@ def ties(
     "the largest magnitudes, then the smallest down to the density",
     reference="https://arxiv.org/abs/2312.06795",
     coefficients=mix.coefficients,
-    check=_check_band,
 )
 def breadcrumbs(
     window: Window,
@@ -156,7 +152,6 @@ def breadcrumbs(
     formula="d̃ᵢ = wᵢ·band(δᵢ) as in breadcrumbs; then as ties",
     reference="https://arxiv.org/abs/2312.06795",
     coefficients=mix.coefficients,
-    check=_check_band,
 )
 def breadcrumbs_ties(
     window: Window,

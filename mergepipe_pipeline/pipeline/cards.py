@@ -54,7 +54,7 @@ class RecipeCard:
     @property
     def identifier(self) -> str:
         """The name in letters, digits and underscores."""
-        return re.sub(r"[^A-Za-z0-9]", "_", self.name)
+        return _identifier(self.name)
 
     @property
     def token(self) -> str:
@@ -66,17 +66,41 @@ class RecipeCard:
 def recipe_cards(home: Warehouse) -> tuple[RecipeCard, ...]:
     """Every recipe file of the warehouse, usable or not, in name order."""
     checkpoints = _Checkpoints(home)
-    cards: dict[str, RecipeCard] = {}
+    cards: list[RecipeCard] = []
+    files: dict[str, str] = {}
     for path in sorted(home.recipes.iterdir()):
         if path.suffix not in {".yml", ".yaml"} or path.name.startswith("."):
             continue
-        card = _card(home, path, checkpoints)
-        other = cards.get(card.identifier)
-        if other is not None:
-            why = f"{path.name} has the name of recipe {other.name!r}; rename one of them"
-            card = RecipeCard(path.name, None, (), (), why)
-        cards[card.identifier] = card
-    return tuple(cards.values())
+        problem = _name_problem(path, files)
+        if problem is None:
+            cards.append(_card(home, path, checkpoints))
+        else:
+            cards.append(RecipeCard(path.name, None, (), (), problem))
+        if _NAME.fullmatch(path.stem):
+            files.setdefault(cards[-1].identifier, path.name)
+    return tuple(cards)
+
+
+def _name_problem(path: Path, files: Mapping[str, str]) -> str | None:
+    """Why a file's name cannot name assets, if so; `files` are those that do, by identifier."""
+    if not _NAME.fullmatch(path.stem):
+        return str(
+            RecipeError(
+                "A recipe's file name cannot name assets",
+                where=path.name,
+                expected="at most 63 letters, digits, '.', '_' and '-', a letter or digit first",
+                found=repr(path.stem),
+                next_step="rename the file",
+            )
+        )
+    other = files.get(_identifier(path.stem))
+    if other is not None:
+        return f"{path.name} would have the same assets or job as {other}; rename one of them"
+    return None
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "_", name)
 
 
 def uses(ref: ModelRef, raw: RawRecipe) -> tuple[str, ...]:
@@ -106,14 +130,6 @@ class _Checkpoints:
 def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeCard:
     name = path.stem
     try:
-        if not _NAME.fullmatch(name):
-            raise RecipeError(
-                "A recipe's file name cannot name assets",
-                where=path.name,
-                expected="at most 63 letters, digits, '.', '_' and '-'",
-                found=repr(name),
-                next_step="rename the file",
-            )
         raw = load_recipe(path)
     except MergePipeError as error:
         return RecipeCard(name, None, (), (), str(error))

@@ -5,25 +5,28 @@ Also the first step of planning: what it returns is what a plan is made from. No
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.dtypes import FLOATING, itemsize
-from mergepipe_pipeline.errors import MergePipeError, RecipeError
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.pipeline.analyze import grid_for, missing_pairs
+from mergepipe_pipeline.pipeline.analyze import grid_for
+from mergepipe_pipeline.pipeline.estimate import Cost, estimate
 from mergepipe_pipeline.pipeline.models import open_models
+from mergepipe_pipeline.pipeline.register import exists
 from mergepipe_pipeline.pipeline.side import side_of, template_of
 from mergepipe_pipeline.pipeline.tokens import Reindexer, build_for
 from mergepipe_pipeline.pipeline.vocabulary import fit_rows
+from mergepipe_pipeline.planner.build import Side
 from mergepipe_pipeline.recipe.budget import parse_budget
 from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipes, resolve_recipe
+from mergepipe_pipeline.recipe.schema import known_strategy
+from mergepipe_pipeline.snapshots.model_folder import config_json
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.spec.view import TensorView
@@ -33,30 +36,13 @@ from mergepipe_pipeline.warehouse import Warehouse
 SCHEMAS = {name: operator.schema for name, operator in OPERATORS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a merge will read and write, in bytes, before the catalog's help.
-
-    `analysis_bytes` is read once to learn the statistics that are not known yet; `budget_bytes`
-    None is no limit. Expert bytes read will be at most min(budget, total).
-    """
-
-    expert_bytes_total: int
-    budget_bytes: int | None
-    base_bytes: int
-    output_bytes: int
-    analysis_bytes: int
-    free_bytes: int
-    layers: int
-    tensors: int
-
-
 @dataclass(frozen=True)
 class Checked:
     """A recipe that can run: resolved, with its models, block grid, cost and warnings.
 
     `models` are in the order of `recipe.models`, fitted to each other; `originals` are the same
-    before the output's tokenizer was applied. `before` are the stages before it.
+    before the output's tokenizer was applied. `side` stands beside the result's weights; `before`
+    are the stages before it.
     """
 
     recipe: Recipe
@@ -64,6 +50,7 @@ class Checked:
     grid: BlockGrid
     cost: Cost
     originals: tuple[Model, ...]
+    side: Side
     tokenizer: TokenizerBuild | None = None
     before: tuple[Checked, ...] = ()
 
@@ -115,33 +102,39 @@ def check(
 ) -> Checked:
     """Everything that can be said from headers alone; writes nothing.
 
-    Earlier stages are checked, too, and stand for their results. Raises the one problem as itself,
+    Earlier stages are checked, too, and stand for their results; of a stage whose earlier one
+    fails, only the models are looked at. Raises the one problem as itself,
     several as a RecipeError that lists them all.
     """
-    before: list[Checked] = []
+    done: list[Checked] = []
     pending: dict[str, Checkpoint] = {}
-    for stage in raw.before:
-        checked = check_stage(
-            home,
-            stage,
-            pending,
-            relative_to=relative_to,
-            budget=budget,
-            strategy=strategy,
-            block_elems=block_elems,
-        )
-        before.append(checked)
-        files = checked.tokenizer.files if checked.tokenizer else None
-        pending[stage.stage or stage.name] = foreseen(checked.recipe, checked.models, files)
-    final = check_stage(
-        home,
-        raw,
-        pending,
-        relative_to=relative_to,
-        budget=budget,
-        strategy=strategy,
-        block_elems=block_elems,
-    )
+    problems: list[MergePipeError] = []
+    failed: set[str] = set()
+    for stage in (*raw.before, raw):
+        name = stage.stage or stage.name
+        if failed & set(stage.stages_used):
+            problems += _lost_models(home, stage, failed, pending, relative_to)
+            failed.add(name)
+            continue
+        try:
+            checked = check_stage(
+                home,
+                stage,
+                pending,
+                relative_to=relative_to,
+                budget=budget,
+                strategy=strategy,
+                block_elems=block_elems,
+            )
+        except MergePipeError as error:
+            problems.append(error)
+            failed.add(name)
+            continue
+        done.append(checked)
+        pending[name] = foreseen(checked.recipe, checked.models, checked.side)
+    if problems:
+        raise _all(problems, raw)
+    *before, final = done
     return replace(final, before=tuple(before))
 
 
@@ -159,30 +152,38 @@ def check_stage(
     recipe, models = resolve_stage(home, raw, pending, relative_to)
     originals = models
     problems: list[MergePipeError] = []
-    tokenizer, warnings = None, recipe.warnings
+    tokenizer, side, warnings = None, None, recipe.warnings
     try:
         tokenizer = build_for(recipe, models)
         if tokenizer is not None:
             models = Reindexer(None, recipe, models, tokenizer).models()
             warnings += tokenizer.warnings
         models, cropped = fit_rows(recipe, models, problems)
-        side_of(recipe, models, tokenizer.files if tokenizer else None)
+        side = side_of(recipe, models, tokenizer.files if tokenizer else None)
         warnings += cropped
         if not problems:
             _validate(recipe, models)
     except MergePipeError as error:
         problems.append(error)
-    if problems:
+    if problems or side is None:
         raise _all(problems, raw)
+    template = models[side.template]
+    if template.checkpoint.config is None:
+        warnings += (_no_config(template),)
+    warnings += tuple(
+        f"the stage {name!r} hides what else is called so: the model of that name or path"
+        for name in raw.stages_used
+        if exists(home, name, relative_to)
+    )
     recipe = replace(recipe, warnings=warnings)
     if budget is not None:
         recipe = replace(recipe, budget=parse_budget(budget, "--budget"))
     if strategy is not None:
-        recipe = replace(recipe, strategy=strategy)
-    template = models[template_of(recipe, models)]
+        recipe = replace(recipe, strategy=known_strategy(strategy, "--strategy"))
     grid = grid_for(template, block_elems or raw.block_elems)
-    cost = _cost(home, recipe, models, grid)
-    return Checked(recipe, tuple(models), grid, cost, tuple(originals), tokenizer)
+    outputs = [(like, out_dtype(recipe, like)) for like in _outputs(recipe, models)]
+    cost = estimate(home, recipe, models, outputs, grid)
+    return Checked(recipe, tuple(models), grid, cost, tuple(originals), side, tokenizer)
 
 
 def resolve_stage(
@@ -211,6 +212,10 @@ def output_view(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
     return models[t.inputs[0].model].views[t.inputs[0].tensor]
 
 
+def _outputs(recipe: Recipe, models: Sequence[Model]) -> list[TensorView]:
+    return [output_view(t, models) for t in recipe.tensors]
+
+
 def out_dtype(recipe: Recipe, like: TensorView) -> str:
     """The dtype (safetensors code) in which an output tensor is written."""
     if like.dtype not in FLOATING:
@@ -218,22 +223,22 @@ def out_dtype(recipe: Recipe, like: TensorView) -> str:
     return recipe.out_dtype or recipe.dtype or like.dtype
 
 
-def foreseen(
-    recipe: Recipe, models: Sequence[Model], tokenizer_files: Mapping[str, bytes] | None = None
-) -> Checkpoint:
-    """What a stage's result will look like: its tensors, without files.
+def foreseen(recipe: Recipe, models: Sequence[Model], side: Side | None = None) -> Checkpoint:
+    """What a stage's result will look like: its tensors, config and tokenizer, without files.
 
-    `tokenizer_files` None: those of its template.
+    `side` None: config and tokenizer are its template's as they are.
     """
-    entries = []
-    for t in recipe.tensors:
-        like = output_view(t, models)
-        entries.append(TensorEntry(t.name, out_dtype(recipe, like), like.shape, "", 0))
-    template = models[template_of(recipe, models)].checkpoint
-    files = template.tokenizer_files if tokenizer_files is None else tokenizer_files
-    return Checkpoint(
-        recipe.name, template.root, (), tuple(entries), template.config, tokenizer_files=files
+    entries = tuple(
+        TensorEntry(t.name, out_dtype(recipe, like), like.shape, "", 0)
+        for t, like in zip(recipe.tensors, _outputs(recipe, models), strict=True)
     )
+    template = models[template_of(recipe, models)].checkpoint
+    config, files = template.config, template.tokenizer_files
+    if side is not None and side.config and config is not None:
+        config = config_json(config.encode(), None, side.config).decode()
+    if side is not None and side.files is not None:
+        files = {name: b64decode(text) for name, text in side.files}
+    return Checkpoint(recipe.name, template.root, (), entries, config, tokenizer_files=files)
 
 
 def _completed(model: Model, number: int, recipe: Recipe, models: Sequence[Model]) -> Model:
@@ -250,14 +255,34 @@ def _completed(model: Model, number: int, recipe: Recipe, models: Sequence[Model
 def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
     """Raise OperatorError if the method's parameters cannot work for some tensor."""
     operator = OPERATORS[recipe.method]
-    for t in recipe.tensors:
-        if t.inputs:
-            like = output_view(t, models)
-            if like.dtype in FLOATING and like.numel:
-                operator.validate(t.name, like.shape, t.params, [i.params for i in t.inputs])
+    for t, like in zip(recipe.tensors, _outputs(recipe, models), strict=True):
+        if t.inputs and like.dtype in FLOATING and like.numel:
+            operator.validate(t.name, like.shape, t.params, [i.params for i in t.inputs])
+
+
+def _lost_models(
+    home: Warehouse,
+    stage: RawRecipe,
+    failed: Collection[str],
+    pending: Mapping[str, Checkpoint],
+    relative_to: Path | None,
+) -> list[MergePipeError]:
+    """What is wrong with the models of a stage that waits for one that has failed."""
+    found: list[MergePipeError] = []
+    there = [r for r in stage.references if r.model not in failed]
+    open_models(home, there, None, relative_to, pending, found)
+    return [problem for problem in found if isinstance(problem, CheckpointError)]
+
+
+def _no_config(template: Model) -> str:
+    return (
+        f"{template.name} has no config.json, and the result takes it from there: no library will "
+        "load the result before one is put beside its weights"
+    )
 
 
 def _all(problems: Sequence[MergePipeError], raw: RawRecipe) -> MergePipeError:
+    problems = list({str(p): p for p in problems}.values())
     if len(problems) == 1:
         return problems[0]
     flat = tuple(
@@ -271,50 +296,3 @@ def _all(problems: Sequence[MergePipeError], raw: RawRecipe) -> MergePipeError:
         problems=flat,
         next_step="mend them all; nothing was read or written",
     )
-
-
-def _cost(home: Warehouse, recipe: Recipe, models: Sequence[Model], grid: BlockGrid) -> Cost:
-    total = output = base = 0
-    names = [t.name for t in recipe.tensors]
-    pairs: dict[tuple[int, int], list[tuple[str, str]]] = {}
-    reads_base = SCHEMAS[recipe.method].base != "none"
-    for t in recipe.tensors:
-        like = output_view(t, models)
-        floating = like.dtype in FLOATING
-        output += like.numel * itemsize(out_dtype(recipe, like))
-        base += like.nbytes if (t.base and reads_base) or not t.inputs or not floating else 0
-        for i in t.inputs if floating else ():
-            total += models[i.model].views[i.tensor].nbytes
-            if t.base is not None:
-                pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
-    return Cost(
-        expert_bytes_total=total,
-        budget_bytes=recipe.budget.resolve(total),
-        base_bytes=base,
-        output_bytes=output,
-        analysis_bytes=_unknown_bytes(home, models, pairs, grid),
-        free_bytes=shutil.disk_usage(home.root).free,
-        layers=len({layer_name(n, layer_count(names)) for n in names}),
-        tensors=len(names),
-    )
-
-
-def _unknown_bytes(
-    home: Warehouse,
-    models: Sequence[Model],
-    pairs: Mapping[tuple[int, int], Sequence[tuple[str, str]]],
-    grid: BlockGrid,
-) -> int:
-    catalog = Catalog(home.catalog)
-    nbytes = 0
-    paired = {expert for expert, _ in pairs}
-    for (expert, base), wanted in pairs.items():
-        for mine, theirs in missing_pairs(home, models[expert], models[base], wanted, grid):
-            view = models[expert].views[mine]
-            below = models[base].views[theirs].nbytes if view.stands_alone else 0
-            nbytes += view.nbytes + below
-    for number, model in enumerate(models):
-        if number not in paired and not any(base == number for _, base in pairs):
-            unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]
-            nbytes += sum(c.nbytes for c in unknown)
-    return nbytes

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Fact
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Operator
-from mergepipe_pipeline.operators.measure import Measure
+from mergepipe_pipeline.operators.measure import Largest, Measure
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
@@ -55,6 +56,8 @@ def measured_facts(
         numbers: dict[str, Fact] = {t.name: () for t in members}
         for step in operator.measures:
             found = _step(home, recipe, operator, models, group, members, step, numbers, progress)
+            if not isinstance(step, Largest):  # there, infinity says that nothing is kept
+                _refuse_damaged(step, found)
             numbers = {name: (*numbers[name], *found[name]) for name in numbers}
         for t in members:
             facts[t.name] = _settle(operator, t, numbers[t.name])
@@ -67,6 +70,18 @@ def _settle(operator: Operator, t: TensorRecipe, numbers: Fact) -> tuple[float, 
     except OperatorError as error:
         error.where = f"tensor {t.name}"
         raise
+
+
+def _refuse_damaged(step: Measure, found: Mapping[str, Fact]) -> None:
+    for tensor, numbers in found.items():
+        if not all(map(isfinite, numbers)):
+            raise OperatorError(
+                "A model holds NaN or infinity where models are measured against each other",
+                where=f"tensor {tensor}",
+                expected="finite values in every model",
+                found=f"{step.name} of {', '.join(f'{n:.6g}' for n in numbers[:9])}",
+                next_step="repair the model, or leave it out",
+            )
 
 
 def _step(
@@ -104,7 +119,8 @@ def _tensor_key(t: TensorRecipe, step: Measure, numbers: Fact) -> str:
     rows = [{k: v for k, v in i.params if k in step.depends} for i in t.inputs]
     if len(set(inputs)) == 1 and not params and not any(rows) and not numbers:
         return inputs[0]
-    return f"{t.name}#{digest_json([inputs, params, rows, numbers])[:24]}"
+    known = [n if isfinite(n) else str(n) for n in numbers]
+    return f"{t.name}#{digest_json([inputs, params, rows, known])[:24]}"
 
 
 def _run(

@@ -6,12 +6,18 @@ reference names another model (`model+adapter`). Headers only.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError, MergePipeError
+from mergepipe_pipeline.errors import (
+    CheckpointError,
+    IncompatibleCheckpointsError,
+    IncompleteCheckpointError,
+    MergePipeError,
+)
 from mergepipe_pipeline.pipeline.register import exists, look
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
@@ -47,15 +53,18 @@ def open_models(
     if problems:
         return []
     found = [c for c in opened if c is not None]
-    ground = found[base] if base is not None else None
-    below = _model(ground, None) if ground else None
-    models = []
+    models: list[Model] = []
+    try:
+        below = None if base is None else _base_model(references[base].text, found[base])
+    except MergePipeError as error:
+        problems.append(error)
+        return []
     for number, checkpoints in enumerate(found):
         try:
             models.append(below if below and number == base else _model(checkpoints, below))
         except MergePipeError as error:
             problems.append(error)
-    return [] if problems else [m for m in models if m is not None]
+    return [] if problems else models
 
 
 class _Opener:
@@ -83,10 +92,57 @@ class _Opener:
 
     def _look(self, text: str, revision: str | None) -> Checkpoint:
         if text in self._pending:
+            if revision is not None:
+                raise _no_revision(text, revision)
             return self._pending[text]
         found = look(self._home, text, self._relative_to, self._taken, revision)
         self._taken[found.name] = found.root
+        _refuse_broken_config(found)
         return found
+
+
+def _no_revision(stage: str, revision: str) -> CheckpointError:
+    return CheckpointError(
+        "The result of a stage has no revisions",
+        where=f"{stage}@{revision}",
+        expected="the stage's name alone, or another model",
+        found=f"the stage {stage!r} of this file",
+        next_step="leave the revision out, or rename the stage if another model is meant",
+    )
+
+
+def _refuse_broken_config(checkpoint: Checkpoint) -> None:
+    """Raise IncompleteCheckpointError if there is a config.json that is no JSON object."""
+    if checkpoint.config is None:
+        return
+    try:
+        value = json.loads(checkpoint.config)
+        found = f"a {type(value).__name__}"
+    except (ValueError, RecursionError) as error:
+        value, found = None, str(error)
+    if not isinstance(value, dict):
+        raise IncompleteCheckpointError(
+            "A model's config cannot be read",
+            where=f"{checkpoint.root}, config.json",
+            expected="a JSON object",
+            found=found,
+            next_step="copy config.json again",
+        )
+
+
+def _base_model(text: str, checkpoints: tuple[Checkpoint, ...]) -> Model:
+    """The model that others are merged on; it must be whole."""
+    first = checkpoints[0]
+    if first.kind != "full":
+        raise IncompatibleCheckpointsError(
+            "The base model is not a whole model",
+            where=f"base_model {text!r}, {first.root}",
+            expected="full weights, or MODEL+ADAPTER",
+            found="an adapter alone" if first.kind == "adapter" else "deltas alone",
+            next_step="give the model that it was made from as base_model, and list this one "
+            "under models",
+        )
+    return _model(checkpoints, None)
 
 
 def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None) -> Model:
@@ -97,7 +153,7 @@ def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None) -> Model:
         if on_base:
             return _on_base(adapters[0], base)
         if first.kind != "full":
-            raise _needs_base(first)
+            raise _adapter_on_part(first, adapters[0])
         return _adapted(_full(first), adapters[0])
     return _full(first) if first.kind == "full" else _on_base(first, base)
 
@@ -135,6 +191,16 @@ def _adapted(model: Model, adapter: Checkpoint) -> Model:
         views[name] = change if change.stored else replace(views[name], low_rank=change.low_rank)
     name = f"{model.name}+{adapter.name}"
     return Model(name, (*model.checkpoints, adapter), views)
+
+
+def _adapter_on_part(first: Checkpoint, adapter: Checkpoint) -> IncompatibleCheckpointsError:
+    return IncompatibleCheckpointsError(
+        "What stands before the `+` is no model that an adapter could be laid on",
+        where=f"{first.root}+{adapter.root}",
+        expected="a folder with full weights before the `+`",
+        found="an adapter alone" if first.kind == "adapter" else "deltas alone",
+        next_step="list both as models of their own, on a base_model",
+    )
 
 
 def _needs_base(checkpoint: Checkpoint) -> IncompatibleCheckpointsError:

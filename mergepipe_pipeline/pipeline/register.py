@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.digest import sha256_hex
-from mergepipe_pipeline.errors import CheckpointError, NotFoundError
+from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.hub_cache import cached_model
@@ -29,7 +30,7 @@ def register(
     catalog = Catalog(home.catalog)
     if base is not None:
         base = resolve(home, base).name
-    root = Path(path).expanduser().resolve()
+    root = _expanded(path).resolve()
     chosen = name or _free_name(catalog, root, {})
     return catalog.register(open_checkpoint(str(root), chosen), base)
 
@@ -52,51 +53,72 @@ def look(
     to `relative_to` (the recipe's folder); a hub name (`org/model`) is looked up in the local
     Hugging Face cache. `revision` picks a version of a registered name, or a commit of a cached
     model. `taken` maps names given but not registered yet to their roots. Raises CheckpointError
-    when nothing fits.
+    when nothing fits, CheckpointChangedError for a revision whose files were replaced.
     """
     catalog = Catalog(home.catalog)
     if text in catalog.names():
-        return open_checkpoint(_registered_root(catalog, text, revision), text)
+        if revision is None:
+            return open_checkpoint(catalog.get(text).checkpoint.root, text)
+        return _as_registered(_revision(catalog, text, revision), revision)
     for folder in (Path.cwd(), relative_to):
-        if folder is not None and (folder / Path(text).expanduser()).exists():
-            root = (folder / Path(text).expanduser()).resolve()
+        if folder is not None and (folder / _expanded(text)).exists():
+            root = (folder / _expanded(text)).resolve()
             found = open_checkpoint(str(root), _free_name(catalog, root, taken or {}))
             _refuse_revision(found, revision)
             return found
     cached = cached_model(text, revision)
     if cached is not None:
         return open_checkpoint(str(cached), _free_name(catalog, cached, taken or {}, text))
-    try:
-        catalog.get(text)
-    except NotFoundError as error:
-        near = error.next_step
+    near = get_close_matches(text, catalog.names(), n=1)
     raise CheckpointError(
         "A model is neither a registered name nor a path that exists",
         where=text,
         expected="a folder with safetensors, a model in the Hugging Face cache, or one of the "
         "names of `mergepipe ls`",
         found=f"no such name, and nothing at {text!r}",
-        next_step=near or "check the spelling, or download the model and give its folder",
+        next_step=f"correct it, if the registered {near[0]!r} is meant"
+        if near
+        else "check the spelling, or download the model and give its folder",
     )
 
 
 def exists(home: Warehouse, text: str, relative_to: Path | None = None) -> bool:
     """Whether a text as it stands is a registered name or a path."""
     folders = [f for f in (Path.cwd(), relative_to) if f is not None]
-    here = any((folder / Path(text).expanduser()).exists() for folder in folders)
+    here = any((folder / _expanded(text)).exists() for folder in folders)
     return here or text in Catalog(home.catalog).names()
 
 
-def _registered_root(catalog: Catalog, name: str, revision: str | None) -> str:
-    if revision is None:
-        return catalog.get(name).checkpoint.root
+def _expanded(path: str | Path) -> Path:
+    """The path with `~` replaced; as it is where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def _as_registered(known: Checkpoint, revision: str) -> Checkpoint:
+    """The checkpoint, if its files are still those of that revision."""
+    found = open_checkpoint(known.root, known.name)
+    if found.checkpoint_id != known.checkpoint_id:
+        raise CheckpointChangedError(
+            "The files of a revision have been replaced",
+            where=f"{known.name}@{revision}, {known.root}",
+            expected=f"checkpoint {known.checkpoint_id[:8]}",
+            found=f"checkpoint {found.checkpoint_id[:8]}",
+            next_step="put the old files back, or leave the revision out for what is there now",
+        )
+    return found
+
+
+def _revision(catalog: Catalog, name: str, revision: str) -> Checkpoint:
     history = catalog.history(name)
     for registration in history:
         c = registration.checkpoint
         if revision == str(registration.version) or (
             len(revision) >= 7 and c.checkpoint_id.startswith(revision)
         ):
-            return c.root
+            return c
     raise CheckpointError(
         "A registered checkpoint has no such revision",
         where=f"{name}@{revision}",

@@ -219,7 +219,7 @@ class _RowReader:
         from contextlib import ExitStack
 
         self._models, self._stack = models, ExitStack()
-        self._readers: dict[int, object] = {}
+        self._readers: dict[tuple[int, int], object] = {}
 
     def __enter__(self) -> _RowReader:
         return self
@@ -232,13 +232,15 @@ class _RowReader:
         from mergepipe_pipeline.storage.source import open_source
         from mergepipe_pipeline.tensors.stored import as_float32
 
-        if model not in self._readers:
-            checkpoint = self._models[model].checkpoint
+        part = view.stored[0]
+        key = (model, part.source)
+        if key not in self._readers:
+            checkpoint = self._models[model].checkpoints[part.source]
             source = self._stack.enter_context(open_source(checkpoint.root))
-            self._readers[model] = BlockReader(source, checkpoint, None)
-        reader = self._readers[model]
+            self._readers[key] = BlockReader(source, checkpoint, None)
+        reader = self._readers[key]
         assert isinstance(reader, BlockReader)
-        entry: TensorEntry = view.stored[0].entry
+        entry: TensorEntry = part.entry
         width = entry.numel // entry.shape[0]
         raw = reader.read(entry, at * width, (at + 1) * width)
         return as_float32(np.frombuffer(raw, np.uint8), entry.dtype).view(view.shape[1:])

@@ -89,7 +89,10 @@ def _check_kind(parameter: Parameter, setting: Setting, path: KeyPath, problems:
                 choices = ", ".join(parameter.choices)
                 problems.add(path, f"expected one of {choices}, found {shown(value)}{near}")
         elif isinstance(value, str):
-            problems.add(path, f"expected a number, found {shown(value)}")
+            want = "true or false" if parameter.kind == "bool" else "a number"
+            problems.add(path, f"expected {want}, found {shown(value)}")
+        elif parameter.least is not None and value < parameter.least:
+            problems.add(path, f"expected a number from {parameter.least:g} up, found {value:g}")
 
 
 def check_slices(

@@ -18,6 +18,7 @@ from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_p
 SHARES = frozenset({"density"})
 
 _RULE_KEYS = ("filter", "value")
+_LARGEST = 3.4028234663852886e38  # of float32, in which everything is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,9 @@ def _parse_scalar(raw: object, path: KeyPath, problems: Problems) -> float | str
         return 0.0
     if not math.isfinite(number):
         problems.add(path, f"expected a finite number, found {shown(raw)}")
+        return 0.0
+    if abs(number) > _LARGEST:
+        problems.add(path, f"expected a number that float32 can hold, found {shown(raw)}")
         return 0.0
     return number
 

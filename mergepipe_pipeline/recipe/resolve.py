@@ -26,6 +26,7 @@ from mergepipe_pipeline.recipe.traps import (
     copied,
     dtype_warnings,
     idle_filters,
+    mixed_shapes,
     scaled_float8,
     traps,
     untied,
@@ -67,9 +68,12 @@ def resolve_recipe(
     tensors = resolver.tensors()
     if problems:
         raise recipe_error([problems], raw.where)
-    used = {i.model for t in tensors for i in t.inputs} | {t.base.model for t in tensors if t.base}
+    computed = [t for t in tensors if _is_computed(schema, t)]
+    used = {i.model for t in computed for i in t.inputs}
+    used |= {t.base.model for t in computed if t.base}
     stored = [entry.dtype for model in sorted(used) for entry in tables[model].values()]
-    warnings += [*resolver.warnings, *dtype_warnings(raw.dtype, stored)]
+    warnings += [*resolver.warnings, *mixed_shapes(tensors, tables, raw.references)]
+    warnings += dtype_warnings(raw.dtype, stored)
     return Recipe(
         name=raw.name,
         text=raw.text,
@@ -246,6 +250,13 @@ class _Resolver:
 
     def _text(self, taken: Taken) -> str:
         return self.tables.refs[taken.entry.model].text
+
+
+def _is_computed(schema: OperatorSchema, t: TensorRecipe) -> bool:
+    """Whether there is arithmetic in it, and so a rounding; passthrough only scales."""
+    if schema.name != "passthrough":
+        return bool(t.inputs)
+    return any(dict(i.params)["scale"] != 1 for i in t.inputs)
 
 
 def _matters(schema: OperatorSchema, params: Params) -> bool:

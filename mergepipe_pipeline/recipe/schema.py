@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from mergepipe_pipeline.dtypes import code_from_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.outline import layer_range
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.spec.blocks import BlockGrid
 
@@ -215,6 +215,15 @@ def check_strategy(value: object, strategies: Collection[str], problems: Problem
             f"expected one of {', '.join(strategies)}, found {shown(value)}"
             f"{suggest(value, strategies)}",
         )
+
+
+def known_strategy(name: str, where: str) -> str:
+    """The name, if it is a strategy's; `where` names the option. Raises RecipeError."""
+    problems = Problems({})
+    check_strategy(name, STRATEGIES, problems)
+    if problems:
+        raise recipe_error([problems], where)
+    return name
 
 
 def ref_problem(name: str) -> str | None:

@@ -16,6 +16,8 @@ NumberOf = Callable[[object, KeyPath], int | None]
 
 CHAT_TEMPLATES = ("auto", "alpaca", "chatml", "llama3", "mistral", "exaone")
 _MIN_JINJA_CHARS = 20
+#: Far beyond what any kernel wants, and still a matrix that can be written.
+_MAX_PAD = 1 << 16
 _KEYS = ("source", "tokens", "pad_to_multiple_of")
 _RULE_KEYS = ("source", "force")
 _SOURCE_KEYS = {"zero": ("kind",), "model_token": ("kind", "model", "token", "token_id")}
@@ -45,10 +47,10 @@ def parse_tokenizer(
         whole.get("source", "union"), ("tokenizer", "source"), base, number_of, problems
     )
     pad = whole.get("pad_to_multiple_of")
-    if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or pad < 1):
+    if pad is not None and (type(pad) is not int or not 1 <= pad <= _MAX_PAD):
         problems.add(
             ("tokenizer", "pad_to_multiple_of"),
-            f"expected a whole number from 1 up, found {shown(pad)}",
+            f"expected a whole number from 1 to {_MAX_PAD}, found {shown(pad)}",
         )
         pad = None
     rules = _rules(whole.get("tokens"), number_of, problems)

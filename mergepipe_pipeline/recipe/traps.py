@@ -12,8 +12,9 @@ from mergepipe_pipeline.recipe.outline import Level
 from mergepipe_pipeline.recipe.problems import shown_path
 from mergepipe_pipeline.recipe.raw import RawRecipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.layers import layer_index, with_layer_index
 from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.recipe import ModelRef, TensorRecipe
 from mergepipe_pipeline.spec.view import TensorView
 
 #: Warnings of these parameters whenever they are given, by name.
@@ -125,6 +126,29 @@ def idle_filters(levels: Iterable[Level], names: Mapping[str, None]) -> list[str
         for rule in setting
         if rule.filter is not None and not any(rule.filter in tensor for tensor in names)
     ]
+
+
+def mixed_shapes(
+    made: Iterable[TensorRecipe],
+    tables: Sequence[Mapping[str, TensorEntry | TensorView]],
+    refs: Sequence[ModelRef],
+) -> list[str]:
+    """That layers of several models differ in shape, which no config can say; `made` from these."""
+    seen: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+    for t in made:
+        source = t.base or t.inputs[0]
+        like = tables[source.model].get(source.tensor)
+        if layer_index(t.name) is None or like is None:
+            continue
+        role = with_layer_index(t.name, 0)
+        model, tensor, shape = seen.setdefault(role, (source.model, source.tensor, like.shape))
+        if model != source.model and shape != like.shape:
+            return [
+                f"{source.tensor} of {refs[source.model].text!r} has {list(like.shape)} where "
+                f"{tensor} of {refs[model].text!r} has {list(shape)}: no config fits both, so the "
+                "result will not load; mergekit does not look"
+            ]
+    return []
 
 
 def copied(names: Sequence[str], source: ModelRef) -> str:

@@ -34,7 +34,8 @@ Value = float | bool | int | str
 class Parameter:
     """One recipe parameter: `scope` "model" is given per expert, "method" once per tensor.
 
-    `default` None means required. `choices` are the texts that one of kind "choice" may have.
+    `default` None means required. `choices` are the texts that one of kind "choice" may have,
+    `least` is the smallest number there is a meaning for (None: any).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Parameter:
     default: Value | None
     help: str
     choices: tuple[str, ...] = ()
+    least: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

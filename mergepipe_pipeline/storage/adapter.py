@@ -63,13 +63,14 @@ def adapter_views(
     decide the orientation; without, `fan_in_fan_out` of the config does. Whole tensors keep their
     own shape: an embedding may have been resized. Parts are of source 0.
 
-    Raises CheckpointError for an adapter that is no plain LoRA, for tensors of unknown meaning, for
-    ones that fit none or several of the base's tensors, and for shapes that do not fit.
+    Raises CheckpointError for an adapter that is empty or no plain LoRA, for tensors of unknown
+    meaning, for ones that fit none or several of the base's, and for shapes that do not fit.
 
     Source: W + scale · B·A, arXiv:2106.09685; names as peft saves them,
     https://huggingface.co/docs/peft/developer_guides/checkpoint.
     """
     config = parse_adapter_config(checkpoint.adapter_config or "", f"{checkpoint.root}, {CONFIG}")
+    _refuse_empty(checkpoint)
     shapes = base_names if isinstance(base_names, Mapping) else {}
     changes = _changes(checkpoint, _suffixes(base_names))
     factors = {
@@ -94,14 +95,26 @@ def adapter_views(
 def delta_views(checkpoint: Checkpoint) -> dict[str, TensorView]:
     """Every tensor of a delta checkpoint as a difference from the base's tensor of that name.
 
-    Raises CheckpointError for a tensor of another than a floating-point dtype.
+    Raises CheckpointError for a tensor of another than a floating-point dtype, and for none.
     """
+    _refuse_empty(checkpoint)
     views = {}
     for entry in checkpoint.tensors:
         _refuse_integers(entry, checkpoint)
         part = (Part(0, entry),)
         views[entry.name] = TensorView(entry.name, entry.dtype, entry.shape, part, is_delta=True)
     return views
+
+
+def _refuse_empty(checkpoint: Checkpoint) -> None:
+    if not checkpoint.tensors:
+        raise CheckpointError(
+            f"There is nothing in this {checkpoint.kind}",
+            where=checkpoint.root,
+            expected="at least one tensor",
+            found="none",
+            next_step="save it again: training or copying it went wrong",
+        )
 
 
 def _changes(checkpoint: Checkpoint, suffixes: Mapping[str, list[str]]) -> dict[str, _Change]:

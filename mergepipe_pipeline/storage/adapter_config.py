@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 from typing import Any, TypeVar
 
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 
+_LARGEST = 3.4028234663852886e38  # of float32, in which updates are computed
 _Number = TypeVar("_Number", int, float)
 
 CONFIG = "adapter_config.json"
@@ -225,17 +226,19 @@ def _pattern(value: Mapping[str, Any], key: str, where: str) -> list[tuple[str, 
 
 def _positive_int(value: object, key: str, where: str) -> int:
     if type(value) is not int or not 0 < value <= 1 << 31:
-        raise _bad(key, "a rank of at least 1", value, where)
+        raise _bad(key, "a rank from 1 to 2^31", value, where)
     return value
 
 
 def _number(value: object, key: str, where: str) -> float:
     try:
-        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
-            return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+            if abs(number) <= _LARGEST:
+                return number
     except OverflowError:
         pass
-    raise _bad(key, "a finite number", value, where)
+    raise _bad(key, "a finite number that float32 can hold", value, where)
 
 
 def _flag(value: Mapping[str, Any], key: str, where: str) -> bool:

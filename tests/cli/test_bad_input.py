@@ -150,13 +150,97 @@ def test_a_budget_nobody_understands_is_refused(
 
 
 def test_a_partial_budget_without_a_base_says_what_to_add(
-    tmp_path: Path, recipe_text: Callable[..., str]
+    refused: Callable[..., Result], recipe_text: Callable[..., str]
+) -> None:
+    result = refused(recipe_text("linear", "", base=False), "--budget", "50%")
+    assert result.exit_code == 16
+    assert "expected a base_model, or at least" in result.stderr.lower()
+
+
+def test_a_strategy_nobody_knows_is_refused(
+    refused: Callable[..., Result], recipe_text: Callable[..., str]
+) -> None:
+    result = refused(recipe_text(), "--strategy", "magnitud")
+    assert result.exit_code == 11
+    assert "--strategy" in result.stderr
+    assert "did you mean `magnitude`?" in result.stderr
+
+
+def test_a_home_folder_of_nobody_is_a_path_that_is_not_there(
+    refused: Callable[..., Result], recipe_text: Callable[..., str], family: Path, tmp_path: Path
+) -> None:
+    result = refused(recipe_text().replace(str(family / "expert_02"), "~no-such-user/model"))
+    assert result.exit_code == 12
+    assert "nothing at '~no-such-user/model'" in result.stderr
+    assert "did you mean" not in result.stderr
+    assert call("register", "~no-such-user/x", "--home", tmp_path / "v").exit_code == 12
+    result = call("ls", "--home", "~no-such-user/w")
+    assert result.exit_code == 10
+    assert "--home or MERGEPIPE_HOME, ~no-such-user/w" in result.stderr
+
+
+def test_a_revision_whose_files_were_replaced_is_refused(tmp_path: Path, family: Path) -> None:
+    home, model, recipe = tmp_path / "w", tmp_path / "model", tmp_path / "r.yml"
+    shutil.copytree(family / "expert_00", model)
+    assert call("register", model, "--home", home).exit_code == 0
+    text = (
+        f"merge_method: task_arithmetic\nbase_model: {family / 'base'}\n"
+        "models:\n  - {model: model@1, parameters: {weight: 1}}\n"
+    )
+    recipe.write_text(text)
+    assert call("check", recipe, "--home", home).exit_code == 0
+    shutil.copy(family / "expert_02" / "model.safetensors", model / "model.safetensors")
+    result = call("check", recipe, "--home", home)
+    assert result.exit_code == 14
+    assert f"model@1, {model}. Expected checkpoint" in result.stderr
+    recipe.write_text(text.replace("@1", ""))
+    assert call("check", recipe, "--home", home).exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused_before_the_merge(
+    refused: Callable[..., Result], tmp_path: Path, family: Path, text: str
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(family / "base", broken)
+    (broken / "config.json").write_text(text)
+    result = refused(
+        f"merge_method: task_arithmetic\nbase_model: {broken}\n"
+        f"models:\n  - model: {family / 'expert_00'}\n    parameters: {{weight: 1}}\n"
+    )
+    assert result.exit_code == 13
+    assert f"{broken}, config.json. Expected a JSON object, found" in result.stderr
+
+
+def test_a_base_without_a_config_is_warned_of(tmp_path: Path, family: Path) -> None:
+    bare, recipe = tmp_path / "bare", tmp_path / "r.yml"
+    shutil.copytree(family / "base", bare)
+    (bare / "config.json").unlink()
+    recipe.write_text(
+        f"merge_method: task_arithmetic\nbase_model: {bare}\n"
+        f"models:\n  - model: {family / 'expert_00'}\n    parameters: {{weight: 1}}\n"
+    )
+    result = call("check", recipe, "--home", tmp_path / "w")
+    assert result.exit_code == 0
+    assert "warning: bare has no config.json, and the result takes it from there" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--threads", "--window-size", "--memory"])
+def test_none_of_what_a_merge_needs_some_of_is_refused(
+    tmp_path: Path, recipe_text: Callable[..., str], option: str
 ) -> None:
     recipe = tmp_path / "r.yml"
-    recipe.write_text(recipe_text("linear", "", base=False))
-    result = call("merge", recipe, "--home", tmp_path / "w", "--budget", "50%")
-    assert result.exit_code == 16
-    assert "base_model" in result.stderr
+    recipe.write_text(recipe_text())
+    result = call("merge", recipe, "--home", tmp_path / "w", option, "0")
+    assert result.exit_code == 2
+    assert "0 is not in the range x>=1" in result.stderr
+
+
+def test_values_of_any_type_are_printed_for_machines(tmp_path: Path) -> None:
+    result = call(
+        "sql", "select 'x'::blob as a, 1::decimal(3, 1) as b", "--json", "--home", tmp_path
+    )
+    assert json.loads(result.stdout) == [{"a": "b'x'", "b": "1.0"}]
 
 
 def test_an_output_folder_in_use_is_refused_before_any_work(

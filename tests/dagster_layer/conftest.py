@@ -16,10 +16,16 @@ Drop = Callable[..., None]
 
 
 @pytest.fixture
-def ticker(home: Warehouse) -> Iterator[Ticker]:
-    """The sensors of the warehouse over an instance that is gone after the test."""
+def instance() -> Iterator[dg.DagsterInstance]:
+    """A Dagster instance that is gone after the test."""
     with dg.DagsterInstance.ephemeral() as instance:
-        yield Ticker(home, instance)
+        yield instance
+
+
+@pytest.fixture
+def ticker(home: Warehouse, instance: dg.DagsterInstance) -> Ticker:
+    """The sensors of the warehouse."""
+    return Ticker(home, instance)
 
 
 @pytest.fixture

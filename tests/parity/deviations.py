@@ -46,6 +46,12 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
         "test_deviations.py::test_mergekit_makes_models_that_are_not_finite",
         "test_deviations.py::test_we_make_no_model_that_is_not_finite",
     ),
+    "ramplus_tl with a negative `r` or `alpha`": (
+        "test_deviations.py::test_factors_that_shrink_lone_changes_are_refused_here",
+    ),
+    "ramplus_tl with `epsilon: 0` of tensors that no expert changes": (
+        "test_deviations.py::test_mergekits_ramplus_divides_zero_by_zero_and_ours_keeps_the_base",
+    ),
     "linear, passthrough with an unlisted base without weight": _REFUSED,
     "more or fewer embedding rows than the base": (
         f"{_INPUTS}::test_mergekit_refuses_other_numbers_of_embedding_rows_and_we_go_by_the_bases",

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import MergePipeError, RecipeError
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import LAYERS, write_model
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import read_model, run_mergekit
-from tests.parity.recipes import SUFFIX, fill
+from tests.parity.recipes import BARE, ON_BASE, SUFFIX, fill
 from tests.parity.refusals import NOT_FINITE, REFUSALS, UP_SCALE
 from tests.pipeline.test_merge import run
 
@@ -58,6 +58,37 @@ def test_we_make_no_model_that_is_not_finite(
 ) -> None:
     with pytest.raises(MergePipeError, match=r"\S"):
         run(home, fill(NOT_FINITE[name], family_of("llama")))
+
+
+@pytest.mark.peer
+@pytest.mark.usefixtures("mergekit_is_here")
+@pytest.mark.parametrize("name", ["r", "alpha"])
+def test_factors_that_shrink_lone_changes_are_refused_here(
+    home: Warehouse, family_of: FamilyOf, name: str
+) -> None:
+    recipe = "merge_method: ramplus_tl" + BARE + ON_BASE + "parameters: {" + name + ": -0.5}\n"
+    text = fill(recipe, family_of("llama"))
+    assert all(bool(value.isfinite().all()) for value in run_mergekit(text + SUFFIX).values())
+    with pytest.raises(RecipeError, match=rf"parameters\.{name}: expected a number from 0 up"):
+        run(home, text)
+
+
+@pytest.mark.peer
+@pytest.mark.usefixtures("mergekit_is_here")
+def test_mergekits_ramplus_divides_zero_by_zero_and_ours_keeps_the_base(
+    home: Warehouse, family_of: FamilyOf
+) -> None:
+    family = family_of("llama")
+    recipe = "merge_method: ramplus_tl" + BARE + ON_BASE + "parameters: {epsilon: 0}\n"
+    text = fill(recipe, family) + SUFFIX
+    theirs, ours = run_mergekit(text), read_model(Path(run(home, text).snapshot.path))
+    base = read_model(family / "base")
+    experts = [read_model(path) for path in family.glob("expert_*")]
+    unchanged = [n for n in base if all(torch.equal(e[n], base[n]) for e in experts)]
+    assert unchanged
+    for name in unchanged:
+        assert theirs[name].isnan().any(), name
+        assert torch.equal(ours[name], base[name].float()), name
 
 
 @pytest.mark.peer

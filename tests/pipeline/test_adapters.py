@@ -527,5 +527,28 @@ def test_at_budget_zero_a_base_with_an_adapter_is_written_merged(home: Warehouse
 
 def test_an_adapter_alone_is_no_base(home: Warehouse, zoo: Zoo) -> None:
     raw = parse(recipe("ties", zoo.adapters["plain"], [zoo.full]), name="t", where="t")
-    with pytest.raises(IncompatibleCheckpointsError, match="needs a model to add it to"):
+    message = "base model is not a whole model.*found an adapter alone.*list this one under models"
+    with pytest.raises(IncompatibleCheckpointsError, match=message):
+        check(home, raw)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "delta"])
+def test_what_holds_no_tensor_is_refused(home: Warehouse, zoo: Zoo, kind: str) -> None:
+    empty = home.inbox / "empty"
+    empty.mkdir()
+    if kind == "delta":
+        save_file({}, empty / "model.safetensors", metadata={"mergepipe": "delta"})
+    else:
+        save_file({}, empty / "adapter_model.safetensors")
+        (empty / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    raw = parse(recipe("ties", zoo.full, [empty]), name="t", where="t")
+    with pytest.raises(CheckpointError, match=f"nothing in this {kind}.*{empty}.*save it again"):
+        check(home, raw)
+
+
+def test_an_adapter_lies_on_a_whole_model_only(home: Warehouse, zoo: Zoo) -> None:
+    both = f"{zoo.adapters['plain']}+{zoo.adapters['plain']}"
+    raw = parse(recipe("ties", zoo.full, [both]), name="t", where="t")
+    message = r"before the `\+` is no model.*found an adapter alone"
+    with pytest.raises(IncompatibleCheckpointsError, match=message):
         check(home, raw)

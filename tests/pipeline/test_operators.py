@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.random import uniforms
 from mergepipe_pipeline.pipeline.merge import EngineKnobs
@@ -176,6 +177,48 @@ def test_budgets_hold_with_errors_within_the_bound_and_nothing_read_gives_the_ba
     other = Warehouse.at(tmp_path / "two").ensure()
     again = run(other, text, budget="30%", knobs=EngineKnobs(2, 500))
     assert again.snapshot.snapshot_id == outcomes["30%"].snapshot.snapshot_id
+
+
+@pytest.mark.parametrize("select_topk", [0.001, 0, -1])
+def test_sce_that_selects_nothing_gives_the_base(
+    home: Warehouse, models: Path, select_topk: float
+) -> None:
+    text = recipe(models, "sce").replace("0.5}", f"{select_topk}}}")
+    norm = "model.norm.weight"
+    made = tensors(run(home, text).snapshot.path)[norm]
+    assert torch.equal(made, tensors(models / "base")[norm])
+
+
+def test_ramplus_without_a_threshold_leaves_what_nobody_changed(
+    home: Warehouse, models: Path, tmp_path: Path
+) -> None:
+    base = tensors(models / "base")
+    for name in ("same", "same_too"):
+        write_model(tmp_path / name, base, **SIZES)
+    text = recipe(models, "ramplus_tl")
+    text = text.replace("\nparameters: {}", "\nparameters: {epsilon: 0}")
+    for i, name in enumerate(("same", "same_too")):
+        text = text.replace(str(models / f"expert_{i}"), str(tmp_path / name))
+    expected = tensors(models / "expert_2")
+    for name, value in tensors(run(home, text).snapshot.path).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("method", ["sce", "arcee_fusion", "slerp", "ramplus_tl"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_model_that_cannot_be_measured_is_refused_with_the_tensor(
+    home: Warehouse, models: Path, tmp_path: Path, method: str, bad: float
+) -> None:
+    broken = tensors(models / "expert_0")
+    broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], bad)
+    write_model(tmp_path / "broken", broken, **SIZES)
+    text = recipe(models, method).replace(str(models / "expert_0"), str(tmp_path / "broken"))
+    if method == "ramplus_tl":  # which counts changes, and NaN is none
+        run(home, text)
+        return
+    message = r"NaN or infinity.*tensor model\.norm\.weight.*repair the model"
+    with pytest.raises(OperatorError, match=message):
+        run(home, text)
 
 
 def assert_base(value: torch.Tensor, base: torch.Tensor, *, scaled: bool) -> None:

@@ -37,6 +37,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_layers_of_other_widths_are_warned_of(home: Warehouse, pair: Path, tmp_path: Path) -> None:
+    sizes = SIZES | {"hidden": 64}
+    write_model(tmp_path / "wide", tensors_of(0, None, dtype=torch.float32, **sizes), **sizes)
+    text = stacked([(pair / "a", 0, 2), (tmp_path / "wide", 1, 2)])
+    (warning,) = check(home, parse(text, name="t", where="t")).recipe.warnings
+    assert "layers.1.input_layernorm.weight of" in warning
+    assert "has [64] where model.layers.0.input_layernorm.weight of" in warning
+    assert "has [32]: no config fits both" in warning
+
+
 def change_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))

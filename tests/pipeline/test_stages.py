@@ -166,6 +166,33 @@ def test_a_problem_in_any_stage_is_told_before_anything_is_written(
     assert not files_under(home.root)
 
 
+def test_problems_of_all_stages_are_told_at_once(home: Warehouse, family: Path) -> None:
+    lost = {f"expert_0{i}": f"lost_{i}" for i in range(3)}
+    text = f"name: other\n{second(family, made=str(family / 'expert_03'))}---\n{both(family)}"
+    for name, other in lost.items():
+        text = text.replace(name, other)
+    with pytest.raises(RecipeError, match="A recipe has several problems") as caught:
+        check(home, parse(text, name="t", where="t"))
+    problems = caught.value.problems
+    assert len(problems) == 3
+    for place, other in zip(problems, ("lost_2", "lost_0", "lost_1"), strict=True):
+        assert f"Where: {family / other}" in place
+
+
+def test_a_stage_that_hides_a_model_is_warned_of(home: Warehouse, family: Path) -> None:
+    shutil.copytree(family / "expert_03", home.recipes / "skills")
+    raw = parse(both(family), name="t", where="t")
+    found = check(home, raw, relative_to=home.recipes).recipe.warnings
+    assert [w for w in found if w.startswith("the stage 'skills' hides what else is called so")]
+    assert not [w for w in check(home, raw).recipe.warnings if "hides" in w]
+
+
+def test_a_stage_has_no_revisions(home: Warehouse, family: Path) -> None:
+    raw = parse(both(family, made="skills@1"), name="t", where="t")
+    with pytest.raises(CheckpointError, match=r"result of a stage has no revisions.*skills@1"):
+        check(home, raw)
+
+
 def test_a_stage_without_a_name_or_used_before_it_is_made_is_refused(family: Path) -> None:
     with pytest.raises(RecipeError, match="needs a `name:`"):
         parse(f"{first(family)}---\n{second(family)}", name="t", where="t")
@@ -208,6 +235,50 @@ slices:
         assert torch.equal(
             merged[f"model.layers.1.{n}.weight"], merged[f"model.layers.2.{n}.weight"]
         )
+
+
+def first_stages(family: Path, tmp_path: Path) -> dict[str, str]:
+    """First stages that change a config, each called `skills`."""
+    from tests.family import tensors_of, write_model
+
+    wider = tensors_of(0, 5, vocab=520)
+    wider["lm_head.weight"] = wider["model.embed_tokens.weight"] * 2
+    write_model(tmp_path / "wider", wider, vocab=520)
+    config = json.loads((tmp_path / "wider" / "config.json").read_text())
+    config |= {"tie_word_embeddings": False, "layer_types": ["full", "sliding"]}
+    (tmp_path / "wider" / "config.json").write_text(json.dumps(config))
+    source = f"merge_method: passthrough\nslices:\n- sources: [{{model: {tmp_path / 'wider'}, "
+    return {
+        "layers": source + "layer_range: [1, 2]}]\n",
+        "more layers": f"{source}layer_range: [0, 2]}}]\n"
+        f"- sources: [{{model: {tmp_path / 'wider'}, layer_range: [1, 2]}}]\n",
+        "vocabulary": "merge_method: passthrough\n"
+        f"models: [{{model: {family / 'expert_00'}}}]\n"
+        "tokenizer: {source: union, pad_to_multiple_of: 100}\n",
+        "tied": f"merge_method: linear\nmodels: [{{model: {family / 'base'}}}, "
+        f"{{model: {tmp_path / 'wider'}}}]\nparameters: {{weight: 1}}\n",
+        "chat template": first(family) + "chat_template: chatml\n",
+    }
+
+
+@pytest.mark.parametrize("case", ["layers", "more layers", "vocabulary", "tied", "chat template"])
+def test_later_stages_see_the_config_that_an_earlier_one_will_have(
+    home: Warehouse, family: Path, tmp_path: Path, case: str
+) -> None:
+    text = first_stages(family, tmp_path)[case]
+    second = "---\nmerge_method: passthrough\nmodels: [{model: skills}]\nchat_template: auto\n"
+    raw = parse(f"name: skills\n{text}{second}", name="t", where="t")
+    checked = check(home, raw)
+    (stage,), (model,) = checked.before, checked.models
+    assert stage.side.config or case == "chat template"
+    seen = json.loads(model.checkpoint.config or "")
+    made = Path(run(home, text).snapshot.path)
+    config = json.loads((made / "config.json").read_text())
+    assert seen == config | {"torch_dtype": seen["torch_dtype"]}
+    files = model.checkpoint.tokenizer_files
+    for name, data in (files or {}).items():
+        assert (made / name).read_bytes() == data
+    assert files is not None or case not in ("vocabulary", "chat template")
 
 
 def test_a_budget_holds_for_every_stage(home: Warehouse, family: Path) -> None:

@@ -355,6 +355,34 @@ def test_a_tokens_row_cannot_come_from_an_adapter_that_has_none(
         check(home, parse(text, name="t", where="t"))
 
 
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic"])
+def test_a_union_takes_rows_from_embeddings_that_an_adapter_brings(
+    home: Warehouse, families: Folders, tmp_path: Path, method: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    b = families["words"]["B"]
+    values, files = load_file(b / "model.safetensors"), {}
+    values[EMBEDDING] = values[EMBEDDING] + 1
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        files[name] = (b / name).read_bytes()
+    whole = write(tmp_path / "whole", 0, len(values[EMBEDDING]), files)
+    save_file(values, whole / "model.safetensors")
+    adapter = write_adapter(tmp_path / "lora", "model.layers.0.self_attn.q_proj", zero=True)
+    brought = load_file(adapter / "adapter_model.safetensors")
+    brought[f"base_model.model.{EMBEDDING}"] = values[EMBEDDING]
+    save_file(brought, adapter / "adapter_model.safetensors")
+    base = None if method == "linear" else "A"
+    found = []
+    for model in (whole, f"{b}+{adapter}"):
+        text = text_of(Wish(method, models="C", base=base), families).replace(
+            "models:\n", f"models:\n- {{model: {model}, parameters: {{weight: 0.5}}}}\n"
+        )
+        found.append(tensors(run(home, text).snapshot.path))
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
 def test_an_adapter_on_embeddings_is_refused_with_a_union(
     home: Warehouse, families: Folders, tmp_path: Path
 ) -> None:
@@ -367,12 +395,12 @@ def test_an_adapter_on_embeddings_is_refused_with_a_union(
     assert not [p for p in home.root.rglob("*") if p.is_file()]
 
 
-def write_adapter(folder: Path, module: str, rows: int = HIDDEN) -> Path:
+def write_adapter(folder: Path, module: str, rows: int = HIDDEN, *, zero: bool = False) -> Path:
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
     folder.mkdir()
-    a, b = torch.randn(2, HIDDEN), torch.randn(rows, 2)
+    a, b = torch.randn(2, HIDDEN), torch.randn(rows, 2) * (not zero)
     if "embed" in module:
         pair = {"lora_embedding_A": b.t().contiguous(), "lora_embedding_B": a.t().contiguous()}
     else:

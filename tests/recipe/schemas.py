@@ -11,7 +11,7 @@ from mergepipe_pipeline.spec.recipe import Recipe
 
 WEIGHT = Parameter("weight", "model", "float", None, "factor")
 DENSITY = Parameter("density", "model", "float", 1.0, "share kept")
-GAMMA = Parameter("gamma", "model", "float", 0.01, "share of outliers")
+GAMMA = Parameter("gamma", "model", "float", 0.01, "share of outliers", least=0)
 EPSILON = Parameter("epsilon", "model", "float", 0.15, "spread")
 SCALE = Parameter("scale", "model", "float", 1.0, "factor")
 LAMBDA = Parameter("lambda", "method", "float", 1.0, "factor of the update")
@@ -102,6 +102,11 @@ METHODS = {
         _schema("arcee_fusion", experts=_PAIR, response="unbounded"),
         _schema("nearswap", T, space="value", experts=_PAIR, response="unbounded"),
         _schema("ram", _number("epsilon", 1e-5)),
+        _schema(
+            "ramplus_tl",
+            Parameter("r", "method", "float", 0.1, "strength", least=0),
+            _number("epsilon", 1e-5),
+        ),
         _schema("passthrough", SCALE, space="value", base="none", experts=_PAIR),
     )
 }

@@ -202,6 +202,15 @@ def test_differences_to_mergekit_in_dtype_are_warned_of() -> None:
     assert resolve(SMALL).warnings == resolve(SMALL + "dtype: float32\n").warnings == ()
 
 
+def test_a_copy_is_no_arithmetic_to_warn_of() -> None:
+    text = "merge_method: passthrough\nmodels: [{model: a}]\n"
+    short = table(dtype="BF16")
+    assert resolve(text, every=short).warnings == ()
+    assert resolve(text + "dtype: float16\n", every=table()).warnings == ()
+    (warning,) = resolve(text + "parameters: {scale: 0.5}\n", every=short).warnings
+    assert "no dtype: arithmetic is in float32" in warning
+
+
 def test_a_filter_that_matches_nothing_is_warned_of() -> None:
     text = SMALL.replace("{weight: 1}", "{weight: [{filter: mpl, value: 1}, {value: 2}]}")
     assert resolve(text).warnings == ("parameters.weight: the filter 'mpl' matches no tensor",)

@@ -1,0 +1,114 @@
+"""What a merge will read and write, told from headers and from what the catalog knows.
+
+An estimate before planning: what is bought under a budget is the planner's business, and what was
+really read that of `cost`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.dtypes import FLOATING, itemsize
+from mergepipe_pipeline.errors import BudgetError
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.pipeline.analyze import missing_pairs
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.layers import layer_count, layer_name
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a merge will read and write, in bytes, before the catalog's help.
+
+    `analysis_bytes` is read once to learn the statistics that are not known yet; `budget_bytes`
+    None is no limit. Expert bytes read will be at most min(budget, total).
+    """
+
+    expert_bytes_total: int
+    budget_bytes: int | None
+    base_bytes: int
+    output_bytes: int
+    analysis_bytes: int
+    free_bytes: int
+    layers: int
+    tensors: int
+
+
+def estimate(
+    home: Warehouse,
+    recipe: Recipe,
+    models: Sequence[Model],
+    outputs: Sequence[tuple[TensorView, str]],
+    grid: BlockGrid,
+) -> Cost:
+    """The cost of a recipe; `outputs` are what each tensor is like, and the dtype it gets.
+
+    Raises BudgetError for a budget that leaves out what no base can stand in for.
+    """
+    total = baseless = output = base = 0
+    names = [t.name for t in recipe.tensors]
+    pairs: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    reads_base = OPERATORS[recipe.method].schema.base != "none"
+    for t, (like, dtype) in zip(recipe.tensors, outputs, strict=True):
+        floating = like.dtype in FLOATING
+        output += like.numel * itemsize(dtype)
+        base += like.nbytes if (t.base and reads_base) or not t.inputs or not floating else 0
+        for i in t.inputs if floating else ():
+            nbytes = models[i.model].views[i.tensor].nbytes
+            total += nbytes
+            if t.base is None:
+                baseless += nbytes
+            else:
+                pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
+    budget = recipe.budget.resolve(total)
+    _refuse_too_little(budget, baseless)
+    return Cost(
+        expert_bytes_total=total,
+        budget_bytes=budget,
+        base_bytes=base,
+        output_bytes=output,
+        analysis_bytes=_unknown_bytes(home, models, pairs, grid),
+        free_bytes=shutil.disk_usage(home.root).free,
+        layers=len({layer_name(n, layer_count(names)) for n in names}),
+        tensors=len(names),
+    )
+
+
+def _refuse_too_little(budget: int | None, baseless: int) -> None:
+    """Raise BudgetError if some of the `baseless` bytes would be left out."""
+    if budget is not None and budget < baseless:
+        raise BudgetError(
+            "A partial budget needs a base model that stands in for what is not read",
+            where="budget",
+            expected=f"a base_model, or at least {baseless} bytes",
+            found=f"{budget} bytes and no base_model",
+            next_step="add base_model to the recipe, or drop the budget",
+        )
+
+
+def _unknown_bytes(
+    home: Warehouse,
+    models: Sequence[Model],
+    pairs: Mapping[tuple[int, int], Sequence[tuple[str, str]]],
+    grid: BlockGrid,
+) -> int:
+    catalog = Catalog(home.catalog)
+    nbytes = 0
+    paired = {expert for expert, _ in pairs}
+    for (expert, base), wanted in pairs.items():
+        for mine, theirs in missing_pairs(home, models[expert], models[base], wanted, grid):
+            view = models[expert].views[mine]
+            below = models[base].views[theirs].nbytes if view.stands_alone else 0
+            nbytes += view.nbytes + below
+    for number, model in enumerate(models):
+        if number not in paired and not any(base == number for _, base in pairs):
+            unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]
+            nbytes += sum(c.nbytes for c in unknown)
+    return nbytes
