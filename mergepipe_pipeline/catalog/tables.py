@@ -104,7 +104,7 @@ def encode_checkpoint(c: Checkpoint) -> bytes:
         "numel": [t.numel for t in c.tensors],
         "nbytes": [t.nbytes for t in c.tensors],
     }
-    files = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in c.files]
+    files = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256, f.probe_sha256] for f in c.files]
     meta = {
         "files": files,
         "config": c.config,

@@ -71,13 +71,13 @@ class SourcePool:
             return self._readers[key]
 
     def _open(self, planned: Source, number: int, *, gated: bool) -> BlockReader:
-        checkpoint = open_checkpoint(planned.root, planned.name)
-        if checkpoint.checkpoint_id != planned.checkpoint_id:
+        checkpoint = open_checkpoint(planned.root, planned.name, probes=False)
+        if checkpoint.stamp != planned.stamp:
             raise CheckpointChangedError(
                 "A checkpoint changed after the plan was made",
                 where=planned.root,
-                expected=planned.checkpoint_id,
-                found=checkpoint.checkpoint_id,
+                expected=planned.stamp,
+                found=checkpoint.stamp,
                 next_step="run the merge again: it plans anew from the files as they are",
             )
         files = self._stack.enter_context(open_source(planned.root))

@@ -147,7 +147,8 @@ def _name(plan: MergePlan, e: ExpertInput) -> str:
 
 
 def _plan_id(home: Warehouse, what: str) -> str:
-    stored = sorted(p.stem for p in home.plans.glob(f"{what}*.json")) if what else []
+    plans = sorted(p.stem for p in home.plans.glob("*.json"))
+    stored = [p for p in plans if what and p.startswith(what)]
     if len(stored) == 1:
         return stored[0]
     try:

@@ -35,11 +35,14 @@ def history(home: Warehouse, ref: str) -> tuple[Ref, ...]:
 
 
 def rollback(home: Warehouse, ref: str, to: int | None = None, reason: str = "rollback") -> Ref:
-    """Publish again what version `to` named (default: the last different snapshot)."""
+    """Publish again what version `to` named (default: the last different snapshot).
+
+    Every byte of it is checked first. Raises NotFoundError, CorruptionError.
+    """
     refs = RefStore(home.refs)
-    rolled = refs.rollback(ref, to, reason)
-    verify_snapshot(home.snapshots / rolled.snapshot_id)
-    return rolled
+    target = refs.target(ref, to)
+    verify_snapshot(home.snapshots / load_snapshot(home.snapshots, target.snapshot_id).snapshot_id)
+    return refs.rollback(ref, target.number, reason)
 
 
 def released(home: Warehouse, ref: str) -> Snapshot:

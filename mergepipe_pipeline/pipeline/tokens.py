@@ -153,7 +153,8 @@ class Reindexer:
             shape = (len(made), *view.shape[1:])
             header = build_header([(name, view.dtype, shape)], {"format": "pt"})
             write_atomic(path, header + values)
-        return open_checkpoint(str(folder), f"token-rows-{folder.name}")
+        # The name enters snapshots' lineage, where only content may.
+        return open_checkpoint(str(folder), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
 
 
 def _runs(

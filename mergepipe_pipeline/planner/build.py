@@ -127,7 +127,7 @@ class PlanBuilder:
             task = merged.get(t.name) or self._copy(t)
             tasks.setdefault(layer_name(t.name, n_layers), []).append(task)
         sources = [
-            Source(c.name, c.root, c.checkpoint_id)
+            Source(c.name, c.root, c.checkpoint_id, c.stamp)
             for i in self._inputs
             for c in i.model.checkpoints
         ]

@@ -55,8 +55,8 @@ class RefStore:
         value = {"snapshot_id": snapshot_id, "reason": reason}
         return _ref(name, chain.append(value, expected), value)
 
-    def rollback(self, name: str, to: int | None, reason: str) -> Ref:
-        """Publish again what version `to` named (default: the last that differs).
+    def target(self, name: str, to: int | None) -> Ref:
+        """The version that a rollback goes back to: `to`, or the last that differs from now.
 
         Raises NotFoundError if there is nothing to go back to.
         """
@@ -71,9 +71,12 @@ class RefStore:
                     found=f"every version names {now.snapshot_id}",
                     next_step="publish another snapshot",
                 )
-            target = older[-1]
-        else:
-            target = _ref(name, to, self._chain(name).get(to))
+            return older[-1]
+        return _ref(name, to, self._chain(name).get(to))
+
+    def rollback(self, name: str, to: int | None, reason: str) -> Ref:
+        """Publish again what `target` gives. Raises NotFoundError as it does."""
+        now, target = self.current(name), self.target(name, to)
         return self.publish(
             name, target.snapshot_id, f"{reason} to version {target.number}", now.number
         )

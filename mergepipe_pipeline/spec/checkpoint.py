@@ -20,12 +20,17 @@ CheckpointKind = Literal["full", "adapter", "delta"]
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One weight file: path relative to the checkpoint, size in bytes, mtime, header digest."""
+    """One weight file: path relative to the checkpoint, size in bytes, mtime, header digest.
+
+    `probe_sha256` is over a few bytes from the middle of the tensors: fine-tunes of one base have
+    equal headers and sizes, and a copy may give them equal times. Empty where nothing was probed.
+    """
 
     path: str
     nbytes: int
     mtime_ns: int
     header_sha256: str
+    probe_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +74,20 @@ class Checkpoint:
 
     @cached_property
     def checkpoint_id(self) -> str:
-        """24 hex characters over every file's path, size, mtime and header digest.
+        """24 hex characters over the stamp and every file's probe.
 
         An adapter's config is part of its values (it holds the scale), so its text counts too.
         """
-        parts: list[Any] = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in self.files]
+        parts: list[Any] = [[self.stamp, *(f.probe_sha256 for f in self.files)]]
         if self.adapter_config is not None:
             parts.append({"adapter_config": self.adapter_config})
         return digest_json(parts)[:24]
+
+    @cached_property
+    def stamp(self) -> str:
+        """24 hex characters over every file's path, size, mtime and header digest."""
+        stamps = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in self.files]
+        return digest_json(stamps)[:24]
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:

@@ -29,11 +29,12 @@ ConfigValue = int | bool | str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint the engine opens, after checking `checkpoint_id` against its files."""
+    """A checkpoint the engine opens, after checking `stamp` against its files."""
 
     name: str
     root: str
     checkpoint_id: str
+    stamp: str
 
 
 @dataclass(frozen=True, slots=True)

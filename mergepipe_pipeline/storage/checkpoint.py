@@ -1,4 +1,4 @@
-"""Opens a checkpoint from its headers alone: which tensors, where, and whether it is whole.
+"""Opens a checkpoint by its headers: which tensors, where, and whether it is whole.
 
 Full checkpoints (one file or shards), PEFT adapters (adapter_config.json beside
 adapter_model.safetensors) and delta checkpoints (as full ones, with `"mergepipe": "delta"` in the
@@ -29,6 +29,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Key and value in a safetensors file's metadata that make its tensors differences from a base.
 KIND_KEY, KIND_DELTA = "mergepipe", "delta"
 _MAX_JSON_NBYTES = 64 << 20
+#: Bytes of one sample, and samples of one file: what makes up a file's probe.
+_SAMPLE_NBYTES, _MAX_SAMPLES = 256, 1024
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 _SIDE_PREFIXES = (
     "tokenizer",
@@ -46,10 +48,11 @@ _SIDE_PREFIXES = (
 )
 
 
-def open_checkpoint(uri: str, name: str) -> Checkpoint:
-    """The checkpoint at a path, known from headers; reads no weight.
+def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
+    """The checkpoint at a path, known from headers; of the weights only a few bytes are read.
 
-    Its kind is "adapter" or "delta" where its files say so, else "full".
+    Without `probes` not even these, and only the checkpoint's stamp tells it from others. Its kind
+    is "adapter" or "delta" where its files say so, else "full".
 
     Raises CheckpointError for what is missing, damaged or of another format,
     IncompleteCheckpointError for one that is still being written.
@@ -75,7 +78,7 @@ def open_checkpoint(uri: str, name: str) -> Checkpoint:
                     found="no such file",
                     next_step="let the copy finish, or copy the missing file",
                 )
-            entry, found, metadata = _read_header(source, file, uri)
+            entry, found, metadata = _read_header(source, file, uri, probes=probes)
             entries.append(entry)
             marks[file] = metadata.get(KIND_KEY)
             tensors += found
@@ -233,7 +236,7 @@ def _json_text(source: CheckpointSource, file: str, uri: str) -> str:
 
 
 def _read_header(
-    source: CheckpointSource, file: str, uri: str
+    source: CheckpointSource, file: str, uri: str, *, probes: bool
 ) -> tuple[FileEntry, list[TensorEntry], dict[str, str]]:
     where = f"{uri}, {file}"
     nbytes = source.size(file)
@@ -244,7 +247,19 @@ def _read_header(
     except CheckpointError as error:
         error.where = f"{uri}, {error.where}"
         raise
-    return FileEntry(file, nbytes, source.mtime_ns(file), sha256_hex(raw)), tensors, metadata
+    probe = sha256_hex(_samples(source, tensors)) if probes else ""
+    entry = FileEntry(file, nbytes, source.mtime_ns(file), sha256_hex(raw), probe)
+    return entry, tensors, metadata
+
+
+def _samples(source: CheckpointSource, tensors: list[TensorEntry]) -> bytes:
+    """A few bytes from the middle of every tensor; of many, of some that are spread evenly."""
+    step = -(-len(tensors) // _MAX_SAMPLES)
+    parts = []
+    for t in tensors[::step] if tensors else ():
+        start = max(0, t.nbytes - _SAMPLE_NBYTES) // 2
+        parts.append(source.read_range(t.file, t.start_byte + start, min(_SAMPLE_NBYTES, t.nbytes)))
+    return b"".join(parts)
 
 
 def _check_names(tensors: list[TensorEntry], weight_map: dict[str, str], uri: str) -> None:

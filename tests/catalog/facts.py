@@ -21,7 +21,7 @@ def checkpoint(name: str = "m", mtime_ns: int = 1, config: str | None = "{}") ->
     return Checkpoint(
         name,
         f"/models/{name}",
-        (FileEntry("model.safetensors", 124, mtime_ns, "0" * 64),),
+        (FileEntry("model.safetensors", 124, mtime_ns, "0" * 64, "1" * 64),),
         (
             TensorEntry("w", "F32", (2, 3), "model.safetensors", 100),
             TensorEntry("s", "BF16", (), "model.safetensors", 124),
@@ -39,7 +39,9 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
         TensorEntry(n, draw(st.sampled_from(["F32", "BF16", "I8"])), draw(shapes), "f", 8 * i)
         for i, n in enumerate(names)
     )
-    file = FileEntry("f", draw(st.integers(0, 1 << 50)), draw(st.integers(0, 1 << 62)), draw(SHA))
+    file = FileEntry(
+        "f", draw(st.integers(0, 1 << 50)), draw(st.integers(0, 1 << 62)), draw(SHA), draw(SHA)
+    )
     config = draw(st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=5))
     name = draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,6}", fullmatch=True))
     kind = draw(st.sampled_from(get_args(CheckpointKind)))

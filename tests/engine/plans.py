@@ -36,7 +36,7 @@ def plan_of(checkpoints: Sequence[Checkpoint], *layers: Sequence[TensorTask]) ->
         recipe_name="r",
         recipe_text="",
         method="m",
-        sources=tuple(Source(c.name, c.root, c.checkpoint_id) for c in checkpoints),
+        sources=tuple(Source(c.name, c.root, c.checkpoint_id, c.stamp) for c in checkpoints),
         roles=tuple("base" if i == 0 else "expert" for i in range(len(checkpoints))),
         layers=tuple(LayerTask(f"layer.{i:02d}", tuple(tasks)) for i, tasks in enumerate(layers)),
         side=SideFiles(0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,3 +209,20 @@ def test_memory_held_does_not_grow_with_the_number_of_experts() -> None:
         window = options.window_for(k, 2)
         held = window * options.slots * (k + 1) * (2 + 4)
         assert held <= options.memory_bytes or window == 4096
+
+
+def test_experts_that_a_copy_gave_one_time_are_told_apart(
+    home: Warehouse, family: Path, tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    merged = set()
+    for n in range(2):
+        copy = tmp_path / f"copy_{n}"
+        shutil.copytree(family / f"expert_0{n}", copy)
+        for file in copy.iterdir():
+            os.utime(file, ns=(0, 0))
+        text = (
+            f"merge_method: task_arithmetic\nbase_model: {family / 'base'}\n"
+            f"models:\n- {{model: {copy}, parameters: {{weight: 1.0}}}}\n"
+        )
+        merged.add(run(home, text).snapshot.snapshot_id)
+    assert len(merged) == 2

@@ -33,7 +33,7 @@ def adapter(
     tensors: Mapping[str, tuple[int, ...]], dtype: str = "F32", **config: Any
 ) -> Checkpoint:
     """An adapter of these tensors that lies nowhere."""
-    file = FileEntry("adapter_model.safetensors", 1, 1, "0" * 64)
+    file = FileEntry("adapter_model.safetensors", 1, 1, "0" * 64, "1" * 64)
     text = json.dumps(PLAIN | config)
     return Checkpoint("a", "/a", (file,), entries(tensors, dtype), None, "adapter", text)
 

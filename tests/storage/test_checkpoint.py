@@ -155,8 +155,29 @@ def test_another_adapter_config_is_another_checkpoint(tmp_path: Path) -> None:
 def test_the_id_of_a_full_checkpoint_is_over_its_files_alone(tmp_path: Path) -> None:
     found = open_checkpoint(str(sharded(tmp_path / "m")), "m")
     files = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in found.files]
-    text = json.dumps(files, separators=(",", ":"), sort_keys=True)
-    assert found.checkpoint_id == hashlib.sha256(text.encode()).hexdigest()[:24]
+    assert found.stamp == short_digest(files)
+    probes = [f.probe_sha256 for f in found.files]
+    assert found.checkpoint_id == short_digest([[found.stamp, *probes]])
+
+
+def short_digest(value: object) -> str:
+    text = json.dumps(value, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def test_files_of_equal_times_and_headers_are_told_apart_by_their_weights(tmp_path: Path) -> None:
+    found = []
+    for n in range(2):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        values = {"a": np.zeros(1000, np.float32), "b": np.full(1000, n, np.float32)}
+        save_file(values, folder / "model.safetensors")
+        os.utime(folder / "model.safetensors", ns=(0, 0))
+        found.append(open_checkpoint(str(folder), "m"))
+    assert found[0].stamp == found[1].stamp
+    assert found[0].checkpoint_id != found[1].checkpoint_id
+    bare = open_checkpoint(str(tmp_path / "0"), "m", probes=False)
+    assert bare.stamp == found[0].stamp
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
