@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from mergepipe_pipeline.pipeline import conflict_tables as tables
 from mergepipe_pipeline.pipeline.commit import operator_counts
 from mergepipe_pipeline.pipeline.cost import LayerOutcome
+from mergepipe_pipeline.pipeline.curve import Told, picture, rows_of
+from mergepipe_pipeline.pipeline.explain_tables import bytes_picture
 from mergepipe_pipeline.pipeline.inspect import makings, shares
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
@@ -18,11 +22,13 @@ from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.conflicts import ConflictReport
+    from mergepipe_pipeline.analysis.conflicts import ConflictReport, Pair
 
 MIB = 1 << 20
 #: Chosen operators that are shown with their reasons.
 _MOST_REASONS = 8
+#: Pairs shown as the most conflicting and as the most redundant.
+_MOST_PAIRS = 10
 #: What the checkpoints of rows made for another tokenizer are called.
 _TOKEN_ROWS = re.compile(r"token-rows-[0-9a-f]+")
 
@@ -50,6 +56,7 @@ def plan_metadata(plan: MergePlan) -> Mapping[str, Any]:
         "blocks_bought": e.blocks_bought,
         "blocks_total": e.blocks_total,
         "blocks_known_zero": e.blocks_zero,
+        "reads": e.reads,
         "error_bound_note": e.bound_note,
         "inputs": markdown_table(
             ("role", "name", "path"),
@@ -72,13 +79,20 @@ def plan_metadata(plan: MergePlan) -> Mapping[str, Any]:
                 for s in shares(plan, "expert")
             ],
         ),
+        "bytes_read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
     }
     if e.budget_bytes is not None:
         meta["budget_mib"] = round(e.budget_bytes / MIB, 3)
-    if e.error_bound is not None:
-        meta["error_bound_l2"] = e.error_bound
-        if e.update_norm:
-            meta["error_bound_relative"] = e.error_bound / e.update_norm
+    norms = {
+        "predicted_error": e.predicted_error,
+        "predicted_margin": e.predicted_margin,
+        "error_bound": e.error_bound,
+    }
+    for name, norm in norms.items():
+        if norm is not None:
+            meta[f"{name}_l2"] = norm
+            if e.update_norm:
+                meta[f"{name}_relative"] = norm / e.update_norm
     if plan.warnings:
         meta["warnings"] = dg.MetadataValue.md("\n".join(f"- {w}" for w in plan.warnings))
     return meta
@@ -138,6 +152,19 @@ def _views(task: TensorTask) -> Sequence[TensorView]:
     return [*(e.view for e in task.experts), *base]
 
 
+def curve_metadata(told: Told | None) -> Mapping[str, Any]:
+    """What other budgets and strategies would lose, as a picture and a table."""
+    if told is None:
+        return {}
+    headers, rows = rows_of(told.curve)
+    knee = told.curve.knee
+    return {
+        "budget_curve": png(picture(told), "predicted error over expert bytes"),
+        "budgets": markdown_table(headers, rows),
+        **({"knee_mib": round(knee.nbytes / MIB, 3)} if knee else {}),
+    }
+
+
 def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
     """Per kind of choice (`auto`: KEEP, AVG, TIES, DARE) its tensors, and the first reasons."""
     chosen = [m for m in makings(plan) if m.reason]
@@ -154,20 +181,36 @@ def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
 
 
 def conflict_metadata(found: Mapping[str, ConflictReport]) -> Mapping[str, Any]:
-    """Tables of one report per stage; keys name the stage where there are several."""
+    """Tables and a picture of one report per stage; keys name the stage where there are several."""
     if not found:
         return {"compared": "nothing: no model is merged into a checkpoint as its base"}
     meta: dict[str, Any] = {}
     for stage, report in found.items():
         prefix = f"{stage}: " if len(found) > 1 else ""
-        meta |= {
-            f"{prefix}experts": len(report.experts),
-            f"{prefix}delta_norms": markdown_table(("layer", *report.experts), report.norm_rows()),
+        shown: dict[str, Any] = {
+            "experts": len(report.experts),
+            "interference": report.whole.interference,
+            "interference_standard_error": report.whole.interference_error,
+            "cosine_standard_error": tables.largest_error(report, "cosine_error"),
+            "cosines": markdown_table(("", *report.experts), tables.matrix_rows(report, "cosine")),
+            "by_layer": markdown_table(
+                tables.place_headers("layer"), tables.place_rows(report, "layer")
+            ),
+            "conflicting": _pairs(report.conflicting("layer")),
+            "redundant": _pairs(report.redundant("all")),
+            "heat_map": png(tables.picture(report), "heat map of cosines"),
         }
-        if len(report.experts) > 1:
-            meta |= {
-                f"{prefix}interference": report.interference,
-                f"{prefix}cosines": markdown_table(("", *report.experts), report.cosine_rows()),
-                f"{prefix}cosine_standard_error": report.standard_error,
-            }
+        meta |= {f"{prefix}{key}": value for key, value in shown.items()}
     return meta
+
+
+def _pairs(pairs: Sequence[Pair]) -> dg.MarkdownMetadataValue | str:
+    """The first of them as a table."""
+    rows = tables.pair_rows(pairs[:_MOST_PAIRS])
+    return markdown_table(tables.PAIR_HEADERS, rows) if rows else "none"
+
+
+def png(picture: bytes, description: str) -> dg.MarkdownMetadataValue:
+    """A picture that the UI shows in its place: Markdown with the bytes in it."""
+    encoded = b64encode(picture).decode()
+    return dg.MetadataValue.md(f"![{description}](data:image/png;base64,{encoded})")

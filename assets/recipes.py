@@ -13,6 +13,7 @@ from assets.experts import expert_index
 from assets.metadata import (
     MIB,
     conflict_metadata,
+    curve_metadata,
     layer_metadata,
     markdown_table,
     operators_table,
@@ -24,6 +25,7 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.pipeline.audit import non_finite
 from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.pipeline.conflicts import conflicts as find_conflicts
+from mergepipe_pipeline.pipeline.curve import curve_of_plan
 from mergepipe_pipeline.pipeline.deploy import (
     current_plan,
     current_snapshot,
@@ -127,12 +129,14 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
         """
         started = time.monotonic()
         made = plan_recipe(mergepipe.warehouse, card)
+        seconds = round(time.monotonic() - started, 3)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.plan_id),
             metadata={
                 **stages_metadata(card.stages),
                 **plan_metadata(made),
-                "seconds": round(time.monotonic() - started, 3),
+                **curve_metadata(curve_of_plan(mergepipe.warehouse, made)),
+                "seconds": seconds,
             },
         )
 

@@ -119,6 +119,11 @@ class Warehouse:
         return path
 
     @property
+    def profile_path(self) -> Path:
+        """What this machine costs, as `calibrate` measured it."""
+        return self.root / "profile.json"
+
+    @property
     def dagster_home(self) -> Path:
         """Dagster's own storage, if it is kept beside the data."""
         return self.root / "dagster"

@@ -1,119 +1,159 @@
-"""How experts' deltas agree and differ, from catalog sketches alone: no weight is read.
+"""How experts' deltas agree and differ, from catalog statistics alone: no weight is read.
 
-Norms are exact. Cosines are cosines of sketches: estimates with a standard error of at most about
-1/sqrt(width), less the more two deltas agree, and exactly 1 for equal ones.
+Norms are exact. All else is estimated (see `agreement`) and comes with a standard error, which
+falls as blocks add up: a tensor is known better than a block, a layer better than a tensor.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations
+from operator import add
+from statistics import NormalDist
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.analysis.agreement import Agreement, Floats, Sums, sums_of
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, ExpertStats
+from mergepipe_pipeline.spec.stats import ExpertStats
 
 #: Two experts whose deltas have at least this cosine tell a merge nearly the same.
 REDUNDANT_COSINE = 0.95
+#: The chance that a list of conflicting or of redundant pairs holds any that is not.
+_WRONG_LIST = 0.05
 
-Matrix = npt.NDArray[np.float64]
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two experts in one place (a layer, a tensor, or "all"); errors are standard errors.
+
+    `lost` is what the plain sum loses by this pair here, as a share of the energy Σ‖δ‖² of all
+    experts in all places; below 0 where the two add up.
+    """
+
+    place: str
+    first: str
+    second: str
+    cosine: float
+    cosine_error: float
+    overlap: float
+    overlap_error: float
+    sign_agreement: float
+    sign_error: float
+    lost: float
+    lost_error: float
 
 
 @dataclass(frozen=True)
 class ConflictReport:
-    """`cosine` [K, K] over whole deltas, `layer_cosine` per layer; `layer_norms` ‖δ‖₂ per expert.
+    """Agreement of experts: of whole deltas, and per layer and per tensor in model order.
 
-    A delta that is zero has cosine 0 with all, itself included. `redundant_pairs`: (name, name,
-    cosine) of pairs at REDUNDANT_COSINE or above, most alike first. `standard_error`: of cosines.
-    `interference` is 1 − ‖Σδ‖²/Σ‖δ‖²: 0 for orthogonal deltas, above 0 where they cancel, below
-    where they agree. `digest` covers the statistics compared.
+    `digest` covers the statistics compared.
     """
 
     experts: tuple[str, ...]
-    cosine: Matrix
-    layer_cosine: dict[str, Matrix]
-    layer_norms: dict[str, tuple[float, ...]]
-    redundant_pairs: tuple[tuple[str, str, float], ...]
-    interference: float
-    standard_error: float
+    whole: Agreement
+    layers: Mapping[str, Agreement]
+    tensors: Mapping[str, Agreement]
     digest: str
 
-    def cosine_rows(self) -> list[tuple[str, ...]]:
-        """One row per expert for a table."""
-        return [
-            (name, *(f"{c:+.3f}" for c in row))
-            for name, row in zip(self.experts, self.cosine, strict=True)
-        ]
+    def places(self, by: str) -> Mapping[str, Agreement]:
+        """The agreement by "layer" or "tensor", or of "all"."""
+        return {"all": {"all": self.whole}, "layer": self.layers, "tensor": self.tensors}[by]
 
-    def norm_rows(self) -> list[tuple[str, ...]]:
-        """One row per layer for a table."""
-        return [(layer, *(f"{n:.4g}" for n in norms)) for layer, norms in self.layer_norms.items()]
+    def pairs(self, by: str) -> Iterator[Pair]:
+        """Each pair of experts in each place."""
+        energy = float(np.square(self.whole.norms).sum())
+        for place, found in self.places(by).items():
+            for i, j in combinations(range(len(self.experts)), 2):
+                share = 2 * float(found.norms[i] * found.norms[j]) / energy if energy else 0.0
+                yield Pair(
+                    place,
+                    self.experts[i],
+                    self.experts[j],
+                    float(found.cosine[i, j]),
+                    float(found.cosine_error[i, j]),
+                    float(found.overlap[i, j]),
+                    float(found.overlap_error[i, j]),
+                    float(found.sign_agreement[i, j]),
+                    float(found.sign_error[i, j]),
+                    lost=-share * float(found.cosine[i, j]),
+                    lost_error=share * float(found.cosine_error[i, j]),
+                )
+
+    def conflicting(self, by: str) -> list[Pair]:
+        """The pairs that certainly cancel, those that certainly cost most energy first."""
+        pairs = list(self.pairs(by))
+        errors = _certain_errors(len(pairs))
+        certain = [(p.lost - errors * p.lost_error, p) for p in pairs]
+        return [p for lost, p in sorted(certain, key=lambda c: -c[0]) if lost > 0]
+
+    def redundant(self, by: str) -> list[Pair]:
+        """The pairs whose cosine is certainly REDUNDANT_COSINE or more, most alike first."""
+        pairs = list(self.pairs(by))
+        errors = _certain_errors(len(pairs))
+        certain = [(p.cosine - errors * p.cosine_error, p) for p in pairs]
+        return [p for cos, p in sorted(certain, key=lambda c: -c[0]) if cos >= REDUNDANT_COSINE]
+
+    def profile(self, by: str) -> Floats:
+        """[places, K]: the mean cosine of each expert with the others, place by place."""
+        found = [mean_cosine(agreement) for agreement in self.places(by).values()]
+        return np.array(found).reshape(-1, len(self.experts))
 
 
 def conflicts(names: Sequence[str], stats: Sequence[ExpertStats]) -> ConflictReport:
-    """Compare experts of one base.
+    """Compare experts of one base, on one block grid.
 
-    Sketches of tensors that not all have count as zero where absent.
+    A tensor of the base is compared with those of the same name. An expert that lacks it counts as
+    unchanged there.
     """
-    k = len(stats)
-    grams: dict[str, Matrix] = {}
-    norms_sq: dict[str, npt.NDArray[np.float64]] = {}
-    tables = [{t.base_tensor: t for t in s.tensors} for s in stats]
+    tables = [{t.tensor: t for t in s.tensors if t.tensor == t.base_tensor} for s in stats]
     tensors = list(dict.fromkeys(t for table in tables for t in table))
     n_layers = layer_count(tensors)
-    for tensor in tensors:
+    tensors.sort(key=lambda tensor: layer_order(layer_name(tensor, n_layers)))
+    found = {t: sums_of([x.get(t) for x in tables], stats[0].block_elems) for t in tensors}
+    layers: dict[str, Sums] = {}
+    for tensor, sums in found.items():
         layer = layer_name(tensor, n_layers)
-        found = [table.get(tensor) for table in tables]
-        sketches = np.stack(
-            [t.sketch.astype(np.float64) if t else np.zeros(SKETCH_WIDTH) for t in found]
-        )
-        grams[layer] = grams.get(layer, np.zeros((k, k))) + sketches @ sketches.T
-        exact = np.array([t.l2sq if t else 0.0 for t in found])
-        norms_sq[layer] = norms_sq.get(layer, np.zeros(k)) + exact
-    layers = sorted(grams, key=layer_order)
-    cosine = _cosine(sum((grams[layer] for layer in layers), np.zeros((k, k))))
+        layers[layer] = layers[layer] + sums if layer in layers else sums
     return ConflictReport(
         experts=tuple(names),
-        cosine=cosine,
-        layer_cosine={layer: _cosine(grams[layer]) for layer in layers},
-        layer_norms={layer: tuple(np.sqrt(norms_sq[layer]).tolist()) for layer in layers},
-        redundant_pairs=_redundant(names, cosine),
-        interference=_interference(cosine, sum((norms_sq[layer] for layer in layers), np.zeros(k))),
-        standard_error=1.0 / math.sqrt(SKETCH_WIDTH),
+        whole=_total(layers.values(), len(names)).agreement(),
+        layers={layer: sums.agreement() for layer, sums in layers.items()},
+        tensors={tensor: sums.agreement() for tensor, sums in found.items()},
         digest=digest_json([list(names), [_content(s) for s in stats]]),
     )
+
+
+def _certain_errors(count: int) -> float:
+    """How many standard errors none of `count` figures is off on one side, but for _WRONG_LIST."""
+    return NormalDist().inv_cdf(1 - _WRONG_LIST / max(1, count))
+
+
+def mean_cosine(found: Agreement) -> Floats:
+    """[K]: the mean cosine of each expert with the others; 0 where it is alone."""
+    others = max(1, len(found.norms) - 1)
+    mean: Floats = (found.cosine.sum(axis=1) - np.diagonal(found.cosine)) / others
+    return mean
+
+
+def _total(parts: Iterable[Sums], count: int) -> Sums:
+    """The sum of all, of nothing at all if there are none."""
+    zero = np.zeros((count, count))
+    return reduce(add, parts, Sums(zero, zero, 0.0, zero, zero, zero, 0.0, 0.0))
 
 
 def _content(stats: ExpertStats) -> list[list[str]]:
     """What is compared of one expert, in an order of its own."""
     return sorted(
-        [t.base_tensor, sha256_hex(np.float64(t.l2sq).tobytes() + t.sketch.tobytes())]
+        [
+            t.base_tensor,
+            sha256_hex(
+                np.float64(t.l2sq).tobytes() + t.block_sketch.tobytes() + t.block_sample.tobytes()
+            ),
+        ]
         for t in stats.tensors
     )
-
-
-def _cosine(gram: Matrix) -> Matrix:
-    """Inner products of sketches [K, K] over the sketches' own norms; 0 where one is zero."""
-    diagonal = np.diagonal(gram)
-    scale = np.sqrt(np.outer(diagonal, diagonal))
-    return np.clip(np.divide(gram, scale, out=np.zeros_like(gram), where=scale > 0), -1.0, 1.0)
-
-
-def _redundant(names: Sequence[str], cosine: Matrix) -> tuple[tuple[str, str, float], ...]:
-    pairs = [
-        (names[i], names[j], float(cosine[i, j]))
-        for i, j in combinations(range(len(names)), 2)
-        if cosine[i, j] >= REDUNDANT_COSINE
-    ]
-    return tuple(sorted(pairs, key=lambda pair: -pair[2]))
-
-
-def _interference(cosine: Matrix, norms_sq: npt.NDArray[np.float64]) -> float:
-    total = float(norms_sq.sum())
-    gram = cosine * np.sqrt(np.outer(norms_sq, norms_sq))
-    return 1.0 - float(gram.sum()) / total if total else 0.0

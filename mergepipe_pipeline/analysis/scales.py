@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mergepipe_pipeline.analysis.stream import CHUNK_ELEMS, DeltaWindow, WindowReader
+from mergepipe_pipeline.analysis.kernels import CHUNK_ELEMS
+from mergepipe_pipeline.analysis.stream import DeltaWindow, WindowReader
 from mergepipe_pipeline.operators import sparsify
 from mergepipe_pipeline.operators.registry import Window
 from mergepipe_pipeline.spec.model import Model

@@ -1,204 +1,242 @@
-"""Statistics of one expert against its base: per tensor and per block, in one pass over both.
+"""Statistics of experts against their base: per tensor and per block, in one pass over all.
 
-Sums are taken in float64 over fixed chunks and added exactly, so tensor-level figures do not depend
-on the block grid, and nothing depends on threads.
+The base is read once for all experts of a pass. Sums are taken over fixed chunks and added exactly,
+so tensor-level figures do not depend on the block grid, and nothing depends on threads.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from mergepipe_pipeline.analysis.stream import CHUNK_ELEMS, DeltaWindow, WindowReader
+from mergepipe_pipeline.analysis.kernels import (
+    CHUNK_ELEMS,
+    describe,
+    describe_bfloat16,
+    sample_elems,
+)
+from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, DeltaWindow, Family, WindowReader
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.stats import HIST_SHIFT, SKETCH_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.spec.stats import (
+    HIST_SHIFT,
+    SAMPLE_WIDTH,
+    SKETCH_WIDTH,
+    TensorStats,
+    narrowed,
+    widened,
+)
 from mergepipe_pipeline.spec.view import TensorView, moved
 
 _BINS = 1 << (32 - HIST_SHIFT - 1)
-#: Chunks described at once: small enough for the working memory to stay in a core's cache.
-_PIECE_CHUNKS = 64
-#: uint32 [256, 8]: the eight bits of a byte, lowest first, as float32 sign bits.
-_SIGNS_OF_BYTE = np.unpackbits(
-    np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"
-).astype(np.uint32) << np.uint32(31)
 
+Pair = tuple[str, str]
 S = TypeVar("S", bound=np.generic)
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """What one window adds: arrays per chunk, histogram [_BINS], sketch float64 [SKETCH_WIDTH]."""
+    """What one window adds, per chunk as `kernels.describe` says, and its raw bytes to hash."""
 
-    l1: npt.NDArray[np.float64]
-    l2sq: npt.NDArray[np.float64]
-    max_abs: npt.NDArray[np.float32]
-    nonzero: npt.NDArray[np.int64]
+    window: DeltaWindow
+    sums: npt.NDArray[np.float64]
+    peaks: npt.NDArray[np.float32]
+    counts: npt.NDArray[np.int64]
+    sketches: npt.NDArray[np.float32]
+    samples: npt.NDArray[np.uint16]
     histogram: npt.NDArray[np.int64]
-    sketch: npt.NDArray[np.float64]
 
 
-class _Scratch(threading.local):
-    """One thread's working memory for a piece, kept between windows."""
-
-    def __init__(self) -> None:
-        shape = (_PIECE_CHUNKS, CHUNK_ELEMS)
-        self.magnitude = np.empty(shape, dtype=np.float32)
-        self.bins = np.empty(shape, dtype=np.int32)
-        self.flipped = np.empty(shape, dtype=np.uint32)
-        self.wide = np.empty(shape, dtype=np.float64)
-        self.square = np.empty(shape, dtype=np.float64)
-        self.differs = np.empty(shape, dtype=np.bool_)
-
-
-_scratch = _Scratch()
-
-
-def analyze_expert(
-    expert: Model,
+def analyze_experts(
+    experts: Sequence[tuple[Model, Sequence[Pair]]],
     base: Model,
-    pairs: Sequence[tuple[str, str]],
     grid: BlockGrid,
     *,
     progress: Callable[[int], None] | None = None,
-) -> ExpertStats:
-    """One pass over pairs of (expert's tensor, base's tensor), which have equal shapes.
+) -> Iterator[list[tuple[int, TensorStats]]]:
+    """One pass: for each tensor of the base, what was found for the experts that have it.
 
-    `progress` is called with bytes done. Raises CheckpointChangedError if a file changes meanwhile.
+    `experts` bring their pairs of (own tensor, base's tensor), which have equal shapes; the base's
+    tensor is read once for all that pair with it. Yields expert numbers with statistics, a tensor
+    of the base at a time, so that a caller may keep what is done. `progress` is called with expert
+    bytes. Raises CheckpointChangedError if a file changes meanwhile.
     """
-    offset = len(expert.checkpoints)
-    with WindowReader((*expert.checkpoints, *base.checkpoints)) as reader:
-        tensors = tuple(
-            _tensor_stats(
-                reader, expert.views[mine], moved(base.views[theirs], offset), grid, progress
-            )
-            for mine, theirs in pairs
+    offsets: list[int] = []
+    checkpoints: list[Checkpoint] = []
+    for model, _ in experts:
+        offsets.append(len(checkpoints))
+        checkpoints += model.checkpoints
+    below = len(checkpoints)
+    checkpoints += base.checkpoints
+    members = _by_base_tensor(experts)
+    families = [
+        Family(
+            tuple(moved(experts[i][0].views[mine], offsets[i]) for i, mine in found),
+            moved(base.views[theirs], below),
         )
-        reader.verify_unchanged()
-    return ExpertStats(base.model_id, expert.model_id, grid.block_elems, tensors)
+        for theirs, found in members.items()
+    ]
+    with WindowReader(checkpoints) as reader:
+        whose = [[i for i, _ in found] for found in members.values()]
+        for number, stats in _streamed(reader, families, grid, progress):
+            reader.verify_unchanged()
+            yield list(zip(whose[number], stats, strict=True))
 
 
-def _tensor_stats(
+def _by_base_tensor(
+    experts: Sequence[tuple[Model, Sequence[Pair]]],
+) -> dict[str, list[tuple[int, str]]]:
+    members: dict[str, list[tuple[int, str]]] = {}
+    for i, (_, pairs) in enumerate(experts):
+        for mine, theirs in pairs:
+            members.setdefault(theirs, []).append((i, mine))
+    return members
+
+
+def _streamed(
     reader: WindowReader,
-    expert: TensorView,
-    base: TensorView,
+    families: Sequence[Family],
     grid: BlockGrid,
     progress: Callable[[int], None] | None,
-) -> TensorStats:
-    expert_hash, base_hash = new_hash(), new_hash()
-    figures: list[_Figures] = []
-    histogram = np.zeros(_BINS, dtype=np.int64)
-    sketch = np.zeros(SKETCH_WIDTH)
-    # A sketch belongs to the elements of the base, so that experts can be compared.
-    for window, found in reader.deltas(expert, base, lambda w: (w, _describe(w, base.name))):
-        expert_hash.update(window.expert_raw)
-        base_hash.update(window.base_raw)
+) -> Iterator[tuple[int, list[TensorStats]]]:
+    """(family number, statistics per expert), in order; windows of all run as one stream."""
+    keys = [_key(family.base.name) for family in families]
+    gathered: tuple[int, _Gathered] | None = None
+
+    def work(family: int) -> Callable[[int, DeltaWindow], _Figures]:
+        numel = families[family].base.numel
+        return lambda _, window: _describe(window, keys[family], grid, numel)
+
+    for number, found in reader.families(families, work):
+        if gathered is None or gathered[0] != number:
+            if gathered is not None:
+                yield gathered[0], gathered[1].stats()
+            gathered = (number, _Gathered(families[number], grid))
+        gathered[1].add(found)
         if progress:
-            progress(len(window.expert_raw))
-        with np.errstate(invalid="ignore"):  # inf − inf of a damaged expert is NaN, not a warning
-            histogram += found.histogram
-            sketch += found.sketch
-        # The window sums stay in `histogram` and `sketch`; only figures per chunk may pile up.
-        figures.append(replace(found, histogram=histogram, sketch=sketch))
-    hashed = expert.stands_alone and not (expert.low_rank or base.low_rank)
-    whole = hashed and expert.numel == base.numel
-    l1 = _joined([f.l1 for f in figures], np.float64)
-    l2sq = _joined([f.l2sq for f in figures], np.float64)
-    nonzero = _joined([f.nonzero for f in figures], np.int64)
-    max_abs = _joined([f.max_abs for f in figures], np.float32)
-    occupied = np.flatnonzero(histogram)
-    return TensorStats(
-        tensor=expert.name,
-        base_tensor=base.name,
-        sha256=expert_hash.hexdigest() if hashed and not expert.runs else "",
-        base_sha256=base_hash.hexdigest() if whole and not base.runs else "",
-        numel=expert.numel,
-        l1=math.fsum(l1.tolist()),
-        l2sq=math.fsum(l2sq.tolist()),
-        max_abs=float(max_abs.max(initial=0)),
-        nonzero=int(nonzero.sum()),
-        hist_bins=occupied.astype(np.uint16),
-        hist_counts=histogram[occupied],
-        sketch=sketch.astype(np.float32),
-        block_l2sq=_per_block(l2sq, grid, np.add),
-        block_nonzero=_per_block(nonzero, grid, np.add),
-        block_max_abs=_per_block(max_abs, grid, np.maximum),
-    )
+            progress(sum(len(f.window.expert_raw) for f in found))
+    if gathered is not None:
+        yield gathered[0], gathered[1].stats()
 
 
-def _describe(window: DeltaWindow, tensor: str) -> _Figures:
-    chunks = len(window.delta) // CHUNK_ELEMS
-    figures = _Figures(
-        l1=np.zeros(chunks),
-        l2sq=np.zeros(chunks),
-        max_abs=np.zeros(chunks, dtype=np.float32),
-        nonzero=np.zeros(chunks, dtype=np.int64),
-        histogram=np.zeros(_BINS, dtype=np.int64),
-        sketch=np.zeros(SKETCH_WIDTH),
-    )
-    if window.same:
-        # Equal bytes are the usual case for frozen layers: nothing to compute.
-        figures.histogram[0] = window.n
-        return figures
-    table = window.delta.reshape(chunks, CHUNK_ELEMS)
-    for start in range(0, chunks, _PIECE_CHUNKS):
-        stop = min(chunks, start + _PIECE_CHUNKS)
-        start_elem = window.start_elem + start * CHUNK_ELEMS
-        with np.errstate(invalid="ignore"):
-            _add_piece(figures, table[start:stop], slice(start, stop), tensor, start_elem)
-    figures.histogram[0] -= len(window.delta) - window.n  # the padding
-    return figures
+def _key(base_tensor: str) -> np.uint64:
+    """The stream of signs of a tensor of the base: equal for all experts, so they compare."""
+    return np.uint64(int(sha256_hex(f"sketch:{base_tensor}".encode())[:16], 16))
 
 
-def _add_piece(
-    figures: _Figures, delta: npt.NDArray[np.float32], rows: slice, tensor: str, start_elem: int
-) -> None:
-    """Fill in `rows` of `figures` from `delta` [m, CHUNK_ELEMS]; add to histogram and sketch."""
-    s, m = _scratch, len(delta)
-    magnitude = np.abs(delta, out=s.magnitude[:m])
-    figures.max_abs[rows] = magnitude.max(axis=1)
-    differs = np.not_equal(delta, 0, out=s.differs[:m])
-    figures.nonzero[rows] = [np.count_nonzero(row) for row in differs]
-    wide = s.wide[:m]
-    np.copyto(wide, magnitude)
-    figures.l1[rows] = wide.sum(axis=1)
-    figures.l2sq[rows] = np.square(wide, out=s.square[:m]).sum(axis=1)
-    # torch counts without widening to 64 bits first, and without holding the interpreter's lock.
-    bins = torch.from_numpy(s.bins[:m].reshape(-1))
-    np.right_shift(magnitude.view(np.int32), HIST_SHIFT, out=s.bins[:m])
-    figures.histogram[:] += torch.bincount(bins, minlength=_BINS).numpy()
-    signs = _signs(tensor, start_elem, delta.size).reshape(m, -1)
-    flipped = np.bitwise_xor(delta.view(np.uint32), signs, out=s.flipped[:m])
-    rounds = flipped.view(np.float32).reshape(-1, SKETCH_WIDTH)
-    figures.sketch[:] += rounds.sum(axis=0, dtype=np.float64)
+class _Gathered:
+    """Gathers the windows of one family."""
+
+    def __init__(self, family: Family, grid: BlockGrid) -> None:
+        self._base = family.base
+        self._hash = new_hash()
+        self._tables = [_Table(view, family.base, grid) for view in family.experts]
+        read = max((v.numel for v in family.experts if v.stands_alone), default=-1)
+        self._is_hashed = family.base.whole is not None and read == family.base.numel
+
+    def add(self, found: Sequence[_Figures]) -> None:
+        """Take in the next window."""
+        if self._is_hashed:
+            self._hash.update(max((f.window.base_raw for f in found), key=len))
+        for table, figures in zip(self._tables, found, strict=True):
+            table.add(figures)
+
+    def stats(self) -> list[TensorStats]:
+        """The statistics of each expert's tensor."""
+        sha256 = self._hash.hexdigest() if self._is_hashed else ""
+        return [table.stats(sha256) for table in self._tables]
 
 
-def _signs(tensor: str, start_elem: int, n: int) -> npt.NDArray[np.uint32]:
-    """uint32 [n]: 0 or the sign bit, a fair coin addressed by (tensor, element).
+class _Table:
+    """Gathers the windows of one expert's tensor."""
 
-    `start_elem` and `n` are multiples of SKETCH_WIDTH: a Philox counter step gives 256 bits, and
-    element e reads bit e % 256 of step e // 256.
-    """
-    key = int(sha256_hex(f"sketch:{tensor}".encode())[:32], 16)
-    bits = np.random.Philox(key=key).advance(start_elem // 256).random_raw(n // 64)
-    return _SIGNS_OF_BYTE.take(bits.astype("<u8", copy=False).view(np.uint8), axis=0).reshape(-1)
+    def __init__(self, view: TensorView, base: TensorView, grid: BlockGrid) -> None:
+        self._view, self._base, self._grid = view, base, grid
+        self._hash = new_hash()
+        self._histogram = np.zeros(_BINS, dtype=np.int64)
+        self._sums, self._counts = [np.zeros((0, 2))], [np.zeros((0, 2), np.int64)]
+        self._peaks = [np.zeros(0, np.float32)]
+        self._sketches = [np.zeros((0, SKETCH_WIDTH), np.float32)]
+        self._samples = [np.zeros((0, SAMPLE_WIDTH), np.uint16)]
+
+    def add(self, figures: _Figures) -> None:
+        """Take in the next window."""
+        self._hash.update(figures.window.expert_raw)
+        self._histogram += figures.histogram
+        # Only figures may pile up: bytes and tables are the next window's. A window holds whole
+        # blocks (but for the tensor's last one), so its sketches are added up at once.
+        self._sums.append(figures.sums)
+        self._peaks.append(figures.peaks)
+        self._counts.append(figures.counts)
+        self._sketches.append(_per_block(figures.sketches, self._grid, np.add))
+        self._samples.append(figures.samples)
+
+    def stats(self, base_sha256: str) -> TensorStats:
+        """The statistics of the whole tensor."""
+        view, grid = self._view, self._grid
+        sums, counts = np.concatenate(self._sums), np.concatenate(self._counts)
+        peaks = np.concatenate(self._peaks)
+        occupied = np.flatnonzero(self._histogram)
+        return TensorStats(
+            tensor=view.name,
+            base_tensor=self._base.name,
+            sha256=self._hash.hexdigest() if view.whole else "",
+            base_sha256=base_sha256,
+            dtype=view.dtype,
+            base_dtype=self._base.dtype,
+            numel=view.numel,
+            l1=math.fsum(sums[:, 0].tolist()),
+            l2sq=math.fsum(sums[:, 1].tolist()),
+            max_abs=float(peaks.max(initial=0)),
+            nonzero=int(counts[:, 0].sum()),
+            hist_bins=occupied.astype(np.uint16),
+            hist_counts=self._histogram[occupied],
+            block_l2sq=_per_block(sums[:, 1], grid, np.add),
+            block_nonzero=_per_block(counts[:, 0], grid, np.add),
+            block_positive=_per_block(counts[:, 1], grid, np.add),
+            block_max_abs=_per_block(peaks, grid, np.maximum),
+            block_sketch=narrowed(np.concatenate(self._sketches)),
+            block_sample=np.concatenate(self._samples),
+        )
 
 
-def _joined(parts: list[npt.NDArray[S]], dtype: type[S]) -> npt.NDArray[S]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+def _describe(window: DeltaWindow, key: np.uint64, grid: BlockGrid, numel: int) -> _Figures:
+    """The figures of a window of a tensor that differs from one of `numel` elements."""
+    chunks = -(-window.n // CHUNK_ELEMS)
+    sums = np.zeros((chunks, 2))
+    peaks = np.zeros(chunks, dtype=np.float32)
+    counts = np.zeros((chunks, 2), dtype=np.int64)
+    sketches = np.zeros((chunks, SKETCH_WIDTH), dtype=np.float32)
+    histogram = np.zeros(_BINS, dtype=np.int64)
+    first_word = window.start_elem // 64
+    into = (key, first_word, sums, peaks, counts, histogram, sketches)
+    at = sample_elems(key, grid, window.start_elem, min(numel, window.start_elem + WINDOW_ELEMS))
+    at = at[: -(-window.n // grid.block_elems)] - window.start_elem
+    samples = np.zeros(at.shape, np.float32)
+    here = at < window.n
+    if window.dtype == "BF16":
+        expert = np.frombuffer(window.expert_raw, np.uint16)
+        base = np.frombuffer(window.base_raw, np.uint16)
+        describe_bfloat16(expert, base, *into)
+        samples[here] = widened(expert[at[here]]) - widened(base[at[here]])
+    else:
+        describe(window.delta, *into)
+        samples[here] = window.delta[at[here]]
+    histogram[0] -= chunks * CHUNK_ELEMS - window.n  # the padding
+    return _Figures(window, sums, peaks, counts, sketches, narrowed(samples), histogram)
 
 
 def _per_block(chunks: npt.NDArray[S], grid: BlockGrid, combine: np.ufunc) -> npt.NDArray[S]:
+    """Figures of chunks put together per block, along the first axis."""
     if not len(chunks):
         return chunks
     starts = np.arange(0, len(chunks), grid.block_elems // CHUNK_ELEMS)
-    blocks: npt.NDArray[S] = combine.reduceat(chunks, starts)
+    blocks: npt.NDArray[S] = combine.reduceat(chunks, starts, axis=0)
     return blocks

@@ -1,18 +1,14 @@
 """Windows of tensors of one or several models, computed in threads, given back in order.
 
 The window length depends on the number of models alone: statistics must not depend on how much
-memory or how many threads there are. Memory is a few windows, whatever the tensor's size; their
-buffers are reused, because faulting in fresh pages for every window costs as much as the
-arithmetic.
+memory or how many threads there are. Memory is a few windows, whatever the tensor's size.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import TypeVar
 
@@ -20,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
+from mergepipe_pipeline.analysis.kernels import CHUNK_ELEMS
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import TensorView
@@ -30,29 +28,30 @@ from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 
 #: Elements per window of one expert; a multiple of every block size.
 WINDOW_ELEMS = 1 << 20
-#: Elements whose sums are taken at once; every block size is a multiple of it.
-CHUNK_ELEMS = 4096
-#: More threads only hold more windows: the hashes of a tensor are taken in order, in one thread.
-_MAX_THREADS = 4
 
 Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeltaWindow:
     """Elements [start_elem, start_elem + n) of one expert; valid until the next window is taken.
 
-    `expert_raw` and `base_raw` are the stored bytes that were read; `delta` is float32 [m], m ≥ n a
-    multiple of CHUNK_ELEMS, zero from n on. `same` says that both have equal bytes.
+    `expert_raw` and `base_raw` are the stored bytes that were read. `dtype` is that of both where δ
+    is nothing but their difference, else None. `make` computes δ when it is first asked for.
     """
 
     start_elem: int
     n: int
     expert_raw: memoryview
     base_raw: memoryview
-    delta: Floats
-    same: bool
+    dtype: str | None
+    make: Callable[[], Floats]
+
+    @cached_property
+    def delta(self) -> Floats:
+        """Float32 [m], m ≥ n a multiple of CHUNK_ELEMS, zero from n on."""
+        return self.make()
 
     @property
     def values(self) -> Floats:
@@ -73,24 +72,12 @@ class GroupWindow:
     nbytes: int
 
 
-class _Buffers:
-    """Room for one window of several inputs, grown to the largest need."""
+@dataclass(frozen=True)
+class Family:
+    """A tensor of the base with the tensors of experts that differ from it."""
 
-    def __init__(self) -> None:
-        self._bytes: list[npt.NDArray[np.uint8]] = []
-        self._rows = np.empty(0, dtype=np.float32)
-
-    def bytes(self, number: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        while len(self._bytes) <= number:
-            self._bytes.append(np.empty(0, dtype=np.uint8))
-        if len(self._bytes[number]) < nbytes:
-            self._bytes[number] = np.empty(nbytes, dtype=np.uint8)
-        return self._bytes[number][:nbytes]
-
-    def rows(self, count: int, n: int) -> Floats:
-        if len(self._rows) < count * n:
-            self._rows = np.empty(count * n, dtype=np.float32)
-        return self._rows[: count * n].reshape(count, n)
+    experts: tuple[TensorView, ...]
+    base: TensorView
 
 
 class WindowReader:
@@ -102,15 +89,10 @@ class WindowReader:
             BlockReader(source, c, None)
             for source, c in zip(self._sources, checkpoints, strict=True)
         ]
-        # What this process may use: more threads than cores only evict each other's windows.
-        self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._free: list[_Buffers] = []
+        self._ahead = RunAhead()
 
     def __enter__(self) -> WindowReader:
-        self._pool = ThreadPoolExecutor(self._threads)
-        # Each window is one thread's work; torch must not start threads of its own inside.
-        self._torch_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        self._ahead.__enter__()
         return self
 
     def __exit__(
@@ -119,8 +101,7 @@ class WindowReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(self._torch_threads)
+        self._ahead.__exit__(kind, error, trace)
         for source in self._sources:
             source.close()
 
@@ -133,17 +114,41 @@ class WindowReader:
         row_elems: int = 1,
         only: int | None = None,
     ) -> Iterator[T]:
-        """`work(window)` for every window of an expert's tensor, in order; a few run ahead.
+        """`work(window)` for every window of an expert's tensor, in order; some run ahead.
 
         Windows hold whole rows of `row_elems`. `only`: the one window of that number. Raises
         CheckpointChangedError if a file ends early.
         """
-        updates = (self._update(expert), self._update(base))
+        family = Family((expert,), base)
+        length = self._length(1, row_elems)
+        jobs = self._family_jobs(family, lambda _, w: work(w), length, only)
+        for (found,) in self._ahead.results(jobs):
+            yield found
 
-        def run(start: int, stop: int, buffers: _Buffers) -> T:
-            return work(self._delta(expert, base, updates, start, stop, buffers))
+    def families(
+        self,
+        families: Sequence[Family],
+        work: Callable[[int], Callable[[int, DeltaWindow], T]],
+    ) -> Iterator[tuple[int, list[T]]]:
+        """`work(family number)(expert number, window)` for all windows of all experts.
 
-        return self._map(expert.numel, self._length(1, row_elems), run, only)
+        Yields (family number, what was found per expert) in order; a family without elements has
+        one empty window. The base is read once per window. A window's `delta` is valid inside
+        `work` only, its raw bytes until the next windows are taken; `n` is 0 beyond a tensor's end.
+        """
+
+        def jobs() -> Iterator[Job[tuple[int, list[T]]]]:
+            for number, family in enumerate(families):
+                for job in self._family_jobs(family, work(number), WINDOW_ELEMS, None):
+
+                    def run(
+                        buffers: Buffers, number: int = number, job: Job[list[T]] = job
+                    ) -> tuple[int, list[T]]:
+                        return number, job.run(buffers)
+
+                    yield Job(run, job.hint)
+
+        yield from self._ahead.results(jobs())
 
     def groups(
         self,
@@ -160,7 +165,7 @@ class WindowReader:
         updates = [self._update(v) for v in experts]
         base_update = self._update(base) if base else None
 
-        def run(start: int, stop: int, buffers: _Buffers) -> T:
+        def run(start: int, stop: int, buffers: Buffers) -> T:
             nbytes, below = 0, None
             table = torch.from_numpy(buffers.rows(len(experts) + 1, stop - start))
             rows, base_values = table[:-1], table[-1]
@@ -178,7 +183,9 @@ class WindowReader:
                 nbytes += len(raw) if view.stored else 0
             return work(GroupWindow(start, below, rows, nbytes))
 
-        return self._map(numel, self._length(len(experts), row_elems), run, only)
+        length = self._length(len(experts), row_elems)
+        views = (*experts, *([base] if base else ()))
+        yield from self._ahead.results(self._jobs(views, numel, length, run, only))
 
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if a file was replaced meanwhile."""
@@ -196,62 +203,112 @@ class WindowReader:
         elems = max(CHUNK_ELEMS, WINDOW_ELEMS // max(1, n_experts))
         return max(1, elems // row_elems) * row_elems
 
-    def _map(
+    def _family_jobs(
         self,
+        family: Family,
+        work: Callable[[int, DeltaWindow], T],
+        length: int,
+        only: int | None,
+    ) -> Iterator[Job[list[T]]]:
+        updates = [self._update(v) for v in family.experts]
+        base, base_update = family.base, self._update(family.base)
+        needs_base = any(v.stands_alone for v in family.experts)
+
+        def run(start: int, stop: int, buffers: Buffers) -> list[T]:
+            raw_b = buffers.bytes(len(updates), (stop - start) * itemsize(base.dtype))
+            below = BaseRow(self._reader, base, raw_b, base_update) if needs_base else None
+            if below is not None:
+                below.fetch(start, stop)
+            delta, values = buffers.rows(2, _padded(stop - start))
+            at = _Place(start, stop, below, delta, torch.from_numpy(values[: stop - start]))
+            return [
+                work(i, self._delta(view, update, at, buffers, i, base, base_update))
+                for i, (view, update) in enumerate(zip(family.experts, updates, strict=True))
+            ]
+
+        numel = max(v.numel for v in family.experts)
+        views = (*family.experts, *([base] if needs_base else ()))
+        return self._jobs(views, numel, length, run, only)
+
+    def _jobs(
+        self,
+        views: Sequence[TensorView],
         numel: int,
         length: int,
-        run: Callable[[int, int, _Buffers], T],
+        run: Callable[[int, int, Buffers], T],
         only: int | None,
-    ) -> Iterator[T]:
-        pending: deque[tuple[Future[T], _Buffers]] = deque()
-        starts = deque(range(0, numel, length) if only is None else [only * length])
-        while starts or pending:
-            while starts and len(pending) <= self._threads:
-                buffers = self._free.pop() if self._free else _Buffers()
-                start = starts.popleft()
-                future = self._pool.submit(run, start, min(numel, start + length), buffers)
-                pending.append((future, buffers))
-            future, buffers = pending.popleft()
-            yield future.result()
-            self._free.append(buffers)
+    ) -> Iterator[Job[T]]:
+        """One job per window of a tensor, in order."""
+        starts = range(0, max(1, numel), length) if only is None else [only * length]
+        for start in starts:
+            stop = min(numel, start + length)
+
+            def of(buffers: Buffers, start: int = start, stop: int = stop) -> T:
+                return run(start, stop, buffers)
+
+            def hint(start: int = start, stop: int = stop) -> None:
+                for view in views:
+                    self._will_need(view, start, min(stop, view.numel))
+
+            yield Job(of, hint)
+
+    def _will_need(self, view: TensorView, start: int, stop: int) -> None:
+        if view.stored and not view.runs and start < stop:
+            part = view.stored[0]
+            self._readers[part.source].will_need(part.entry, start, stop)
 
     def _delta(
         self,
         expert: TensorView,
+        update: LowRankUpdate | None,
+        at: _Place,
+        buffers: Buffers,
+        number: int,
         base: TensorView,
-        updates: tuple[LowRankUpdate | None, LowRankUpdate | None],
+        base_update: LowRankUpdate | None,
+    ) -> DeltaWindow:
+        stop = max(at.start, min(at.stop, expert.numel))
+        n = stop - at.start
+        raw = buffers.bytes(number, n * itemsize(expert.dtype) if expert.stored else 0)
+        row = ExpertRow(self._reader, expert, ((0, expert.numel),), raw, update)
+        row.fetch(at.start, stop)
+        below = at.below if expert.stands_alone else None
+        raw_b = below.raw[: n * itemsize(base.dtype)] if below else raw[:0]
+        plain = below is not None and (update, base_update) == (None, None)
+        dtype = expert.dtype if plain and expert.dtype == base.dtype else None
+
+        def make() -> Floats:
+            delta = at.delta[: _padded(n)]
+            delta[n:] = 0
+            if n:
+                row.delta(torch.from_numpy(delta[:n]), at.base_values()[:n] if below else None)
+            return delta
+
+        return DeltaWindow(at.start, n, raw.data, raw_b.data, dtype, make)
+
+
+class _Place:
+    """Where a window lies, the base's part of it, and room for one δ after the other."""
+
+    def __init__(
+        self,
         start: int,
         stop: int,
-        buffers: _Buffers,
-    ) -> DeltaWindow:
-        n = stop - start
-        raw_e = buffers.bytes(0, n * itemsize(expert.dtype) if expert.stored else 0)
-        raw_b = buffers.bytes(1, n * itemsize(base.dtype) if expert.stands_alone else 0)
-        row = ExpertRow(self._reader, expert, ((0, expert.numel),), raw_e, updates[0])
-        row.fetch(start, stop)
-        below = None
-        if expert.stands_alone:
-            below = BaseRow(self._reader, base, raw_b, updates[1])
-            below.fetch(start, stop)
-        delta, base_values = buffers.rows(2, _padded(n))
-        same = (
-            below is not None
-            and updates == (None, None)
-            and expert.dtype == base.dtype
-            and _equal(raw_e, raw_b)
-        )
-        if same:
-            delta[:] = 0
-        else:
-            delta[n:] = 0
-            values = below.values(torch.from_numpy(base_values[:n])) if below else None
-            row.delta(torch.from_numpy(delta[:n]), values)
-        return DeltaWindow(start, n, raw_e.data, raw_b.data, delta, same)
+        below: BaseRow | None,
+        delta: Floats,
+        values: torch.Tensor,
+    ) -> None:
+        self.start, self.stop, self.below, self.delta = start, stop, below, delta
+        self._values = values
+        self._known = False
 
-
-def _equal(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> bool:
-    # Most windows differ early: look there before comparing all.
-    return np.array_equal(a[:CHUNK_ELEMS], b[:CHUNK_ELEMS]) and np.array_equal(a, b)
+    def base_values(self) -> torch.Tensor:
+        """[n] float32 of the base, converted when first asked for."""
+        assert self.below is not None
+        if not self._known:
+            self.below.values(self._values)
+            self._known = True
+        return self._values
 
 
 def _padded(n: int) -> int:

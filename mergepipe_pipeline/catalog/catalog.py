@@ -7,11 +7,11 @@ processes may use one catalog at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mergepipe_pipeline.catalog import tables
 from mergepipe_pipeline.digest import digest_json, sha256_hex
@@ -20,6 +20,9 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.chain import VersionChain
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.catalog.queries import Rows
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 #: The numbers of one fact, as its maker orders them.
@@ -34,6 +37,24 @@ class Registration:
     version: int
     checkpoint: Checkpoint
     base: str | None
+
+
+class Content(NamedTuple):
+    """All that statistics follow from: the bytes compared, and the name that draws the signs."""
+
+    sha256: str
+    base_sha256: str
+    dtype: str
+    base_dtype: str
+    base_tensor: str
+
+
+class Source(NamedTuple):
+    """An expert's tensor that was analysed, by the ids of base and expert."""
+
+    base_id: str
+    checkpoint_id: str
+    tensor: str
 
 
 class Catalog:
@@ -97,6 +118,23 @@ class Catalog:
         chain = self._chain(name)
         return [self._registration(name, n, chain.get(n)) for n in chain.versions()]
 
+    def registrations(self) -> Iterator[tuple[str, int, str, str | None, str]]:
+        """Name, version, checkpoint id, base and root of every version of every name, in order."""
+        for name in self.names():
+            chain = self._chain(name)
+            for n in chain.versions():
+                value = chain.get(n)
+                yield (name, n, value["checkpoint_id"], value["base"], value["root"])
+
+    def checkpoint(self, checkpoint_id: str, name: str, root: str) -> Checkpoint | None:
+        """A checkpoint by its id, whether its files are still there or not; None if not known.
+
+        Name and root are as given. Raises CorruptionError.
+        """
+        path = self._folder / "checkpoints" / f"{checkpoint_id}.parquet"
+        data = _read(path)
+        return None if data is None else tables.decode_checkpoint(data, str(path), name, root)
+
     def put_digests(self, checkpoint_id: str, digests: Mapping[str, str]) -> None:
         """Remember the SHA-256 of every tensor of a checkpoint."""
         write_atomic(self._digests(checkpoint_id), tables.encode_digests(digests))
@@ -137,18 +175,58 @@ class Catalog:
     def stats(self, base_id: str, checkpoint_id: str, block_elems: int) -> ExpertStats | None:
         """All that is known of an expert against a base, or None. Raises CorruptionError."""
         found: dict[tuple[str, str], TensorStats] = {}
-        folder = self._stats(base_id)
-        pattern = f"{checkpoint_id}.b{block_elems}.*.tensors.parquet"
-        paths = sorted(folder.glob(pattern)) if folder.is_dir() else []
-        for path in paths:
-            blocks = path.with_name(path.name.replace(".tensors.", ".blocks."))
+        files = self._stats_files(base_id, checkpoint_id, block_elems)
+        for path, blocks in files:
             parts = _read(path), _read(blocks)
             if parts[0] is None or parts[1] is None:
                 continue
             found |= tables.decode_stats(parts[0], parts[1], str(path), str(blocks)).by_pair
-        if not paths:
+        if not files:
             return None
         return ExpertStats(base_id, checkpoint_id, block_elems, tuple(found.values()))
+
+    def known_pairs(
+        self, base_id: str, checkpoint_id: str, block_elems: int
+    ) -> set[tuple[str, str]]:
+        """The (expert's tensor, base's tensor) that `stats` has. Raises CorruptionError."""
+        found: set[tuple[str, str]] = set()
+        for path, blocks in self._stats_files(base_id, checkpoint_id, block_elems):
+            data = _read(path)
+            if data is not None and blocks.exists():
+                found |= set(tables.decode_rows(data, str(path), ["tensor", "base_tensor"]))
+        return found
+
+    def _stats_files(
+        self, base_id: str, checkpoint_id: str, block_elems: int
+    ) -> list[tuple[Path, Path]]:
+        """Files of tensors with those of their blocks."""
+        folder = self._stats(base_id)
+        pattern = f"{checkpoint_id}.b{block_elems}.*.tensors.parquet"
+        paths = sorted(folder.glob(pattern)) if folder.is_dir() else []
+        return [(p, p.with_name(p.name.replace(".tensors.", ".blocks."))) for p in paths]
+
+    def known_digests(self, base_id: str, model_id: str, block_elems: int) -> dict[str, str]:
+        """Tensor name to SHA-256 as analyses of a model (or of experts of this base) saw them."""
+        is_base = base_id == model_id
+        owner, name = ("*", "base_tensor") if is_base else (model_id, "tensor")
+        digest = "base_sha256" if is_base else "sha256"
+        found: dict[str, str] = {}
+        for path in sorted(self._stats(base_id).glob(f"{owner}.b{block_elems}.*.tensors.parquet")):
+            rows = tables.decode_rows(path.read_bytes(), str(path), [name, digest])
+            found |= {tensor: sha256 for tensor, sha256 in rows if sha256}
+        return found
+
+    def contents(self, block_elems: int) -> dict[Content, Source]:
+        """Where statistics of a content can be had, of all that was analysed."""
+        found: dict[Content, Source] = {}
+        columns = ["tensor", *Content._fields]
+        for path in sorted(self._all_stats.glob(f"*/*.b{block_elems}.*.tensors.parquet")):
+            checkpoint_id = path.name.partition(".")[0]
+            for tensor, *fields in tables.decode_rows(path.read_bytes(), str(path), columns):
+                content = Content(*fields)
+                if content.sha256 and content.base_sha256:
+                    found[content] = Source(path.parent.name, checkpoint_id, tensor)
+        return found
 
     def put_fact(self, base_id: str, owner_id: str, key: str, facts: Mapping[str, Fact]) -> None:
         """Remember tensor-scope facts under `key`; earlier ones of the key stay.
@@ -168,26 +246,22 @@ class Catalog:
                 out |= tables.decode_facts(path.read_bytes(), str(path))
         return out
 
-    def sql(self, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """Column names and rows of a query over the views of `queries.VIEWS`."""
+    def sql(self, query: str, rows: Rows | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """Column names and rows of a query over the views of `views.VIEWS`.
+
+        `rows` are of the views that the catalog does not know; without, those are empty.
+        """
         from mergepipe_pipeline.catalog import queries
 
-        return queries.run(self._folder, self._rows(), query)
+        return queries.run(
+            self._folder, {"registrations": self.registrations, **(rows or {})}, query
+        )
 
-    def export(self, target: Path) -> None:
-        """Write everything as tables of one new DuckDB file."""
+    def export(self, target: Path, rows: Rows | None = None) -> None:
+        """Write everything, and `rows` as in `sql`, as tables of one new DuckDB file."""
         from mergepipe_pipeline.catalog import queries
 
-        queries.export(self._folder, self._rows(), target)
-
-    def _rows(self) -> list[tuple[str, int, str, str | None, str]]:
-        rows = []
-        for name in self.names():
-            chain = self._chain(name)
-            for n in chain.versions():
-                v = chain.get(n)
-                rows.append((name, n, v["checkpoint_id"], v["base"], v["root"]))
-        return rows
+        queries.export(self._folder, {"registrations": self.registrations, **(rows or {})}, target)
 
     def _registration(self, name: str, version: int, value: dict[str, Any]) -> Registration:
         path = self._folder / "checkpoints" / f"{value['checkpoint_id']}.parquet"
@@ -209,8 +283,12 @@ class Catalog:
     def _digests(self, checkpoint_id: str) -> Path:
         return self._folder / "digests" / f"{checkpoint_id}.parquet"
 
+    @property
+    def _all_stats(self) -> Path:
+        return self._folder / "block_stats" / "v5"
+
     def _stats(self, base_id: str) -> Path:
-        return self._folder / "block_stats" / "v2" / base_id
+        return self._all_stats / base_id
 
     def _facts(self, base_id: str, owner_id: str) -> Path:
         return self._folder / "tensor_facts" / "v2" / base_id / owner_id

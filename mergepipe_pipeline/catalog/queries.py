@@ -1,122 +1,70 @@
-"""Every SQL statement: documented views over the catalog's Parquet files, in a private DuckDB.
+"""Every SQL statement: the views of `views` in a private DuckDB that can touch no file.
 
-A DuckDB file would be locked by its first user; views over immutable files are not.
+A DuckDB file would be locked by its first user; immutable Parquet files are not. They are opened
+here and handed in as Arrow datasets: a query can neither read nor write anything else, whatever it
+says, since a list of allowed folders would let it write into them.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergepipe_pipeline.catalog import tables
+import pyarrow as pa
+
+from mergepipe_pipeline.catalog.views import FILES, VIEWS, Files, View
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree
 
 if TYPE_CHECKING:
     import duckdb
+    import pyarrow.dataset as ds
 
-#: What each view holds, one row per what.
-VIEWS = {
-    "registrations": "one row per name and version: name, version, checkpoint_id, base, root",
-    "tensors": "one row per tensor: checkpoint_id, tensor, dtype, shape, file, nbytes",
-    "digests": "one row per tensor whose content is known: checkpoint_id, tensor, sha256",
-    "tensor_stats": "one row per tensor of an analysed expert: base_id, checkpoint_id, l1, l2sq, …",
-    "block_stats": "one row per block: base_id, checkpoint_id, block_elems, tensor, block, l2sq, …",
-    "facts": "one row per fact of a tensor: base_id, checkpoint_id or group, key, tensor, numbers",
+#: By view without files: gives its rows. Called only for a query that names the view.
+Rows = Mapping[str, Callable[[], Iterable[Sequence[Any]]]]
+
+_READING = frozenset({"SELECT", "EXPLAIN", "MULTI"})
+_LOCKED = {
+    "python_enable_replacements": False,
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "temp_directory": "",
+    "enable_external_access": False,
+    "lock_configuration": True,
 }
 
-_PARQUET = {
-    "tensors": (
-        tables.TENSORS,
-        "checkpoints/*.parquet",
-        "regexp_extract(filename, '([^/]+)\\.parquet$', 1) AS checkpoint_id",
-    ),
-    "digests": (
-        tables.DIGESTS,
-        "digests/*.parquet",
-        "regexp_extract(filename, '([^/]+)\\.parquet$', 1) AS checkpoint_id",
-    ),
-    "tensor_stats": (
-        tables.TENSOR_STATS,
-        "block_stats/v2/*/*.tensors.parquet",
-        "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 1) AS base_id, "
-        "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 2) AS checkpoint_id, "
-        "regexp_extract(filename, '\\.b(\\d+)\\.', 1)::BIGINT AS block_elems",
-    ),
-    "block_stats": (
-        tables.BLOCK_STATS,
-        "block_stats/v2/*/*.blocks.parquet",
-        "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 1) AS base_id, "
-        "regexp_extract(filename, '([^/]+)/([^/.]+)\\.b(\\d+)', 2) AS checkpoint_id, "
-        "regexp_extract(filename, '\\.b(\\d+)\\.', 1)::BIGINT AS block_elems",
-    ),
-    "facts": (
-        tables.FACTS,
-        "tensor_facts/v2/*/*/*.parquet",
-        "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 1) AS base_id, "
-        "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 2) "
-        "AS checkpoint_id, "
-        "regexp_extract(filename, '([^/]+)/([^/]+)/([^/]+)\\.[^.]+\\.parquet$', 3) AS key",
-    ),
-}
-Registrations = Sequence[tuple[str, int, str, str | None, str]]
 
+def run(folder: Path, rows: Rows, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Column names and rows of a query over the views; exact numbers come as int or float.
 
-def connect(folder: Path, registrations: Registrations) -> duckdb.DuckDBPyConnection:
-    """An in-memory database with all views; a view without files yet is an empty table."""
-    import duckdb
-
-    connection = duckdb.connect(":memory:")
-    for name, (schema, pattern, columns) in _PARQUET.items():
-        if any(folder.glob(pattern)):
-            path = str(folder / pattern).replace("'", "''")
-            rows = f"read_parquet('{path}', filename = true)"
-        else:
-            connection.register(f"no_{name}", schema.empty_table())
-            rows = f"(SELECT *, '' AS filename FROM no_{name})"
-        connection.execute(
-            f"CREATE VIEW {name} AS SELECT * EXCLUDE (filename), {columns} FROM {rows}"
-        )
-    connection.execute(
-        "CREATE TABLE registrations (name VARCHAR, version INTEGER, "
-        "checkpoint_id VARCHAR, base VARCHAR, root VARCHAR)"
-    )
-    if registrations:
-        connection.executemany(
-            "INSERT INTO registrations VALUES (?, ?, ?, ?, ?)", [list(r) for r in registrations]
-        )
-    return connection
-
-
-def run(
-    folder: Path, registrations: Registrations, query: str
-) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Column names and rows of a query over the views.
-
-    Raises MergePipeError for bad SQL and for a damaged file; an empty query has no columns.
+    Raises MergePipeError for bad SQL, for a statement that would change something, and for a
+    damaged file; an empty query has no columns.
     """
     import duckdb
 
     try:
-        with connect(folder, registrations) as connection:
+        with duckdb.connect(":memory:") as connection:
+            _refuse_changes(connection, query)
+            named = {name: r for name, r in rows.items() if name in query.lower()}
+            _create_views(connection, folder, named)
+            for option, value in _LOCKED.items():
+                connection.execute(f"SET {option} = {value!r}")
             result = connection.execute(query)
             # DuckDB answers a text without any statement with None.
             if result is None:
                 return [], []
-            return [d[0] for d in result.description or []], result.fetchall()
-    except duckdb.Error as error:
-        raise MergePipeError(
-            "A query failed",
-            where="sql",
-            found=str(error),
-            expected="SQL over the views " + ", ".join(VIEWS),
-            next_step="run `mergepipe sql` without a query to see them",
-        ) from error
+            columns = [d[0] for d in result.description or []]
+            return columns, [tuple(map(_plain, row)) for row in result.fetchall()]
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        raise _bad_query(str(error)) from error
 
 
-def export(folder: Path, registrations: Registrations, target: Path) -> None:
+def export(folder: Path, rows: Rows, target: Path) -> None:
     """Write all views as tables of a new DuckDB file at `target`.
 
     Raises MergePipeError if `target` exists or the views cannot be read.
@@ -128,17 +76,75 @@ def export(folder: Path, registrations: Registrations, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temp = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with connect(folder, registrations) as connection:
+        with duckdb.connect(":memory:") as connection:
+            _create_views(connection, folder, rows)
             path = str(temp).replace("'", "''")
             connection.execute(f"ATTACH '{path}' AS out")
             for name in VIEWS:
                 connection.execute(f"CREATE TABLE out.{name} AS SELECT * FROM {name}")
             connection.execute("DETACH out")
         adopt_file(temp, target)
-    except duckdb.Error as error:
+    except (duckdb.Error, pa.ArrowException) as error:
         raise _no_export(target, str(error), "delete or restore the file it names") from error
     finally:
         remove_tree(temp)
+
+
+def _create_views(connection: duckdb.DuckDBPyConnection, folder: Path, rows: Rows) -> None:
+    for name, files in FILES.items():
+        connection.register(name, _dataset(folder, files))
+    for name, view in VIEWS.items():
+        source = view.source
+        if source is None:
+            source = f"{name}_rows"
+            connection.register(source, _table(view, rows[name]() if name in rows else ()))
+        connection.execute(f"CREATE VIEW {name} AS SELECT {', '.join(view.columns)} FROM {source}")
+
+
+def _dataset(folder: Path, files: Files) -> ds.Dataset:
+    """The files as one dataset: what the path says is known without opening a file."""
+    import pyarrow.dataset as ds
+    from pyarrow.fs import LocalFileSystem
+
+    parquet, fragments, local = ds.ParquetFileFormat(), [], LocalFileSystem()
+    for path in sorted(folder.glob(files.pattern)):
+        match = files.path.search(path.as_posix())
+        if match is None:
+            continue
+        values = {k: int(v) if k == "block_elems" else v for k, v in match.groupdict().items()}
+        facts = reduce(and_, (ds.field(k) == v for k, v in values.items()))
+        fragments.append(parquet.make_fragment(str(path), local, facts))
+    return ds.FileSystemDataset(fragments, files.columns, parquet, local)
+
+
+def _table(view: View, rows: Iterable[Sequence[Any]]) -> pa.Table:
+    columns = list(zip(*rows, strict=True)) or [()] * len(view.columns)
+    arrays = [pa.array(c, t) for c, t in zip(columns, view.types, strict=True)]
+    return pa.table(arrays, names=list(view.columns))
+
+
+def _refuse_changes(connection: duckdb.DuckDBPyConnection, query: str) -> None:
+    for statement in connection.extract_statements(query):
+        if statement.type.name not in _READING:
+            raise _bad_query(
+                f"{statement.type.name} where only SELECT is answered: the catalog is read-only"
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value
+
+
+def _bad_query(found: str) -> MergePipeError:
+    return MergePipeError(
+        "A query failed",
+        where="sql",
+        found=found,
+        expected="SQL over the views " + ", ".join(VIEWS),
+        next_step="run `mergepipe sql` without a query to see them",
+    )
 
 
 def _no_export(target: Path, found: str, next_step: str) -> MergePipeError:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
-from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
+from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
 _FACTS = b"mergepipe"
+_NOISE = ("sketch", "sample")
 
 TENSORS = pa.schema(
     [
@@ -36,6 +39,8 @@ TENSOR_STATS = pa.schema(
         ("base_tensor", pa.string()),
         ("sha256", pa.string()),
         ("base_sha256", pa.string()),
+        ("dtype", pa.string()),
+        ("base_dtype", pa.string()),
         ("numel", pa.int64()),
         ("l1", pa.float64()),
         ("l2sq", pa.float64()),
@@ -43,7 +48,6 @@ TENSOR_STATS = pa.schema(
         ("nonzero", pa.int64()),
         ("hist_bins", pa.list_(pa.uint16())),
         ("hist_counts", pa.list_(pa.int64())),
-        ("sketch", pa.list_(pa.float32())),
     ]
 )
 BLOCK_STATS = pa.schema(
@@ -54,6 +58,9 @@ BLOCK_STATS = pa.schema(
         ("l2sq", pa.float64()),
         ("max_abs", pa.float32()),
         ("nonzero", pa.int64()),
+        ("positive", pa.int64()),
+        ("sketch", pa.binary(2 * SKETCH_WIDTH)),
+        ("sample", pa.binary(2 * SAMPLE_WIDTH)),
     ]
 )
 FACTS = pa.schema(
@@ -68,21 +75,33 @@ def encode(table: pa.Table, meta: Mapping[str, Any]) -> bytes:
     """Parquet bytes of a table with JSON metadata."""
     packed = json.dumps(meta, sort_keys=True).encode()
     sink = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({_FACTS: packed}), sink, compression="zstd")
+    # Sketches and samples are noise, which a dictionary and compression only make slower to read;
+    # and as numbers of 16 bits they would take 32 in Parquet.
+    noise = [c for c in _NOISE if c in table.column_names]
+    plain = [c for c in table.column_names if c not in _NOISE]
+    pq.write_table(
+        table.replace_schema_metadata({_FACTS: packed}),
+        sink,
+        compression=dict.fromkeys(plain, "zstd") | dict.fromkeys(noise, "none"),
+        use_dictionary=[c for c in plain if pa.types.is_string(table.schema.field(c).type)],
+    )
     return sink.getvalue()
 
 
-def decode(data: bytes, where: str, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any]]:
-    """The table and metadata of `encode`. Raises CorruptionError naming `where`.
+def decode(
+    data: bytes, where: str, schema: pa.Schema, columns: Sequence[str] | None = None
+) -> tuple[pa.Table, dict[str, Any]]:
+    """The table (or some columns of it) and metadata of `encode`.
 
-    A table that has not exactly the columns of `schema` counts as damaged.
+    Raises CorruptionError naming `where`; a table that has not exactly the columns of `schema`
+    counts as damaged.
     """
     try:
-        table = pq.read_table(io.BytesIO(data))
-        meta = json.loads(table.schema.metadata[_FACTS])
-        if not table.schema.equals(schema):
-            raise ValueError(f"columns {', '.join(table.column_names)}")
-        return table, meta
+        file = pq.ParquetFile(io.BytesIO(data))
+        meta = json.loads(file.schema_arrow.metadata[_FACTS])
+        if not file.schema_arrow.equals(schema):
+            raise ValueError(f"columns {', '.join(file.schema_arrow.names)}")
+        return file.read(columns), meta
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise CorruptionError(
             "A catalog file cannot be read",
@@ -127,7 +146,8 @@ def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoi
     return Checkpoint(
         name,
         root,
-        tuple(FileEntry(*f) for f in meta["files"]),
+        # Catalogs of version 0.1 have no probes.
+        tuple(FileEntry(*f, *[""] * (5 - len(f))) for f in meta["files"]),
         tensors,
         meta["config"],
         # Catalogs of version 0.1 hold full checkpoints only and say neither.
@@ -171,6 +191,9 @@ def encode_stats(stats: ExpertStats) -> tuple[bytes, bytes]:
             "l2sq": np.concatenate([t.block_l2sq for t in ts]),
             "max_abs": np.concatenate([t.block_max_abs for t in ts]),
             "nonzero": np.concatenate([t.block_nonzero for t in ts]),
+            "positive": np.concatenate([t.block_positive for t in ts]),
+            "sketch": _packed([t.block_sketch for t in ts], SKETCH_WIDTH),
+            "sample": _packed([t.block_sample for t in ts], SAMPLE_WIDTH),
         }
         if ts
         else {name: [] for name in BLOCK_STATS.names},
@@ -184,16 +207,19 @@ def decode_stats(
 ) -> ExpertStats:
     """The statistics of `encode_stats`. Raises CorruptionError."""
     table, meta = decode(tensors, tensors_where, TENSOR_STATS)
-    block_table, _ = decode(blocks, blocks_where, BLOCK_STATS)
-    arrays = {c: block_table[c].to_numpy() for c in ("l2sq", "max_abs", "nonzero")}
+    plain = ("l2sq", "max_abs", "nonzero", "positive")
+    block_table, _ = decode(blocks, blocks_where, BLOCK_STATS, (*plain, *_NOISE))
+    arrays = {c: block_table[c].to_numpy() for c in plain}
+    for column, width in zip(_NOISE, (SKETCH_WIDTH, SAMPLE_WIDTH), strict=True):
+        arrays[column] = _unpacked(block_table[column], width)
+    histograms = [_split(table[c]) for c in ("hist_bins", "hist_counts")]
+    rows = table.drop_columns(["hist_bins", "hist_counts"]).to_pylist()
     grid = BlockGrid(meta["block_elems"])
     out, a = [], 0
-    for r in table.to_pylist():
+    for r, hist_bins, hist_counts in zip(rows, *histograms, strict=True):
         b = a + grid.count(r["numel"])
-        r["hist_bins"] = np.array(r["hist_bins"], np.uint16)
-        r["hist_counts"] = np.array(r["hist_counts"], np.int64)
-        r["sketch"] = np.array(r["sketch"], np.float32)
-        out.append(TensorStats(**r, **{f"block_{c}": v[a:b] for c, v in arrays.items()}))
+        per_block = {f"block_{c}": v[a:b] for c, v in arrays.items()}
+        out.append(TensorStats(**r, hist_bins=hist_bins, hist_counts=hist_counts, **per_block))
         a = b
     if a != len(block_table):
         raise CorruptionError(
@@ -204,6 +230,40 @@ def decode_stats(
             next_step="delete both files; `mergepipe analyze` makes them again",
         )
     return ExpertStats(meta["base_id"], meta["checkpoint_id"], meta["block_elems"], tuple(out))
+
+
+def _packed(parts: Sequence[npt.NDArray[np.uint16]], width: int) -> pa.FixedSizeBinaryArray:
+    """Rows of `width` numbers as little-endian bytes."""
+    rows = np.concatenate(parts).astype("<u2")
+    return pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(2 * width), len(rows), [None, pa.py_buffer(rows.tobytes())]
+    )
+
+
+def _unpacked(column: pa.ChunkedArray, width: int) -> npt.NDArray[np.uint16]:
+    """The rows of `_packed`."""
+    chunks = [
+        np.frombuffer(c.buffers()[1], "<u2").reshape(-1, width)[c.offset : c.offset + len(c)]
+        for c in column.chunks
+        if len(c)
+    ]
+    if not chunks:
+        return np.zeros((0, width), np.uint16)
+    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+
+def _split(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
+    """The lists of a column as arrays."""
+    lists = column.combine_chunks()
+    values = lists.values.to_numpy()
+    edges = lists.offsets.to_numpy()
+    return [values[a:b] for a, b in pairwise(edges)]
+
+
+def decode_rows(data: bytes, where: str, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Some columns of tensor statistics, as rows. Raises CorruptionError."""
+    table, _ = decode(data, where, TENSOR_STATS, columns)
+    return list(zip(*(table[c].to_pylist() for c in columns), strict=True))
 
 
 def encode_facts(facts: Mapping[str, tuple[float, ...]], key: str) -> bytes:

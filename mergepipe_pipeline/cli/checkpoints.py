@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from mergepipe_pipeline.cli.common import Console, size, table, verb
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.catalog.views import View
+
+_EXAMPLE = "select snapshot_id, version from snapshot_inputs where name = 'math'"
 
 
 @click.command()
@@ -106,12 +112,22 @@ def ls(console: Console) -> None:
 @click.argument("query", required=False)
 @verb
 def sql(console: Console, query: str | None) -> None:
-    """Query the catalog with SQL; without a query, list the views."""
-    from mergepipe_pipeline.catalog.catalog import Catalog
-    from mergepipe_pipeline.catalog.queries import VIEWS
+    """Query the catalog with SQL; without a query, list the views and their columns."""
+    from mergepipe_pipeline.catalog.views import VIEWS
+    from mergepipe_pipeline.pipeline.query import query as run
 
     if not query:
-        console.show(dict(VIEWS), *table(("view", "what it holds"), list(VIEWS.items())))
+        console.show(
+            {name: {"what": v.what, "columns": dict(v.columns)} for name, v in VIEWS.items()},
+            *(line for name, view in VIEWS.items() for line in _view_lines(name, view)),
+            f'for example: mergepipe sql "{_EXAMPLE}"',
+        )
         return
-    columns, rows = Catalog(console.home.catalog).sql(query)
+    columns, rows = run(console.home, query)
     console.show([dict(zip(columns, row, strict=True)) for row in rows], *table(columns, rows))
+
+
+def _view_lines(name: str, view: View) -> tuple[str, ...]:
+    width = max(map(len, view.columns))
+    columns = (f"  {column.ljust(width)}  {means}" for column, means in view.columns.items())
+    return (f"{name}: {view.what}", *columns, "")

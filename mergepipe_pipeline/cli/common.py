@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -167,6 +169,11 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def percent(share: float | None) -> str:
+    """A share for people: 12.5 %, or `-` where there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Lines of a plain left-aligned table, numbers right-aligned."""
     cells = [[str(c) for c in row] for row in rows]
@@ -186,3 +193,20 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 def recipe_folder(path: str) -> Path:
     """The folder that relative model paths of a recipe may start from."""
     return Path(path).resolve().parent
+
+
+def write_csv(path: str | Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """One line per flat record under the keys of the first; makes the folder."""
+    out = StringIO()
+    if records:
+        writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+    write_file(path, out.getvalue().encode())
+
+
+def write_file(path: str | Path, content: bytes) -> None:
+    """A file that a user asked for by name; makes the folder."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)

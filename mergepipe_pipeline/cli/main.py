@@ -5,9 +5,14 @@ from __future__ import annotations
 import click
 
 from mergepipe_pipeline import __version__
+from mergepipe_pipeline.cli.calibrate import calibrate
 from mergepipe_pipeline.cli.checkpoints import analyze, ls, register, sql
+from mergepipe_pipeline.cli.compare import compare
+from mergepipe_pipeline.cli.conflicts import conflicts
+from mergepipe_pipeline.cli.curve import curve
 from mergepipe_pipeline.cli.demo import demo
-from mergepipe_pipeline.cli.merging import check, explain, merge, plan
+from mergepipe_pipeline.cli.explain import explain
+from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
 from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback, verify
 
@@ -32,6 +37,8 @@ for command in (
     analyze,
     ops,
     check,
+    conflicts,
+    curve,
     plan,
     merge,
     publish,
@@ -39,8 +46,10 @@ for command in (
     rollback,
     verify,
     explain,
+    compare,
     ls,
     sql,
+    calibrate,
     gc,
     demo,
 ):

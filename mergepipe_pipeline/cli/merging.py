@@ -1,8 +1,8 @@
-"""Commands about a recipe: `check`, `plan`, `merge`, `explain`."""
+"""Commands about a recipe: `check`, `plan`, `merge`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, v
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.pipeline.check import Checked
-    from mergepipe_pipeline.pipeline.inspect import Making
     from mergepipe_pipeline.pipeline.merge import MergeOutcome
     from mergepipe_pipeline.spec.plan import MergePlan
 
@@ -29,8 +28,14 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
             type=int,
             help="Elements per block (a power of two, 4096 to 1048576).",
         ),
-        click.option("--strategy", help="full, magnitude, hash or drop-experts."),
-        click.option("--budget", help="Expert bytes that may be read: 25%, 8GiB, 0, none."),
+        click.option(
+            "--strategy", help="conflict_aware (default), magnitude, full, hash or drop-experts."
+        ),
+        click.option(
+            "--budget",
+            help="Expert bytes that may be read: 25%, 8GiB, 0, none; or error=2% for the fewest "
+            "bytes within that error. Pins and other wishes of the recipe stay.",
+        ),
     ):
         function = option(function)
     return function
@@ -106,10 +111,24 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
         f" (budget {size(e.budget_bytes)})",
         f"  blocks         {e.blocks_bought} bought, {e.blocks_zero} known to be zero, "
         f"{e.blocks_total - e.blocks_bought - e.blocks_zero} left of {e.blocks_total}",
+        f"  error          {error_text(made)}",
         f"  error bound    {bound_text(made)}",
+        f"  reads          {e.reads}",
         "",
         *table(("expert", "size", "read", "known zero"), rows),
     )
+
+
+def error_text(made: MergePlan) -> str:
+    """The predicted error, absolute and relative to the update; four standard errors with it."""
+    e = made.estimates
+    if e.predicted_error is None:
+        return "not predicted: there is no base to differ from"
+    margin = "" if e.predicted_margin is None else f" ± {e.predicted_margin:.2g}"
+    relative = ""
+    if e.update_norm:
+        relative = f" ({100 * e.predicted_error / e.update_norm:.1f} % of the update)"
+    return f"{e.predicted_error:.4g}{margin} in L2 predicted{relative}"
 
 
 def bound_text(made: MergePlan) -> str:
@@ -191,65 +210,8 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
         f"  expert bytes  {size(s['expert_bytes_read'])} read, {size(s['expert_bytes_planned'])} "
         f"planned of {size(s['expert_bytes_total'])} (budget {size(s['budget_bytes'])})",
         f"  base bytes    {size(s['base_bytes_read'])} read, {size(s['bytes_written'])} written",
+        f"  error         {error_text(outcome.plan)}",
         f"  error bound   {bound_text(outcome.plan)}",
         f"  time          {s['wall_s']:.2f} s",
         f"  path          {s['path']}",
     ]
-
-
-@click.command()
-@click.argument("what")
-@click.option(
-    "--by",
-    type=click.Choice(["expert", "layer", "tensor"]),
-    default="expert",
-    show_default=True,
-    help="How to group what was bought.",
-)
-@verb
-def explain(console: Console, what: str, by: str) -> None:
-    """Say what a plan, snapshot or ref reads of each expert, and what it leaves.
-
-    By tensor, also which operator makes it, and why that one where the method chooses.
-    """
-    from mergepipe_pipeline.pipeline.inspect import explain as run
-    from mergepipe_pipeline.pipeline.inspect import makings
-
-    made, rows = run(console.home, what, by)
-    e = made.estimates
-    lines = [
-        (
-            s.expert,
-            s.place,
-            size(s.nbytes_total),
-            size(s.nbytes_read),
-            f"{100 * s.nbytes_read / max(1, s.nbytes_total):.1f} %",
-            size(s.nbytes_known_zero),
-        )
-        for s in rows
-    ]
-    tensors = makings(made) if by == "tensor" else ()
-    shown = {
-        "plan_id": made.plan_id,
-        "method": made.method,
-        "estimates": asdict(e),
-        "shares": [asdict(s) for s in rows],
-    }
-    if tensors:
-        shown["tensors"] = [asdict(t) for t in tensors]
-    console.show(
-        shown,
-        f"plan {made.plan_id[:16]}  {made.method}, strategy {e.strategy}, "
-        f"{size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)} expert bytes",
-        f"error bound {bound_text(made)}",
-        "",
-        *table(("expert", by, "size", "read", "share", "known zero"), lines),
-        *_making_lines(tensors),
-    )
-
-
-def _making_lines(tensors: Sequence[Making]) -> list[str]:
-    if not tensors:
-        return []
-    rows = [(t.tensor, t.operator, t.variant or "-", t.reason or "-") for t in tensors]
-    return ["", *table(("tensor", "operator", "variant", "reason"), rows)]

@@ -21,6 +21,7 @@ def _coefficients(t: float) -> tuple[float, ...]:
 @operator(
     "nearswap",
     experts=(1, 1),
+    response="mean",
     formula="B + δ·clamp(t / max(|δ|, 1e-6), 0, 1)",
     reference="https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001",
     coefficients=_coefficients,

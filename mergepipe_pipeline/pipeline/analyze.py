@@ -6,24 +6,32 @@ checkpoints works in one step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
+from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.pipeline.register import resolve
+from mergepipe_pipeline.pipeline.takeover import take_over
 from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
-from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: (expert's tensor, base's tensor).
 Pair = tuple[str, str]
+#: Each holds a few windows of its own in memory.
+_EXPERTS_PER_PASS = 16
+#: Statistics of so many experts are read from the catalog at once.
+_LOADERS = 4
+#: Expert bytes between two savings of what a pass has done.
+_SAVE_NBYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +60,58 @@ def analyze(
     Without a base only the tensors' digests are taken. Raises what opening the checkpoints raises.
     """
     catalog = Catalog(home.catalog)
-    out = []
+    out: dict[str, Analysis] = {}
+    by_base: dict[str, list[str]] = {}
     for name in names or catalog.names():
         registration = resolve(home, name)
-        checkpoint = registration.checkpoint
         base_name = base or registration.base
-        fresh = catalog.digests(checkpoint.checkpoint_id) is None
-        if base_name is None:
-            ensure_digests(home, checkpoint, progress)
-            content = catalog.content_sha256(checkpoint.checkpoint_id)
-            out.append(Analysis(registration.name, None, content, fresh, None, 0, 0))
-            continue
-        against = resolve(home, base_name)
-        expert, below = open_pair(home, registration.name, against.name)
+        if base_name is not None:
+            by_base.setdefault(resolve(home, base_name).name, []).append(registration.name)
+        else:
+            out[registration.name] = _digested(home, registration, progress)
+    for base_name, members in by_base.items():
+        for found in _against(home, members, base_name, block_elems, progress):
+            out[found.name] = found
+    return tuple(out.values())
+
+
+def _digested(home: Warehouse, registration: Registration, progress: Progress | None) -> Analysis:
+    catalog, checkpoint = Catalog(home.catalog), registration.checkpoint
+    fresh = catalog.digests(checkpoint.checkpoint_id) is None
+    ensure_digests(home, checkpoint, progress)
+    content = catalog.content_sha256(checkpoint.checkpoint_id)
+    return Analysis(registration.name, None, content, fresh, None, 0, 0)
+
+
+def _against(
+    home: Warehouse,
+    names: Sequence[str],
+    base: str,
+    block_elems: int | None,
+    progress: Progress | None,
+) -> Iterator[Analysis]:
+    """Analyse experts of one base together."""
+    catalog = Catalog(home.catalog)
+    wanted: list[tuple[Model, Sequence[Pair]]] = []
+    fresh = []
+    for name in names:
+        expert, below = open_pair(home, name, base)
         pairs = common_pairs(expert, below)
         grid = grid_for(below, block_elems)
-        fresh = bool(missing_pairs(home, expert, below, pairs, grid)) or fresh
-        stats = ensure_stats(home, expert, below, pairs, grid, progress)
-        ensure_digests(home, checkpoint, progress)
-        out.append(
-            Analysis(
-                registration.name,
-                against.name,
-                catalog.content_sha256(checkpoint.checkpoint_id),
-                fresh,
-                sum(t.l2sq for t in stats.tensors) ** 0.5,
-                sum(int((t.block_nonzero == 0).sum()) for t in stats.tensors),
-                sum(len(t.block_nonzero) for t in stats.tensors),
-            )
+        wanted.append((expert, pairs))
+        new = catalog.digests(expert.checkpoint.checkpoint_id) is None
+        fresh.append(new or bool(missing_pairs(home, expert, below, pairs, grid)))
+    for number, stats in enumerate(ensure_stats(home, wanted, below, grid, progress)):
+        ensure_digests(home, wanted[number][0].checkpoint, progress)
+        yield Analysis(
+            names[number],
+            base,
+            catalog.content_sha256(wanted[number][0].checkpoint.checkpoint_id),
+            fresh[number],
+            sum(t.l2sq for t in stats.tensors) ** 0.5,
+            sum(int((t.block_nonzero == 0).sum()) for t in stats.tensors),
+            sum(len(t.block_nonzero) for t in stats.tensors),
         )
-    return tuple(out)
 
 
 def open_pair(home: Warehouse, expert: str, base: str) -> tuple[Model, Model]:
@@ -122,60 +152,90 @@ def grid_for(base: Model, block_elems: int | None) -> BlockGrid:
     return BlockGrid.for_numel(sum(v.numel for v in base.views.values()))
 
 
-def ensure_digests(
-    home: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None
-) -> Mapping[str, str]:
-    """SHA-256 of every tensor of a checkpoint, from the catalog or by one pass over it."""
-    catalog = Catalog(home.catalog)
-    known = catalog.digests(checkpoint.checkpoint_id)
-    if known is not None:
-        return known
-    from mergepipe_pipeline.analysis.digests import digest_checkpoint
-
-    with (progress or Silent()).task(f"digest {checkpoint.name}", checkpoint.nbytes) as advance:
-        digests = digest_checkpoint(checkpoint, advance)
-    catalog.put_digests(checkpoint.checkpoint_id, digests)
-    return digests
-
-
 def missing_pairs(
     home: Warehouse, expert: Model, base: Model, pairs: Sequence[Pair], grid: BlockGrid
 ) -> list[Pair]:
     """Those of `pairs` (expert's tensor, base's tensor) that have no statistics yet."""
-    known = Catalog(home.catalog).stats(base.model_id, expert.model_id, grid.block_elems)
-    return [pair for pair in pairs if known is None or pair not in known.by_pair]
+    known = Catalog(home.catalog).known_pairs(base.model_id, expert.model_id, grid.block_elems)
+    return [pair for pair in pairs if pair not in known]
 
 
 def ensure_stats(
     home: Warehouse,
-    expert: Model,
+    wanted: Sequence[tuple[Model, Sequence[Pair]]],
     base: Model,
-    pairs: Sequence[Pair],
     grid: BlockGrid,
     progress: Progress | None = None,
-) -> ExpertStats:
-    """Statistics of an expert's tensors against a base's, from the catalog or by one pass.
+) -> list[ExpertStats]:
+    """Statistics of experts' tensors against a base's, from the catalog or by reading them.
 
-    The pass also yields the digests of checkpoints of which it sees every tensor.
+    What is known of equal contents, under whatever name, is taken over; the rest is read in one
+    pass in which the base is read once for all experts. What a pass has done is remembered as it
+    goes, so that a crash costs little. The pass also yields digests.
     """
     catalog = Catalog(home.catalog)
-    missing = missing_pairs(home, expert, base, pairs, grid)
-    if missing:
-        from mergepipe_pipeline.analysis.statistics import analyze_expert
+    missing = [(m, missing_pairs(home, m, base, pairs, grid)) for m, pairs in wanted]
+    missing = [
+        (m, take_over(home, m, base, pairs, grid, progress)) for m, pairs in missing if pairs
+    ]
+    for batch in _batches([(m, pairs) for m, pairs in missing if pairs]):
+        _analyze(catalog, batch, base, grid, progress or Silent())
+    for model in (base, *(m for m, _ in wanted)):
+        _put_known_digests(catalog, model, base, grid)
 
-        nbytes = sum(expert.views[mine].stored_nbytes for mine, _ in missing)
-        with (progress or Silent()).task(f"analyze {expert.name}", nbytes) as advance:
-            stats = analyze_expert(expert, base, missing, grid, progress=advance)
-        catalog.put_stats(stats)
-        _put_digests(catalog, expert, {t.tensor: t.sha256 for t in stats.tensors})
-        _put_digests(catalog, base, {t.base_tensor: t.base_sha256 for t in stats.tensors})
-    found = catalog.stats(base.model_id, expert.model_id, grid.block_elems)
-    return found or ExpertStats(base.model_id, expert.model_id, grid.block_elems, ())
+    def load(model: Model) -> ExpertStats:
+        found = catalog.stats(base.model_id, model.model_id, grid.block_elems)
+        return found or ExpertStats(base.model_id, model.model_id, grid.block_elems, ())
+
+    with ThreadPoolExecutor(_LOADERS) as pool:
+        return list(pool.map(load, (m for m, _ in wanted)))
 
 
-def _put_digests(catalog: Catalog, model: Model, found: Mapping[str, str]) -> None:
-    """Remember digests if they are those of all tensors of a model's one checkpoint."""
-    known = {name: sha256 for name, sha256 in found.items() if sha256}
+def _batches(
+    wanted: Sequence[tuple[Model, Sequence[Pair]]],
+) -> Iterator[Sequence[tuple[Model, Sequence[Pair]]]]:
+    """As many experts at once as fit into the memory of a pass."""
+    for start in range(0, len(wanted), _EXPERTS_PER_PASS):
+        yield wanted[start : start + _EXPERTS_PER_PASS]
+
+
+def _analyze(
+    catalog: Catalog,
+    batch: Sequence[tuple[Model, Sequence[Pair]]],
+    base: Model,
+    grid: BlockGrid,
+    progress: Progress,
+) -> None:
+    from mergepipe_pipeline.analysis.statistics import analyze_experts
+
+    found: list[list[TensorStats]] = [[] for _ in batch]
+    unsaved_nbytes = 0
+
+    def save() -> None:
+        for (model, _), tensors in zip(batch, found, strict=True):
+            if tensors:
+                stats = ExpertStats(base.model_id, model.model_id, grid.block_elems, tuple(tensors))
+                catalog.put_stats(stats)
+                tensors.clear()
+
+    nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
+    names = ", ".join(m.name for m, _ in batch[:3]) + (", …" if len(batch) > 3 else "")
+    with progress.task(f"analyze {names}", nbytes) as advance:
+        for done in analyze_experts(batch, base, grid, progress=advance):
+            for number, stats in done:
+                found[number].append(stats)
+                unsaved_nbytes += batch[number][0].views[stats.tensor].stored_nbytes
+            if unsaved_nbytes >= _SAVE_NBYTES:
+                save()
+                unsaved_nbytes = 0
+        save()
+
+
+def _put_known_digests(catalog: Catalog, model: Model, base: Model, grid: BlockGrid) -> None:
+    """Remember a model's digests if passes saw every tensor of its one checkpoint."""
     (checkpoint, *others) = model.checkpoints
-    if not others and known.keys() == checkpoint.by_name.keys():
+    if others or catalog.digests(checkpoint.checkpoint_id) is not None:
+        return
+    known = catalog.known_digests(base.model_id, model.model_id, grid.block_elems)
+    if known.keys() == checkpoint.by_name.keys():
         catalog.put_digests(checkpoint.checkpoint_id, known)

@@ -21,7 +21,7 @@ from mergepipe_pipeline.pipeline.side import side_of, template_of
 from mergepipe_pipeline.pipeline.tokens import Reindexer, build_for
 from mergepipe_pipeline.pipeline.vocabulary import fit_rows
 from mergepipe_pipeline.planner.build import Side
-from mergepipe_pipeline.recipe.budget import parse_budget
+from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipes, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.snapshots.model_folder import config_json
@@ -177,7 +177,8 @@ def check_stage(
     )
     recipe = replace(recipe, warnings=warnings)
     if budget is not None:
-        recipe = replace(recipe, budget=parse_budget(budget, "--budget"))
+        amount = parse_budget(budget, "--budget")
+        recipe = replace(recipe, budget=with_amount(recipe.budget, amount))
     if strategy is not None:
         recipe = replace(recipe, strategy=known_strategy(strategy, "--strategy"))
     grid = grid_for(template, block_elems or raw.block_elems)

@@ -49,8 +49,6 @@ def _of_stage(
     if problems:
         raise problems[0]
     grid = grid_for(models[0], raw.block_elems)
-    stats = [
-        ensure_stats(home, m, models[0], common_pairs(m, models[0]), grid, progress)
-        for m in models[1:]
-    ]
+    wanted = [(m, common_pairs(m, models[0])) for m in models[1:]]
+    stats = ensure_stats(home, wanted, models[0], grid, progress)
     return compare([m.name for m in models[1:]], stats) if stats else None

@@ -14,10 +14,11 @@ from typing import Any
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_digests, ensure_stats, grid_for
+from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_stats, grid_for
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards, uses
 from mergepipe_pipeline.pipeline.commit import commit
 from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
+from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge_layers
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
@@ -108,7 +109,7 @@ def _learn(
 ) -> None:
     expert, base = pair
     grid = grid_for(base, block_elems)
-    ensure_stats(home, expert, base, common_pairs(expert, base), grid, progress)
+    ensure_stats(home, [(expert, common_pairs(expert, base))], base, grid, progress)
 
 
 def _content(catalog: Catalog, checkpoint: Checkpoint) -> str:

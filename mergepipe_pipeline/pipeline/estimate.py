@@ -67,7 +67,7 @@ def estimate(
                 baseless += nbytes
             else:
                 pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
-    budget = recipe.budget.resolve(total)
+    budget, n_layers = recipe.budget.resolve(total), layer_count(names)
     _refuse_too_little(budget, baseless)
     return Cost(
         expert_bytes_total=total,
@@ -76,7 +76,7 @@ def estimate(
         output_bytes=output,
         analysis_bytes=_unknown_bytes(home, models, pairs, grid),
         free_bytes=shutil.disk_usage(home.root).free,
-        layers=len({layer_name(n, layer_count(names)) for n in names}),
+        layers=len({layer_name(n, n_layers) for n in names}),
         tensors=len(names),
     )
 

@@ -109,8 +109,13 @@ def explain(home: Warehouse, what: str, by: str = "expert") -> tuple[MergePlan, 
 
     Raises NotFoundError for an unknown plan, snapshot or ref.
     """
-    plan = load_plan(home, _plan_id(home, what))
+    plan = plan_of(home, what)
     return plan, tuple(shares(plan, by))
+
+
+def plan_of(home: Warehouse, what: str) -> MergePlan:
+    """The plan that an id, a unique prefix, a snapshot or a ref means. Raises NotFoundError."""
+    return load_plan(home, _plan_id(home, what))
 
 
 def shares(plan: MergePlan, by: str) -> Iterable[Share]:

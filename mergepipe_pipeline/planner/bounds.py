@@ -1,8 +1,7 @@
-"""How far a budgeted merge can be from the full one, from statistics alone.
+"""How far a budgeted merge can be from the full one at most, from statistics alone.
 
-The bound is on ‖W_plan − W_full‖₂ in exact arithmetic, before the cast on write. Blocks are
-disjoint, so squares add over sites (same elements of one merged tensor); inside a site the triangle
-inequality adds the experts. Sign votes are bounded by what either vote can reach.
+The bound is on ‖W_plan − W_full‖₂ in exact arithmetic, before the cast on write, and always holds.
+Blocks are disjoint, so squares add over sites (the same elements of one merged tensor).
 """
 
 from __future__ import annotations
@@ -11,13 +10,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from mergepipe_pipeline.planner.candidates import Candidates
-from mergepipe_pipeline.planner.strategies import Choice
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Group
 from mergepipe_pipeline.spec.operator import Response
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -28,61 +23,73 @@ class Bound:
     note: str
 
 
-def error_bound(
-    c: Candidates, chosen: Choice, response: Response, vote_reach: Floats, negative: Choice
-) -> Bound:
-    """The bound for one plan.
+@dataclass(frozen=True)
+class Answer:
+    """How one output tensor answers to what is left out.
 
-    Per candidate, ‖cδ‖ bounds what leaving it out changes. Per row: `vote_reach` is λ·(rescale)
-    where the tensor's vote is normalised, else NaN; `negative` marks normalised votes with a
-    negative weight, whose divisor can vanish, so that no bound exists.
+    `reach` [E], for a normalised vote or mean: what a kept delta is multiplied by at most; NaN for
+    sums. `has_divisor_zero`: a normalised vote with a negative weight, whose divisor can vanish.
     """
-    omitted = ~chosen & ~c.zero
-    if not omitted.any():
+
+    response: Response
+    reach: Floats
+    has_divisor_zero: bool
+
+
+_NOTES: dict[Response, str] = {
+    "additive": "triangle inequality",
+    "vote": "reach of the sign votes",
+    "mean": "reach of the means",
+}
+
+
+def error_bound(c: Candidates, chosen: Choice, answers: dict[int, Answer]) -> Bound:
+    """The bound for one plan; `answers` by number of the output tensor."""
+    if (chosen | c.zero).all():
         return Bound(0.0, "nothing is omitted")
-    size = np.where(c.zero, 0.0, np.abs(c.coefficient) * np.where(c.zero, 0.0, c.norm))
-    if response == "additive":
-        return Bound(_root(_per_site(c, np.where(omitted, size, 0.0))), "triangle inequality")
-    if response == "unbounded":
-        return Bound(None, "what is read in one place changes the result in others")
-    if negative[c.row[omitted]].any():
-        return Bound(None, "a normalised sign vote with negative weights has no bound")
-
-    touched = _per_site(c, omitted.astype(np.float64)) > 0
-    reach = vote_reach[c.row]
-    mean_site = _per_site(c, np.isfinite(reach).astype(np.float64)) > 0
-    as_sum = _per_site(c, size) + _per_site(c, np.where(chosen, size, 0.0))
-    as_mean = _mean_reach(c, reach, ~c.zero) + _mean_reach(c, reach, chosen)
-    worst = np.where(mean_site, as_mean, as_sum)
-    return Bound(_root(worst[touched]), "reach of both sign votes")
-
-
-def update_norm(c: Candidates) -> float:
-    """sqrt(Σ‖cᵢδᵢ‖²): the norm of the full update if deltas are orthogonal."""
-    known = np.isfinite(c.norm)
-    return math.sqrt(float(np.square(c.coefficient[known] * c.norm[known]).sum()))
+    square, notes = 0.0, set()
+    for group in c.groups():
+        left: Choice = group.omitted(chosen)
+        if not left.any():
+            continue
+        answer = answers[group.tensor]
+        if answer.response == "unbounded":
+            return Bound(None, "what is read in one place changes the result in others")
+        if answer.has_divisor_zero:
+            return Bound(None, "a normalised sign vote with negative weights has no bound")
+        notes.add(_NOTES[answer.response])
+        square += _of_group(group, answer, left)
+    if not math.isfinite(square):
+        return Bound(None, "an expert holds NaN or infinity where something is left out")
+    return Bound(math.sqrt(square), " and ".join(sorted(notes)))
 
 
-def _mean_reach(c: Candidates, reach: Floats, taken: Choice) -> Floats:
-    """Per site, the largest L2 norm of a weighted mean of the taken deltas.
+def _of_group(group: Group, answer: Answer, omitted: Choice) -> float:
+    """The square of the bound for one output tensor."""
+    touched: Choice = np.any(omitted, axis=1)
+    size, left = np.abs(group.size[touched]), omitted[touched]
+    if answer.response == "additive":
+        return float(np.square(np.where(left, size, 0.0).sum(axis=1)).sum())
+    if np.isnan(answer.reach).any():
+        # Two votes of one sign differ by what is omitted, of two signs by deltas of either sign.
+        return float(np.square(size.sum(axis=1)).sum())
+    return _of_means(group, answer.reach, touched, left)
 
-    Per element |mean| ≤ maxᵢ sᵢ|δᵢ| ≤ sqrt(Σ sᵢ²δᵢ²), hence per site the square root of the summed
-    energies, and also sqrt(n)·maxᵢ sᵢ‖δᵢ‖∞; the smaller of the two.
+
+def _of_means(group: Group, reach: Floats, touched: Choice, left: Choice) -> float:
+    """A mean m of kept deltas x has m² ≤ max x² ≤ Σx², element by element.
+
+    Where nothing is bought the error is the full mean. Elsewhere it is the difference of two means:
+    no more than the larger, or than that of means m and n of disjoint sets of deltas, for which
+    (m − n)² ≤ 2m² + 2n² ≤ 2Σx². All blocks of an expert together keep at most its `kept_energy`.
     """
-    use = taken & ~c.zero & np.isfinite(reach)
-    energy = np.zeros(len(use))
-    energy[use] = np.square(reach[use] * c.norm[use])
-    peak, width = np.zeros(c.n_sites), np.zeros(c.n_sites)
-    np.maximum.at(peak, c.site[use], reach[use] * c.max_abs[use])
-    np.maximum.at(width, c.site, c.nelems)
-    result: Floats = np.minimum(np.sqrt(_per_site(c, energy)), np.sqrt(width) * peak)
-    return result
-
-
-def _per_site(c: Candidates, values: Floats) -> Floats:
-    summed: Floats = np.bincount(c.site, weights=values, minlength=c.n_sites).astype(np.float64)
-    return summed
-
-
-def _root(values: Floats) -> float:
-    return math.sqrt(float(np.square(values).sum()))
+    energy = np.square(group.table(group.candidates.norm)[touched])
+    is_part = (~left & (energy > 0)).any(axis=1)
+    total = 0.0
+    for i, row in enumerate(group.rows):
+        cap = row.kept_energy
+        for factor, here in ((2, is_part), (1, ~is_part)):
+            part = min(cap, float(energy[here, i].sum()))
+            total += reach[i] ** 2 * factor * part
+            cap -= part
+    return total

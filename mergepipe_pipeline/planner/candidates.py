@@ -6,14 +6,21 @@ from the catalog's statistics; nothing is read here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.spec.blocks import BlockGrid
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Choice = npt.NDArray[np.bool_]
+S = TypeVar("S", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -22,8 +29,11 @@ class Row:
 
     `tensor` and `position` number the output tensor and the expert; `coefficient` is the effective
     cᵢ of δᵢ. `block_*` have one entry per block of the grid, or are None without a base to differ
-    from. `bundle_nbytes`: the row can only be bought whole, for so many bytes (an adapter's
-    factors); None where each block has its own bytes.
+    from; `block_energy` is the expected part of ‖δ‖² that a sparsifying method keeps, and
+    `kept_energy` what all blocks together can keep at most. `keep` is the probability with which a
+    random drop keeps an element, `kurtosis` N·Σδ⁴/(Σδ²)². `is_sum`: the merge adds c·δ, or what a
+    random drop leaves of it. `bundle_nbytes`: the row can only be bought whole, for so many bytes
+    (an adapter's factors); None where each block has its own.
     """
 
     tensor: int
@@ -32,73 +42,173 @@ class Row:
     numel: int
     itemsize: int
     coefficient: float
-    block_l2sq: npt.NDArray[np.float64] | None
-    block_max_abs: npt.NDArray[np.float32] | None
-    block_nonzero: npt.NDArray[np.int64] | None
+    block_l2sq: Floats | None
+    block_nonzero: Ints | None
+    block_sketch: npt.NDArray[np.uint16] | None = None
+    block_energy: Floats | None = None
+    kept_energy: float = np.inf
+    keep: float = 1.0
+    kurtosis: float = 3.0
+    is_sum: bool = True
     bundle_nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How a tensor's error falls as more of what the experts change is bought, as rehearsed.
+
+    With a share `share[n]` of the energy bought (ascending from 0 to 1), `left[n]` of the squared
+    update is wrong (1 for nothing bought, 0 in the end; more than 1 where a part is worse than
+    nothing). The squared update is `factor` times the energy.
+    """
+
+    share: Floats
+    left: Floats
+    factor: float
 
 
 @dataclass(frozen=True)
 class Candidates:
     """Flat arrays over all (row, block), ordered by row, then block.
 
-    `site` numbers (output tensor, block): candidates of one site are alternatives' neighbours, the
-    same elements of the merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas
-    known to be all zero. `unit` numbers what is bought together: a candidate alone, or a bundled
-    row, whose bytes stand at its first candidate.
+    `site` numbers (output tensor, block): candidates of one site are the same elements of the
+    merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas known to be all zero.
+    `unit` numbers what is bought together: a candidate alone, or a bundled row, whose bytes stand
+    at its first candidate. `first` and `first_site` are the first candidate of each row and the
+    first site of each tensor. `curves` are of tensors whose merge is no sum of deltas.
     """
 
     rows: tuple[Row, ...]
     grid: BlockGrid
-    row: npt.NDArray[np.int64]
-    block: npt.NDArray[np.int64]
-    site: npt.NDArray[np.int64]
+    curves: Mapping[int, Curve]
+    row: Ints
+    block: Ints
+    site: Ints
     n_sites: int
-    nelems: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-    norm: npt.NDArray[np.float64]
-    max_abs: npt.NDArray[np.float64]
-    coefficient: npt.NDArray[np.float64]
-    zero: npt.NDArray[np.bool_]
-    unit: npt.NDArray[np.int64]
+    first: Ints
+    first_site: Ints
+    nbytes: Ints
+    norm: Floats
+    energy: Floats
+    coefficient: Floats
+    zero: Choice
+    unit: Ints
     n_units: int
 
     @cached_property
-    def unit_nbytes(self) -> npt.NDArray[np.int64]:
+    def unit_nbytes(self) -> Ints:
         """Cost of each unit in bytes."""
         return np.bincount(self.unit, self.nbytes, self.n_units).astype(np.int64)
 
     @cached_property
-    def unit_gain(self) -> npt.NDArray[np.float64]:
+    def unit_gain(self) -> Floats:
         """‖c·δ‖² of each unit."""
         return np.bincount(self.unit, self.gain, self.n_units).astype(np.float64)
 
     @cached_property
-    def unit_zero(self) -> npt.NDArray[np.bool_]:
+    def unit_zero(self) -> Choice:
         """Units whose deltas are known to be all zero."""
-        zero: npt.NDArray[np.bool_] = np.bincount(self.unit, ~self.zero, self.n_units) == 0
+        zero: Choice = np.bincount(self.unit, ~self.zero, self.n_units) == 0
         return zero
 
     @cached_property
-    def unit_first(self) -> npt.NDArray[np.int64]:
+    def unit_first(self) -> Ints:
         """The first candidate of each unit."""
         return np.unique(self.unit, return_index=True)[1]
 
+    @cached_property
+    def is_bundled(self) -> Choice:
+        """Candidates that cannot be bought alone."""
+        return np.array([r.bundle_nbytes is not None for r in self.rows], np.bool_)[self.row]
+
+    @cached_property
+    def expert(self) -> Ints:
+        """The expert's position in the recipe, per candidate."""
+        return np.array([r.position for r in self.rows], dtype=np.int64)[self.row]
+
     @property
-    def gain(self) -> npt.NDArray[np.float64]:
+    def gain(self) -> Floats:
         """‖c·δ‖² of each candidate."""
         return np.square(self.coefficient * self.norm)
 
     def row_slices(self) -> list[slice]:
         """The slice of candidates that belongs to each row."""
-        stops = np.cumsum(np.bincount(self.row, minlength=len(self.rows)))
-        return [
-            slice(int(b) - int(n), int(b))
-            for b, n in zip(stops, np.diff(stops, prepend=0), strict=True)
-        ]
+        edges = [*self.first.tolist(), len(self.row)]
+        return [slice(a, b) for a, b in pairwise(edges)]
+
+    def groups(self) -> Iterator[Group]:
+        """The candidates of each output tensor as a table, in order."""
+        slices = self.row_slices()
+        start = 0
+        while start < len(self.rows):
+            stop = start
+            while stop < len(self.rows) and self.rows[stop].tensor == self.rows[start].tensor:
+                stop += 1
+            yield Group(self, self.rows[start].tensor, start, slices[start:stop])
+            start = stop
 
 
-def lay_out(rows: Sequence[Row], grid: BlockGrid) -> Candidates:
+@dataclass(frozen=True)
+class Group:
+    """One output tensor's candidates as a table of sites by experts."""
+
+    candidates: Candidates
+    tensor: int
+    first_row: int
+    slices: Sequence[slice]
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """One per column."""
+        return self.candidates.rows[self.first_row : self.first_row + len(self.slices)]
+
+    @property
+    def n_sites(self) -> int:
+        """Blocks of the longest expert."""
+        return max(int(s.stop - s.start) for s in self.slices)
+
+    @property
+    def first_site(self) -> int:
+        """The site of the first row of the table."""
+        return int(self.candidates.first_site[self.tensor])
+
+    @cached_property
+    def members(self) -> Ints:
+        """[sites, E] candidate numbers, −1 where an expert has no such block."""
+        out = np.full((self.n_sites, len(self.slices)), -1, np.int64)
+        for i, s in enumerate(self.slices):
+            out[: s.stop - s.start, i] = np.arange(s.start, s.stop)
+        return out
+
+    @cached_property
+    def size(self) -> Floats:
+        """[sites, E] of c·‖δ‖, with the sign of c."""
+        size: Floats = self.table(self.candidates.coefficient) * self.table(self.candidates.norm)
+        return size
+
+    @cached_property
+    def kept(self) -> Floats:
+        """[sites, E]: the expected share of the energy that a sparsifying method keeps."""
+        whole, kept = np.square(self.size), self.table(self.candidates.energy)
+        known = (whole > 0) & np.isfinite(whole) & np.isfinite(kept)
+        return np.divide(kept, whole, where=known, out=np.ones_like(whole))
+
+    def omitted(self, choice: Choice) -> Choice:
+        """[sites, E]: candidates that are left out although they change something."""
+        left: Choice = self.table(choice) | self.table(self.candidates.zero) | (self.members < 0)
+        return ~left
+
+    def table(self, values: npt.NDArray[S]) -> npt.NDArray[S]:
+        """[sites, E] of an array over candidates, 0 where an expert has no such block."""
+        out = np.zeros((self.n_sites, len(self.slices)), values.dtype)
+        for i, s in enumerate(self.slices):
+            out[: s.stop - s.start, i] = values[s]
+        return out
+
+
+def lay_out(
+    rows: Sequence[Row], grid: BlockGrid, curves: Mapping[int, Curve] | None = None
+) -> Candidates:
     """The candidates of `rows` on `grid`. Unknown statistics count as infinitely worth having."""
     counts = np.array([grid.count(r.numel) for r in rows], dtype=np.int64)
     total = int(counts.sum())
@@ -115,11 +225,15 @@ def lay_out(rows: Sequence[Row], grid: BlockGrid) -> Candidates:
 
     numel = np.repeat([r.numel for r in rows], counts).astype(np.int64)
     nelems = np.minimum(numel, (block + 1) * grid.block_elems) - block * grid.block_elems
-    norm, max_abs, zero = np.full(total, np.inf), np.full(total, np.inf), np.zeros(total, np.bool_)
+    norm, zero = np.full(total, np.inf), np.zeros(total, np.bool_)
+    energy = np.full(total, np.inf)
     for r, a, n in zip(rows, first, counts, strict=True):
         if r.block_l2sq is not None:
-            norm[a : a + n] = np.sqrt(r.block_l2sq)
-            max_abs[a : a + n] = r.block_max_abs
+            # NaN among the deltas: as much of a change as infinity.
+            l2sq = np.nan_to_num(r.block_l2sq, nan=np.inf, posinf=np.inf)
+            norm[a : a + n] = np.sqrt(l2sq)
+            kept = l2sq if r.block_energy is None else r.block_energy
+            energy[a : a + n] = r.coefficient**2 * kept
             none = np.asarray(r.block_nonzero == 0)
             zero[a : a + n] = none if r.bundle_nbytes is None else none.all()
     nbytes = nelems * np.repeat([r.itemsize for r in rows], counts).astype(np.int64)
@@ -132,14 +246,16 @@ def lay_out(rows: Sequence[Row], grid: BlockGrid) -> Candidates:
     return Candidates(
         rows=tuple(rows),
         grid=grid,
+        curves=curves or {},
         row=row,
         block=block,
         site=site,
         n_sites=int(sites.sum()),
-        nelems=nelems,
+        first=first,
+        first_site=first_site,
         nbytes=nbytes,
         norm=norm,
-        max_abs=max_abs,
+        energy=energy,
         zero=zero,
         coefficient=np.repeat([r.coefficient for r in rows], counts).astype(np.float64),
         unit=unit,

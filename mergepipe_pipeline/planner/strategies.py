@@ -1,8 +1,9 @@
-"""How a budget is spent: one function per strategy, each from candidates to a boolean choice.
+"""How a budget is spent: each strategy is a list of offers in the order of its liking.
 
-`full` and `magnitude` are for use; `hash` and `drop-experts` are the baselines to compare with: the
-reference implementation's name hashing, and leaving whole experts out. Every strategy stays within
-the budget, is deterministic, and never pays for a block whose delta is known to be zero.
+`full`, `magnitude` and `conflict_aware` are for use; `hash` and `drop-experts` are baselines to
+compare with: the reference implementation's name hashing, and leaving whole experts out. Every
+strategy stays within the budget, is deterministic, and never pays for a block whose delta is known
+to be zero.
 """
 
 from __future__ import annotations
@@ -11,34 +12,79 @@ import hashlib
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.planner.candidates import Candidates
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Ints
+from mergepipe_pipeline.planner.offers import (
+    Limits,
+    Offers,
+    chain_offers,
+    joined,
+    single_offers,
+    spend,
+)
 
-Choice = npt.NDArray[np.bool_]
-Strategy = Callable[[Candidates, int], Choice]
+#: Offers with their order: best first, and within a chain as the chain goes.
+Ranked = tuple[Offers, Ints]
+Strategy = Callable[[Candidates, Choice, int], Ranked]
 
 
-def choose(candidates: Candidates, budget_bytes: int | None, strategy: str) -> Choice:
-    """Which candidates to read: everything useful if it fits, else what the strategy picks.
+def rank(c: Candidates, strategy: str, free: Choice, seek_nbytes: int = 0) -> Ranked:
+    """What the strategy would buy from the candidates in `free`, best first.
 
-    Raises BudgetError for an unknown strategy, for `full` under a budget that is too small, and for
-    a partial budget without a base to stand in for what is not read.
+    `seek_nbytes`: what a read of its own costs, in bytes that could be read meanwhile; it is saved
+    where the block next to it is of higher rank. Raises BudgetError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise BudgetError(
             "Unknown strategy",
             where="strategy",
-            expected=", ".join(STRATEGIES),
+            expected=", ".join((*STRATEGIES, "full")),
             found=repr(strategy),
-            next_step="use magnitude",
+            next_step="use conflict_aware",
         )
-    useful = ~candidates.zero
-    needed = int(candidates.nbytes[useful].sum())
-    if budget_bytes is None or needed <= budget_bytes:
+    return STRATEGIES[strategy](c, free, seek_nbytes)
+
+
+def choose(c: Candidates, limits: Limits, strategy: str, seek_nbytes: int = 0) -> Choice:
+    """Which candidates to read: everything useful if it fits, else what the strategy picks.
+
+    Raises BudgetError for an unknown strategy, for `full` under a budget that is too small, for
+    pinned blocks that cost more than the budget, and for a partial budget without a base to stand
+    in for what is not read.
+    """
+    useful = allowed(c, limits)
+    needed = int(c.nbytes[useful].sum())
+    if is_affordable(c, useful, limits):
         return useful
-    if any(r.block_l2sq is None for r in candidates.rows):
+    if strategy == "full":
+        raise BudgetError(
+            "The budget does not cover a full merge",
+            where="budget",
+            expected=f"at least {needed} bytes",
+            found=f"{limits.budget_bytes} bytes",
+            next_step="raise the budget, or use strategy conflict_aware",
+        )
+    refuse_without_base(c, needed, limits.budget_bytes)
+    refuse_dear_pins(c, limits)
+    offers, order = rank(c, strategy, useful & ~limits.pinned, seek_nbytes)
+    return spend(c, offers, order, limits)
+
+
+def allowed(c: Candidates, limits: Limits) -> Choice:
+    """What is worth reading if there is no limit in bytes."""
+    return ~c.zero & ~(limits.excluded & ~limits.pinned)
+
+
+def is_affordable(c: Candidates, choice: Choice, limits: Limits) -> bool:
+    """Whether a choice is within the budget and every expert's share."""
+    spent = np.bincount(c.expert[choice], c.nbytes[choice], len(limits.caps))
+    return bool(spent.sum() <= limits.budget_bytes and (spent <= limits.caps).all())
+
+
+def refuse_without_base(c: Candidates, needed: int, budget_bytes: int) -> None:
+    """Raise BudgetError where there is a candidate that nothing could stand in for."""
+    if any(r.block_l2sq is None for r in c.rows):
         raise BudgetError(
             "A partial budget needs a base model that stands in for what is not read",
             where="budget",
@@ -46,77 +92,110 @@ def choose(candidates: Candidates, budget_bytes: int | None, strategy: str) -> C
             found=f"{budget_bytes} bytes and no base_model",
             next_step="add base_model to the recipe, or drop the budget",
         )
-    return STRATEGIES[strategy](candidates, budget_bytes)
 
 
-def _take_in_order(
-    candidates: Candidates, order: npt.NDArray[np.int64], budget_bytes: int
-) -> Choice:
-    """Buy units along `order` as long as they fit; one too big for the rest is passed over."""
-    nbytes = candidates.unit_nbytes
-    chosen = np.zeros(candidates.n_units, dtype=np.bool_)
-    left = budget_bytes
-    order = order[~candidates.unit_zero[order]]
-    while len(order):
-        order = order[nbytes[order] <= left]
-        fits = int(np.searchsorted(np.cumsum(nbytes[order]), left, side="right"))
-        chosen[order[:fits]] = True
-        left -= int(nbytes[order[:fits]].sum())
-        order = order[fits:]
-    choice: Choice = chosen[candidates.unit] & ~candidates.zero
-    return choice
+def refuse_dear_pins(c: Candidates, limits: Limits) -> None:
+    """Raise BudgetError where what is pinned costs more than there is."""
+    pinned = limits.pinned & ~c.zero
+    needed = int(c.nbytes[pinned].sum())
+    if needed > limits.budget_bytes:
+        raise BudgetError(
+            "The budget does not cover what the recipe pins",
+            where="budget, pin",
+            expected=f"at least {needed} bytes",
+            found=f"{limits.budget_bytes} bytes",
+            next_step="raise the budget, or pin less",
+        )
 
 
-def full(candidates: Candidates, budget_bytes: int) -> Choice:
-    """Everything or nothing: refuses a budget that does not cover all useful blocks."""
-    needed = int(candidates.nbytes[~candidates.zero].sum())
-    raise BudgetError(
-        "The budget does not cover a full merge",
-        where="budget",
-        expected=f"at least {needed} bytes",
-        found=f"{budget_bytes} bytes",
-        next_step="raise the budget, or use strategy magnitude",
-    )
+def magnitude(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
+    """By ‖c·δ‖² per byte: what is best for deltas that are orthogonal to each other."""
+    offers = single_offers(c, _units(c, free))
+    return offers, _by_worth(c, offers, seek_nbytes)
 
 
-def magnitude(candidates: Candidates, budget_bytes: int) -> Choice:
-    """Greedy by ‖c·δ‖² per byte: optimal for near-orthogonal deltas of equal block size."""
-    worth = candidates.unit_gain / np.maximum(candidates.unit_nbytes, 1)
-    return _take_in_order(candidates, np.argsort(-worth, kind="stable"), budget_bytes)
+def conflict_aware(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
+    """By what a purchase saves of the error per byte, given what it agrees and conflicts with.
+
+    For sums of deltas, from their inner products; for other merges, as rehearsed on samples of the
+    deltas. Sites are independent, so buying the steepest parts of their convex hulls first is
+    optimal for every budget that they fill exactly (Everett 1963, Lagrange multipliers).
+    Rows that are bought whole are ranked by magnitude among the others.
+    """
+    chains = chain_offers(c, free & ~c.is_bundled)
+    offers = joined([chains, single_offers(c, _units(c, free & c.is_bundled))])
+    return offers, _by_worth(c, offers, seek_nbytes)
 
 
-def by_hash(candidates: Candidates, budget_bytes: int) -> Choice:
+def by_hash(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     """Blocks in the order of a hash of their names: importance plays no part."""
-    names = [r.name for r in candidates.rows]
-    first = candidates.unit_first
-    rows, blocks = candidates.row[first].tolist(), candidates.block[first].tolist()
+    units = _units(c, free)
+    names = [r.name for r in c.rows]
+    first = c.unit_first[units]
     keys = np.array(
         [
             int.from_bytes(hashlib.sha256(f"{names[r]}:{b}".encode()).digest()[:8], "big")
-            for r, b in zip(rows, blocks, strict=True)
+            for r, b in zip(c.row[first].tolist(), c.block[first].tolist(), strict=True)
         ],
         dtype=np.uint64,
     )
-    return _take_in_order(candidates, np.argsort(keys, kind="stable"), budget_bytes)
+    return single_offers(c, units), np.argsort(keys, kind="stable")
 
 
-def drop_experts(candidates: Candidates, budget_bytes: int) -> Choice:
+def drop_experts(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     """Whole experts in recipe order, as many as fit."""
-    positions = np.array([r.position for r in candidates.rows], dtype=np.int64)[candidates.row]
-    chosen = np.zeros(len(positions), dtype=np.bool_)
-    left = budget_bytes
-    for position in sorted(set(positions.tolist())):
-        mine = (positions == position) & ~candidates.zero
-        cost = int(candidates.nbytes[mine].sum())
-        if cost <= left:
-            chosen |= mine
-            left -= cost
-    return chosen
+    members = np.flatnonzero(free)
+    members = members[np.argsort(c.expert[members], kind="stable")]
+    experts, first = np.unique(c.expert[members], return_index=True)
+    saved = np.add.reduceat(c.gain[members], first) if len(first) else np.zeros(0)
+    offers = Offers(experts, saved, np.append(first, len(members)), members)
+    return offers, np.arange(len(experts))
+
+
+def _units(c: Candidates, free: Choice) -> Ints:
+    """The units with something to buy in `free`."""
+    return np.unique(c.unit[free & ~c.zero])
+
+
+def _by_worth(c: Candidates, offers: Offers, seek_nbytes: int) -> Ints:
+    """Most saved per byte first; of equals, the first in the list."""
+    from mergepipe_pipeline.planner.chains import falling
+
+    cost = _summed(offers, c.nbytes[offers.members])
+    worth = falling(offers.saved / np.maximum(cost, 1), offers.chain)
+    order = np.argsort(-worth, kind="stable")
+    if not seek_nbytes:
+        return order
+    apart = _summed(offers, _stands_apart(c, offers, order).astype(np.int64))
+    worth = falling(offers.saved / np.maximum(cost + seek_nbytes * apart, 1), offers.chain)
+    return np.argsort(-worth, kind="stable")
+
+
+def _stands_apart(c: Candidates, offers: Offers, order: Ints) -> Choice:
+    """Which members would be a read of their own: both blocks next to them rank lower."""
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    never = len(order)
+    rank_of = np.full(len(c.row) + 1, never, np.int64)
+    rank_of[offers.members] = np.repeat(place, np.diff(offers.first))
+    own, last = rank_of[offers.members], c.block[offers.members + 1 - len(c.row)] == 0
+    before = np.where(c.block[offers.members] > 0, rank_of[offers.members - 1], never)
+    after = np.where(last, never, rank_of[offers.members + 1])
+    apart: Choice = (before > own) & (after > own)
+    return apart
+
+
+def _summed(offers: Offers, values: Ints) -> Ints:
+    """Per offer, the sum over its members."""
+    if not len(offers.saved):
+        return np.zeros(0, np.int64)
+    sums: Ints = np.add.reduceat(values, offers.first[:-1])
+    return sums
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "full": full,
     "magnitude": magnitude,
+    "conflict_aware": conflict_aware,
     "hash": by_hash,
     "drop-experts": drop_experts,
 }

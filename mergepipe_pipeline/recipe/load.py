@@ -41,9 +41,10 @@ from mergepipe_pipeline.recipe.schema import (
 from mergepipe_pipeline.recipe.stages import link_stages
 from mergepipe_pipeline.recipe.tokens import check_chat_template, parse_tokenizer
 from mergepipe_pipeline.recipe.traps import joined_base, traps
+from mergepipe_pipeline.recipe.wishes import read_budget
 from mergepipe_pipeline.recipe.yaml_text import Document, read_documents, read_yaml
 from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.recipe import Budget, TokenizerRecipe
+from mergepipe_pipeline.spec.recipe import TokenizerRecipe
 
 __all__ = ["RawRecipe", "parse_recipe", "parse_recipes", "resolve_recipe"]
 
@@ -63,7 +64,7 @@ def parse_recipe(
     With `methods`, the method and its parameters' names are checked here already, else by
     `resolve_recipe`. `strategies` are the names that `strategy:` may have.
 
-    Raises RecipeError with every problem; BudgetError if the budget is the only one.
+    Raises RecipeError with every problem; BudgetError if the budget's amount is the only one.
     """
     document = read_yaml(text)
     raw = _parse(document, name, where, methods, strategies)
@@ -82,8 +83,8 @@ def parse_recipes(
 ) -> tuple[RawRecipe, ...]:
     """Read a file of one or more recipes, the stages of one merge: the last gives the result.
 
-    A model named like an earlier stage is that stage's result. Budget, ref and schedule of all are
-    those of the last. Arguments and errors are those of `parse_recipe`.
+    A model named like an earlier stage is that stage's result. The budget's amount, the ref and the
+    schedule of all are those of the last. Arguments and errors are those of `parse_recipe`.
     """
     documents = read_documents(text)
     stages = [_parse(d, name, where, methods, strategies) for d in documents]
@@ -96,8 +97,10 @@ def parse_recipes(
 def _error(documents: Collection[Document], where: str) -> MergePipeError:
     (document, *more) = documents
     if not more and len(document.problems) == 1 and isinstance(document.value, dict):
+        budget = document.value.get("budget")
         try:
-            parse_budget(document.value.get("budget"), f"{where}, key budget")
+            if not isinstance(budget, dict):
+                parse_budget(budget, f"{where}, key budget")
         except BudgetError as error:
             return error
     return recipe_error([d.problems for d in documents], where)
@@ -125,7 +128,7 @@ def _parse(
     base = _base(value, models, modules)
     tokenizer, chat_template = _tokens(value, base, models, problems)
     check_strategy(value.get("strategy"), strategies, problems)
-    budget = _budget(value.get("budget"), problems)
+    budget = read_budget(value.get("budget"), problems)
     schema = _check(value, modules, level, methods, problems, warnings)
     if yaml is None:
         return None
@@ -204,14 +207,6 @@ def _tokens(
 
     tokenizer = parse_tokenizer(value, base, number_of, problems)
     return tokenizer, check_chat_template(value.get("chat_template"), problems)
-
-
-def _budget(value: object, problems: Problems) -> Budget:
-    try:
-        return parse_budget(value, "key budget")
-    except BudgetError as error:
-        problems.add(("budget",), f"expected {error.expected}, found {error.found}")
-        return Budget()
 
 
 def _ref(yaml: RecipeYaml, name: str, problems: Problems) -> str:

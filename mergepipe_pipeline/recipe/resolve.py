@@ -18,6 +18,7 @@ from mergepipe_pipeline.recipe.checks import (
 )
 from mergepipe_pipeline.recipe.modules import first_parts, module_of
 from mergepipe_pipeline.recipe.numbers import Repeated, check_sum, method_params, model_params
+from mergepipe_pipeline.recipe.patterns import check_wishes
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
 from mergepipe_pipeline.recipe.raw import RawRecipe
 from mergepipe_pipeline.recipe.slots import Slot, Slots, Taken, all_names
@@ -66,6 +67,8 @@ def resolve_recipe(
     flags = [*partial, *[False] * (len(tables) - len(partial))]
     resolver = _Resolver(raw, schema, Tables(raw.references, tables, flags), problems)
     tensors = resolver.tensors()
+    if not problems:
+        check_wishes(raw.budget, raw.references, tensors, problems)
     if problems:
         raise recipe_error([problems], raw.where)
     computed = [t for t in tensors if _is_computed(schema, t)]

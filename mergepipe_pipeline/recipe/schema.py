@@ -23,7 +23,7 @@ from mergepipe_pipeline.spec.blocks import BlockGrid
 
 DEFAULT_SCHEDULE = "0 3 * * *"
 #: Names of budget strategies, for a reader who has no planner at hand.
-STRATEGIES = ("full", "magnitude", "hash", "drop-experts")
+STRATEGIES = ("full", "magnitude", "conflict_aware", "hash", "drop-experts")
 
 #: Parameter names of mergekit, known to be misplaced when they stand beside `parameters:`.
 PARAMETER_NAMES = frozenset(
@@ -169,7 +169,7 @@ class RecipeYaml(_Strict):
     tokenizer: Any = None
     chat_template: Any = None
     budget: Any = None
-    strategy: str = "magnitude"
+    strategy: str = "conflict_aware"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ref: Ref | None = None
     schedule: Annotated[str, AfterValidator(_schedule)] = DEFAULT_SCHEDULE

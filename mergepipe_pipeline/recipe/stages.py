@@ -7,9 +7,10 @@ bottom.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from mergepipe_pipeline.recipe.budget import with_amount
 from mergepipe_pipeline.recipe.problems import KeyPath, shown
 from mergepipe_pipeline.recipe.raw import RawRecipe
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
@@ -24,7 +25,7 @@ _REFERENCE_KEYS = frozenset({"model", "base_model", "tokenizer_source", "source"
 def link_stages(
     documents: Sequence[Document], stages: Sequence[RawRecipe | None]
 ) -> tuple[RawRecipe, ...]:
-    """The stages with the names they use, and with budget, ref and schedule of the last.
+    """The stages with the names they use, and with amount, ref and schedule of the last.
 
     `stages[i]` is what `documents[i]` says, None if it cannot be read. Adds problems to the
     documents: a stage without a name, a name twice, a stage used before it is made.
@@ -108,14 +109,24 @@ def _linked(
         return stage
     warnings = tuple(
         f"stage {stage.stage}: {key} has no effect; the last recipe of the file gives it"
-        for key in _OF_THE_WHOLE
-        if key in document.value
+        for key in _overruled(document.value)
     )
     return replace(
         stage,
         name=stage.stage or stage.name,
-        budget=last.budget,
+        # Pins and other wishes name a stage's own models and tensors.
+        budget=with_amount(stage.budget, last.budget),
         ref=last.ref,
         schedule=last.schedule,
         warnings=(*stage.warnings, *warnings),
     )
+
+
+def _overruled(value: Mapping[str, object]) -> Iterator[str]:
+    """The keys of a stage that the last recipe decides on; its budget's wishes are its own."""
+    for key in _OF_THE_WHOLE:
+        item = value.get(key)
+        if key == "budget" and isinstance(item, dict):
+            yield from (f"budget.{part}" for part in ("limit", "error") if part in item)
+        elif key in value:
+            yield key

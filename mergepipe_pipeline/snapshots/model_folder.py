@@ -73,7 +73,7 @@ def model_card(
         *made,
         "",
         "`manifest.json` names every byte of this folder; `provenance.json` holds the recipe, "
-        "its budget, the error bound and what was read.",
+        "its budget, the predicted error with its bound, and what was read.",
         "",
     ]
     return "\n".join(front + body).encode()

@@ -6,7 +6,7 @@ a checkpoint with an adapter on it, or any of these with its embeddings in anoth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
@@ -48,7 +48,7 @@ class Model:
         return sum(v.nbytes for v in self.views.values())
 
 
-def view_sha256(view: TensorView, digests: list[Mapping[str, str]]) -> str:
+def view_sha256(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
     """64 hex over a view's content; for a whole stored tensor the digest of its bytes.
 
     `digests[i]` gives tensor name to SHA-256 for source number i.
@@ -57,7 +57,7 @@ def view_sha256(view: TensorView, digests: list[Mapping[str, str]]) -> str:
     def of(part: Part) -> str:
         return digests[part.source][part.entry.name]
 
-    if view.stored and not (view.runs or view.low_rank or view.is_delta):
+    if view.whole:
         return of(view.stored[0])
     low = view.low_rank
     return digest_json(

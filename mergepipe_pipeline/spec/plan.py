@@ -7,10 +7,10 @@ stay out, so equal work has equal ids wherever and however it was planned.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.dtypes import itemsize
@@ -172,8 +172,10 @@ class Estimates:
     """What the planner knew and promised; takes no part in any id.
 
     `error_bound` bounds the L2 norm of (merged under this plan − merged in full), before the cast
-    on write; None where no bound is known (then `bound_note` says why). `update_norm` is the
-    predicted norm of (merged in full − base).
+    on write; None where no bound is known (then `bound_note` says why). `predicted_error` estimates
+    that norm, give or take `predicted_margin` (None: not stated), and `update_norm` that of (merged
+    in full − base). `reads` are runs of blocks that lie together;
+    `seek_nbytes` is what each was taken to cost besides its bytes.
     """
 
     budget_bytes: int | None
@@ -184,9 +186,13 @@ class Estimates:
     blocks_total: int
     blocks_bought: int
     blocks_zero: int
+    reads: int
     error_bound: float | None
     bound_note: str
+    predicted_error: float | None
+    predicted_margin: float | None
     update_norm: float | None
+    seek_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +236,7 @@ class MergePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON material; `from_json` gives an equal plan back."""
-        return asdict(self)
+        return cast("dict[str, Any]", _plain(self))
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> MergePlan:
@@ -246,6 +252,15 @@ class MergePlan:
                 "warnings": tuple(value["warnings"]),
             },
         )
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass as a mapping, all the way down; `asdict` would copy every range and number."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return [_plain(v) for v in value]
+    return value
 
 
 def _side(value: dict[str, Any]) -> SideFiles:

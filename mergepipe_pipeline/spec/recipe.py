@@ -6,20 +6,46 @@ Made by `recipe`, read by the verbs. One `TensorRecipe` per output tensor holds 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Literal
 
 Params = tuple[tuple[str, float | int | bool | str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """How many bytes of expert weights a merge may read: at most one of the two is set.
+class Selection:
+    """Blocks by shell patterns of experts' and of output tensors' names; none: all of them."""
 
-    Neither set means no limit. `fraction` is of the experts' bytes that the recipe could read.
+    experts: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """At most `nbytes`, or `fraction` of the budget, go to each expert that fits the pattern."""
+
+    experts: str
+    nbytes: int | None = None
+    fraction: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many bytes of expert weights a merge may read, and for what.
+
+    At most one of `nbytes`, `fraction` and `error` is set; none means no limit. `fraction` is of
+    the experts' bytes that the recipe could read; `error` asks for the fewest bytes with which the
+    error bound is at most that share of the full update's norm. Blocks in `pin` are bought first,
+    those in `exclude` never unless pinned; output tensors in `keep` (patterns) stay the base's.
     """
 
     nbytes: int | None = None
     fraction: float | None = None
+    error: float | None = None
+    pin: tuple[Selection, ...] = ()
+    exclude: tuple[Selection, ...] = ()
+    keep: tuple[str, ...] = ()
+    shares: tuple[Share, ...] = ()
 
     def resolve(self, expert_bytes_total: int) -> int | None:
         """The limit in bytes (rounded down), or None for no limit."""
@@ -42,6 +68,13 @@ class ModelRef:
     revision: str | None = None
     lora: str | None = None
     lora_revision: str | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What patterns are held against: the text, and the name without path and revision."""
+        last = PurePosixPath(self.model).name
+        adapter = f"{last}+{PurePosixPath(self.lora).name}" if self.lora else last
+        return (self.text, adapter)
 
 
 @dataclass(frozen=True, slots=True)

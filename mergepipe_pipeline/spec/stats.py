@@ -12,8 +12,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-#: Width of the per-tensor sketch: cosines between experts are estimated to about 1/sqrt(width).
-SKETCH_WIDTH = 256
+#: Width of a block's sketch: the inner product of two blocks is estimated with a standard error of
+#: at most ‖a‖‖b‖·sqrt(2/width), and errors of different blocks are independent.
+SKETCH_WIDTH = 64
+#: Elements of every block whose deltas are kept, the same for all experts of a base's tensor.
+SAMPLE_WIDTH = 64
 #: A magnitude's histogram bin is its float32 pattern without sign, shifted by this many bits.
 HIST_SHIFT = 16
 
@@ -22,17 +25,23 @@ HIST_SHIFT = 16
 class TensorStats:
     """One expert tensor against a tensor of the base.
 
-    `sha256` and `base_sha256` are of the stored bytes, empty where the pass did not see them whole.
+    `sha256` and `base_sha256` are of the stored bytes, empty where the pass did not see them whole;
+    with `dtype` and `base_dtype` (safetensors codes) they say what was compared.
 
     `hist_bins` (uint16, ascending) and `hist_counts` (int64): occupied bins of bits(|δ|) >> 16.
-    `sketch`: float32 [SKETCH_WIDTH], a random-sign projection; inner products of sketches estimate
-    inner products of deltas. `block_*`: one entry per block of the grid.
+    `block_*`: one entry per block of the grid; `block_positive` counts δ > 0. `block_sketch`:
+    [blocks, SKETCH_WIDTH], random-sign projections (Johnson-Lindenstrauss), so that inner products
+    of sketches of two experts' blocks estimate those of their deltas. `block_sample`: [blocks,
+    SAMPLE_WIDTH], δ at elements that are spread evenly and equal for all experts, so that whatever
+    works element by element can be tried on them. Both are bfloat16 as uint16; see `widened`.
     """
 
     tensor: str
     base_tensor: str
     sha256: str
     base_sha256: str
+    dtype: str
+    base_dtype: str
     numel: int
     l1: float
     l2sq: float
@@ -40,10 +49,12 @@ class TensorStats:
     nonzero: int
     hist_bins: npt.NDArray[np.uint16]
     hist_counts: npt.NDArray[np.int64]
-    sketch: npt.NDArray[np.float32]
     block_l2sq: npt.NDArray[np.float64]
     block_max_abs: npt.NDArray[np.float32]
     block_nonzero: npt.NDArray[np.int64]
+    block_positive: npt.NDArray[np.int64]
+    block_sketch: npt.NDArray[np.uint16]
+    block_sample: npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
@@ -59,3 +70,15 @@ class ExpertStats:
     def by_pair(self) -> dict[tuple[str, str], TensorStats]:
         """By (expert's tensor, base's tensor)."""
         return {(t.tensor, t.base_tensor): t for t in self.tensors}
+
+
+def narrowed(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Float32 to the bits of the nearest bfloat16, ties to even; what is not a number stays so."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16))
+
+
+def widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The float32 values of bfloat16 bits."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -7,6 +7,7 @@ whatever it is, analysis and engine see tensors of one name, shape and dtype. Pu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -81,6 +82,13 @@ class TensorView:
         return self.stored_nbytes + self.low_rank_nbytes
 
     @property
+    def whole(self) -> TensorEntry | None:
+        """The stored tensor that it is, byte for byte, if it is one."""
+        if not self.stands_alone or self.runs or self.low_rank:
+            return None
+        return self.stored[0].entry
+
+    @property
     def stands_alone(self) -> bool:
         """Whether its values need no base."""
         return bool(self.stored) and not self.is_delta
@@ -93,9 +101,24 @@ def view_of(entry: TensorEntry, source: int = 0) -> TensorView:
 
 def moved(view: TensorView, offset: int) -> TensorView:
     """The same view with `offset` added to every source number."""
+    return _renumbered(view, lambda source: source + offset)
 
+
+def renumbered(view: TensorView, numbers: Mapping[int, int]) -> TensorView:
+    """The same view with every source number replaced by what `numbers` gives for it."""
+    return _renumbered(view, lambda source: numbers[source])
+
+
+def sources_of(view: TensorView) -> frozenset[int]:
+    """The numbers of all sources that a view reads."""
+    low = view.low_rank
+    parts = (*view.stored, *((low.a, low.b) if low else ()))
+    return frozenset(p.source for p in parts)
+
+
+def _renumbered(view: TensorView, number: Callable[[int], int]) -> TensorView:
     def part(p: Part) -> Part:
-        return Part(p.source + offset, p.entry)
+        return Part(number(p.source), p.entry)
 
     low = view.low_rank
     return replace(

@@ -56,6 +56,12 @@ class BlockReader:
         with self._lock:
             self._bytes_read += len(out)
 
+    def will_need(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
+        """Say that elements [start, stop) will be read soon."""
+        size = itemsize(entry.dtype)
+        start, nbytes = entry.start_byte + start_elem * size, (stop_elem - start_elem) * size
+        self._source.will_need(entry.file, start, nbytes)
+
     def read(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> bytearray:
         """Elements [start, stop) of a tensor as bytes; raises as `read_into`."""
         buffer = bytearray((stop_elem - start_elem) * itemsize(entry.dtype))

@@ -40,6 +40,10 @@ class CheckpointSource(Protocol):
         """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
         ...
 
+    def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
+        """Say that these bytes will be read soon; a hint without effect on results."""
+        ...
+
     def close(self) -> None:
         """Close all files."""
         ...
@@ -101,6 +105,10 @@ class LocalSource:
                     next_step="let the copy finish, then run again",
                 )
             done += n
+
+    def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
+        """Say that these bytes will be read soon; a hint without effect on results."""
+        os.posix_fadvise(self._open(path), start_byte, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close all files."""

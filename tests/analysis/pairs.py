@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from mergepipe_pipeline.analysis import stream
+from mergepipe_pipeline.analysis.statistics import analyze_experts
+from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from tests.stored import Floats, Stored, decode, model_of, write
 
 #: Elements per window in tests: a few thousand elements then make several windows.
@@ -24,6 +32,77 @@ def delta_of(expert: Stored, base: Stored) -> Floats:
 def pairs_of(expert: Model, base: Model) -> list[tuple[str, str]]:
     """Each tensor of the expert with the base's of the same name."""
     return [(name, name) for name in expert.views if name in base.views]
+
+
+def analyze_all(
+    experts: Sequence[tuple[Model, Sequence[tuple[str, str]]]],
+    base: Model,
+    grid: BlockGrid,
+    progress: Callable[[int], None] | None = None,
+) -> list[ExpertStats]:
+    """Statistics of several experts from one pass."""
+    found: list[list[TensorStats]] = [[] for _ in experts]
+    for done in analyze_experts(experts, base, grid, progress=progress):
+        for i, stats in done:
+            found[i].append(stats)
+    return [
+        ExpertStats(base.model_id, model.model_id, grid.block_elems, tuple(tensors))
+        for (model, _), tensors in zip(experts, found, strict=True)
+    ]
+
+
+def analyze_one(
+    expert: Model, base: Model, pairs: Sequence[tuple[str, str]], grid: BlockGrid
+) -> ExpertStats:
+    """Statistics of one expert from a pass of its own."""
+    (found,) = analyze_all([(expert, pairs)], base, grid)
+    return found
+
+
+def figures(stats: TensorStats) -> dict[str, object]:
+    """All figures, arrays as bytes and floats in full: equal only if every bit is."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, float):
+            return value.hex()
+        return value.tobytes() if isinstance(value, np.ndarray) else value
+
+    return {name: plain(value) for name, value in vars(stats).items()}
+
+
+def signs_and_lanes(key: int, n: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """What becomes of elements 0 to n in sketches with this key: their signs, ±1, and lanes."""
+    signs: list[int] = []
+    lanes: list[int] = []
+    for word in range(-(-n // 64)):
+        bits = _split_mix(key + word * 0x9E3779B97F4A7C15)
+        signs += [-1 if bits >> i & 1 else 1 for i in range(64)]
+        lanes += [(i + _split_mix(bits)) % 64 for i in range(64)]
+    return np.array(signs[:n], np.int64), np.array(lanes[:n], np.int64)
+
+
+def _split_mix(word: int) -> int:
+    word %= 1 << 64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % (1 << 64)
+    return word ^ word >> 31
+
+
+def sketch_of(base_tensor: str, delta: Floats, block_elems: int) -> npt.NDArray[np.uint16]:
+    """Sketches of blocks, in bfloat16; every element asks for its own sign and lane."""
+    key = int(hashlib.sha256(f"sketch:{base_tensor}".encode()).hexdigest()[:16], 16)
+    signs, lanes = signs_and_lanes(key, len(delta))
+    sketch = np.zeros((-(-len(delta) // block_elems), 64))
+    np.add.at(sketch, (np.arange(len(delta)) // block_elems, lanes), signs * delta)
+    return bfloat16_bits(sketch.astype(np.float32))
+
+
+def bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:
+    """The nearest bfloat16 to each, as bits."""
+    bits: npt.NDArray[np.uint16] = (
+        torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    )
+    return bits
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.scales import l1_scales
-from mergepipe_pipeline.analysis.statistics import analyze_expert
 from mergepipe_pipeline.analysis.thresholds import trim_rules
 from mergepipe_pipeline.operators.random import keep_mask, uniforms
 from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
@@ -22,7 +21,7 @@ from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Fact
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.stats import ExpertStats
-from tests.analysis.pairs import delta_of, on_disk, windows_of
+from tests.analysis.pairs import analyze_one, delta_of, on_disk, windows_of
 from tests.kinds import KINDS, make_kinds
 from tests.oracles import band_keep, l1_scale, rank_probability, trim_keep
 from tests.stored import Stored, encode
@@ -46,7 +45,7 @@ def pair(n: int, seed: int, shape: tuple[int, ...] | None = None) -> tuple[Store
 def scale_of(expert: Model, base: Model, kind: Fact, params: Params, name: str = "out") -> float:
     """The factor of tensor `w` with the facts that planning would have given."""
     view, shape = expert.views["w"], base.views["w"].shape
-    stats = analyze_expert(expert, base, [W], GRID)
+    stats = analyze_one(expert, base, [W], GRID)
     density = params["density"]
     counts = {
         "trim": (trim_count(view.numel, density), 0),

@@ -11,27 +11,37 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.analysis import statistics, stream
-from mergepipe_pipeline.analysis.statistics import analyze_expert
+from mergepipe_pipeline.analysis import stream
+from mergepipe_pipeline.analysis.kernels import CHUNK_ELEMS
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
-from tests.analysis.pairs import delta_of, on_disk, pairs_of, windows_of
+from tests.analysis.pairs import (
+    analyze_all,
+    analyze_one,
+    delta_of,
+    figures,
+    on_disk,
+    pairs_of,
+    sketch_of,
+    windows_of,
+)
 from tests.kinds import KINDS, make_kinds
-from tests.stored import Floats, Stored, encode, low_rank_of, model_of
+from tests.stored import Stored, encode, low_rank_of, model_of
 
 DTYPES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
 GRID = BlockGrid(4096)
 
 
-def analyzed(expert: Stored, base: Stored, grid: BlockGrid = GRID, **kwargs: int) -> TensorStats:
-    with on_disk({"w": expert}, {"w": base}, **kwargs) as (e, b):
-        return analyze_expert(e, b, pairs_of(e, b), grid).tensors[0]
+def analyzed(
+    expert: Stored, base: Stored, grid: BlockGrid = GRID, window_elems: int = 8192
+) -> TensorStats:
+    with on_disk({"w": expert}, {"w": base}, window_elems) as (e, b):
+        return analyze_one(e, b, pairs_of(e, b), grid).tensors[0]
 
 
 def sparse_pair(n: int, seed: int = 0, dtype: str = "BF16") -> tuple[Stored, Stored]:
@@ -42,24 +52,9 @@ def sparse_pair(n: int, seed: int = 0, dtype: str = "BF16") -> tuple[Stored, Sto
     return encode(base + change, dtype), encode(base, dtype)
 
 
-def figures(stats: TensorStats) -> dict[str, object]:
-    """Tensor-level figures with arrays as bytes: equal only if every bit is."""
-    return {
-        name: value.tobytes() if isinstance(value, np.ndarray) else value
-        for name, value in vars(stats).items()
-        if not name.startswith("block_")
-    }
-
-
-def sketch_oracle(tensor: str, delta: Floats) -> npt.NDArray[np.float64]:
-    """Element by element: each asks the numbered stream for its own bit."""
-    key = int(hashlib.sha256(f"sketch:{tensor}".encode()).hexdigest()[:32], 16)
-    sketch = np.zeros(256)
-    for e, value in enumerate(delta.astype(np.float64)):
-        words = np.random.Philox(key=key, counter=e // 256).random_raw(4)
-        bit = int(words[e % 256 // 64]) >> (e % 64) & 1
-        sketch[e % 256] += -value if bit else value
-    return sketch
+def tensor_figures(stats: TensorStats) -> dict[str, object]:
+    """Those that are not of blocks."""
+    return {name: v for name, v in figures(stats).items() if not name.startswith("block_")}
 
 
 @given(
@@ -81,10 +76,11 @@ def test_statistics_are_those_of_the_whole_tensor_in_float64(
     wide = np.abs(delta.astype(np.float64))
     bins, counts = np.unique(np.abs(delta).view(np.uint32) >> 16, return_counts=True)
 
-    stats = analyzed(expert, base, BlockGrid(block_elems))
+    stats = analyzed(expert, base, BlockGrid(block_elems), window_elems=16384)
 
     assert stats.sha256 == hashlib.sha256(expert[2]).hexdigest()
     assert stats.base_sha256 == hashlib.sha256(base[2]).hexdigest()
+    assert (stats.dtype, stats.base_dtype) == (expert_dtype, base_dtype)
     assert stats.numel == n
     assert stats.l1 == pytest.approx(math.fsum(wide), rel=1e-13)
     assert stats.l2sq == pytest.approx(math.fsum(wide**2), rel=1e-13)
@@ -96,30 +92,25 @@ def test_statistics_are_those_of_the_whole_tensor_in_float64(
     np.testing.assert_allclose(stats.block_l2sq, [(b**2).sum() for b in blocks], rtol=1e-13)
     np.testing.assert_array_equal(stats.block_max_abs, [b.max() for b in blocks])
     np.testing.assert_array_equal(stats.block_nonzero, [np.count_nonzero(b) for b in blocks])
-
-
-@pytest.mark.parametrize(("window_elems", "piece_chunks"), [(4096, 64), (1 << 20, 64), (8192, 1)])
-def test_the_sketch_adds_every_element_with_its_own_sign(
-    window_elems: int, piece_chunks: int
-) -> None:
-    expert, base = sparse_pair(20000, dtype="F32")
-    with mock.patch.object(statistics, "_PIECE_CHUNKS", piece_chunks):
-        stats = analyzed(expert, base, window_elems=window_elems)
-    np.testing.assert_allclose(stats.sketch, sketch_oracle("w", delta_of(expert, base)), rtol=1e-6)
+    above = [(delta[i : i + block_elems] > 0).sum() for i in range(0, n, block_elems)]
+    np.testing.assert_array_equal(stats.block_positive, above)
 
 
 def test_tensors_of_different_names_get_different_signs() -> None:
     expert, base = sparse_pair(20000)
     with on_disk({"a": expert, "b": expert}, {"a": base, "b": base}) as (e, b):
-        first, second = analyze_expert(e, b, pairs_of(e, b), GRID).tensors
-    assert not np.array_equal(first.sketch, second.sketch)
+        first, second = analyze_one(e, b, pairs_of(e, b), GRID).tensors
+    assert not np.array_equal(first.block_sketch, second.block_sketch)
 
 
-@given(seed=st.integers(0, 1000), block_elems=st.sampled_from([8192, 1 << 15, 1 << 20]))
+@given(seed=st.integers(0, 1000), block_elems=st.sampled_from([8192, 1 << 14]))
 def test_tensor_figures_do_not_depend_on_the_block_grid(seed: int, block_elems: int) -> None:
     expert, base = sparse_pair(30000, seed)
-    fine, coarse = analyzed(expert, base, GRID), analyzed(expert, base, BlockGrid(block_elems))
-    assert figures(fine) == figures(coarse)
+    fine, coarse = (
+        analyzed(expert, base, GRID),
+        analyzed(expert, base, BlockGrid(block_elems), 1 << 14),
+    )
+    assert tensor_figures(fine) == tensor_figures(coarse)
 
 
 def test_figures_do_not_depend_on_threads() -> None:
@@ -141,7 +132,7 @@ def test_windows_in_flight_never_share_memory() -> None:
         on_disk(expert, base, 4096) as (e, b),
         mock.patch.object(os, "sched_getaffinity", return_value=set(range(4))),
     ):
-        found = analyze_expert(e, b, pairs_of(e, b), GRID).tensors
+        found = analyze_one(e, b, pairs_of(e, b), GRID).tensors
     for stats in found:
         delta = delta_of(expert[stats.tensor], base[stats.tensor]).astype(np.float64)
         assert stats.sha256 == hashlib.sha256(expert[stats.tensor][2]).hexdigest()
@@ -149,15 +140,15 @@ def test_windows_in_flight_never_share_memory() -> None:
         assert stats.l1 == pytest.approx(np.abs(delta).sum(), rel=1e-13)
 
 
-def test_sums_and_counts_do_not_depend_on_windows_and_sketches_only_by_rounding() -> None:
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_figures_do_not_depend_on_windows(dtype: str) -> None:
     rng = np.random.default_rng(0)
     base = rng.standard_normal(50000)
-    pair = encode(base + rng.standard_normal(50000) / 100, "F32"), encode(base, "F32")
-    short, long = analyzed(*pair, window_elems=4096), analyzed(*pair, window_elems=1 << 20)
-    np.testing.assert_allclose(short.sketch, long.sketch, rtol=1e-5, atol=1e-7)
-    a, b = figures(short), figures(long)
-    del a["sketch"], b["sketch"]
-    assert a == b
+    base[[100, 5000, 9000]] = np.inf, -np.inf, np.nan
+    change = rng.standard_normal(50000) / 100 * (np.arange(50000) > 20000)
+    pair = encode(base + change, dtype), encode(base, dtype)
+    first, *others = (figures(analyzed(*pair, window_elems=n)) for n in (4096, 12288, 1 << 20))
+    assert all(f == first for f in others)
 
 
 def test_an_expert_equal_to_its_base_has_zeros_everywhere() -> None:
@@ -166,7 +157,8 @@ def test_an_expert_equal_to_its_base_has_zeros_everywhere() -> None:
     assert stats.sha256 == stats.base_sha256
     assert (stats.l1, stats.l2sq, stats.max_abs, stats.nonzero) == (0, 0, 0, 0)
     assert (stats.hist_bins.tolist(), stats.hist_counts.tolist()) == ([0], [20000])
-    assert not stats.sketch.any()
+    assert not stats.block_sketch.any()
+    assert not stats.block_sample.any()
     assert not stats.block_nonzero.any()
     assert len(stats.block_l2sq) == 5
 
@@ -210,7 +202,7 @@ def test_scalars_and_empty_tensors_have_statistics(shape: tuple[int, ...], block
 def test_the_pairs_asked_for_are_compared_and_named_by_both_tensors() -> None:
     one, two, three = (encode(np.full(6, x), "F32") for x in (1.0, 2.0, 4.0))
     with on_disk({"a": one, "b": two}, {"c": three, "d": one}) as (e, b):
-        stats = analyze_expert(e, b, [("b", "c"), ("b", "d"), ("a", "d")], GRID)
+        stats = analyze_one(e, b, [("b", "c"), ("b", "d"), ("a", "d")], GRID)
         assert isinstance(stats, ExpertStats)
         assert (stats.base_id, stats.checkpoint_id) == (b.model_id, e.model_id)
     found = {pair: t.l1 for pair, t in stats.by_pair.items()}
@@ -220,8 +212,8 @@ def test_the_pairs_asked_for_are_compared_and_named_by_both_tensors() -> None:
 def test_a_sketch_belongs_to_the_tensor_of_the_base() -> None:
     expert, base = sparse_pair(20000)
     with on_disk({"a": expert, "b": expert}, {"w": base}) as (e, b):
-        first, second = analyze_expert(e, b, [("a", "w"), ("b", "w")], GRID).tensors
-    np.testing.assert_array_equal(first.sketch, second.sketch)
+        first, second = analyze_one(e, b, [("a", "w"), ("b", "w")], GRID).tensors
+    np.testing.assert_array_equal(first.block_sketch, second.block_sketch)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -231,7 +223,7 @@ def test_an_expert_of_any_kind_is_described_by_its_delta(tmp_path: Path, name: s
     delta = kind.delta[: kind.view.numel]
     wide = np.abs(delta.astype(np.float64))
     with windows_of(8192):
-        (stats,) = analyze_expert(kind.model, kinds.base, [("w", "w")], grid).tensors
+        (stats,) = analyze_one(kind.model, kinds.base, [("w", "w")], grid).tensors
     assert (stats.numel, stats.l1, stats.l2sq) == (len(delta), wide.sum(), (wide**2).sum())
     assert stats.max_abs == wide.max()
     assert stats.nonzero == np.count_nonzero(delta)
@@ -241,7 +233,7 @@ def test_an_expert_of_any_kind_is_described_by_its_delta(tmp_path: Path, name: s
     bins, counts = np.unique(np.abs(delta).view(np.uint32) >> 16, return_counts=True)
     np.testing.assert_array_equal(stats.hist_bins, bins)
     np.testing.assert_array_equal(stats.hist_counts, counts)
-    np.testing.assert_allclose(stats.sketch, sketch_oracle("w", delta), rtol=1e-6)
+    np.testing.assert_array_equal(stats.block_sketch, sketch_of("w", delta, 8192))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -250,18 +242,18 @@ def test_digests_are_given_of_tensors_read_whole_and_of_no_others(
 ) -> None:
     kinds = make_kinds(tmp_path, rows=40)
     kind = kinds.experts[name]
-    (stats,) = analyze_expert(kind.model, kinds.base, [("w", "w")], GRID).tensors
+    (stats,) = analyze_one(kind.model, kinds.base, [("w", "w")], GRID).tensors
     data = kind.stored[0]["w"][2] if name in ("full", "short") else b""
     assert stats.sha256 == (hashlib.sha256(data).hexdigest() if data else "")
     below = Path(kinds.base.checkpoint.root).read_bytes()[-kinds.base.nbytes :]
-    whole = name in ("full", "cropped", "gathered")
+    whole = name in ("full", "low rank on a full one", "cropped", "gathered")
     assert stats.base_sha256 == (hashlib.sha256(below).hexdigest() if whole else "")
 
 
 def test_a_base_with_an_adapter_on_it_is_what_an_expert_is_compared_with(tmp_path: Path) -> None:
     kinds = make_kinds(tmp_path)
     base, expert = kinds.experts["low rank on a full one"], kinds.experts["gathered"]
-    (stats,) = analyze_expert(expert.model, base.model, [("w", "w")], GRID).tensors
+    (stats,) = analyze_one(expert.model, base.model, [("w", "w")], GRID).tensors
     delta = expert.delta.astype(np.float64) - base.delta
     assert (stats.l1, stats.sha256, stats.base_sha256) == (np.abs(delta).sum(), "", "")
 
@@ -274,15 +266,25 @@ def test_an_adapter_on_the_base_itself_is_the_whole_difference(tmp_path: Path) -
     view = replace(kinds.base.views["w"], low_rank=low)
     tuned = model_of(*kinds.base.checkpoints, adapter_file, views=[view])
     for expert, base in ((tuned, kinds.base), (kinds.base, tuned)):
-        (stats,) = analyze_expert(expert, base, [("w", "w")], GRID).tensors
+        (stats,) = analyze_one(expert, base, [("w", "w")], GRID).tensors
         assert stats.l1 == np.abs(adapter.delta).sum(dtype=np.float64)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_what_is_infinite_in_both_differs_by_what_is_not_a_number(dtype: str) -> None:
+    values = np.ones(9000, dtype=np.float32)
+    values[[10, 4500]] = np.inf, np.nan
+    stored = encode(values, dtype)
+    stats = analyzed(stored, stored)
+    assert stats.block_nonzero.tolist() == [1, 1, 0]
+    assert np.isnan(stats.block_l2sq).tolist() == [True, True, False]
 
 
 def test_progress_adds_up_to_the_expert_bytes_compared() -> None:
     expert, base = sparse_pair(20000)
     done: list[int] = []
     with on_disk({"w": expert}, {"w": base}) as (e, b):
-        analyze_expert(e, b, pairs_of(e, b), GRID, progress=done.append)
+        analyze_all([(e, pairs_of(e, b))], b, GRID, done.append)
     assert sum(done) == len(expert[2])
 
 
@@ -294,7 +296,7 @@ def test_an_expert_replaced_during_the_pass_is_noticed() -> None:
             os.utime(e.checkpoint.root, ns=(1, 1))
 
         with pytest.raises(CheckpointChangedError, match="changed while it was read"):
-            analyze_expert(e, b, pairs_of(e, b), GRID, progress=touch)
+            analyze_all([(e, pairs_of(e, b))], b, GRID, touch)
 
 
 def test_memory_is_a_few_windows_whatever_the_tensor_size() -> None:
@@ -308,7 +310,7 @@ def test_memory_is_a_few_windows_whatever_the_tensor_size() -> None:
         ):
             tracemalloc.start()
             try:
-                analyze_expert(e, b, pairs_of(e, b), BlockGrid(1 << 15))
+                analyze_one(e, b, pairs_of(e, b), BlockGrid(1 << 15))
                 return tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -320,4 +322,4 @@ def test_memory_is_a_few_windows_whatever_the_tensor_size() -> None:
 def test_the_window_is_a_multiple_of_every_block_size() -> None:
     largest = BlockGrid.for_numel(1 << 50).block_elems
     assert stream.WINDOW_ELEMS % largest == 0
-    assert BlockGrid.for_numel(1).block_elems % stream.CHUNK_ELEMS == 0
+    assert BlockGrid.for_numel(1).block_elems % CHUNK_ELEMS == 0

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis import thresholds
 from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE
-from mergepipe_pipeline.analysis.statistics import analyze_expert
 from mergepipe_pipeline.analysis.thresholds import trim_rules
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.plan import TrimRule
-from tests.analysis.pairs import delta_of, on_disk, windows_of
+from tests.analysis.pairs import analyze_one, delta_of, on_disk, windows_of
 from tests.kinds import KINDS, make_kinds
 from tests.oracles import largest
 from tests.stored import Floats, Stored, encode
@@ -28,7 +27,7 @@ W = ("w", "w")
 
 def rule_for(expert: Stored, base: Stored, keep: int, window_elems: int = 4096) -> TrimRule:
     with on_disk({"w": expert}, {"w": base}, window_elems) as (e, b):
-        return trim_rules(e, b, analyze_expert(e, b, [W], GRID), {W: keep})[W]
+        return trim_rules(e, b, analyze_one(e, b, [W], GRID), {W: keep})[W]
 
 
 def kept_by(rule: TrimRule, delta: Floats) -> Bools:
@@ -73,7 +72,7 @@ def test_exactly_k_elements_are_kept_for_every_k(ties: bool) -> None:
     expert, base = encode(change, "F32"), encode(np.zeros(n), "F32")
     delta = delta_of(expert, base)
     with on_disk({"w": expert}, {"w": base}, 4096) as (e, b):
-        stats = analyze_expert(e, b, [W], GRID)
+        stats = analyze_one(e, b, [W], GRID)
         for keep in (0, 1, 100, 1000, 2001, n // 3, n // 2, 7004, n - 10, n - 1, n):
             kept = kept_by(trim_rules(e, b, stats, {W: keep})[W], delta)
             assert kept.sum() == keep
@@ -86,7 +85,7 @@ def test_an_expert_of_any_kind_is_trimmed_by_its_delta(tmp_path: Path, name: str
     kind, n = kinds.experts[name], kinds.experts[name].view.numel
     delta = kind.delta[:n]
     with windows_of(4096):
-        stats = analyze_expert(kind.model, kinds.base, [W], GRID)
+        stats = analyze_one(kind.model, kinds.base, [W], GRID)
         for keep in (1, n // 5, n // 2):
             kept = kept_by(trim_rules(kind.model, kinds.base, stats, {W: keep})[W], delta)
             np.testing.assert_array_equal(
@@ -152,7 +151,7 @@ def test_progress_is_told_of_every_byte_read() -> None:
     expert, base = encode(np.arange(20000) % 50, "BF16"), encode(np.zeros(20000), "BF16")
     done: list[int] = []
     with on_disk({"w": expert}, {"w": base}) as (e, b):
-        stats = analyze_expert(e, b, [W], GRID)
+        stats = analyze_one(e, b, [W], GRID)
         trim_rules(e, b, stats, {W: 3000}, progress=done.append)
     # One pass, and one window again for where ties are cut.
     assert sum(done[:3]) == len(expert[2])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, CheckpointKind, FileEntry, TensorEntry
-from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
 TENSOR_NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 SHA = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -78,6 +78,8 @@ def tensor_stats(draw: st.DrawFn, name: str, base_name: str) -> TensorStats:
         base_name,
         draw(SHA | st.just("")),
         draw(SHA | st.just("")),
+        draw(st.sampled_from(["BF16", "F32"])),
+        draw(st.sampled_from(["BF16", "F32"])),
         numel,
         draw(finite),
         draw(finite),
@@ -85,10 +87,12 @@ def tensor_stats(draw: st.DrawFn, name: str, base_name: str) -> TensorStats:
         draw(st.integers(0, 1 << 40)),
         np.array(bins, np.uint16),
         np.array([draw(st.integers(1, 1 << 40)) for _ in bins], np.int64),
-        draw(hnp.arrays(np.float32, SKETCH_WIDTH, elements=narrow)),
         draw(hnp.arrays(np.float64, n, elements=wide)),
         draw(hnp.arrays(np.float32, n, elements=narrow)),
         draw(hnp.arrays(np.int64, n, elements=st.integers(0, 4096))),
+        draw(hnp.arrays(np.int64, n, elements=st.integers(0, 4096))),
+        draw(hnp.arrays(np.uint16, (n, SKETCH_WIDTH))),
+        draw(hnp.arrays(np.uint16, (n, SAMPLE_WIDTH))),
     )
 
 
@@ -104,6 +108,8 @@ def some_stats(
             name,
             "1" * 64,
             "2" * 64,
+            "BF16",
+            "F32",
             blocks * block_elems,
             1.0,
             2.0,
@@ -111,10 +117,12 @@ def some_stats(
             4,
             np.array([1, 2], np.uint16),
             np.array([3, 4], np.int64),
-            rng.standard_normal(SKETCH_WIDTH).astype(np.float32),
             rng.random(blocks),
             rng.random(blocks).astype(np.float32),
             rng.integers(0, 9, blocks),
+            rng.integers(0, 9, blocks),
+            rng.integers(0, 1 << 16, (blocks, SKETCH_WIDTH), np.uint16),
+            rng.integers(0, 1 << 16, (blocks, SAMPLE_WIDTH), np.uint16),
         )
 
     return ExpertStats("b" * 24, "c" * 24, block_elems, tuple(one(n) for n in names))

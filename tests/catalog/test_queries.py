@@ -8,7 +8,8 @@ import duckdb
 import pytest
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.catalog.queries import VIEWS
+from mergepipe_pipeline.catalog.queries import Rows
+from mergepipe_pipeline.catalog.views import FILES, VIEWS
 from mergepipe_pipeline.errors import MergePipeError
 from tests.catalog.facts import checkpoint, some_stats
 
@@ -17,9 +18,16 @@ ROWS = {
     "tensors": 4,
     "digests": 1,
     "tensor_stats": 2,
+    "tensor_histograms": 2,
     "block_stats": 6,
+    "block_sketches": 6,
     "facts": 2,
+    "plans": 0,
+    "snapshots": 0,
+    "snapshot_inputs": 0,
+    "refs": 1,
 }
+REFS: Rows = {"refs": lambda: [("prod", 1, True, "0" * 32, "first")]}
 
 
 @pytest.fixture
@@ -46,24 +54,23 @@ def test_every_view_answers_on_an_empty_catalog(empty: Catalog, view: str) -> No
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_answers_on_a_filled_catalog(filled: Catalog, view: str) -> None:
-    assert len(filled.sql(f"SELECT * FROM {view}")[1]) == ROWS[view]
-
-
-def columns_of(text: str) -> list[str]:
-    listed = text.partition(": ")[2].split(", ")
-    return [c.split()[0] for c in listed if c != "…"]
+    assert len(filled.sql(f"SELECT * FROM {view}", REFS)[1]) == ROWS[view]
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_every_view_has_its_documented_columns_empty_or_filled(tmp_path: Path, view: str) -> None:
-    wanted = set(columns_of(VIEWS[view]))
-    catalog = Catalog(tmp_path / "c")
-    assert wanted <= set(catalog.sql(f"SELECT * FROM {view}")[0])
-    catalog.register(checkpoint(), None)
-    catalog.put_digests("d", {"w": "0"})
-    catalog.put_stats(some_stats())
-    catalog.put_fact("b", "c", "k", {"w": (1, 2, 0.0)})
-    assert wanted <= set(catalog.sql(f"SELECT * FROM {view}")[0])
+def test_every_view_has_exactly_its_documented_columns(
+    empty: Catalog, filled: Catalog, view: str
+) -> None:
+    columns = list(VIEWS[view].columns)
+    assert empty.sql(f"SELECT * FROM {view}")[0] == columns
+    assert filled.sql(f"SELECT * FROM {view}", REFS)[0] == columns
+    assert all(VIEWS[view].columns.values())
+
+
+def test_every_column_of_every_file_is_in_some_view() -> None:
+    for name, files in FILES.items():
+        told = {c for v in VIEWS.values() if v.source == name for c in v.columns}
+        assert told == set(files.columns.names)
 
 
 def test_statistics_of_two_passes_and_facts_of_a_group_are_in_one_view(filled: Catalog) -> None:
@@ -114,9 +121,119 @@ def test_a_damaged_file_makes_a_query_fail_cleanly(filled: Catalog, tmp_path: Pa
         filled.sql("SELECT * FROM digests")
 
 
+SECRET = "'/etc/passwd'"
+WRITING = [
+    "COPY (SELECT 1) TO '{}'",
+    "WITH x AS (COPY (SELECT 1) TO '{}') SELECT 1",
+    "EXPLAIN ANALYZE COPY (SELECT 1) TO '{}'",
+    "SELECT * FROM query('COPY (SELECT 1) TO ''{}''')",
+    "ATTACH '{}'",
+    "EXPORT DATABASE '{}'",
+    "SELECT 1; COPY (SELECT 1) TO '{}'",
+]
+HOSTILE = [
+    f"SELECT * FROM read_csv({SECRET})",
+    f"SELECT * FROM read_text({SECRET})",
+    f"SELECT * FROM read_blob({SECRET})",
+    f"SELECT * FROM sniff_csv({SECRET})",
+    "FROM '/etc/passwd'",
+    "SELECT * FROM glob('/etc/*')",
+    "SELECT * FROM parquet_metadata('*.parquet')",
+    "SELECT * FROM read_json('https://example.org/x.json')",
+    "INSTALL httpfs",
+    "LOAD httpfs",
+    "SET enable_external_access = true",
+    "RESET lock_configuration",
+    "PRAGMA database_list",
+    "CREATE TABLE t AS SELECT 1",
+    "CALL pragma_version()",
+    "INSERT INTO refs_rows VALUES (1)",
+    "DROP VIEW refs",
+    "SELECT * FROM secret",
+    "SELECT * FROM query('ATTACH ''x''')",
+]
+
+
+@pytest.mark.parametrize("query", WRITING)
+def test_no_query_can_write_a_file_not_even_into_the_catalog(
+    filled: Catalog, tmp_path: Path, query: str
+) -> None:
+    folder = next(tmp_path.rglob("digests"))
+    before = sorted(tmp_path.rglob("*"))
+    for target in (folder / "new.parquet", next(folder.iterdir())):
+        with pytest.raises(MergePipeError, match=r"query failed.*SQL over the views"):
+            filled.sql(query.format(target))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(filled.sql("SELECT * FROM digests")[1]) == ROWS["digests"]
+
+
+@pytest.mark.parametrize("query", HOSTILE)
+def test_no_query_can_read_a_file_change_a_setting_or_load_code(
+    filled: Catalog, query: str
+) -> None:
+    secret = duckdb.values([1])
+    assert secret is not None
+    with pytest.raises(MergePipeError, match=r"query failed.*SQL over the views"):
+        filled.sql(query)
+
+
+def test_what_would_change_something_is_told_apart_from_what_is_wrong(filled: Catalog) -> None:
+    with pytest.raises(MergePipeError, match="COPY where only SELECT is answered"):
+        filled.sql("COPY digests TO 'x.parquet'")
+    with pytest.raises(MergePipeError, match='Did you mean "digests'):
+        filled.sql("SELECT * FROM digest")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SHOW TABLES",
+        "DESCRIBE digests",
+        "SUMMARIZE digests",
+        "EXPLAIN SELECT * FROM digests",
+        "FROM digests",
+        "VALUES (1)",
+        "WITH d AS (FROM digests) SELECT count(*) FROM d",
+        "PIVOT block_stats ON tensor USING sum(l2sq)",
+        "SELECT * FROM digests -- a remark",
+    ],
+)
+def test_whatever_only_reads_is_answered(filled: Catalog, query: str) -> None:
+    assert filled.sql(query)[1]
+
+
+def test_exact_numbers_come_as_plain_ones(filled: Catalog) -> None:
+    (row,) = filled.sql("SELECT sum(nonzero), 1.5, 2.0, sum(l2sq) > 0 FROM block_stats")[1]
+    assert [type(v) for v in row] == [int, float, int, bool]
+
+
+def test_rows_are_asked_for_only_by_a_query_that_names_them(filled: Catalog) -> None:
+    def rows() -> list[tuple[object, ...]]:
+        raise AssertionError("asked")
+
+    assert filled.sql("SELECT count(*) FROM digests", {"plans": rows})[1] == [(1,)]
+    with pytest.raises(AssertionError, match="asked"):
+        filled.sql("SELECT count(*) FROM PLANS", {"plans": rows})
+
+
+def test_a_view_may_be_used_twice_in_a_query(filled: Catalog) -> None:
+    query = "SELECT count(*) FROM refs a JOIN refs b USING (ref)"
+    assert filled.sql(query, REFS)[1] == [(1,)]
+
+
+def test_a_query_about_one_expert_opens_no_file_of_another(filled: Catalog, tmp_path: Path) -> None:
+    for path in tmp_path.rglob("*.blocks.parquet"):
+        twin = path.with_name(path.name.replace("c" * 24, "e" * 24))
+        twin.write_bytes(b"junk")
+    query = "SELECT count(*) FROM block_stats WHERE checkpoint_id = '{}'"
+    assert filled.sql(query.format("c" * 24))[1] == [(6,)]
+    with pytest.raises(MergePipeError, match="e" * 24):
+        filled.sql(query.format("e" * 24))
+
+
 def test_an_export_is_a_duckdb_file_with_all_views(filled: Catalog, tmp_path: Path) -> None:
     target = tmp_path / "o'ut.duckdb"
-    filled.export(target)
+    filled.export(target, REFS)
     with duckdb.connect(str(target), read_only=True) as connection:
         counts = {
             view: connection.execute(f"SELECT count(*) FROM {view}").fetchall()[0][0]

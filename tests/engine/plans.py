@@ -40,7 +40,7 @@ def plan_of(checkpoints: Sequence[Checkpoint], *layers: Sequence[TensorTask]) ->
         roles=tuple("base" if i == 0 else "expert" for i in range(len(checkpoints))),
         layers=tuple(LayerTask(f"layer.{i:02d}", tuple(tasks)) for i, tasks in enumerate(layers)),
         side=SideFiles(0),
-        estimates=Estimates(None, "full", 4096, 0, 0, 0, 0, 0, None, "", None),
+        estimates=Estimates(None, "full", 4096, 0, 0, 0, 0, 0, 0, None, "", None, None, None),
         ref="main",
     )
 

@@ -1,31 +1,39 @@
-"""Rows and candidates drawn at random: several tensors and experts, some of them adapters."""
+"""Rows and candidates made from numbers: drawn at random, or from deltas that are known whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row, lay_out
+from mergepipe_pipeline.planner.offers import Limits
 from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
 
 GRID = BlockGrid(4096)
+Floats = npt.NDArray[np.float64]
 
 
 @st.composite
 def candidates(draw: st.DrawFn) -> Candidates:
     """Rows over a few tensors and experts with random norms, some blocks all zero.
 
-    Half of the rows are bundles: of some bytes, or of none with nothing in them.
+    Half of the rows are bundles: of some bytes, or of none with nothing in them. Some tensors have
+    sketches.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = []
     for tensor in range(draw(st.integers(1, 4))):
         numel = draw(st.integers(1, 30_000))
+        has_sketch = draw(st.booleans())
         for position in range(draw(st.integers(1, 4))):
             bundle = draw(st.none() | st.none() | st.just(0) | st.integers(1, 9000))
             n = GRID.count(numel)
             alive = (rng.random(n) > 0.2) & (bundle != 0)
-            l2sq = rng.random(n) * alive
+            lanes = rng.normal(size=(n, SKETCH_WIDTH)) * alive[:, None]
             rows.append(
                 Row(
                     tensor,
@@ -34,10 +42,10 @@ def candidates(draw: st.DrawFn) -> Candidates:
                     numel,
                     int(rng.choice([1, 2, 4])),
                     float(rng.normal()),
-                    l2sq,
-                    np.sqrt(l2sq).astype(np.float32),
+                    rng.random(n) * alive,
                     alive.astype(np.int64),
-                    bundle,
+                    narrowed(lanes.astype(np.float32)) if has_sketch else None,
+                    bundle_nbytes=bundle,
                 )
             )
     return lay_out(rows, GRID)
@@ -54,7 +62,49 @@ def row(*l2sq: float, position: int = 0, bundle_nbytes: int | None = None, tenso
         2,
         1.0,
         values,
-        np.sqrt(values).astype(np.float32),
         (values > 0).astype(np.int64),
-        bundle_nbytes,
+        bundle_nbytes=bundle_nbytes,
+    )
+
+
+def known(deltas: Floats, weights: Sequence[float], tensor: int = 0) -> list[Row]:
+    """Rows of one tensor whose deltas, [E, blocks, 64] float64, are their own sketches.
+
+    Inner products of such sketches are those of the deltas, but for the rounding to bfloat16.
+    """
+    experts, blocks, width = deltas.shape
+    assert width == SKETCH_WIDTH
+    return [
+        Row(
+            tensor,
+            position,
+            f"t{tensor}#{position}",
+            blocks * GRID.block_elems,
+            2,
+            float(weights[position]),
+            np.square(deltas[position]).sum(axis=1),
+            np.any(deltas[position], axis=1).astype(np.int64),
+            narrowed(deltas[position].astype(np.float32)),
+        )
+        for position in range(experts)
+    ]
+
+
+def left_out(c: Candidates, deltas: Floats, choice: Choice) -> float:
+    """‖Σ omitted c·δ‖² of the deltas [E, blocks, 64] of one tensor."""
+    experts, blocks, _ = deltas.shape
+    weights = np.array([r.coefficient for r in c.rows])
+    omitted = ~choice.reshape(experts, blocks)
+    return float(np.square(np.einsum("e,eb,ebk->bk", weights, omitted, deltas)).sum())
+
+
+def limits(c: Candidates, budget_bytes: int | None = None) -> Limits:
+    """So many bytes (None: all), without pins, exclusions or caps."""
+    experts = 1 + max((r.position for r in c.rows), default=0)
+    none = np.zeros(len(c.row), np.bool_)
+    return Limits(
+        int(c.nbytes.sum()) if budget_bytes is None else budget_bytes,
+        np.full(experts, np.iinfo(np.int64).max),
+        none,
+        none,
     )

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.digests import digest_checkpoint
-from mergepipe_pipeline.analysis.statistics import analyze_expert
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.build import Method, PlanBuilder, PlanInput, Side, TensorFacts
+from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput, Side
+from mergepipe_pipeline.planner.parts import Method, TensorFacts
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.operator import Choosing
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
@@ -29,6 +29,7 @@ from mergepipe_pipeline.spec.recipe import (
     TensorRecipe,
 )
 from tests import oracles
+from tests.analysis.pairs import analyze_one
 from tests.kinds import KINDS, Kinds, make_kinds
 from tests.oracles import Case
 
@@ -47,7 +48,7 @@ class Family:
             PlanInput(m, [digest_checkpoint(c) for c in m.checkpoints]) for m in self.models
         ]
         self.stats = {
-            (i, 0): analyze_expert(m, kinds.base, [("w", "w")], GRID)
+            (i, 0): analyze_one(m, kinds.base, [("w", "w")], GRID)
             for i, m in enumerate(self.models)
             if i
         }

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
+from hypothesis import strategies as st
 
 from mergepipe_pipeline.planner.candidates import Candidates, lay_out
 from tests.planner.drawn import GRID, candidates, row
@@ -14,7 +15,6 @@ from tests.planner.drawn import GRID, candidates, row
 @given(c=candidates())
 def test_blocks_of_a_row_have_its_elements_and_bytes(c: Candidates) -> None:
     for r, cut in zip(c.rows, c.row_slices(), strict=True):
-        assert c.nelems[cut].sum() == r.numel
         assert c.block[cut].tolist() == list(range(GRID.count(r.numel)))
         wanted = r.numel * r.itemsize if r.bundle_nbytes is None else r.bundle_nbytes
         assert c.nbytes[cut].sum() == c.unit_nbytes[np.unique(c.unit[cut])].sum() == wanted
@@ -63,7 +63,7 @@ def test_a_bundle_without_a_difference_is_zero_as_a_whole() -> None:
 
 
 def test_a_row_without_statistics_is_worth_everything() -> None:
-    unknown = replace(row(1.0, 1.0), block_l2sq=None, block_max_abs=None, block_nonzero=None)
+    unknown = replace(row(1.0, 1.0), block_l2sq=None, block_nonzero=None)
     c = lay_out([unknown, replace(unknown, bundle_nbytes=5)], GRID)
     assert np.isinf(c.unit_gain).all()
     assert not c.zero.any()
@@ -73,3 +73,37 @@ def test_nothing_to_lay_out_has_no_units() -> None:
     for rows in ([], [replace(row(), bundle_nbytes=4)]):
         c = lay_out(rows, GRID)
         assert (c.n_units, len(c.unit_nbytes), len(c.unit_gain), len(c.unit_zero)) == (0, 0, 0, 0)
+        assert [cut.stop for cut in c.row_slices()] == [0] * len(rows)
+
+
+@given(c=candidates())
+def test_groups_are_the_candidates_of_each_tensor_as_a_table(c: Candidates) -> None:
+    seen = []
+    for group in c.groups():
+        place = group.members[group.members >= 0]
+        seen += np.sort(place).tolist()
+        assert {c.rows[r].tensor for r in c.row[place]} == {group.tensor}
+        for i, r in enumerate(group.rows):
+            own = group.members[:, i]
+            assert c.site[own[own >= 0]].tolist() == [
+                group.first_site + n for n in range(GRID.count(r.numel))
+            ]
+            cost = np.where(own < 0, 0, c.nbytes[own])
+            np.testing.assert_array_equal(group.table(c.nbytes)[:, i], cost)
+    assert seen == list(range(len(c.row)))
+
+
+@given(c=candidates(), share=st.floats(0, 1))
+def test_only_what_changes_something_and_is_not_chosen_is_omitted(
+    c: Candidates, share: float
+) -> None:
+    choice = np.random.default_rng(0).random(len(c.row)) < share
+    found = [g.members[g.omitted(choice)] for g in c.groups()]
+    assert np.concatenate(found).size == (~choice & ~c.zero).sum()
+    assert not (choice | c.zero)[np.concatenate(found)].any()
+
+
+def test_a_row_of_which_all_is_kept_keeps_all_of_its_energy() -> None:
+    half = replace(row(4.0, 1.0, position=1), block_energy=np.array([2.0, 0.0]))
+    (group,) = lay_out([row(4.0, 0.0), half], GRID).groups()
+    assert group.kept.tolist() == [[1.0, 0.5], [1.0, 0.0]]

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.recipe.budget import parse_budget
-from mergepipe_pipeline.spec.recipe import Budget
+from mergepipe_pipeline.recipe.budget import parse_budget, parse_error, with_amount
+from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,10 @@ from mergepipe_pipeline.spec.recipe import Budget
         ("12.5 %", Budget(fraction=0.125)),
         ("0%", Budget(fraction=0.0)),
         ("100%", Budget(fraction=1.0)),
+        ("error=0.02", Budget(error=0.02)),
+        (" Error = 2 %", Budget(error=0.02)),
+        ("error=2e-2", Budget(error=0.02)),
+        ("error=0", Budget(error=0.0)),
     ],
 )
 def test_a_budget_means_what_it_says(written: object, meant: Budget) -> None:
@@ -47,6 +51,12 @@ def test_a_budget_means_what_it_says(written: object, meant: Budget) -> None:
         (float("inf"), "write whole bytes"),
         (-1, "from 0 up"),
         (1 << 63, "from 0 up"),
+        ("error=1", "from 0 to below 1"),
+        ("error=-1%", "from 0 to below 1"),
+        ("error=nan", "from 0 to below 1"),
+        ("error=200%", "largest error you can accept"),
+        ("error=", "from 0 to below 1"),
+        ("eror=2%", "write error=0.02"),
         ("-1", "25%"),
         ("101%", "at most 100%"),
         ("8 giggles", "25%"),
@@ -84,3 +94,51 @@ def test_any_value_is_a_budget_or_a_budget_error(value: object) -> None:
 @given(st.integers(0, 2**40), st.sampled_from([("kB", 10**3), ("MiB", 2**20), ("B", 1), ("", 1)]))
 def test_whole_units_are_exact(n: int, unit: tuple[str, int]) -> None:
     assert parse_budget(f"{n}{unit[0]}", "here") == Budget(nbytes=n * unit[1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text() | st.integers() | st.floats() | st.booleans() | st.none())
+def test_any_value_is_an_error_to_accept_or_a_budget_error(value: object) -> None:
+    try:
+        assert 0 <= parse_error(value, "here") < 1
+    except BudgetError:
+        return
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0, 1, exclude_max=True))
+def test_an_error_is_the_same_as_a_number_and_as_a_text(error: float) -> None:
+    assert parse_error(error, "here") == error
+    assert parse_error(f"{error:.17f}", "here") == pytest.approx(error, abs=1e-16)
+
+
+def test_a_whole_number_for_an_error_is_taken_for_a_forgotten_percent_sign() -> None:
+    with pytest.raises(BudgetError, match="write 2% for a share"):
+        parse_error(2, "here")
+
+
+@pytest.mark.parametrize(
+    "amount", [Budget(), Budget(nbytes=7), Budget(fraction=0.5), Budget(error=0.1)]
+)
+def test_an_amount_replaces_the_amount_and_leaves_the_wishes(amount: Budget) -> None:
+    wishes = {
+        "pin": (Selection(("a",)),),
+        "exclude": (Selection((), ("x",)),),
+        "keep": ("y",),
+        "shares": (Share("*", 8),),
+    }
+    for before in (Budget(), Budget(nbytes=1), Budget(fraction=0.1), Budget(error=0.2)):
+        assert with_amount(with_amount(Budget(**wishes), before), amount) == with_amount(
+            Budget(**wishes), amount
+        )
+    after = with_amount(Budget(error=0.2, **wishes), amount)
+    assert (after.nbytes, after.fraction, after.error) == (
+        amount.nbytes,
+        amount.fraction,
+        amount.error,
+    )
+    assert (after.pin, after.keep, after.shares) == (
+        wishes["pin"],
+        wishes["keep"],
+        wishes["shares"],
+    )

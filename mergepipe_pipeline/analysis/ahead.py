@@ -1,0 +1,98 @@
+"""Work that runs ahead in threads while its results are taken in order.
+
+Knows nothing of tensors. Memory is that of the jobs under way: their buffers are used again,
+because faulting in fresh pages for every window costs as much as the arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+#: More threads only hold more windows: the hashes of a tensor are taken in order, in one thread.
+_MAX_THREADS = 4
+#: Jobs that the disk is told about before they run.
+_HINTED = 12
+
+T = TypeVar("T")
+
+
+class Buffers:
+    """Room for one job's inputs and rows, grown to the largest need."""
+
+    def __init__(self) -> None:
+        self._bytes: list[npt.NDArray[np.uint8]] = []
+        self._rows = np.empty(0, dtype=np.float32)
+
+    def bytes(self, number: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Input `number`: uint8 [nbytes]."""
+        while len(self._bytes) <= number:
+            self._bytes.append(np.empty(0, dtype=np.uint8))
+        if len(self._bytes[number]) < nbytes:
+            self._bytes[number] = np.empty(nbytes, dtype=np.uint8)
+        return self._bytes[number][:nbytes]
+
+    def rows(self, count: int, n: int) -> npt.NDArray[np.float32]:
+        """Float32 [count, n]."""
+        if len(self._rows) < count * n:
+            self._rows = np.empty(count * n, dtype=np.float32)
+        return self._rows[: count * n].reshape(count, n)
+
+
+@dataclass(frozen=True)
+class Job(Generic[T]):
+    """The work on one window, and a word to the disk before it."""
+
+    run: Callable[[Buffers], T]
+    hint: Callable[[], None]
+
+
+class RunAhead:
+    """Threads and their buffers; a context manager."""
+
+    def __init__(self) -> None:
+        # What this process may use: more threads than cores only evict each other's windows.
+        self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._free: list[Buffers] = []
+
+    def __enter__(self) -> RunAhead:
+        self._pool = ThreadPoolExecutor(self._threads)
+        # Each job is one thread's work; torch must not start threads of its own inside.
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._torch_threads)
+
+    def results(self, jobs: Iterator[Job[T]]) -> Iterator[T]:
+        """What jobs give, in order; a result may use its buffers until the next one is taken."""
+        hinted: deque[Job[T]] = deque()
+        running: deque[tuple[Future[T], Buffers]] = deque()
+        while True:
+            while len(hinted) < _HINTED and (job := next(jobs, None)) is not None:
+                job.hint()
+                hinted.append(job)
+            while hinted and len(running) <= self._threads:
+                buffers = self._free.pop() if self._free else Buffers()
+                running.append((self._pool.submit(hinted.popleft().run, buffers), buffers))
+            if not running:
+                return
+            future, buffers = running.popleft()
+            yield future.result()
+            self._free.append(buffers)

@@ -1,0 +1,183 @@
+"""The arithmetic of analysis: one fused pass over a window, compiled.
+
+Measured on one core: 1.0 ns per element for the statistics of δ in cache, where NumPy needs 3.4 (it
+reads the window once per statistic); so that hashing and the disk set the pace. For bfloat16, the
+usual case, δ is made inside the pass and never written to memory. Sums are taken in float64 in
+lanes of 256 elements, added in order: nothing depends on the CPU's vector length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.stats import HIST_SHIFT, SAMPLE_WIDTH, SKETCH_WIDTH
+
+#: Elements whose sums are taken at once; every block size is a multiple of it.
+CHUNK_ELEMS = 4096
+_LANES = 256
+_BINS = 1 << (32 - HIST_SHIFT - 1)
+_BF16_INFINITY = 0x7F80
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+Sums = npt.NDArray[np.float64]
+Peaks = npt.NDArray[np.float32]
+Counts = npt.NDArray[np.int64]
+Sketches = npt.NDArray[np.float32]
+
+
+@numba.njit(nogil=True, cache=True)
+def describe(
+    delta: npt.NDArray[np.float32],
+    key: np.uint64,
+    first_word: int,
+    sums: Sums,
+    peaks: Peaks,
+    counts: Counts,
+    histogram: Counts,
+    sketches: Sketches,
+) -> None:
+    """Describe `delta`, float32 [chunks · CHUNK_ELEMS], chunk by chunk.
+
+    Fills `sums` [chunks, 2] (Σ|δ|, Σδ²), `peaks` [chunks] (max |δ|), `counts` [chunks, 2] (δ ≠ 0,
+    δ > 0) and `sketches` [chunks, SKETCH_WIDTH]; adds to `histogram` [bins] of bits(|δ|) >>
+    HIST_SHIFT. A sketch adds each element with a random sign to a random lane. The stream `key` has
+    a mixed word for every 64 elements, number `first_word` at the start: element e of the 64 has
+    its bit e as sign and (e + turn) % 64 as lane, the turn from the word mixed again.
+    """
+    even, odd = np.zeros(_BINS, np.int32), np.zeros(_BINS, np.int32)
+    for chunk in range(len(peaks)):
+        part = delta[chunk * CHUNK_ELEMS : (chunk + 1) * CHUNK_ELEMS]
+        _describe_chunk(part, key, first_word, chunk, sums, peaks, counts, even, odd, sketches)
+    for i in range(_BINS):
+        histogram[i] += even[i] + odd[i]
+
+
+@numba.njit(nogil=True, cache=True)
+def describe_bfloat16(
+    expert: npt.NDArray[np.uint16],
+    base: npt.NDArray[np.uint16],
+    key: np.uint64,
+    first_word: int,
+    sums: Sums,
+    peaks: Peaks,
+    counts: Counts,
+    histogram: Counts,
+    sketches: Sketches,
+) -> None:
+    """As `describe`, for δ = expert − base of n bfloat16 elements given by their bits, uint16 [n].
+
+    The last chunk counts as filled up with zeros. Chunks of equal finite bits cost a comparison.
+    """
+    even, odd = np.zeros(_BINS, np.int32), np.zeros(_BINS, np.int32)
+    wide, wide_base = np.zeros(CHUNK_ELEMS, np.uint32), np.zeros(CHUNK_ELEMS, np.uint32)
+    value, base_value = wide.view(np.float32), wide_base.view(np.float32)
+    delta = np.zeros(CHUNK_ELEMS, np.float32)
+    n = len(expert)
+    for chunk in range(len(peaks)):
+        start = chunk * CHUNK_ELEMS
+        here = min(CHUNK_ELEMS, n - start)
+        differing, largest = np.uint16(0), np.uint16(0)
+        for i in range(here):
+            differing |= expert[start + i] ^ base[start + i]
+            largest = max(largest, expert[start + i] & np.uint16(0x7FFF))
+        if differing == 0 and largest < _BF16_INFINITY:  # ∞ − ∞ is not 0
+            even[0] += CHUNK_ELEMS
+            continue
+        for i in range(here):
+            wide[i] = np.uint32(expert[start + i]) << np.uint32(16)
+            wide_base[i] = np.uint32(base[start + i]) << np.uint32(16)
+        for i in range(here):
+            delta[i] = value[i] - base_value[i]
+        delta[here:] = 0
+        _describe_chunk(delta, key, first_word, chunk, sums, peaks, counts, even, odd, sketches)
+    for i in range(_BINS):
+        histogram[i] += even[i] + odd[i]
+
+
+@numba.njit(nogil=True, cache=True)
+def _describe_chunk(
+    delta: npt.NDArray[np.float32],
+    key: np.uint64,
+    first_word: int,
+    chunk: int,
+    sums: Sums,
+    peaks: Peaks,
+    counts: Counts,
+    even: npt.NDArray[np.int32],
+    odd: npt.NDArray[np.int32],
+    sketches: Sketches,
+) -> None:
+    l1, l2 = np.zeros(_LANES), np.zeros(_LANES)
+    peak = np.zeros(_LANES, np.float32)
+    nonzero, above = np.zeros(_LANES, np.int32), np.zeros(_LANES, np.int32)
+    for at in range(0, CHUNK_ELEMS, _LANES):
+        for lane in range(_LANES):
+            d = delta[at + lane]
+            size = abs(d)
+            l1[lane] += size
+            l2[lane] += np.float64(d) * np.float64(d)
+            peak[lane] = max(peak[lane], size)
+            nonzero[lane] += d != 0
+            above[lane] += d > 0
+    for lane in range(_LANES):
+        sums[chunk, 0] += l1[lane]
+        sums[chunk, 1] += l2[lane]
+        peaks[chunk] = max(peaks[chunk], peak[lane])
+        counts[chunk, 0] += nonzero[lane]
+        counts[chunk, 1] += above[lane]
+    if np.isnan(sums[chunk, 1]):  # comparisons skip what is not a number
+        peaks[chunk] = np.nan
+    bits = delta.view(np.int32)
+    # Two tables: neighbours are often equal, and a counter cannot be raised twice at once.
+    for i in range(0, CHUNK_ELEMS, 2):
+        even[(bits[i] & 0x7FFFFFFF) >> HIST_SHIFT] += 1
+        odd[(bits[i + 1] & 0x7FFFFFFF) >> HIST_SHIFT] += 1
+    # Each word's elements are turned by a random number of lanes: else a column of large values
+    # would fall into one lane all the way down, and the sketch would be as good as one lane.
+    turned = np.zeros(2 * SKETCH_WIDTH, np.float32)
+    for word in range(CHUNK_ELEMS // SKETCH_WIDTH):
+        number = np.uint64(first_word + chunk * (CHUNK_ELEMS // SKETCH_WIDTH) + word)
+        signs = _mixed(key + number * _GOLDEN)
+        turn = np.int64(_mixed(signs) & np.uint64(SKETCH_WIDTH - 1))
+        lanes = turned[turn : turn + SKETCH_WIDTH]
+        at = word * SKETCH_WIDTH
+        for i in range(SKETCH_WIDTH):
+            d = delta[at + i]
+            lanes[i] += -d if (signs >> np.uint64(i)) & 1 else d
+    for i in range(SKETCH_WIDTH):
+        sketches[chunk, i] += turned[i] + turned[i + SKETCH_WIDTH]
+
+
+@numba.njit(inline="always")
+def _mixed(word: Any) -> Any:
+    """SplitMix64's output function: 64 well-mixed bits of a counter, uint64 or an array of them."""
+    word ^= word >> np.uint64(30)
+    word *= np.uint64(0xBF58476D1CE4E5B9)
+    word ^= word >> np.uint64(27)
+    word *= np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+def sample_elems(
+    key: np.uint64, grid: BlockGrid, start_elem: int, stop_elem: int
+) -> npt.NDArray[np.int64]:
+    """Which elements of the blocks in [start_elem, stop_elem) are kept: int64 [blocks, 64].
+
+    A block is cut into SAMPLE_WIDTH equal parts, and one element drawn from each; so a part shorter
+    than an element repeats one. `key` is the tensor's.
+    """
+    starts = np.arange(start_elem, stop_elem, grid.block_elems)[:, None]
+    lengths = np.minimum(grid.block_elems, stop_elem - starts)
+    parts = np.arange(SAMPLE_WIDTH)
+    numbers = ((starts // grid.block_elems) * SAMPLE_WIDTH + parts).astype(np.uint64)
+    with np.errstate(over="ignore"):
+        draws = _mixed.py_func(~key + numbers * _GOLDEN) >> np.uint64(40)
+    elems: npt.NDArray[np.int64] = starts + (
+        (parts + draws * 2.0**-24) * lengths / SAMPLE_WIDTH
+    ).astype(np.int64)
+    return elems

@@ -1,0 +1,109 @@
+"""The command `curve`: what every budget would lose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mergepipe_pipeline.cli.common import (
+    Console,
+    recipe_folder,
+    size,
+    table,
+    verb,
+    write_csv,
+    write_file,
+)
+from mergepipe_pipeline.cli.merging import planning_options
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.pipeline.curve import Told
+
+
+def _shares(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:
+    """`1,2.5,50` as shares. Raises BadParameter."""
+    if value is None:
+        return ()
+    try:
+        shares = tuple(float(part.strip().removesuffix("%")) / 100 for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of percents like 1,5,25") from None
+    if not all(0 <= share <= 1 for share in shares):
+        raise click.BadParameter("percents go from 0 to 100")
+    return shares
+
+
+@click.command()
+@click.argument("recipe", type=click.Path())
+@planning_options
+@click.option("--at", "shares", callback=_shares, help="Budgets in percent, such as 1,5,25.")
+@click.option("--csv", "csv_file", type=click.Path(), help="Write every point here.")
+@click.option("--picture", "png_file", type=click.Path(), help="Write the curves (PNG) here.")
+@verb
+def curve(
+    console: Console,
+    recipe: str,
+    shares: tuple[float, ...],
+    csv_file: str | None,
+    png_file: str | None,
+    **planning: Any,
+) -> None:
+    """Predict what every budget would lose, for all strategies, from statistics alone.
+
+    Experts that were not analysed yet are read once; then no weight is read. The knee is where the
+    curve of conflict_aware hangs farthest below the straight line between its ends: bytes before it
+    save more than the average, bytes after it less.
+    """
+    from mergepipe_pipeline.pipeline.check import load_recipe
+    from mergepipe_pipeline.pipeline.curve import curve as run
+    from mergepipe_pipeline.pipeline.curve import picture, records
+    from mergepipe_pipeline.planner.curve import SHARES
+
+    told = run(
+        console.home,
+        load_recipe(recipe),
+        relative_to=recipe_folder(recipe),
+        progress=console.progress,
+        shares=shares or SHARES,
+        **planning,
+    )
+    found = records(told.curve)
+    if csv_file:
+        write_csv(csv_file, found)
+    if png_file:
+        write_file(png_file, picture(told))
+    *points, chosen = found
+    console.show(
+        {
+            "recipe": told.recipe,
+            "expert_bytes_total": told.curve.nbytes_total,
+            "update_norm": told.curve.update_norm,
+            "analysed": list(told.read),
+            "knee": next((p for p in points if p["is_knee"]), None),
+            "chosen": {**chosen, "bound_note": told.bound_note},
+            "points": points,
+        },
+        *_lines(told),
+    )
+
+
+def _lines(told: Told) -> list[str]:
+    from mergepipe_pipeline.pipeline.curve import bound_percent, percent, rows_of
+
+    found = told.curve
+    own, knee = found.chosen, found.knee
+    headers, rows = rows_of(found)
+    return [
+        *([f"analysed first: {', '.join(told.read)}"] if told.read else []),
+        f"{told.recipe}: predicted error of a budget, in percent of the full update "
+        f"({found.update_norm:.4g} in L2, {size(found.nbytes_total)} of expert bytes)",
+        "",
+        *table(headers, rows),
+        "",
+        f"knee    {size(knee.nbytes)} read, {percent(found, knee)}"
+        if knee
+        else "knee    none: the curve is nearly straight",
+        f"chosen  {own.strategy}, {size(own.nbytes)} read of {size(own.budget_bytes)} allowed, "
+        f"{percent(found, own)}, bound {bound_percent(found, own)} ({told.bound_note})",
+    ]

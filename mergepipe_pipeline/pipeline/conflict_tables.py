@@ -1,0 +1,154 @@
+"""A conflict report as rows of tables, as a record for machines, and as a picture.
+
+For the command line and the Dagster UI alike. Estimates are shown with one standard error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mergepipe_pipeline.pictures import HeatMap, heat_maps
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.analysis.agreement import Agreement
+    from mergepipe_pipeline.analysis.conflicts import ConflictReport, Pair
+
+Row = tuple[str, ...]
+
+PAIR_HEADERS = ("place", "experts", "cosine", "same sign", "energy lost")
+
+
+def estimate(value: float, error: float, sign: str = "+") -> str:
+    """A figure and its standard error to two digits; "-" for one that is not there."""
+    if math.isnan(value):
+        return "-"
+    digits = max(0, min(6, 1 - math.floor(math.log10(error)))) if error > 0 else 3
+    return f"{value:{sign}z.{digits}f} ± {error:.{digits}f}"
+
+
+def percent(share: float, error: float, sign: str = "+") -> str:
+    """A share and its standard error in percent; "-" for one that is not there."""
+    shown = estimate(100 * share, 100 * error, sign)
+    return shown if math.isnan(share) else f"{shown} %"
+
+
+def matrix_rows(report: ConflictReport, figure: str) -> list[Row]:
+    """One row per expert: `figure` ("cosine" or "sign_agreement") with every expert."""
+    values = getattr(report.whole, figure)
+    sign = "+" if figure == "cosine" else ""
+    return [
+        (name, *("-" if math.isnan(v) else f"{v:{sign}z.3f}" for v in row))
+        for name, row in zip(report.experts, values, strict=True)
+    ]
+
+
+def largest_error(report: ConflictReport, figure: str) -> float:
+    """The largest standard error in such a matrix; 0 where nothing was seen."""
+    errors = getattr(report.whole, figure)
+    return float(np.nan_to_num(errors).max(initial=0.0))
+
+
+def place_headers(by: str) -> Row:
+    """What `place_rows` holds."""
+    return (by, "energy", "mean cosine", "lowest", "highest", "same sign", "interference")
+
+
+def place_rows(report: ConflictReport, by: str) -> list[Row]:
+    """One row per layer or tensor: its share of the energy Σ‖δ‖², and how its deltas agree."""
+    energy = float(np.square(report.whole.norms).sum())
+    return [_place_row(report, place, found, energy) for place, found in report.places(by).items()]
+
+
+def _place_row(report: ConflictReport, place: str, found: Agreement, energy: float) -> Row:
+    first, second = np.triu_indices(len(report.experts), 1)
+    share = f"{100 * np.square(found.norms).sum() / energy:.2f} %" if energy else "-"
+    interference = percent(found.interference, found.interference_error)
+    if not len(first):
+        return (place, share, "-", "-", "-", "-", interference)
+    cosines, signs = found.cosine[first, second], found.sign_agreement[first, second]
+    low, high = int(cosines.argmin()), int(cosines.argmax())
+    seen = signs[~np.isnan(signs)]
+
+    def pair(at: int) -> str:
+        i, j = first[at], second[at]
+        shown = estimate(cosines[at], found.cosine_error[i, j])
+        return f"{shown} {report.experts[i]}·{report.experts[j]}"
+
+    return (
+        place,
+        share,
+        f"{cosines.mean():+z.3f}",
+        pair(low),
+        pair(high),
+        f"{100 * seen.mean():.1f} %" if len(seen) else "-",
+        interference,
+    )
+
+
+def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
+    """One row per pair, under `PAIR_HEADERS`."""
+    return [
+        (
+            p.place,
+            f"{p.first}, {p.second}",
+            estimate(p.cosine, p.cosine_error),
+            percent(p.sign_agreement, p.sign_error, sign=""),
+            percent(p.lost, p.lost_error),
+        )
+        for p in pairs
+    ]
+
+
+def pair_records(stage: str, report: ConflictReport, by: str) -> list[dict[str, Any]]:
+    """Every pair in every place and over all, one flat record each; None for what is unknown."""
+    pairs = [*report.pairs("all"), *(report.pairs(by) if by != "all" else ())]
+    return [{"stage": stage, **_plain(asdict(pair))} for pair in pairs]
+
+
+def record(stage: str, report: ConflictReport, by: str, most: int) -> dict[str, Any]:
+    """All figures over all and per place, and the `most` worst pairs, as plain values."""
+    return {
+        "stage": stage,
+        "experts": list(report.experts),
+        "all": _plain(asdict(report.whole)),
+        by: {place: _plain(asdict(found)) for place, found in report.places(by).items()},
+        "conflicting": [_plain(asdict(p)) for p in report.conflicting(by)[:most]],
+        "redundant": [_plain(asdict(p)) for p in report.redundant("all")[:most]],
+    }
+
+
+def picture(report: ConflictReport, by: str = "layer", title: str = "") -> bytes:
+    """PNG: the cosines of all experts, and each expert's mean cosine with the others per place."""
+    names = report.experts
+    profile = report.profile(by)
+    largest = max(0.1, float(np.abs(profile).max(initial=0.0)))
+    prefix = f"{title}: " if title else ""
+    return heat_maps(
+        [
+            HeatMap(names, names, report.whole.cosine, f"{prefix}cosine", (-1, 1), True),
+            HeatMap(
+                list(report.places(by)),
+                names,
+                profile,
+                f"mean cosine with the others, by {by}",
+                (-largest, largest),
+                True,
+            ),
+        ]
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists; NaN as None, which JSON has."""
+    if isinstance(value, dict):
+        return {name: _plain(v) for name, v in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,203 @@
+"""What planning must know of a checked recipe: statistics and facts, learned where unknown.
+
+The step between `check` and the planner. Whoever wants a plan, or only to ask what one would cost,
+learns first; the experts that the catalog knows already are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.pipeline.analyze import Pair, ensure_stats, missing_pairs
+from mergepipe_pipeline.pipeline.calibrate import storage_profile
+from mergepipe_pipeline.pipeline.check import Checked, output_view
+from mergepipe_pipeline.pipeline.choices import choose_operators
+from mergepipe_pipeline.pipeline.facts import ExpertFacts, FactTables, Sparsified
+from mergepipe_pipeline.pipeline.measures import measured_facts
+from mergepipe_pipeline.pipeline.progress import Progress
+from mergepipe_pipeline.pipeline.side import side_of
+from mergepipe_pipeline.pipeline.tokens import Reindexer
+from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput
+from mergepipe_pipeline.planner.parts import Method, TensorFacts
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.operator import Choosing, Fact
+from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.warehouse import Warehouse
+
+Stats = Mapping[tuple[int, int], ExpertStats]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A checked recipe with all that its planning depends on.
+
+    `models` have the rows that the output's tokenizer asks for; `stats` are by (expert's model
+    number, base's). `read` are the names of the experts that were analysed for it just now.
+    `seek_nbytes` is what a read of its own costs here, 0 where nobody has measured it.
+    """
+
+    checked: Checked
+    models: tuple[Model, ...]
+    stats: Stats
+    facts: TensorFacts
+    read: tuple[str, ...]
+    seek_nbytes: int
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved recipe."""
+        return self.checked.recipe
+
+    def builder(self, digests: Sequence[Sequence[Mapping[str, str]]] | None = None) -> PlanBuilder:
+        """The planner's view of it.
+
+        `digests` per model and checkpoint are needed for a plan, not for a question.
+        """
+        known = digests or [()] * len(self.models)
+        tokenizer = self.checked.tokenizer
+        return PlanBuilder(
+            self.recipe,
+            {
+                name: Method(o.schema, o.coefficients, o.response, _tried)
+                for name, o in OPERATORS.items()
+            },
+            [PlanInput(m, d) for m, d in zip(self.models, known, strict=True)],
+            self.stats,
+            self.facts,
+            self.checked.grid,
+            side_of(self.recipe, self.models, tokenizer.files if tokenizer else None),
+            self.seek_nbytes,
+        )
+
+
+def learn(
+    home: Warehouse,
+    checked: Checked,
+    progress: Progress | None = None,
+    *,
+    unnamed: Mapping[str, Checkpoint] | None = None,
+) -> Learned:
+    """Register the recipe's checkpoints and analyse what is not known of them.
+
+    Checkpoints in `unnamed` are not registered.
+    """
+    recipe = checked.recipe
+    models = _with_tokens(home, checked)
+    _register(home, recipe, models, unnamed or {})
+    merged = [t for t in recipe.tensors if _is_merged(t, models)]
+    stats, read = _stats(home, checked, models, merged, progress)
+    measured = measured_facts(home, recipe, models, merged, progress)
+    chosen = choose_operators(recipe, merged, measured)
+    tables = _facts(home, recipe, models, merged, stats, chosen, progress)
+    facts = TensorFacts(tables.trims, tables.outliers, tables.scales, measured, chosen)
+    profile = storage_profile(home)
+    seek_nbytes = profile.seek_nbytes if profile else 0
+    return Learned(checked, tuple(models), stats, facts, read, seek_nbytes)
+
+
+def _tried(task: TensorTask, deltas: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    # Imports torch, which planning a sum of deltas can do without.
+    from mergepipe_pipeline.analysis.rehearse import apply_to_deltas
+
+    return apply_to_deltas(task, deltas)
+
+
+def _with_tokens(home: Warehouse, checked: Checked) -> Sequence[Model]:
+    """The models; rows that the output's tokenizer asks for and a model lacks are made now."""
+    if checked.tokenizer is None:
+        return checked.models
+    return Reindexer(home, checked.recipe, checked.originals, checked.tokenizer).models()
+
+
+def _register(
+    home: Warehouse, recipe: Recipe, models: Sequence[Model], unnamed: Mapping[str, Checkpoint]
+) -> None:
+    """Make the recipe's checkpoints known by name; a name's own base stays as it is."""
+    catalog = Catalog(home.catalog)
+    known = set(catalog.names())
+    base = None if recipe.base is None else models[recipe.base].checkpoint.name
+    for model in models:
+        for c in model.checkpoints:
+            is_made = c.root.startswith(str(home.token_rows))
+            if c.name not in unnamed and not is_made:
+                new_expert = c.name != base and c.name not in known and base not in unnamed
+                catalog.register(c, base if new_expert else None)
+
+
+def _is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
+    like = output_view(t, models)
+    return bool(t.inputs) and like.dtype in FLOATING and like.numel > 0
+
+
+def _stats(
+    home: Warehouse,
+    checked: Checked,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    progress: Progress | None,
+) -> tuple[Stats, tuple[str, ...]]:
+    """Statistics by (expert's model number, base's), and the names of the experts read for them."""
+    pairs: dict[tuple[int, int], dict[Pair, None]] = {}
+    for t in merged:
+        for i in t.inputs:
+            if t.base is not None:
+                pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
+    found: dict[tuple[int, int], ExpertStats] = {}
+    read: dict[str, None] = {}
+    for base in dict.fromkeys(base for _, base in pairs):
+        experts = [expert for expert, against in pairs if against == base]
+        wanted = [(models[e], list(pairs[e, base])) for e in experts]
+        for model, named in wanted if checked.cost.analysis_bytes else ():
+            if missing_pairs(home, model, models[base], named, checked.grid):
+                read[model.name] = None
+        stats = ensure_stats(home, wanted, models[base], checked.grid, progress)
+        found |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
+    return found, tuple(read)
+
+
+def _facts(
+    home: Warehouse,
+    recipe: Recipe,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    stats: Stats,
+    chosen: Mapping[str, Choosing],
+    progress: Progress | None,
+) -> FactTables:
+    """Facts of single experts that the operators ask for."""
+    wanted: dict[tuple[int, int, Fact], list[Sparsified]] = {}
+    for t in merged:
+        if t.base is None:
+            continue
+        own = Choosing(recipe.method, t.params, tuple(i.params for i in t.inputs), "")
+        choosing = chosen.get(t.name, own)
+        copied = choosing.operator == "copy"
+        fact: Fact = "none" if copied else OPERATORS[choosing.operator].schema.fact
+        for number, i in enumerate(t.inputs if fact != "none" else ()):
+            view = models[i.model].views[i.tensor]
+            s = Sparsified(
+                place=(t.name, number),
+                pair=(i.tensor, t.base.tensor),
+                position=i.position,
+                seed=recipe.seed,
+                params=choosing.params,
+                model_params=choosing.model_params[number],
+                shape=output_view(t, models).shape,
+                numel=view.numel,
+            )
+            wanted.setdefault((i.model, t.base.model, fact), []).append(s)
+    tables = FactTables()
+    for (expert, base, fact), places in wanted.items():
+        finder = ExpertFacts(home, models[expert], models[base], stats[expert, base], progress)
+        finder.add(fact, places, tables)
+    return tables

@@ -1,0 +1,198 @@
+"""In which order a site's blocks are best bought, and what is left of the error after each.
+
+A site is one block of a merged tensor; what can be bought for it is that block of each expert. The
+loops are compiled: a large merge has tens of thousands of sites of a hundred experts.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+#: Savings per byte that differ by less are equal.
+_ROUNDING = 1e-9
+
+
+@numba.njit(nogil=True, cache=True)
+def additive_chains(
+    size: Floats,
+    kept: Floats,
+    cosine: npt.NDArray[np.float32],
+    nbytes: Ints,
+    order: Ints,
+    residual: Floats,
+) -> None:
+    """A good order of purchases for sums, by what they leave of ‖Σ omitted cδ‖².
+
+    `size` [sites, E] is c·‖δ‖ with c's sign, `cosine` [sites, E, E], `nbytes` [sites, E] (0:
+    nothing to buy). Of its energy a delta keeps the share `kept` [sites, E], and of an inner
+    product the product of both shares: exactly so, on average, where it drops at random. Fills
+    `order` [sites, E] with expert numbers (−1 after the last) and `residual` [sites, E + 1] with
+    what is left after so many purchases.
+
+    Of two greedy orders it is the one with the lower hull: what saves the most per byte first, or
+    what costs the least to omit last. The first keeps deltas that cancel each other unbought, the
+    second finds what cancels among all that is left.
+    """
+    n_sites, count = size.shape
+    other, other_residual = np.empty(count, np.int64), np.empty(count + 1)
+    for s in range(n_sites):
+        _greedy(size[s], kept[s], cosine[s], nbytes[s], order[s], residual[s], True)
+        _greedy(size[s], kept[s], cosine[s], nbytes[s], other, other_residual, False)
+        below = _area(other, other_residual, nbytes[s])
+        if below < _area(order[s], residual[s], nbytes[s]):
+            order[s] = other
+            residual[s] = other_residual
+
+
+@numba.njit(nogil=True, cache=True)
+def _greedy(
+    size: Floats,
+    kept: Floats,
+    cosine: npt.NDArray[np.float32],
+    nbytes: Ints,
+    order: Ints,
+    residual: Floats,
+    is_downward: bool,
+) -> None:
+    """One site's order: from everything bought down to nothing, or up."""
+    count = len(size)
+    mean = size * kept
+    left = nbytes > 0
+    n = left.sum()
+    order[:] = -1
+    residual[:] = 0.0
+    # What an expert's delta has in common with all that are omitted, itself apart.
+    pull = np.zeros(count)
+    total = 0.0
+    if not is_downward:
+        for i in range(count):
+            for j in range(count):
+                if left[i] and left[j]:
+                    pull[i] += mean[j] * cosine[i, j] if i != j else 0.0
+            total += mean[i] * pull[i] + size[i] * mean[i] if left[i] else 0.0
+        residual[0] = max(total, 0.0)
+    for step in range(n):
+        best, best_worth, best_added = -1, np.inf, 0.0
+        for i in range(count):
+            if left[i]:
+                added = mean[i] * (2 * pull[i] + size[i])
+                worth = added / nbytes[i] if is_downward else -added / nbytes[i]
+                # Of equals, the first in the list is bought first.
+                if worth < best_worth or (is_downward and worth == best_worth):
+                    best, best_worth, best_added = i, worth, added
+        left[best] = False
+        sign = 1 if is_downward else -1
+        total += sign * best_added
+        order[n - 1 - step if is_downward else step] = best
+        # With everything bought, exactly nothing is left.
+        if is_downward:
+            residual[n - 1 - step] = max(total, 0.0)
+        elif step < n - 1:
+            residual[step + 1] = max(total, 0.0)
+        for i in range(count):
+            pull[i] += sign * mean[best] * cosine[best, i] if i != best else 0.0
+
+
+@numba.njit(nogil=True, cache=True)
+def _area(order: Ints, residual: Floats, nbytes: Ints) -> float:
+    """The area between zero and one site's hull of residual over bytes."""
+    at, area = 0, 0.0
+    while True:
+        to, cost = _next(order, residual, nbytes, at)
+        if to < 0:
+            break
+        area += cost * (residual[at] + residual[to]) / 2
+        at = to
+    for k in range(at, len(order)):
+        if order[k] >= 0:
+            area += nbytes[order[k]] * residual[at]
+    return area
+
+
+@numba.njit(nogil=True, cache=True)
+def _next(order: Ints, residual: Floats, nbytes: Ints, at: int) -> tuple[int, int]:
+    """The hull's next corner after `at` purchases and its bytes from there; (−1, 0): none saves."""
+    best, best_worth, best_cost, spent = -1, 0.0, 0, 0
+    for to in range(at, len(order)):
+        if order[to] < 0:
+            break
+        spent += nbytes[order[to]]
+        worth = (residual[at] - residual[to + 1]) / spent
+        # Of equal ones the nearest: what can be bought apart is not bought together.
+        if worth > best_worth * (1 + _ROUNDING):
+            best, best_worth, best_cost = to + 1, worth, spent
+    return best, best_cost
+
+
+@numba.njit(nogil=True, cache=True)
+def hull_of(
+    order: Ints, residual: Floats, nbytes: Ints, purchase: Ints, saved: Floats, cost: Ints
+) -> None:
+    """The purchases worth making in a row: the lower convex hull of residual over bytes.
+
+    Arguments as in `additive_chains`. Purchase n of site s takes the experts at the places k of its
+    order with `purchase[s, k]` = n (−1: bought by none), for `cost[s, n]` bytes, and saves
+    `saved[s, n]` (0: there is no such purchase). What is saved per byte falls from one to the next.
+    """
+    for s in range(len(order)):
+        at, n = 0, 0
+        while True:
+            to, spent = _next(order[s], residual[s], nbytes[s], at)
+            if to < 0:
+                break
+            purchase[s, at:to] = n
+            saved[s, n] = residual[s, at] - residual[s, to]
+            cost[s, n] = spent
+            at, n = to, n + 1
+
+
+@numba.njit(nogil=True, cache=True)
+def affordable(
+    cost: Ints,
+    chain: Ints,
+    owners: Ints,
+    shares: Ints,
+    first: Ints,
+    budget_bytes: int,
+    caps: Ints,
+    n_chains: int,
+) -> npt.NDArray[np.bool_]:
+    """Which purchases fit, going down a list sorted by worth; one that does not is passed over.
+
+    Purchase p costs `cost[p]` bytes and belongs to chain `chain[p]`, of which nothing further is
+    bought once one is passed over. It takes `shares[k]` bytes of expert `owners[k]` for k in
+    [first[p], first[p + 1]); no expert gives more than its cap.
+    """
+    taken = np.zeros(len(cost), np.bool_)
+    closed = np.zeros(n_chains, np.bool_)
+    left, room = budget_bytes, caps.copy()
+    for p in range(len(cost)):
+        if closed[chain[p]]:
+            continue
+        fits = cost[p] <= left
+        for k in range(first[p], first[p + 1]):
+            room[owners[k]] -= shares[k]
+        for k in range(first[p], first[p + 1]):
+            fits = fits and room[owners[k]] >= 0
+        if fits:
+            taken[p] = True
+            left -= cost[p]
+        else:
+            closed[chain[p]] = True
+            for k in range(first[p], first[p + 1]):
+                room[owners[k]] += shares[k]
+    return taken
+
+
+@numba.njit(nogil=True, cache=True)
+def falling(worth: Floats, chain: Ints) -> Floats:
+    """`worth` made to fall along every chain, whose offers stand together: the least so far."""
+    out = worth.copy()
+    for p in range(1, len(out)):
+        if chain[p] == chain[p - 1]:
+            out[p] = min(out[p], out[p - 1])
+    return out

@@ -1,0 +1,153 @@
+"""What every budget would lose: predicted error and bound over bytes, for all strategies.
+
+Asks the question that a plan answers for one budget at many budgets at once; every strategy makes
+its list of offers once. From statistics alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mergepipe_pipeline.planner.candidates import Choice
+from mergepipe_pipeline.planner.choosing import Question
+from mergepipe_pipeline.planner.offers import spend
+from mergepipe_pipeline.planner.predict import Prediction, predict
+from mergepipe_pipeline.planner.strategies import (
+    STRATEGIES,
+    allowed,
+    is_affordable,
+    rank,
+    refuse_without_base,
+)
+from mergepipe_pipeline.spec.recipe import Budget
+
+#: Shares of the expert bytes that a curve is drawn at.
+SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, *(n / 10 for n in range(3, 11)))
+#: The strategy whose curve has the knee.
+BEST = "conflict_aware"
+#: How far below its chord a curve has to hang for a knee, as a share of its height.
+_LEAST_BEND = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a strategy promises for one budget: `nbytes` are read of `budget_bytes` (None: all).
+
+    `error` estimates ‖W_budget − W_full‖₂ give or take `margin` (None: not stated); `bound` is an
+    upper limit, None where none is known.
+    """
+
+    strategy: str
+    budget_bytes: int | None
+    nbytes: int
+    error: float
+    margin: float | None
+    bound: float | None
+
+
+@dataclass(frozen=True)
+class BudgetCurve:
+    """Points strategy by strategy, budgets ascending; `chosen` is the one that was asked for.
+
+    `nbytes_total` are the experts' bytes, `update_norm` the predicted ‖W_full − W_base‖₂. Without a
+    `knee` the curve is nearly straight.
+    """
+
+    nbytes_total: int
+    update_norm: float
+    points: tuple[Point, ...]
+    chosen: Point
+    knee: Point | None
+
+    def of(self, strategy: str) -> tuple[Point, ...]:
+        """The points of one strategy."""
+        return tuple(p for p in self.points if p.strategy == strategy)
+
+    def relative(self, error: float | None) -> float | None:
+        """An error as a share of the update; None where there is none."""
+        return error / self.update_norm if error is not None and self.update_norm > 0 else None
+
+
+def budget_curve(
+    q: Question, budget: Budget, strategy: str, chosen: Choice, shares: Sequence[float] = SHARES
+) -> BudgetCurve:
+    """The curve at `shares` of the expert bytes, none and all; `chosen` is what was bought for
+    `budget` by `strategy`.
+
+    Budgets that do not cover what the recipe pins are left out. Raises BudgetError where there is
+    no base to differ from.
+    """
+    c = q.candidates
+    refuse_without_base(c, int(c.nbytes.sum()), 0)
+    total = int(c.nbytes.sum())
+    asked = [
+        (name, replace(budget, nbytes=None, error=None, fraction=s)) for name, s in _grid(shares)
+    ]
+    made = [
+        (name, b, choice)
+        for (name, b), choice in zip(asked, _choices(q, asked), strict=True)
+        if choice is not None
+    ]
+    nothing = np.zeros(len(c.row), np.bool_)
+    found = predict(c, [*(choice for _, _, choice in made), chosen, nothing]) or []
+    *predictions, own, update = found
+    points = tuple(
+        _point(q, name, b.resolve(total), choice, prediction)
+        for (name, b, choice), prediction in zip(made, predictions, strict=True)
+    )
+    mine = _point(q, strategy, budget.resolve(total), chosen, own)
+    best = [p for p in points if p.strategy == BEST]
+    return BudgetCurve(total, update.error, points, mine, knee_of(best))
+
+
+def knee_of(points: Sequence[Point]) -> Point | None:
+    """The point that hangs farthest below the chord from the first to the last point.
+
+    Such a point is a corner of the curve's lower convex hull: before it a byte saves more than on
+    average, after it less (the "kneedle" rule, Satopää et al. 2011, without smoothing).
+    """
+    if len(points) < 3:
+        return None
+    nbytes = np.array([p.nbytes for p in points], np.float64)
+    error = np.array([p.error for p in points])
+    width, height = nbytes[-1] - nbytes[0], error[0] - error[-1]
+    if not width > 0 or not height > 0:
+        return None
+    below = 1 - (nbytes - nbytes[0]) / width - (error - error[-1]) / height
+    at = int(below.argmax())
+    return points[at] if below[at] > _LEAST_BEND else None
+
+
+def _grid(shares: Sequence[float]) -> list[tuple[str, float]]:
+    names = (BEST, *(name for name in STRATEGIES if name != BEST))
+    return [(name, share) for name in names for share in sorted({0.0, *shares, 1.0})]
+
+
+def _choices(q: Question, asked: Sequence[tuple[str, Budget]]) -> list[Choice | None]:
+    """What each strategy buys under each budget; None where the pins alone cost more."""
+    c = q.candidates
+    ranked = {}
+    out: list[Choice | None] = []
+    for strategy, budget in asked:
+        limits = q.limits(budget)
+        useful = allowed(c, limits)
+        if int(c.nbytes[limits.pinned & ~c.zero].sum()) > limits.budget_bytes:
+            out.append(None)
+        elif is_affordable(c, useful, limits):
+            out.append(useful)
+        else:
+            if strategy not in ranked:
+                ranked[strategy] = rank(c, strategy, useful & ~limits.pinned, q.seek_nbytes)
+            out.append(spend(c, *ranked[strategy], limits))
+    return out
+
+
+def _point(
+    q: Question, strategy: str, budget_bytes: int | None, choice: Choice, prediction: Prediction
+) -> Point:
+    nbytes = int(q.candidates.nbytes[choice].sum())
+    bound = q.bound(choice).value
+    return Point(strategy, budget_bytes, nbytes, prediction.error, prediction.margin, bound)

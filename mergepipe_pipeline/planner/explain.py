@@ -1,0 +1,174 @@
+"""Why a block was bought or left: its place in the strategy's list, and where the list was cut.
+
+Tells of a choice that was made; decides nothing. Every block has one of the reasons in `Why`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints
+from mergepipe_pipeline.planner.choosing import Question
+from mergepipe_pipeline.planner.offers import Limits, Offers
+from mergepipe_pipeline.planner.strategies import allowed, rank
+from mergepipe_pipeline.spec.recipe import Budget
+
+Why = Literal[
+    "bought",
+    "fills the rest",
+    "pinned",
+    "zero",
+    "excluded",
+    "saves nothing",
+    "share spent",
+    "waits",
+    "below the cut",
+]
+#: What each reason means.
+MEANING: dict[Why, str] = {
+    "bought": "its place in the list is within the budget",
+    "fills the rest": "below the cut, but it fits into what was left of the budget",
+    "pinned": "the recipe has it bought first",
+    "zero": "the expert equals the base here: nothing to read",
+    "excluded": "the recipe has it never bought",
+    "saves nothing": "reading it would not bring the result nearer to the full merge",
+    "share spent": "its expert's share of the budget was used up",
+    "waits": "it builds on one that an expert's share left out",
+    "below the cut": "the budget ended before its place in the list",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One candidate, in bytes; `change` is ‖c·δ‖₂, what it adds to the result by itself.
+
+    It is bought with `together` − 1 others. `worth`: the squared error that the purchase saves per
+    byte. `place`: in the strategy's list, from 1. Both None for what is on no list.
+    """
+
+    expert: int
+    block: int
+    nbytes: int
+    change: float
+    why: Why
+    place: int | None
+    worth: float | None
+    together: int
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the plan reads it."""
+        return self.why in ("bought", "fills the rest", "pinned")
+
+
+@dataclass(frozen=True)
+class Account:
+    """A strategy's list against a choice, per candidate; `place` 0: on no list.
+
+    `offers` is the length of the list. Up to the place `cut` the budget allowed everything; the
+    last purchase before it was worth `cut_worth` (None: there was none).
+    """
+
+    question: Question
+    why: tuple[Why, ...]
+    place: Ints
+    worth: Floats
+    together: Ints
+    offers: int
+    cut: int
+    cut_worth: float | None
+
+    def blocks(self, tensor: int) -> Iterator[Block]:
+        """The candidates of one output tensor, expert by expert."""
+        c = self.question.candidates
+        change = np.sqrt(c.gain)
+        for row, cut in zip(c.rows, c.row_slices(), strict=True):
+            for n in range(cut.start, cut.stop) if row.tensor == tensor else ():
+                place = int(self.place[n])
+                yield Block(
+                    row.position,
+                    int(c.block[n]),
+                    int(c.nbytes[n]),
+                    float(change[n]),
+                    self.why[n],
+                    place or None,
+                    float(self.worth[n]) if place else None,
+                    int(self.together[n]),
+                )
+
+
+def account(q: Question, budget: Budget, strategy: str, choice: Choice) -> Account:
+    """Why `choice`, which `strategy` made under `budget`, is what it is.
+
+    `full` keeps no list. Raises BudgetError for an unknown strategy.
+    """
+    c, limits = q.candidates, q.limits(budget)
+    place, worth = np.zeros(len(c.row), np.int64), np.zeros(len(c.row))
+    together = np.ones(len(c.row), np.int64)
+    over, waits = np.zeros(len(c.row), np.bool_), np.zeros(len(c.row), np.bool_)
+    cut, cut_worth, length = 0, None, 0
+    if strategy != "full":
+        free = allowed(c, limits) & ~limits.pinned
+        listed = _listed(c, limits, choice, *rank(c, strategy, free, q.seek_nbytes))
+        counts, members = np.diff(listed.offers.first), listed.offers.members
+        place[members] = np.repeat(listed.place, counts)
+        worth[members] = np.repeat(listed.worth, counts)
+        together[members] = np.repeat(counts, counts)
+        over[members] = np.repeat(listed.is_over, counts)
+        waits[members] = np.repeat(listed.waits, counts)
+        cut, cut_worth, length = listed.cut, listed.cut_worth, len(counts)
+    cases: list[tuple[Choice, Why]] = [
+        (c.zero, "zero"),
+        (limits.pinned, "pinned"),
+        (limits.excluded, "excluded"),
+        (choice & (place <= cut), "bought"),
+        (choice, "fills the rest"),
+        (place == 0, "saves nothing"),
+        (over, "share spent"),
+        (waits & (place <= cut), "waits"),
+    ]
+    code = np.select([mask for mask, _ in cases], range(len(cases)), len(cases))
+    names: list[Why] = [*(why for _, why in cases), "below the cut"]
+    why = tuple(names[n] for n in code.tolist())
+    return Account(q, why, place, worth, together, length, cut, cut_worth)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The offers of a list: places from 1, worths, and what stood against those not taken."""
+
+    offers: Offers
+    place: Ints
+    worth: Floats
+    is_over: Choice
+    waits: Choice
+    cut: int
+    cut_worth: float | None
+
+
+def _listed(c: Candidates, limits: Limits, choice: Choice, offers: Offers, order: Ints) -> _Listed:
+    length = len(order)
+    place = np.empty(length, np.int64)
+    place[order] = np.arange(1, length + 1)
+    starts, members = offers.first[:-1], offers.members
+    if not length:
+        none = np.zeros(0, np.bool_)
+        return _Listed(offers, place, np.zeros(0), none, none, 0, None)
+    worth = offers.saved / np.maximum(np.add.reduceat(c.nbytes[members], starts), 1)
+    taken = choice[members[starts]]
+    spent = np.bincount(c.expert[choice], c.nbytes[choice], len(limits.caps))
+    dear = c.unit_nbytes[c.unit] > (limits.caps - spent)[c.expert]
+    is_over = ~taken & np.logical_or.reduceat(dear[members], starts)
+    _, chain = np.unique(offers.chain, return_inverse=True)
+    stopped = np.full(int(chain.max()) + 1, length + 1)
+    np.minimum.at(stopped, chain[~taken], place[~taken])
+    waits = ~taken & (place > stopped[chain])
+    cut = int(place[~taken & ~is_over & ~waits].min(initial=length + 1)) - 1
+    before = taken & (place <= cut)
+    last = int(np.where(before, place, 0).argmax())
+    cut_worth = float(worth[last]) if before.any() else None
+    return _Listed(offers, place, worth, is_over, waits, cut, cut_worth)

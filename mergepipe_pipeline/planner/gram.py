@@ -1,0 +1,98 @@
+"""Inner products of experts' deltas, block by block, from sketches: no weight is read.
+
+Norms are exact; a cosine is that of two sketches, with a standard error of (1 − cos²)/√width. To
+choose by them, blocks of a tensor that do not differ by more than that share the tensor's cosine:
+it is the same figure, known better. A few blocks' matrices are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, widened
+
+Floats = npt.NDArray[np.float64]
+Halves = npt.NDArray[np.float32]
+#: Blocks of one batch, and its cosines.
+Batch = tuple[slice, Halves]
+#: Cosines of one batch: few enough to stay in the cache from one pass to the next.
+_BATCH_ELEMS = 1 << 18
+#: Standard errors that a cosine must stand out by before a choice relies on it.
+_CAUTION = 3
+_TINY = np.finfo(np.float32).tiny
+
+
+class Gram:
+    """Cosines [blocks, E, E] of the deltas of E experts of one tensor, with a unit diagonal.
+
+    `sketches` [blocksᵢ, width]; an expert with fewer blocks than another is zero beyond them, and
+    what is zero has cosine 0 with all others.
+    """
+
+    def __init__(self, sketches: Sequence[npt.NDArray[np.uint16]]) -> None:
+        blocks, count = max(map(len, sketches)), len(sketches)
+        table = np.zeros((blocks, count, SKETCH_WIDTH), np.float32)
+        for i, sketch in enumerate(sketches):
+            table[: len(sketch), i] = widened(sketch)
+        np.nan_to_num(table, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        self._norms = np.maximum(np.linalg.norm(table, axis=2), _TINY)
+        table /= self._norms[:, :, None]
+        self._table = table
+
+    def plain(self) -> Iterator[Batch]:
+        """As likely too large as too small, and erring independently: to add them up."""
+        from mergepipe_pipeline.planner.kernels import straighten
+
+        blocks, count, _ = self._table.shape
+        step = max(1, _BATCH_ELEMS // (count * count))
+        for start in range(0, blocks, step):
+            batch = slice(start, start + step)
+            part = self._table[batch]
+            cosine: Halves = np.matmul(part, part.transpose(0, 2, 1))
+            straighten(cosine)
+            yield batch, cosine
+
+    def cautious(self) -> Iterator[Batch]:
+        """Without what chance could have made: to choose by them without chasing noise."""
+        from mergepipe_pipeline.planner.kernels import shrink
+
+        there = self._norms > _TINY
+        whole, centre, own = self._shrinkage(there)
+        if own.any():
+            for batch, cosine in self.plain():
+                shrink(cosine, there[batch], whole, own, centre)
+                yield batch, cosine
+            return
+        np.fill_diagonal(centre, 1)
+        yield slice(0, len(there)), np.broadcast_to(centre, (len(there), *centre.shape))
+
+    def _shrinkage(self, there: npt.NDArray[np.bool_]) -> tuple[Halves, Halves, Halves]:
+        """The tensor's cosine, what chance leaves of it, and what it leaves of a block's own."""
+        from mergepipe_pipeline.planner.kernels import add_spread
+
+        norms = self._norms.astype(np.float64)
+        weight = np.maximum(norms.T @ norms, _TINY)
+        scaled = (self._table * self._norms[:, :, None]).transpose(1, 0, 2)
+        scaled = scaled.reshape(len(weight), -1)
+        whole = np.clip(scaled @ scaled.T / weight, -1, 1).astype(np.float32)
+        noise = np.square(1 - np.square(whole)) / SKETCH_WIDTH
+        # The error of Σ_b ‖a_b‖‖b_b‖cos_b over its blocks, as a cosine.
+        error = noise * (np.square(norms).T @ np.square(norms)) / np.square(weight)
+        centre = whole * _part_of(np.square(whole), _CAUTION**2 * error)
+        # What sketches of one cosine differ by, and what they do differ by.
+        present = there.astype(np.float32)
+        others = np.maximum(present.T @ present - 1, 1)
+        noise *= 1 + _CAUTION * np.sqrt(2 / others)
+        spread = np.zeros(whole.shape, np.float64)
+        for batch, cosine in self.plain():
+            add_spread(cosine, there[batch], whole, spread)
+        return whole, centre, _part_of(spread / others, noise)
+
+
+def _part_of(found: Halves | Floats, chance: Halves | Floats) -> Halves:
+    """How much of a square is more than chance explains, in [0, 1]."""
+    part = np.clip(1 - chance / np.maximum(found, _TINY), 0, 1)
+    return part.astype(np.float32)

@@ -1,0 +1,67 @@
+"""What a recipe's budget allows, in numbers: bytes in all and per expert, and which blocks.
+
+Names and patterns end here; strategies see arrays only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from mergepipe_pipeline.planner.candidates import Candidates, Choice
+from mergepipe_pipeline.planner.offers import Limits
+from mergepipe_pipeline.spec.recipe import Budget, Selection
+
+#: The names that one expert answers to.
+Names = Sequence[str]
+
+
+def limits_of(
+    budget: Budget, c: Candidates, tensors: Sequence[str], experts: Sequence[Names]
+) -> Limits:
+    """The limits that `budget` sets; by number, `tensors` are names and `experts`
+    what a pattern may fit.
+
+    No limit in bytes, as with an error to reach, is one of all bytes. A share of a budget without
+    one is of all bytes too.
+    """
+    total = int(c.nbytes.sum())
+    nbytes = budget.resolve(total)
+    limit = total if nbytes is None else nbytes
+    caps = np.full(len(experts), np.iinfo(np.int64).max, np.int64)
+    for number, names in enumerate(experts):
+        for share in budget.shares:
+            if _fits((share.experts,), names):
+                own = share.nbytes if share.fraction is None else int(share.fraction * limit)
+                caps[number] = caps[number] if own is None else min(caps[number], own)
+    return Limits(
+        limit,
+        caps,
+        _selected(budget.pin, c, tensors, experts),
+        _selected(budget.exclude, c, tensors, experts),
+    )
+
+
+def is_kept(budget: Budget, tensor: str) -> bool:
+    """Whether an output tensor is to stay the base's."""
+    return any(fnmatchcase(tensor, pattern) for pattern in budget.keep)
+
+
+def _selected(
+    selections: Sequence[Selection], c: Candidates, tensors: Sequence[str], experts: Sequence[Names]
+) -> Choice:
+    rows = [
+        any(
+            _fits(s.experts, experts[r.position]) and _fits(s.tensors, (tensors[r.tensor],))
+            for s in selections
+        )
+        for r in c.rows
+    ]
+    selected: Choice = np.array(rows, np.bool_)[c.row]
+    return selected
+
+
+def _fits(patterns: Sequence[str], names: Names) -> bool:
+    return not patterns or any(fnmatchcase(name, p) for p in patterns for name in names)

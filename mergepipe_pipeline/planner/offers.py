@@ -1,0 +1,162 @@
+"""What can be bought, with what it costs and saves, and how a budget goes down that list.
+
+An offer is one or more candidates that are bought together. Offers of one chain build on each
+other: a later one is bought only after the earlier. Strategies make the list, `spend` goes down it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Group, Ints
+from mergepipe_pipeline.planner.gram import Batch, Gram
+
+#: What is not finite counts as this much, so that sums of it stay numbers.
+_HUGE = 1e100
+#: Tensors at work at once: the compiled passes run without the interpreter's lock.
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may buy: `budget_bytes` in all, `caps` [experts] bytes of each expert.
+
+    `pinned` candidates are bought first, `excluded` ones never.
+    """
+
+    budget_bytes: int
+    caps: Ints
+    pinned: Choice
+    excluded: Choice
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Offer p is the candidates `members[first[p] : first[p + 1]]` of chain `chain[p]`.
+
+    It saves `saved[p]` of the squared error. Within a chain, offers stand in order.
+    """
+
+    chain: Ints
+    saved: Floats
+    first: Ints
+    members: Ints
+
+
+def single_offers(c: Candidates, units: Ints) -> Offers:
+    """Units as offers, each a chain of its own, worth ‖c·δ‖²."""
+    bounds = np.searchsorted(c.unit, np.stack([units, units + 1]))
+    counts = bounds[1] - bounds[0]
+    first = np.concatenate([[0], np.cumsum(counts)])
+    places = np.arange(first[-1]) - np.repeat(first[:-1] - bounds[0], counts)
+    return Offers(c.n_sites + units, c.unit_gain[units], first, places)
+
+
+def chain_offers(c: Candidates, free: Choice) -> Offers:
+    """The purchases of every site that are worth making in a row, from the candidates in `free`."""
+    nbytes = np.where(free, c.nbytes, 0)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return joined(list(pool.map(lambda group: _site_offers(group, nbytes), c.groups())))
+
+
+def joined(parts: Sequence[Offers]) -> Offers:
+    """Several lists of offers as one; chains keep their numbers."""
+    counts = [np.diff(p.first) for p in parts]
+    none = [np.zeros(0, np.int64)]
+    return Offers(
+        np.concatenate([p.chain for p in parts] or none),
+        np.concatenate([p.saved for p in parts] or [np.zeros(0)]),
+        np.concatenate([[0], np.cumsum(np.concatenate(counts or none))]).astype(np.int64),
+        np.concatenate([p.members for p in parts] or none),
+    )
+
+
+def _site_offers(group: Group, free_nbytes: Ints) -> Offers:
+    from mergepipe_pipeline.planner.chains import hull_of
+
+    shape, nbytes = group.members.shape, group.table(free_nbytes)
+    order, residual = _chain(group, nbytes)
+    purchase = np.full(shape, -1, np.int64)
+    saved, cost = np.zeros(shape), np.zeros(shape, np.int64)
+    hull_of(order, residual, nbytes, purchase, saved, cost)
+    sites, places = np.nonzero(purchase >= 0)
+    numbers = purchase[sites, places]
+    starts = np.flatnonzero((places == 0) | (np.diff(numbers, prepend=-1) != 0))
+    return Offers(
+        group.first_site + sites[starts],
+        saved[sites[starts], numbers[starts]],
+        np.append(starts, len(sites)),
+        group.members[sites, order[sites, places]],
+    )
+
+
+def _chain(group: Group, nbytes: Ints) -> tuple[Ints, Floats]:
+    """A greedy order per site [sites, E], and the residual after each purchase [sites, E + 1]."""
+    c = group.candidates
+    curve = c.curves.get(group.tensor)
+    sites, count = group.members.shape
+    if curve is None:
+        from mergepipe_pipeline.planner.chains import additive_chains
+
+        order = np.full((sites, count), -1, np.int64)
+        residual = np.zeros((sites, count + 1))
+        size = np.nan_to_num(group.size, nan=_HUGE, posinf=_HUGE, neginf=-_HUGE)
+        for batch, cosine in cosine_batches(group, cautious=True):
+            into = (nbytes[batch], order[batch], residual[batch])
+            additive_chains(size[batch], group.kept[batch], cosine, *into)
+        return order, residual
+    energy = np.where(nbytes, group.table(c.energy), 0.0)
+    worth = energy / np.maximum(nbytes, 1)
+    order = np.argsort(-np.where(nbytes, worth, -1.0), axis=1, kind="stable")
+    bought = np.cumsum(np.take_along_axis(energy, order, axis=1), axis=1)
+    total = group.table(c.energy).sum(axis=1, keepdims=True)
+    before = total - bought[:, -1:]
+    share = np.hstack([before, before + bought]) / np.where(total > 0, total, 1.0)
+    share = np.where(total > 0, np.clip(share, 0, 1), 1.0)
+    residual = curve.factor * total * np.interp(share, curve.share, curve.left)
+    order = np.where(np.take_along_axis(nbytes, order, axis=1) > 0, order, -1)
+    return order, residual
+
+
+def cosine_batches(group: Group, *, cautious: bool) -> Iterator[Batch]:
+    """Cosines of a group's sites; deltas without a sketch count as orthogonal to the others."""
+    sketches = [r.block_sketch for r in group.rows]
+    known = [s for s in sketches if s is not None]
+    if len(known) == len(sketches):
+        gram = Gram(known)
+        yield from gram.cautious() if cautious else gram.plain()
+        return
+    alone = np.eye(len(sketches), dtype=np.float32)
+    yield slice(0, group.n_sites), np.broadcast_to(alone, (group.n_sites, *alone.shape))
+
+
+def spend(c: Candidates, offers: Offers, order: Ints, limits: Limits) -> Choice:
+    """The candidates bought along `order` as long as they fit; pinned ones come first."""
+    from mergepipe_pipeline.planner.chains import affordable
+
+    counts = np.diff(offers.first)[order]
+    first = np.concatenate([[0], np.cumsum(counts)])
+    places = np.arange(first[-1]) - np.repeat(first[:-1] - offers.first[:-1][order], counts)
+    members = offers.members[places]
+    _, chain = np.unique(offers.chain[order], return_inverse=True)
+    nbytes = c.nbytes[members]
+    cost = np.add.reduceat(nbytes, first[:-1]) if len(order) else np.zeros(0, np.int64)
+    pinned = limits.pinned & ~c.zero
+    spent = np.bincount(c.expert[pinned], c.nbytes[pinned], len(limits.caps)).astype(np.int64)
+    taken = affordable(
+        cost,
+        chain.astype(np.int64),
+        c.expert[members],
+        nbytes,
+        first.astype(np.int64),
+        limits.budget_bytes - int(c.nbytes[pinned].sum()),
+        limits.caps - spent,
+        int(chain.max(initial=-1)) + 1,
+    )
+    chosen = pinned.copy()
+    chosen[members[np.repeat(taken, counts)]] = True
+    return chosen & ~c.zero

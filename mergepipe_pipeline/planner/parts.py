@@ -1,0 +1,256 @@
+"""The merged output tensors of a recipe as the planner sees them: rows, curves and answers.
+
+Joins the recipe with the catalog's facts. What is bought is decided in `strategies`, what it leads
+to in `predict` and `bounds`; `build` makes the tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.dtypes import FLOATING, itemsize
+from mergepipe_pipeline.planner.bounds import Answer
+from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
+from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
+from mergepipe_pipeline.planner.limits import is_kept
+from mergepipe_pipeline.planner.rehearsal import Rehearsal, pooled, rehearsed
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.operator import Choosing, OperatorSchema, Response
+from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.spec.recipe import Params, Recipe, TensorRecipe
+from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.spec.view import TensorView
+
+Coefficients = Callable[[Params, tuple[Params, ...], tuple[float, ...]], tuple[float, ...]]
+#: A task and the deltas [E, n] float32 of its experts to the merged update, [n] float32.
+Applied = Callable[[TensorTask, npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What planning needs of an operator: the cᵢ of its δᵢ, and how it answers to parameters.
+
+    `apply` tries it on samples of deltas.
+    """
+
+    schema: OperatorSchema
+    coefficients: Coefficients
+    response: Callable[[Params], Response]
+    apply: Applied | None = None
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Facts of whole tensors, by (output tensor, input number) or by output tensor.
+
+    `chosen`: the operator, its parameters per tensor and per model, and the reason, where the
+    recipe's method leaves the choice open.
+    """
+
+    trims: Mapping[tuple[str, int], TrimRule]
+    outliers: Mapping[tuple[str, int], TrimRule]
+    scales: Mapping[tuple[str, int], float]
+    measured: Mapping[str, tuple[float, ...]]
+    chosen: Mapping[str, Choosing]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One merged output tensor; operator `copy` keeps the base's."""
+
+    recipe: TensorRecipe
+    operator: str
+    params: Params
+    model_params: tuple[Params, ...]
+    facts: tuple[float, ...]
+    reason: str
+    shape: tuple[int, ...]
+
+
+def stored_like(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
+    """The view that gives an output tensor its shape and dtype: the base's, or the first."""
+    if t.base is not None:
+        return models[t.base.model].views[t.base.tensor]
+    first = t.inputs[0]
+    return models[first.model].views[first.tensor]
+
+
+class Parts:
+    """The parts of one recipe with their candidates; `stats` by (expert's model number, base's)."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        methods: Mapping[str, Method],
+        models: Sequence[Model],
+        stats: Mapping[tuple[int, int], ExpertStats],
+        facts: TensorFacts,
+        grid: BlockGrid,
+    ) -> None:
+        self._recipe, self._methods, self._models = recipe, methods, models
+        self._stats, self._facts, self._grid = stats, facts, grid
+        self.all = [self._part(t) for t in recipe.tensors if self._is_merged(t)]
+
+    def candidates(self) -> Candidates:
+        """All that could be bought."""
+        rows: list[Row] = []
+        tried: dict[str, dict[int, Rehearsal]] = {}
+        for number, part in enumerate(self.all):
+            own = self._rows(number, part)
+            rehearsal = self._rehearsal(part, own)
+            if rehearsal is not None:
+                tried.setdefault(part.operator, {})[number] = rehearsal
+            rows += own
+        curves = {n: curve for alike in tried.values() for n, curve in pooled(alike).items()}
+        return lay_out(rows, self._grid, curves)
+
+    def answers(self) -> dict[int, Answer]:
+        """How each part answers to what is left out, by number."""
+        return {n: self._answer(p) for n, p in enumerate(self.all) if p.operator != "copy"}
+
+    def _is_merged(self, t: TensorRecipe) -> bool:
+        if not t.inputs:
+            return False
+        like = stored_like(t, self._models)
+        return like.dtype in FLOATING and like.numel > 0
+
+    def _part(self, t: TensorRecipe) -> Part:
+        own = Choosing(self._recipe.method, t.params, tuple(i.params for i in t.inputs), "")
+        chosen = self._facts.chosen.get(t.name)
+        choosing = chosen or own
+        if t.base is not None and is_kept(self._recipe.budget, t.name):
+            choosing = chosen = Choosing("copy", (), (), "kept by the recipe")
+        return Part(
+            t,
+            choosing.operator,
+            choosing.params,
+            choosing.model_params,
+            () if chosen else self._facts.measured.get(t.name, ()),
+            choosing.reason,
+            stored_like(t, self._models).shape,
+        )
+
+    def _stats_of(self, t: TensorRecipe, number: int) -> TensorStats | None:
+        entry = t.inputs[number]
+        if t.base is None:
+            return None
+        stats = self._stats.get((entry.model, t.base.model))
+        return stats.by_pair.get((entry.tensor, t.base.tensor)) if stats else None
+
+    def _rows(self, number: int, part: Part) -> list[Row]:
+        t = part.recipe
+        if part.operator == "copy":
+            return []
+        coefficients = self._methods[part.operator].coefficients(
+            part.params, part.model_params, part.facts
+        )
+        is_sum = self._is_sum(part)
+        rows = []
+        for i, (entry, c) in enumerate(zip(t.inputs, coefficients, strict=True)):
+            view = self._models[entry.model].views[entry.tensor]
+            s, place = self._stats_of(t, i), (t.name, i)
+            kept, keep = self._kept(part, i, s)
+            rows.append(
+                Row(
+                    tensor=number,
+                    position=entry.position,
+                    name=f"{t.name}#{entry.position}",
+                    numel=view.numel,
+                    itemsize=itemsize(view.dtype),
+                    coefficient=c * self._facts.scales.get(place, 1.0),
+                    block_l2sq=s.block_l2sq if s else None,
+                    block_nonzero=s.block_nonzero if s else None,
+                    block_sketch=s.block_sketch if s else None,
+                    block_energy=kept.block_energy if kept else None,
+                    kept_energy=kept.most if kept else np.inf,
+                    keep=keep,
+                    kurtosis=kurtosis(s) if s else 3.0,
+                    is_sum=is_sum,
+                    bundle_nbytes=view.nbytes if view.low_rank or not view.stored else None,
+                )
+            )
+        return rows
+
+    def _is_sum(self, part: Part) -> bool:
+        method = self._methods[part.operator]
+        return method.response(part.params) == "additive" and method.schema.fact in ("none", "drop")
+
+    def _kept(self, part: Part, i: int, s: TensorStats | None) -> tuple[Kept | None, float]:
+        """What is kept of a delta, None for all, and with which probability a drop keeps it."""
+        fact = self._methods[part.operator].schema.fact
+        density = min(1.0, max(0.0, float(dict(part.model_params[i]).get("density", 1.0))))
+        if s is None or fact == "none" or density == 1:
+            return None, 1.0
+        if density == 0 or fact in ("drop", "ranked"):
+            return Kept(density * s.block_l2sq, s.l2sq if density else 0.0), density
+        place = (part.recipe.name, i)
+        trim, outliers = self._facts.trims.get(place), self._facts.outliers.get(place)
+        return kept_energy(s, self._grid, trim, outliers), 1.0
+
+    def _rehearsal(self, part: Part, rows: Sequence[Row]) -> Rehearsal | None:
+        if part.operator == "copy":
+            return None
+        method = self._methods[part.operator]
+        stats = [self._stats_of(part.recipe, i) for i in range(len(rows))]
+        known = [s for s in stats if s is not None]
+        # Elements of a sample rank about as those of its row do.
+        is_ranked = method.schema.fact == "ranked"
+        elementwise = is_ranked or method.response(part.params) in ("vote", "mean")
+        if not elementwise or method.apply is None or len(known) < len(rows):
+            return None
+        apply, task = method.apply, self._sampled_task(part)
+        return rehearsed(rows, known, self._grid, lambda deltas: apply(task, deltas))
+
+    def _sampled_task(self, part: Part) -> TensorTask:
+        """A task like the part's whose elements are samples; each block's are a row."""
+        experts = tuple(
+            ExpertInput(
+                position=entry.position,
+                view=self._models[entry.model].views[entry.tensor],
+                sha256="",
+                params=part.model_params[i],
+                covered=(),
+                read=(),
+                trim=self._facts.trims.get((part.recipe.name, i)),
+                outliers=self._facts.outliers.get((part.recipe.name, i)),
+                scale=self._facts.scales.get((part.recipe.name, i), 1.0),
+            )
+            for i, entry in enumerate(part.recipe.inputs)
+        )
+        return TensorTask(
+            name=part.recipe.name,
+            shape=(SAMPLE_WIDTH,),
+            out_dtype="F32",
+            operator=part.operator,
+            params=part.params,
+            seed=self._recipe.seed,
+            base=None,
+            experts=experts,
+            facts=part.facts,
+        )
+
+    def _answer(self, part: Part) -> Answer:
+        response = self._methods[part.operator].response(part.params)
+        params = dict(part.params)
+        normalised = response == "mean" or (response == "vote" and bool(params.get("normalize")))
+        below = any(float(dict(p).get("weight", 1.0)) < 0 for p in part.model_params)
+        reach = np.full(len(part.recipe.inputs), np.nan)
+        for i in range(len(reach)) if normalised else ():
+            scale = float(params.get("lambda", 1.0)) * _rescale(params, part.model_params[i])
+            reach[i] = abs(scale * self._facts.scales.get((part.recipe.name, i), 1.0))
+        return Answer(response, reach, normalised and below)
+
+
+def _rescale(params: Mapping[str, Any], model_params: Params) -> float:
+    """What the papers' variants divide a kept element by: at least its probability."""
+    given = dict(model_params)
+    density = float(given.get("density", 1.0))
+    if params.get("variant") != "paper" or not params.get("rescale") or not 0 < density < 1:
+        return 1.0
+    return 1.0 / (density - float(given.get("epsilon", 0.0)))

@@ -1,0 +1,124 @@
+"""Times reads of a cold file, and durable writes: the I/O of `calibrate`, without what it means.
+
+Cold is what is not in this system's page cache; caches below it (of a host, of a disk) are part of
+what is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.storage.atomic import adopt_file
+
+CHUNK_NBYTES = 8 << 20
+#: A stray page or two does no harm; a file in memory does.
+_RESIDENT_AT_MOST = 0.01
+_TRIES, _PAUSE_S = 20, 0.02
+
+Clock = Callable[[], float]
+
+
+class ColdFile:
+    """A file whose pages are dropped from the cache before every timing; a context manager."""
+
+    def __init__(self, path: Path, clock: Clock = time.perf_counter) -> None:
+        self._path, self._clock = path, clock
+        self._handle = os.open(path, os.O_RDONLY)
+        self.nbytes = os.fstat(self._handle).st_size
+        self._buffer = memoryview(bytearray(CHUNK_NBYTES))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._handle)
+
+    def read_s(self, starts: Sequence[int], nbytes: int) -> float:
+        """Seconds to read `nbytes` from each of `starts`, in that order, by ranged reads.
+
+        Raises MergePipeError if the file cannot be dropped from the page cache.
+        """
+        self._drop()
+        began = self._clock()
+        for start in starts:
+            for at in range(start, start + nbytes, CHUNK_NBYTES):
+                part = self._buffer[: min(CHUNK_NBYTES, start + nbytes - at)]
+                os.preadv(self._handle, [part], at)
+        return self._clock() - began
+
+    def _drop(self) -> None:
+        if not hasattr(os, "posix_fadvise"):
+            raise self._still_cached("a system without posix_fadvise")
+        share = 1.0
+        for _ in range(_TRIES):
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            share = resident_share(self._handle, self.nbytes)
+            if share <= _RESIDENT_AT_MOST:
+                return
+            # What the system still reads ahead can be dropped only when it is there.
+            time.sleep(_PAUSE_S)
+        raise self._still_cached(f"{100 * share:.0f} % of it in memory")
+
+    def _still_cached(self, found: str) -> MergePipeError:
+        return MergePipeError(
+            "Storage cannot be measured: the file stays in the page cache",
+            where=str(self._path),
+            expected="a file of your own on a disk, that the system lets go of",
+            found=found,
+            next_step="end what else uses the file, or name another file or folder: "
+            "`mergepipe calibrate PATH`",
+        )
+
+
+def is_stored(path: Path) -> bool:
+    """Whether a file has at least half its bytes on a disk; the rest are holes, read as zeros."""
+    found = path.stat()
+    return found.st_blocks * 512 >= found.st_size // 2
+
+
+def resident_share(handle: int, nbytes: int) -> float:
+    """The share of a file's pages that are in memory, by mincore(2).
+
+    A system tells it only of files that one may write, and says 1 of others.
+    """
+    if not nbytes:
+        return 0.0
+    with mmap.mmap(handle, nbytes, prot=mmap.PROT_READ) as mapped:
+        pages = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
+        view = np.frombuffer(mapped, np.uint8)
+        address, flags = view.ctypes.data, pages.ctypes.data
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(flags)
+        )
+        del view
+    if failed:
+        raise OSError(ctypes.get_errno(), "mincore failed")
+    return float((pages & 1).mean())
+
+
+def write_s(path: Path, nbytes: int, clock: Clock = time.perf_counter) -> float:
+    """Seconds to write `nbytes` of noise into a file and make it durable; the file stays."""
+    noise = memoryview(np.random.default_rng(0).bytes(CHUNK_NBYTES))
+    temp = path.with_name(f"{path.name}.tmp")
+    began = clock()
+    with temp.open("wb", buffering=0) as file:
+        for at in range(0, nbytes, CHUNK_NBYTES):
+            file.write(noise[: min(CHUNK_NBYTES, nbytes - at)])
+    adopt_file(temp, path)
+    return clock() - began

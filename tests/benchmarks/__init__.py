@@ -1,0 +1,1 @@
+"""Benchmarks: each file opens with its claim and the command that shows it."""

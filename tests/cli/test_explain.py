@@ -1,0 +1,131 @@
+"""`curve`, `explain` and `compare` as a person and as a machine would use them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.errors import NotFoundError
+
+PNG = b"\x89PNG\r\n\x1a\n"
+NORM = "model.norm.weight"
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Call:
+    """Runs a command in one warehouse."""
+
+    def run(*words: object, code: int = 0) -> Result:
+        args = [*(str(w) for w in words), "--home", str(tmp_path / "w")]
+        result = CliRunner().invoke(main, args)
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, recipe_text: Callable[..., str]) -> Path:
+    path = tmp_path / "mine.yml"
+    path.write_text(recipe_text(extra="budget: 30%"))
+    return path
+
+
+def told(result: Result) -> Any:
+    return json.loads(result.stdout)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_curve_is_a_table_a_record_a_file_and_a_picture(
+    call: Call, recipe: Path, tmp_path: Path
+) -> None:
+    text = call("curve", recipe).stdout
+    assert "analysed first: expert_00, expert_01, expert_02, expert_03" in text
+    assert "chosen  conflict_aware" in text
+    files = tmp_path / "out" / "c.csv", tmp_path / "out" / "c.png"
+    words = ("curve", recipe, "--at", "5,25%", "--csv", files[0], "--picture", files[1], "--json")
+    found = told(call(*words))
+    assert found["analysed"] == []
+    assert {p["budget_bytes"] for p in found["points"]} == {
+        int(s * found["expert_bytes_total"]) for s in (0, 0.05, 0.25, 1)
+    }
+    assert len(rows_of(files[0])) == len(found["points"]) + 1
+    assert files[1].read_bytes().startswith(PNG)
+    planned = told(call("plan", recipe, "--json"))
+    assert found["chosen"]["error"] == planned["predicted_error"]
+    assert found["chosen"]["bound"] == planned["error_bound"]
+
+
+@pytest.mark.parametrize("shares", ["1,x", "101", "-1"])
+def test_budgets_that_are_no_percents_are_refused(call: Call, recipe: Path, shares: str) -> None:
+    assert "percent" in call("curve", recipe, "--at", shares, code=2).stderr
+
+
+def test_explaining_goes_from_a_plan_to_its_blocks(
+    call: Call, recipe: Path, tmp_path: Path
+) -> None:
+    plan = told(call("plan", recipe, "--json"))
+    shown = call("explain", plan["plan_id"][:12], "--by", "tensor").stdout
+    assert "error bound" in shown
+    assert NORM in shown
+    assert told(call("explain", "plan", plan["plan_id"], "--json"))["plan_id"] == plan["plan_id"]
+    files = tmp_path / "t.csv", tmp_path / "t.png"
+    words = ("explain", "tensor", plan["plan_id"], NORM)
+    text = call(*words).stdout
+    assert "cut after purchase" in text
+    assert "worth" in text
+    found = told(call(*words, "--csv", files[0], "--picture", files[1], "--json"))
+    assert [b["expert"] for b in found["blocks"]] == [f"expert_{i:02d}" for i in range(4)]
+    assert [r["why"] for r in rows_of(files[0])] == [b["why"] for b in found["blocks"]]
+    assert files[1].read_bytes().startswith(PNG)
+
+
+def test_from_a_merge_to_what_it_lost(call: Call, recipe: Path, tmp_path: Path) -> None:
+    part = told(call("merge", recipe, "--json"))
+    assert part["predicted_error"] <= part["error_bound"]
+    assert "error         " in call("merge", recipe).stdout
+    call("compare", part["snapshot_id"], code=NotFoundError.exit_code)
+    assert (
+        "`mergepipe compare` measures it" in call("explain", "snapshot", part["snapshot_id"]).stdout
+    )
+    full = told(call("merge", recipe, "--budget", "none", "--json"))
+    found = told(call("compare", part["snapshot_id"], "--csv", tmp_path / "d.csv", "--json"))
+    assert 0 < found["error"] <= found["update"]
+    assert [r["layer"] for r in rows_of(tmp_path / "d.csv")][-1] == "all"
+    assert "error of the update" in call("compare", part["snapshot_id"], full["snapshot_id"]).stdout
+    story = told(call("explain", "snapshot", part["snapshot_id"], "--json"))
+    assert {r["figure"]: r["realised"] for r in story["figures"]}["error"] == found["error"]
+    assert "this is the full merge" in call("explain", "snapshot", full["snapshot_id"]).stdout
+
+
+def test_an_expert_is_told_by_where_it_is_and_what_it_gave(
+    call: Call, recipe: Path, tmp_path: Path
+) -> None:
+    merged = told(call("merge", recipe, "--json"))
+    picture = tmp_path / "e.png"
+    found = told(call("explain", "expert", "expert_01", "--picture", picture, "--json"))
+    assert [a["kind"] for a in found["appearances"]] == ["snapshot", "plan"]
+    assert found["plan_id"] == merged["plan_id"]
+    assert picture.read_bytes().startswith(PNG)
+    assert (
+        "energy bought" in call("explain", "expert", "expert_01", "--in", merged["plan_id"]).stdout
+    )
+
+
+@pytest.mark.parametrize("words", [("tensor", "x"), ("snapshot", "a", "b"), ("why", "x")])
+def test_questions_that_cannot_be_understood_are_refused_with_the_forms(
+    call: Call, words: tuple[str, ...]
+) -> None:
+    assert "tensor WHAT TENSOR" in call("explain", *words, code=2).stderr

@@ -1,0 +1,59 @@
+"""The plan asset: what it promises, and what other budgets would, for the UI to show."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+
+import dagster as dg
+import pytest
+
+from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.pipeline.deploy import current_plan
+from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+
+def metadata_of(home: Warehouse, drop: Drop, text: str) -> dict[str, object]:
+    """What the plan asset of a recipe of two experts reports."""
+    names = ["expert_00", "expert_01"]
+    for name in ("base", *names):
+        drop(name)
+        register(home, str(home.inbox / name), name, None if name == "base" else "base")
+    models = "".join(f"  - model: {name}\n    parameters: {{weight: 0.5}}\n" for name in names)
+    home.recipe_path("a").write_text(f"{text}models:\n{models}")
+    key = dg.AssetKey(["a", "plan"])
+    graph = build_definitions(home)
+    (asset,) = [a for a in graph.assets or () if getattr(a, "keys", None) == {key}]
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = dg.materialize([asset], instance=instance, resources=graph.resources)
+        (made,) = result.asset_materializations_for_node("a__plan")
+    return {name: value.value for name, value in made.metadata.items()}
+
+
+def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
+    home: Warehouse, drop: Drop
+) -> None:
+    recipe = "merge_method: task_arithmetic\nbase_model: base\nbudget: 40%\n"
+    shown = metadata_of(home, drop, recipe)
+    e = current_plan(home, "a").estimates
+    assert shown["predicted_error_l2"] == e.predicted_error
+    assert shown["predicted_margin_l2"] == e.predicted_margin
+    assert shown["error_bound_l2"] == e.error_bound
+    assert shown["reads"] == e.reads
+    assert len(str(shown["budgets"]).splitlines()) == 2 + 15
+    for name in ("budget_curve", "bytes_read"):
+        match = re.fullmatch(r"!\[.+\]\(data:image/png;base64,([\w+/=]+)\)", str(shown[name]))
+        assert match
+        assert b64decode(match[1]).startswith(b"\x89PNG\r\n\x1a\n")
+        assert len(match[0]) < 100_000
+
+
+def test_a_plan_without_a_base_has_no_curve(home: Warehouse, drop: Drop) -> None:
+    shown = metadata_of(home, drop, "merge_method: linear\n")
+    assert "budget_curve" not in shown
+    assert "predicted_error_l2" not in shown
+    assert shown["expert_mib_saved"] == 0

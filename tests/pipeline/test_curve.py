@@ -1,0 +1,126 @@
+"""Budget curves of recipes: learned once, then told without reading a weight."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.errors import BudgetError
+from mergepipe_pipeline.pipeline.check import parse
+from mergepipe_pipeline.pipeline.curve import curve, curve_of_plan, records, rows_of
+from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.planner.curve import SHARES
+from mergepipe_pipeline.planner.strategies import STRATEGIES
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.family import write_adapter
+from tests.reads import tensor_reads
+
+Text = Callable[..., str]
+
+
+def raw_of(text: str) -> RawRecipe:
+    return parse(text, name="test", where="test")
+
+
+def test_experts_are_read_once_to_learn_and_never_for_a_second_curve(
+    home: Warehouse, recipe_text: Text
+) -> None:
+    raw = raw_of(recipe_text(extra="budget: 30%"))
+    names = tuple(f"expert_{i:02d}" for i in range(4))
+    assert curve(home, raw).read == names
+    with tensor_reads() as reads:
+        again = curve(home, raw)
+    assert (again.read, reads.total()) == ((), 0)
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+@pytest.mark.parametrize("strategy", ["conflict_aware", "drop-experts"])
+def test_the_chosen_point_is_what_the_plan_promises(
+    home: Warehouse, recipe_text: Text, method: str, strategy: str
+) -> None:
+    raw = raw_of(recipe_text(method, parameters=""))
+    e = make_plan(home, raw, budget="30%", strategy=strategy).estimates
+    chosen = curve(home, raw, budget="30%", strategy=strategy).curve.chosen
+    assert (chosen.strategy, chosen.budget_bytes) == (e.strategy, e.budget_bytes)
+    assert chosen.nbytes == e.expert_bytes_planned
+    assert chosen.error == pytest.approx(e.predicted_error)
+    assert chosen.bound == pytest.approx(e.error_bound)
+
+
+def test_a_plan_stands_on_the_curve_of_its_recipe_even_when_its_experts_are_gone(
+    home: Warehouse, tmp_path: Path, family: Path, recipe_text: Text
+) -> None:
+    copied = tmp_path / "models"
+    shutil.copytree(family, copied)
+    text = recipe_text(extra="budget: 30%").replace(str(family), "models")
+    plan = make_plan(home, raw_of(text), relative_to=tmp_path)
+    wanted = curve(home, raw_of(text), relative_to=tmp_path)
+    for expert in copied.glob("expert_*"):
+        shutil.rmtree(expert)
+    with tensor_reads() as reads:
+        found = curve_of_plan(home, plan)
+    assert found is not None
+    assert found.curve == wanted.curve
+    assert reads.total() == 0
+
+
+def test_plans_over_adapters_and_stages_are_asked_again(
+    home: Warehouse, tmp_path: Path, family: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "lora", 0)
+    weighted = "parameters: {weight: 0.5}"
+    stage = (
+        f"name: one\nmerge_method: task_arithmetic\nbase_model: {family}/base\nmodels:\n"
+        f"- {{model: {family}/expert_00, {weighted}}}\n"
+        f"- {{model: {family}/base+{adapter}, {weighted}}}\n"
+    )
+    last = (
+        f"merge_method: task_arithmetic\nbase_model: {family}/base\nbudget: 40%\nmodels:\n"
+        f"- {{model: one, {weighted}}}\n- {{model: {adapter}, {weighted}}}\n"
+        f"- {{model: {family}/expert_01+{adapter}, {weighted}}}\n"
+    )
+    raw = raw_of(f"{stage}---\n{last}")
+    wanted = curve(home, raw)
+    found = curve_of_plan(home, make_plan(home, raw))
+    assert found is not None
+    assert found.curve == wanted.curve
+
+
+def test_plans_on_a_base_with_an_adapter_are_asked_again(
+    home: Warehouse, tmp_path: Path, family: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "lora", 0)
+    raw = raw_of(
+        f"merge_method: task_arithmetic\nbase_model: {family}/base+{adapter}\nbudget: 40%\n"
+        f"models:\n- {{model: {family}/expert_00, parameters: {{weight: 1}}}}\n"
+        f"- {{model: {family}/expert_01+{adapter}, parameters: {{weight: 1}}}}\n"
+    )
+    found = curve_of_plan(home, make_plan(home, raw))
+    assert found is not None
+    assert found.curve == curve(home, raw).curve
+
+
+def test_without_a_base_there_is_no_curve(home: Warehouse, recipe_text: Text) -> None:
+    raw = raw_of(recipe_text("linear", parameters="", base=False))
+    assert curve_of_plan(home, make_plan(home, raw)) is None
+    with pytest.raises(BudgetError, match="needs a base model"):
+        curve(home, raw)
+
+
+def test_tables_and_records_hold_every_budget_and_strategy(
+    home: Warehouse, recipe_text: Text
+) -> None:
+    found = curve(home, raw_of(recipe_text(extra="budget: 30%"))).curve
+    headers, rows = rows_of(found)
+    assert set(STRATEGIES) <= set(headers)
+    assert [r[0] for r in rows] == [f"{100 * s:.0f} %" for s in SHARES]
+    assert [r[-1] for r in rows].count("knee") == (found.knee is not None)
+    *points, chosen = records(found)
+    assert len(points) == len(STRATEGIES) * len(SHARES)
+    assert [p["is_chosen"] for p in points] == [False] * len(points)
+    assert chosen["is_chosen"]
+    assert chosen["error_relative"] == pytest.approx(found.chosen.error / found.update_norm)

@@ -1,0 +1,228 @@
+"""The order in which a site's blocks are bought, against all subsets of small sites."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.planner.chains import additive_chains, affordable, falling, hull_of
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Sites:
+    """Random deltas of a few sites: vectors of 8 elements, whose sizes and cosines are exact."""
+
+    def __init__(self, seed: int, *, sites: int = 3, experts: int = 4, alike: bool = False) -> None:
+        rng = np.random.default_rng(seed)
+        common = rng.normal(size=(sites, 1, 8)) * rng.uniform(-3, 3, (sites, experts, 1))
+        self.deltas = common + rng.normal(size=(sites, experts, 8))
+        self.nbytes = rng.integers(1, 6, (sites, experts))
+        self.nbytes[rng.random((sites, experts)) < (0 if alike else 0.2)] = 0
+        self.nbytes[:] = 4 if alike else self.nbytes
+        norms = np.linalg.norm(self.deltas, axis=2)
+        sign = rng.choice([-1.0, 1.0], (sites, experts))
+        self.size = norms * sign
+        units = self.deltas / norms[:, :, None]
+        self.cosine = np.einsum("sik,sjk->sij", units, units).astype(np.float32)
+        self.deltas *= sign[:, :, None]
+
+    def chains(self, compiled: bool = True) -> tuple[Ints, Floats]:
+        order = np.full(self.size.shape, -7, np.int64)
+        residual = np.full((len(order), order.shape[1] + 1), np.nan)
+        run = additive_chains if compiled else additive_chains.py_func
+        run(self.size, np.ones_like(self.size), self.cosine, self.nbytes, order, residual)
+        return order, residual
+
+    def hull(self, compiled: bool = True) -> tuple[Ints, Floats, Ints]:
+        order, residual = self.chains()
+        purchase = np.full(order.shape, -1, np.int64)
+        saved, cost = np.zeros(order.shape), np.zeros(order.shape, np.int64)
+        run = hull_of if compiled else hull_of.py_func
+        run(order, residual, self.nbytes, purchase, saved, cost)
+        return purchase, saved, cost
+
+    def left(self, site: int, bought: tuple[int, ...]) -> float:
+        """‖Σ omitted‖², of what there is to buy."""
+        there = [i for i in np.flatnonzero(self.nbytes[site]) if i not in bought]
+        return float(np.square(self.deltas[site, there].sum(axis=0)).sum())
+
+
+@given(seed=st.integers(0, 2**32))
+def test_after_every_purchase_the_residual_is_that_of_what_is_still_omitted(seed: int) -> None:
+    sites = Sites(seed)
+    order, residual = sites.chains()
+    for s in range(len(order)):
+        members = [int(i) for i in order[s] if i >= 0]
+        assert sorted(members) == np.flatnonzero(sites.nbytes[s]).tolist()
+        assert (order[s, len(members) :] == -1).all()
+        scale = 1e-6 * float(np.square(sites.size[s]).sum()) * len(members)
+        for n in range(len(members) + 1):
+            assert residual[s, n] == pytest.approx(sites.left(s, tuple(members[:n])), abs=scale)
+        assert (residual[s, len(members) :] == 0).all()
+
+
+def is_greedy(sites: Sites, site: int, members: list[int], *, downward: bool) -> bool:
+    """Whether each purchase saves the most of what is not yet bought, or each omission costs the
+    least of what is not yet omitted."""
+    for n in range(len(members)):
+        bought = tuple(members[: n + 1] if downward else members[:n])
+        now = sites.left(site, bought)
+        change = {}
+        for i in bought if downward else members[n:]:
+            then = tuple(b for b in bought if b != i) if downward else (*bought, i)
+            change[i] = (sites.left(site, then) - now) / sites.nbytes[site, i]
+        if change[members[n]] > min(change.values()) + 1e-6 * max(map(abs, change.values())):
+            return False
+    return True
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_chain_saves_the_most_first_or_omits_the_least_last(seed: int) -> None:
+    sites = Sites(seed)
+    order, _ = sites.chains()
+    for s in range(len(order)):
+        members = [int(i) for i in order[s] if i >= 0]
+        assert any(is_greedy(sites, s, members, downward=d) for d in (False, True))
+
+
+def lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The falling part of the lower convex hull of (bytes, residual), by trying all chords."""
+    falling_points = [points[0]]
+    while True:
+        cost, left = falling_points[-1]
+        steps = [((left - r) / (c - cost), c, r) for c, r in points if c > cost and r < left]
+        if not steps:
+            return falling_points
+        best = max(worth for worth, _, _ in steps)
+        falling_points.append(min((c, r) for worth, c, r in steps if worth >= best * (1 - 1e-9)))
+
+
+@given(seed=st.integers(0, 2**32))
+def test_purchases_are_the_lower_convex_hull_of_the_chain(seed: int) -> None:
+    sites = Sites(seed)
+    order, residual = sites.chains()
+    purchase, saved, cost = sites.hull()
+    for s in range(len(order)):
+        spent = np.cumsum([0, *(sites.nbytes[s, i] for i in order[s] if i >= 0)]).tolist()
+        hull = lower_hull([(b, float(r)) for b, r in zip(spent, residual[s], strict=False)])
+        n = len(hull) - 1
+        found = np.cumsum([0, *cost[s, :n]]).tolist()
+        assert found == [b for b, _ in hull]
+        left = residual[s, 0] - np.cumsum([0.0, *saved[s, :n]])
+        assert left == pytest.approx([r for _, r in hull], abs=1e-6 * (1 + residual[s, 0]))
+        assert (saved[s, n:] == 0).all()
+        numbers = purchase[s][purchase[s] >= 0]
+        assert (np.diff(numbers) >= 0).all()
+        assert set(numbers.tolist()) == set(range(n))
+        for m in range(n):
+            members = order[s][: len(purchase[s])][purchase[s] == m]
+            assert sites.nbytes[s, members].sum() == cost[s, m]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_of_two_equally_dear_experts_every_prefix_is_the_best_of_its_size(seed: int) -> None:
+    sites = Sites(seed, experts=2, alike=True)
+    _, residual = sites.chains()
+    for s in range(len(residual)):
+        for n in range(3):
+            best = min(sites.left(s, b) for b in combinations(range(2), n))
+            assert residual[s, n] == pytest.approx(best, abs=1e-6 * (1 + residual[s, 0]))
+
+
+def test_chains_of_larger_sites_are_near_the_hull_of_all_subsets() -> None:
+    found, best = 0.0, 0.0
+    for seed in range(60):
+        sites = Sites(seed, experts=5, alike=True)
+        _, residual = sites.chains()
+        for s in range(len(residual)):
+            least = [min(sites.left(s, b) for b in combinations(range(5), n)) for n in range(6)]
+            assert (residual[s] >= np.array(least) - 1e-6 * (1 + residual[s, 0])).all()
+            hulls = [lower_hull(list(enumerate(p))) for p in (residual[s].tolist(), least)]
+            areas = [float(np.interp(np.arange(0, 5.1, 0.1), *np.array(h).T).sum()) for h in hulls]
+            found, best = found + areas[0], best + areas[1]
+    assert found <= 1.01 * best
+
+
+def test_deltas_that_cancel_each_other_are_not_bought() -> None:
+    cosine = np.array([[[1, -1, 0], [-1, 1, 0], [0, 0, 1]]], np.float32)
+    size, nbytes = np.array([[5.0, 5.0, 1.0]]), np.full((1, 3), 2)
+    order, residual = np.zeros((1, 3), np.int64), np.zeros((1, 4))
+    additive_chains(size, np.ones_like(size), cosine, nbytes, order, residual)
+    assert order[0, 0] == 2
+    assert residual.tolist() == [[1.0, 0.0, 25.0, 0.0]]
+    purchase = np.full((1, 3), -1, np.int64)
+    saved, cost = np.zeros((1, 3)), np.zeros((1, 3), np.int64)
+    hull_of(order, residual, nbytes, purchase, saved, cost)
+    assert purchase.tolist() == [[0, -1, -1]], "no purchase that saves nothing"
+
+
+def test_equal_experts_are_bought_one_by_one_in_their_order() -> None:
+    order, residual = np.zeros((1, 4), np.int64), np.zeros((1, 5))
+    nbytes, size = np.full((1, 4), 3), np.full((1, 4), 0.1)
+    cosine = np.eye(4, dtype=np.float32)[None]
+    additive_chains(size, np.ones_like(size), cosine, nbytes, order, residual)
+    assert order.tolist() == [[0, 1, 2, 3]]
+    assert residual == pytest.approx(0.01 * np.array([[4, 3, 2, 1, 0]]))
+    purchase = np.full((1, 4), -1, np.int64)
+    saved, cost = np.zeros((1, 4)), np.zeros((1, 4), np.int64)
+    hull_of(order, residual, nbytes, purchase, saved, cost)
+    assert purchase.tolist() == [[0, 1, 2, 3]]
+    assert cost.tolist() == [[3, 3, 3, 3]]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_compiled_loops_do_what_their_python_does(seed: int) -> None:
+    sites = Sites(seed)
+    for found, wanted in zip(sites.chains(), sites.chains(compiled=False), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-9)
+    for found, wanted in zip(sites.hull(), sites.hull(compiled=False), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    rng = np.random.default_rng(seed)
+    worth, chain = rng.random(20), np.sort(rng.integers(0, 6, 20))
+    np.testing.assert_array_equal(falling(worth, chain), falling.py_func(worth, chain))
+    fits = purchases(seed)
+    np.testing.assert_array_equal(affordable(*fits), affordable.py_func(*fits))
+
+
+def purchases(seed: int) -> tuple[Ints, Ints, Ints, Ints, Ints, int, Ints, int]:
+    """Arguments of `affordable`: a list of purchases with chains, owners and caps."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 4, 12)
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    shares, owners = rng.integers(0, 9, first[-1]), rng.integers(0, 3, first[-1])
+    cost = np.add.reduceat(shares, first[:-1])
+    chain, caps = rng.integers(0, 5, 12), rng.integers(0, 60, 3)
+    return cost, chain, owners, shares, first, int(rng.integers(0, 120)), caps, 5
+
+
+@given(seed=st.integers(0, 2**32))
+def test_what_is_affordable_is_within_budget_and_caps_and_passes_over_no_chain(seed: int) -> None:
+    cost, chain, owners, shares, first, budget, caps, n_chains = purchases(seed)
+    taken = affordable(cost, chain, owners, shares, first, budget, caps, n_chains)
+    left, room, closed = budget, caps.copy(), set()
+    for p in range(len(cost)):
+        own = np.zeros(3, np.int64)
+        np.add.at(own, owners[first[p] : first[p + 1]], shares[first[p] : first[p + 1]])
+        fits = chain[p] not in closed and cost[p] <= left and (own[own > 0] <= room[own > 0]).all()
+        assert bool(taken[p]) == bool(fits)
+        if fits:
+            left, room = left - cost[p], room - own
+        else:
+            closed.add(int(chain[p]))
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_fallen_worth_never_rises_along_a_chain_and_changes_no_first_offer(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    worth, chain = rng.random(20), np.sort(rng.integers(0, 6, 20))
+    found = falling(worth, chain)
+    for n in np.unique(chain):
+        here = chain == n
+        np.testing.assert_array_equal(found[here], np.minimum.accumulate(worth[here]))

@@ -1,0 +1,148 @@
+"""What a sparsifying method keeps, against deltas that are sparsified for real."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.planner.energy import kept_energy, kurtosis
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats
+from tests.oracles import largest
+
+GRID = BlockGrid(4096)
+Deltas = npt.NDArray[np.float32]
+
+
+def statistics(delta: Deltas) -> TensorStats:
+    """What an analysis finds, from the definitions."""
+    bits = np.abs(delta).view(np.uint32)
+    bins, counts = np.unique((bits >> 16).astype(np.uint16), return_counts=True)
+    square = np.square(delta.astype(np.float64))
+    starts = np.arange(0, len(delta), GRID.block_elems)
+    nothing = np.zeros((len(starts), SAMPLE_WIDTH), np.uint16)
+    assert SAMPLE_WIDTH == SKETCH_WIDTH
+    return TensorStats(
+        tensor="w",
+        base_tensor="w",
+        sha256="",
+        base_sha256="",
+        dtype="F32",
+        base_dtype="F32",
+        numel=len(delta),
+        l1=float(np.abs(delta).sum(dtype=np.float64)),
+        l2sq=float(square.sum()),
+        max_abs=float(np.abs(delta).max()),
+        nonzero=int(np.count_nonzero(delta)),
+        hist_bins=bins,
+        hist_counts=counts.astype(np.int64),
+        block_l2sq=np.add.reduceat(square, starts),
+        block_max_abs=np.maximum.reduceat(np.abs(delta), starts),
+        block_nonzero=np.add.reduceat((delta != 0).astype(np.int64), starts),
+        block_positive=np.add.reduceat((delta > 0).astype(np.int64), starts),
+        block_sketch=nothing,
+        block_sample=nothing,
+    )
+
+
+def rule(delta: Deltas, keep: int) -> tuple[TrimRule, npt.NDArray[np.bool_]]:
+    """The rule that keeps so many of the largest, and what it keeps."""
+    size = np.abs(delta)
+    kept = largest(size.astype(np.float64), keep)
+    least = size[kept].min()
+    ties = np.flatnonzero(kept & (size == least))
+    return TrimRule(int(least.view(np.uint32)), int(ties.max()) + 1), kept
+
+
+def normal(seed: int, blocks: float, *, spread: float = 0.5) -> Deltas:
+    """Normal deltas whose blocks differ in size."""
+    rng = np.random.default_rng(seed)
+    n = int(blocks * GRID.block_elems)
+    sizes = np.exp(rng.normal(0, spread, GRID.count(n))) * 1e-3
+    return (rng.normal(size=n) * sizes[np.arange(n) // GRID.block_elems]).astype(np.float32)
+
+
+def parts(delta: Deltas, density: float, outliers: float) -> tuple[TrimRule, TrimRule, Deltas]:
+    """A band's two rules and what it leaves of the deltas."""
+    n_above = max(1, int(outliers * len(delta)))
+    above, out = rule(delta, n_above)
+    trim, kept = rule(delta, min(len(delta), n_above + max(1, int(density * len(delta)))))
+    return trim, above, np.where(kept & ~out, delta, np.float32(0))
+
+
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 2**32),
+    n=st.integers(1, 9000),
+    density=st.floats(0.001, 1),
+    kind=st.sampled_from(["normal", "heavy", "few values", "sparse", "tiny"]),
+)
+def test_no_sparsified_delta_has_more_energy_than_the_most(
+    seed: int, n: int, density: float, kind: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = {
+        "normal": rng.normal(size=n),
+        "heavy": rng.standard_t(1.5, n),
+        "few values": rng.choice([-0.5, 0.25, 0.0], n),
+        "sparse": rng.normal(size=n) * (rng.random(n) < 0.01),
+        "tiny": rng.normal(size=n) * 1e-30,
+    }[kind]
+    delta = drawn.astype(np.float32)
+    stats = statistics(delta)
+    trim, above, band = parts(delta, density, 0.05)
+    kept = rule(delta, max(1, int(density * n)))
+    for found, exact in (
+        (kept_energy(stats, GRID, kept[0], None), np.where(kept[1], delta, 0)),
+        (kept_energy(stats, GRID, trim, above), band),
+        (kept_energy(stats, GRID, None, None), delta),
+    ):
+        true = np.square(exact.astype(np.float64)).sum()
+        assert true <= found.most * (1 + 1e-9)
+        assert found.most <= stats.l2sq * (1 + 1e-6)
+        assert (found.block_energy >= 0).all()
+        assert (found.block_energy <= stats.block_l2sq * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("density", [0.05, 0.2, 0.6])
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_blocks_keep_about_what_a_trim_leaves_them(density: float, spread: float) -> None:
+    delta = normal(3, 24.5, spread=spread)
+    trim, kept = rule(delta, int(density * len(delta)))
+    found = kept_energy(statistics(delta), GRID, trim, None).block_energy
+    exact = statistics(np.where(kept, delta, np.float32(0))).block_l2sq
+    assert found.sum() == pytest.approx(exact.sum(), rel=0.02)
+    assert np.corrcoef(found, exact)[0, 1] > 0.99 or spread == 0
+
+
+def test_blocks_keep_about_what_a_band_leaves_them() -> None:
+    delta = normal(4, 16)
+    trim, above, band = parts(delta, 0.3, 0.02)
+    found = kept_energy(statistics(delta), GRID, trim, above)
+    assert found.block_energy.sum() == pytest.approx(statistics(band).l2sq, rel=0.02)
+
+
+def test_without_thresholds_all_is_kept_and_of_nothing_nothing() -> None:
+    delta = normal(5, 2)
+    stats = statistics(delta)
+    np.testing.assert_allclose(kept_energy(stats, GRID, None, None).block_energy, stats.block_l2sq)
+    nothing = statistics(np.zeros(5000, np.float32))
+    assert kept_energy(nothing, GRID, TrimRule(0, 0), None).most == 0
+
+
+def test_a_block_below_the_threshold_keeps_nothing() -> None:
+    delta = np.concatenate([normal(6, 1), normal(7, 1) * np.float32(1e-3)])
+    trim, _ = rule(delta, 1000)
+    assert kept_energy(statistics(delta), GRID, trim, None).block_energy[1] == 0
+
+
+def test_the_kurtosis_is_three_for_normal_deltas_and_more_where_few_change() -> None:
+    assert kurtosis(statistics(normal(8, 8, spread=0))) == pytest.approx(3, rel=0.05)
+    sparse = np.zeros(8192, np.float32)
+    sparse[::64] = 0.5
+    assert kurtosis(statistics(sparse)) == pytest.approx(64, rel=0.02)
+    assert kurtosis(statistics(np.zeros(8, np.float32))) == 3
