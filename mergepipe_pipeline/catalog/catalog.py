@@ -7,7 +7,7 @@ processes may use one catalog at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -172,15 +172,22 @@ class Catalog:
         write_atomic(folder / f"{stem}.blocks.parquet", blocks)
         write_atomic(folder / f"{stem}.tensors.parquet", tensors)
 
-    def stats(self, base_id: str, checkpoint_id: str, block_elems: int) -> ExpertStats | None:
-        """All that is known of an expert against a base, or None. Raises CorruptionError."""
+    def stats(
+        self, base_id: str, checkpoint_id: str, block_elems: int, *, without: Collection[str] = ()
+    ) -> ExpertStats | None:
+        """All that is known of an expert against a base, or None. Raises CorruptionError.
+
+        `without` "sketch" or "sample" these are left empty: they are most of what there is.
+        """
         found: dict[tuple[str, str], TensorStats] = {}
         files = self._stats_files(base_id, checkpoint_id, block_elems)
         for path, blocks in files:
             parts = _read(path), _read(blocks)
             if parts[0] is None or parts[1] is None:
                 continue
-            found |= tables.decode_stats(parts[0], parts[1], str(path), str(blocks)).by_pair
+            found |= tables.decode_stats(
+                parts[0], parts[1], str(path), str(blocks), without
+            ).by_pair
         if not files:
             return None
         return ExpertStats(base_id, checkpoint_id, block_elems, tuple(found.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -203,15 +203,23 @@ def encode_stats(stats: ExpertStats) -> tuple[bytes, bytes]:
 
 
 def decode_stats(
-    tensors: bytes, blocks: bytes, tensors_where: str, blocks_where: str
+    tensors: bytes,
+    blocks: bytes,
+    tensors_where: str,
+    blocks_where: str,
+    without: Collection[str] = (),
 ) -> ExpertStats:
-    """The statistics of `encode_stats`. Raises CorruptionError."""
+    """The statistics of `encode_stats`, some columns left empty. Raises CorruptionError."""
     table, meta = decode(tensors, tensors_where, TENSOR_STATS)
     plain = ("l2sq", "max_abs", "nonzero", "positive")
-    block_table, _ = decode(blocks, blocks_where, BLOCK_STATS, (*plain, *_NOISE))
+    noise = tuple(c for c in _NOISE if c not in without)
+    block_table, _ = decode(blocks, blocks_where, BLOCK_STATS, (*plain, *noise))
     arrays = {c: block_table[c].to_numpy() for c in plain}
     for column, width in zip(_NOISE, (SKETCH_WIDTH, SAMPLE_WIDTH), strict=True):
-        arrays[column] = _unpacked(block_table[column], width)
+        known = column in noise
+        arrays[column] = (
+            _unpacked(block_table[column], width) if known else np.zeros((0, width), np.uint16)
+        )
     histograms = [_split(table[c]) for c in ("hist_bins", "hist_counts")]
     rows = table.drop_columns(["hist_bins", "hist_counts"]).to_pylist()
     grid = BlockGrid(meta["block_elems"])

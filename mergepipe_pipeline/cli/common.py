@@ -121,6 +121,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             function(console, **options)
         except MergePipeError as error:
             fail(error, as_json)
+        except BrokenPipeError:
+            # Who reads has seen enough; what is still buffered has nowhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:
             fail(from_os_error(error), as_json)
 

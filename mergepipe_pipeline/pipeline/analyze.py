@@ -6,7 +6,7 @@ checkpoints works in one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.pipeline.register import resolve
-from mergepipe_pipeline.pipeline.takeover import take_over
+from mergepipe_pipeline.pipeline.takeover import TakeOver
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
@@ -166,25 +166,27 @@ def ensure_stats(
     base: Model,
     grid: BlockGrid,
     progress: Progress | None = None,
+    *,
+    without: Collection[str] = (),
 ) -> list[ExpertStats]:
     """Statistics of experts' tensors against a base's, from the catalog or by reading them.
 
     What is known of equal contents, under whatever name, is taken over; the rest is read in one
     pass in which the base is read once for all experts. What a pass has done is remembered as it
-    goes, so that a crash costs little. The pass also yields digests.
+    goes, so that a crash costs little. The pass also yields digests. `without`: see
+    `Catalog.stats`.
     """
     catalog = Catalog(home.catalog)
     missing = [(m, missing_pairs(home, m, base, pairs, grid)) for m, pairs in wanted]
-    missing = [
-        (m, take_over(home, m, base, pairs, grid, progress)) for m, pairs in missing if pairs
-    ]
+    take_over = TakeOver(home, base, grid, progress)
+    missing = [(m, take_over.rest(m, pairs)) for m, pairs in missing if pairs]
     for batch in _batches([(m, pairs) for m, pairs in missing if pairs]):
         _analyze(catalog, batch, base, grid, progress or Silent())
     for model in (base, *(m for m, _ in wanted)):
         _put_known_digests(catalog, model, base, grid)
 
     def load(model: Model) -> ExpertStats:
-        found = catalog.stats(base.model_id, model.model_id, grid.block_elems)
+        found = catalog.stats(base.model_id, model.model_id, grid.block_elems, without=without)
         return found or ExpertStats(base.model_id, model.model_id, grid.block_elems, ())
 
     with ThreadPoolExecutor(_LOADERS) as pool:

@@ -160,9 +160,22 @@ def _stats(
         for model, named in wanted if checked.cost.analysis_bytes else ():
             if missing_pairs(home, model, models[base], named, checked.grid):
                 read[model.name] = None
-        stats = ensure_stats(home, wanted, models[base], checked.grid, progress)
+        stats = ensure_stats(
+            home, wanted, models[base], checked.grid, progress, without=_unneeded(checked.recipe)
+        )
         found |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
     return found, tuple(read)
+
+
+def _unneeded(recipe: Recipe) -> tuple[str, ...]:
+    """What planning can do without: sums need no samples, and what is rehearsed no sketches."""
+    operator = OPERATORS[recipe.method]
+    if operator.choose is not None:
+        return ()
+    kinds = {operator.response(t.params) for t in recipe.tensors}
+    if kinds <= {"vote", "mean"} and operator.schema.base == "required":
+        return ("sketch",)
+    return ("sample",) if kinds == {"additive"} else ()
 
 
 def _facts(

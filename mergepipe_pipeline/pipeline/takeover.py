@@ -6,57 +6,84 @@ first only where there is reason to expect known contents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Content, Source
-from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model, view_sha256
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
-from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
 Pair = tuple[str, str]
-#: So many of the largest tensors are compared, by so many bytes of each.
-_PROBES, _PROBE_NBYTES = 8, 4096
+#: What a checkpoint looks like without its names: size, header and probe of every file.
+Look = tuple[tuple[int, str, str], ...]
 
 
-def take_over(
-    home: Warehouse,
-    expert: Model,
-    base: Model,
-    pairs: Sequence[Pair],
-    grid: BlockGrid,
-    progress: Progress | None = None,
-) -> list[Pair]:
-    """Those of `pairs` (expert's tensor, base's tensor) that must be read; the others are known.
+class TakeOver:
+    """Copies statistics of equal contents for the experts of one base; the catalog is read once."""
 
-    Statistics of equal contents are copied under the expert's id.
-    """
-    catalog = Catalog(home.catalog)
-    if len(expert.checkpoints) > 1 or expert.is_partial or not _expects_known(catalog, expert):
-        return list(pairs)
-    known = catalog.contents(grid.block_elems)
-    sources: dict[tuple[str, str], dict[Pair, Source]] = {}
-    for pair, content in _contents(home, expert, base, pairs, progress).items():
-        if source := known.get(content):
-            sources.setdefault((source.base_id, source.checkpoint_id), {})[pair] = source
-    taken: list[TensorStats] = []
-    for ids, wanted in sources.items():
-        found = catalog.stats(*ids, grid.block_elems)
-        for pair, source in wanted.items():
-            if found and (stats := found.by_pair.get((source.tensor, pair[1]))):
-                taken.append(replace(stats, tensor=pair[0]))
-    if taken:
-        catalog.put_stats(
-            ExpertStats(base.model_id, expert.model_id, grid.block_elems, tuple(taken))
-        )
-    done = {(t.tensor, t.base_tensor) for t in taken}
-    return [pair for pair in pairs if pair not in done]
+    def __init__(
+        self, home: Warehouse, base: Model, grid: BlockGrid, progress: Progress | None = None
+    ) -> None:
+        self._home, self._base, self._grid, self._progress = home, base, grid, progress
+        self._catalog = Catalog(home.catalog)
+
+    def rest(self, expert: Model, pairs: Sequence[Pair]) -> list[Pair]:
+        """Those of `pairs` (expert's tensor, base's tensor) that must be read.
+
+        Statistics of the others are now there under the expert's id.
+        """
+        if len(expert.checkpoints) > 1 or expert.is_partial or not self._is_expected(expert):
+            return list(pairs)
+        sources: dict[tuple[str, str], dict[Pair, Source]] = {}
+        contents = _contents(self._home, expert, self._base, pairs, self._progress)
+        for pair, content in contents.items():
+            if source := self._contents.get(content):
+                sources.setdefault((source.base_id, source.checkpoint_id), {})[pair] = source
+        taken: list[TensorStats] = []
+        for ids, wanted in sources.items():
+            found = self._catalog.stats(*ids, self._grid.block_elems)
+            for pair, source in wanted.items():
+                if found and (stats := found.by_pair.get((source.tensor, pair[1]))):
+                    taken.append(replace(stats, tensor=pair[0]))
+        if taken:
+            base_id, own_id = self._base.model_id, expert.model_id
+            copied = ExpertStats(base_id, own_id, self._grid.block_elems, tuple(taken))
+            self._catalog.put_stats(copied)
+        done = {(t.tensor, t.base_tensor) for t in taken}
+        return [pair for pair in pairs if pair not in done]
+
+    def _is_expected(self, expert: Model) -> bool:
+        """Whether an earlier version of the name is known, or a checkpoint that looks the same."""
+        own = expert.checkpoint
+        if self._catalog.digests(own.checkpoint_id) is not None:
+            return True
+        others = {i: known for i, known in self._known.items() if i != own.checkpoint_id}
+        return any(own.name in names or _look(own) == look for look, names in others.values())
+
+    @cached_property
+    def _contents(self) -> Mapping[Content, Source]:
+        return self._catalog.contents(self._grid.block_elems)
+
+    @cached_property
+    def _known(self) -> dict[str, tuple[Look, set[str]]]:
+        """Checkpoints whose digests are known, by id: what they look like, and their names."""
+        known: dict[str, tuple[Look, set[str]]] = {}
+        for name in self._catalog.names():
+            for registration in self._catalog.history(name):
+                c = registration.checkpoint
+                if self._catalog.digests(c.checkpoint_id) is not None:
+                    known.setdefault(c.checkpoint_id, (_look(c), set()))[1].add(name)
+        return known
+
+
+def _look(c: Checkpoint) -> Look:
+    return tuple((f.nbytes, f.header_sha256, f.probe_sha256) for f in c.files)
 
 
 def _contents(
@@ -77,40 +104,3 @@ def _contents(
             digests = view_sha256(a, mine), view_sha256(b, theirs)
             out[pair] = Content(*digests, a.dtype, b.dtype, b.name)
     return out
-
-
-def _expects_known(catalog: Catalog, expert: Model) -> bool:
-    """An earlier version of the name is known, or a checkpoint that looks the same."""
-    own = expert.checkpoint
-    if catalog.digests(own.checkpoint_id) is not None:
-        return True
-    for name in catalog.names():
-        for registration in catalog.history(name):
-            other = registration.checkpoint
-            if other.checkpoint_id == own.checkpoint_id:
-                continue
-            if catalog.digests(other.checkpoint_id) is None:
-                continue
-            if name == own.name or _looks_like(own, other):
-                return True
-    return False
-
-
-def _looks_like(a: Checkpoint, b: Checkpoint) -> bool:
-    """Whether both have the same headers, and some of the largest tensors begin alike."""
-    shape = [(f.nbytes, f.header_sha256) for f in a.files]
-    if shape != [(f.nbytes, f.header_sha256) for f in b.files]:
-        return False
-    probes = sorted(a.tensors, key=lambda t: -t.nbytes)[:_PROBES]
-    try:
-        with open_source(a.root) as one, open_source(b.root) as other:
-            return all(
-                _probe(one, t) == _probe(other, b.by_name[t.name]) for t in probes if t.nbytes
-            )
-    except (MergePipeError, OSError):
-        return False
-
-
-def _probe(source: CheckpointSource, t: TensorEntry) -> bytes:
-    middle = t.start_byte + t.nbytes // 2
-    return source.read_range(t.file, middle, min(_PROBE_NBYTES, t.nbytes - t.nbytes // 2))

@@ -139,16 +139,17 @@ class PlanBuilder:
             experts = []
             for i, entry in enumerate(t.inputs if part.operator != "copy" else ()):
                 cut = next(slices)
-                taken = chosen[cut]
+                taken, zero = chosen[cut], candidates.zero[cut]
                 view = self._view(entry.model, entry.tensor)
+                read = self._ranges(taken, view.numel)
                 experts.append(
                     ExpertInput(
                         position=entry.position,
                         view=view,
                         sha256=self._sha256(entry.model, entry.tensor),
                         params=part.model_params[i],
-                        covered=self._ranges(taken | candidates.zero[cut], view.numel),
-                        read=self._ranges(taken, view.numel),
+                        covered=self._ranges(taken | zero, view.numel) if zero.any() else read,
+                        read=read,
                         trim=self._facts.trims.get((t.name, i)),
                         outliers=self._facts.outliers.get((t.name, i)),
                         scale=self._facts.scales.get((t.name, i), 1.0),
@@ -193,6 +194,6 @@ class PlanBuilder:
 
     def _ranges(self, taken: Choice, numel: int) -> tuple[Range, ...]:
         """Runs of blocks as element ranges."""
-        edges = np.flatnonzero(np.diff(taken, prepend=False, append=False))
+        edges = np.flatnonzero(np.concatenate([taken[:1], taken[1:] != taken[:-1], taken[-1:]]))
         elems = np.minimum(edges * self._grid.block_elems, numel).tolist()
         return tuple(zip(elems[::2], elems[1::2], strict=True))

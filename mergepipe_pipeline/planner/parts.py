@@ -7,7 +7,8 @@ to in `predict` and `bounds`; `build` makes the tasks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from mergepipe_pipeline.planner.bounds import Answer
 from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
 from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
 from mergepipe_pipeline.planner.limits import is_kept
-from mergepipe_pipeline.planner.rehearsal import Rehearsal, pooled, rehearsed
+from mergepipe_pipeline.planner.rehearsal import Rehearsal, pooled, rehearsed, shaped_every
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Choosing, OperatorSchema, Response
@@ -103,9 +104,11 @@ class Parts:
         tried: dict[str, dict[int, Rehearsal]] = {}
         for number, part in enumerate(self.all):
             own = self._rows(number, part)
-            rehearsal = self._rehearsal(part, own)
+            alike = tried.setdefault(part.operator, {})
+            shape = len(alike) % shaped_every(len(self.all), len(own)) == 0
+            rehearsal = self._rehearsal(part, own, shape=shape)
             if rehearsal is not None:
-                tried.setdefault(part.operator, {})[number] = rehearsal
+                alike[number] = rehearsal
             rows += own
         curves = {n: curve for alike in tried.values() for n, curve in pooled(alike).items()}
         return lay_out(rows, self._grid, curves)
@@ -166,11 +169,11 @@ class Parts:
                     coefficient=c * self._facts.scales.get(place, 1.0),
                     block_l2sq=s.block_l2sq if s else None,
                     block_nonzero=s.block_nonzero if s else None,
-                    block_sketch=s.block_sketch if s else None,
+                    block_sketch=s.block_sketch if s and len(s.block_sketch) else None,
                     block_energy=kept.block_energy if kept else None,
                     kept_energy=kept.most if kept else np.inf,
                     keep=keep,
-                    kurtosis=kurtosis(s) if s else 3.0,
+                    kurtosis=kurtosis(s) if s and keep < 1 else 3.0,
                     is_sum=is_sum,
                     bundle_nbytes=view.nbytes if view.low_rank or not view.stored else None,
                 )
@@ -193,7 +196,7 @@ class Parts:
         trim, outliers = self._facts.trims.get(place), self._facts.outliers.get(place)
         return kept_energy(s, self._grid, trim, outliers), 1.0
 
-    def _rehearsal(self, part: Part, rows: Sequence[Row]) -> Rehearsal | None:
+    def _rehearsal(self, part: Part, rows: Sequence[Row], *, shape: bool) -> Rehearsal | None:
         if part.operator == "copy":
             return None
         method = self._methods[part.operator]
@@ -204,11 +207,13 @@ class Parts:
         elementwise = is_ranked or method.response(part.params) in ("vote", "mean")
         if not elementwise or method.apply is None or len(known) < len(rows):
             return None
-        apply, task = method.apply, self._sampled_task(part)
-        return rehearsed(rows, known, self._grid, lambda deltas: apply(task, deltas))
+        apply, sampled = method.apply, cache(lambda n: self._sampled_task(part, n))
+        return rehearsed(
+            rows, known, self._grid, lambda d: apply(sampled(d.shape[1]), d), shape=shape
+        )
 
-    def _sampled_task(self, part: Part) -> TensorTask:
-        """A task like the part's whose elements are samples; each block's are a row."""
+    def _sampled_task(self, part: Part, n: int) -> TensorTask:
+        """A task like the part's whose elements are `n` samples; each block's are a row."""
         experts = tuple(
             ExpertInput(
                 position=entry.position,
@@ -217,11 +222,12 @@ class Parts:
                 params=part.model_params[i],
                 covered=(),
                 read=(),
-                trim=self._facts.trims.get((part.recipe.name, i)),
-                outliers=self._facts.outliers.get((part.recipe.name, i)),
+                trim=_thinned(self._facts.trims.get((part.recipe.name, i)), n, numel),
+                outliers=_thinned(self._facts.outliers.get((part.recipe.name, i)), n, numel),
                 scale=self._facts.scales.get((part.recipe.name, i), 1.0),
             )
             for i, entry in enumerate(part.recipe.inputs)
+            for numel in (self._models[entry.model].views[entry.tensor].numel,)
         )
         return TensorTask(
             name=part.recipe.name,
@@ -245,6 +251,11 @@ class Parts:
             scale = float(params.get("lambda", 1.0)) * _rescale(params, part.model_params[i])
             reach[i] = abs(scale * self._facts.scales.get((part.recipe.name, i), 1.0))
         return Answer(response, reach, normalised and below)
+
+
+def _thinned(rule: TrimRule | None, n: int, numel: int) -> TrimRule | None:
+    """A rule for `n` samples in order of a tensor's `numel` elements: as many of its ties."""
+    return rule and replace(rule, tie_stop_elem=rule.tie_stop_elem * n // max(1, numel))
 
 
 def _rescale(params: Mapping[str, Any], model_params: Params) -> float:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Floats, Group
 from mergepipe_pipeline.planner.offers import cosine_batches
@@ -20,7 +21,7 @@ from mergepipe_pipeline.planner.offers import cosine_batches
 #: Standard errors on either side of an estimate that are stated with it.
 STATED_ERRORS = 4
 #: Tensors at work at once: the compiled passes run without the interpreter's lock.
-_THREADS = 4
+_THREADS = 2
 _TINY = np.finfo(np.float64).tiny
 
 
@@ -52,7 +53,7 @@ def predict(c: Candidates, choices: Sequence[Choice]) -> list[Prediction] | None
     if any(r.block_l2sq is None for r in c.rows):
         return None
     total = _nothing(len(choices))
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with threadpool_limits(1, "blas"), ThreadPoolExecutor(_THREADS) as pool:
         for sums in pool.map(lambda group: _of_group(group, choices), c.groups()):
             total.squares += sums.squares
             total.variances += sums.variances

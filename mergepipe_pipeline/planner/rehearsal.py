@@ -19,30 +19,42 @@ from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 #: [E, n] float32 deltas of E experts to the merged update, [n] float32.
 Rehearse = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 #: Sampled elements of one tensor and all its experts that are tried at most.
-_MAX_ELEMS = 1 << 20
+_MAX_ELEMS = 1 << 18
 #: Sampled elements that know a tensor's own curve, and its height, as well as all other tensors
 #: do: shapes differ by a few percent from tensor to tensor, heights by more (measured on trained
 #: experts), and estimates from so many elements err as much.
 _SHAPE_ELEMS, _SIZE_ELEMS = 16384, 128
+#: Inputs (tensors times experts) whose whole curves are tried; more only take time.
+_MAX_INPUTS = 1 << 13
 #: Points of a pooled curve.
 _SHARES = 33
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One output tensor's curve as tried on `n` sampled elements; `energy` is theirs, as kept."""
+    """One output tensor's curve as tried on `n` sampled elements; `energy` is theirs, as kept.
+
+    Without `has_shape` only its height is known, and nothing between its ends.
+    """
 
     curve: Curve
     n: int
     energy: float
+    has_shape: bool = True
 
 
 def rehearsed(
-    rows: Sequence[Row], stats: Sequence[TensorStats], grid: BlockGrid, rehearse: Rehearse
+    rows: Sequence[Row],
+    stats: Sequence[TensorStats],
+    grid: BlockGrid,
+    rehearse: Rehearse,
+    *,
+    shape: bool = True,
 ) -> Rehearsal | None:
     """The rehearsal of one output tensor; None where the samples show no update at all.
 
-    Experts are bought in the order of their energy, as a site's are.
+    Experts are bought in the order of their energy, as a site's are. Without `shape` only nothing
+    and everything are tried.
     """
     energy = np.array([r.coefficient**2 * _energy(r).sum() for r in rows])
     if not 0 < energy.sum() < np.inf:
@@ -51,12 +63,13 @@ def rehearsed(
     order = np.argsort(-energy, kind="stable")
     full = rehearse(samples.copy())
     lefts = []
-    counts = _counts(len(rows))
-    for count in counts:
+    counts = _counts(len(rows)) if shape else [0, len(rows)]
+    for count in counts[:-1]:
         some = np.zeros_like(samples)
         some[order[:count]] = samples[order[:count]]
         wrong = np.square(full - rehearse(some), dtype=np.float64).reshape(-1, SAMPLE_WIDTH)
         lefts.append(float((wrong.sum(axis=1) * lengths).sum() / SAMPLE_WIDTH))
+    lefts.append(0.0)
     if not lefts[0] > 0 or not np.isfinite(lefts).all():
         return None
     bought = np.concatenate([[0.0], np.cumsum(energy[order])])[counts] / energy.sum()
@@ -67,7 +80,7 @@ def rehearsed(
     if not sampled > 0:
         return None
     curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled)
-    return Rehearsal(curve, samples.shape[1], sampled)
+    return Rehearsal(curve, samples.shape[1], sampled, shape)
 
 
 def pooled(rehearsals: Mapping[int, Rehearsal]) -> dict[int, Curve]:
@@ -78,10 +91,12 @@ def pooled(rehearsals: Mapping[int, Rehearsal]) -> dict[int, Curve]:
     shares = np.linspace(0, 1, _SHARES)
     lefts = [np.interp(shares, r.curve.share, r.curve.left) for r in found]
     factor = np.average([r.curve.factor for r in found], weights=[r.energy for r in found])
-    left = np.average(lefts, axis=0, weights=[r.curve.factor * r.energy for r in found])
+    weights = [r.curve.factor * r.energy * r.has_shape for r in found]
+    left = np.average(lefts, axis=0, weights=weights)
     out = {}
     for number, r, own in zip(rehearsals, found, lefts, strict=True):
         shape, size = (r.n / (r.n + n) for n in (_SHAPE_ELEMS, _SIZE_ELEMS))
+        shape *= r.has_shape
         out[number] = Curve(
             shares, left + shape * (own - left), float(factor + size * (r.curve.factor - factor))
         )
@@ -124,3 +139,8 @@ def _counts(n_experts: int) -> list[int]:
         some |= {step, min(n_experts, step + step // 2)}
         step *= 2
     return sorted(some)
+
+
+def shaped_every(n_tensors: int, n_experts: int) -> int:
+    """Each how many tensors the whole curve is tried: all, unless there are very many inputs."""
+    return max(1, n_tensors * n_experts // _MAX_INPUTS)

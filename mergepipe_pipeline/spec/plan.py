@@ -256,11 +256,21 @@ class MergePlan:
 
 def _plain(value: Any) -> Any:
     """A dataclass as a mapping, all the way down; `asdict` would copy every range and number."""
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+    names = _field_names(type(value))
+    if names:
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, tuple) and value and _field_names(type(value[0])):
         return [_plain(v) for v in value]
     return value
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
+    return _NAMES[kind]
 
 
 def _side(value: dict[str, Any]) -> SideFiles:

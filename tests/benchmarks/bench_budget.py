@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -92,7 +92,12 @@ def skill(snapshot: Path) -> str:
 
 
 def table(
-    home: Warehouse, method: str, base: Path, experts: list[Path], tried: Callable[[Path], str]
+    home: Warehouse,
+    method: str,
+    base: Path,
+    experts: list[Path],
+    strategies: Sequence[str],
+    tried: Callable[[Path], str],
 ) -> None:
     """Print strategy × budget for one method; `tried` says how good a snapshot is."""
     text = recipe_text(method, base, experts)
@@ -102,10 +107,10 @@ def table(
     update = distance(kept, base)
     print(f"{method}, {len(experts)} experts, ‖W_full − W_base‖ {update:.4g}", end="")
     print(f" (predicted {promised.update_norm or 0:.4g}){tried(kept)}")
-    print(f"{'budget':>8}" + "".join(f"{s:>36}" for s in STRATEGIES))
+    print(f"{'budget':>8}" + "".join(f"{s:>36}" for s in strategies))
     for budget in BUDGETS:
         cells = []
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             found, e = run(home, text, budget, strategy)
             error = distance(found, kept)
             assert e.error_bound is None or error <= e.error_bound * (1 + 1e-6), "bound violated"
@@ -125,7 +130,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=10)
     parser.add_argument("--home", default="bench-budget")
     parser.add_argument("--method", choices=METHODS, action="append")
+    parser.add_argument("--strategy", choices=STRATEGIES, action="append")
     args = parser.parse_args()
+    strategies = args.strategy or STRATEGIES
     home = Warehouse.at(args.home).ensure()
     tried: Callable[[Path], str] = untried
     if args.family == "demo":
@@ -138,7 +145,7 @@ def main() -> None:
         base = folder / "base"
         experts = sorted(p for p in folder.iterdir() if p.is_dir() and p != base)
     for method in args.method or METHODS:
-        table(home, method, base, experts[: args.experts], tried)
+        table(home, method, base, experts[: args.experts], strategies, tried)
 
 
 if __name__ == "__main__":
