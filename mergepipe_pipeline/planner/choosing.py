@@ -109,7 +109,7 @@ def estimates(q: Question, budget: Budget, strategy: str, choice: Choice) -> Est
     """What a choice costs and promises."""
     c = q.candidates
     bound = q.bound(choice)
-    found = predict(c, [choice, np.zeros(len(c.row), np.bool_)])
+    found = predict(c, [choice, np.zeros(len(c.row), np.bool_)], replay=True)
     units = np.bincount(c.unit, choice, c.n_units) > 0
     starts = choice & ~np.concatenate([[False], choice[:-1] & (np.diff(c.row) == 0)])
     return Estimates(

@@ -48,13 +48,18 @@ class _Sums:
     is_stated: Choice
 
 
-def predict(c: Candidates, choices: Sequence[Choice]) -> list[Prediction] | None:
-    """One prediction per choice; None where statistics are missing."""
+def predict(
+    c: Candidates, choices: Sequence[Choice], *, replay: bool = False
+) -> list[Prediction] | None:
+    """One prediction per choice; None where statistics are missing.
+
+    With `replay` what is rehearsed is tried as chosen, instead of read off a curve.
+    """
     if any(r.block_l2sq is None for r in c.rows):
         return None
     total = _nothing(len(choices))
     with threadpool_limits(1, "blas"), ThreadPoolExecutor(_THREADS) as pool:
-        for sums in pool.map(lambda group: _of_group(group, choices), c.groups()):
+        for sums in pool.map(lambda group: _of_group(group, choices, replay), c.groups()):
             total.squares += sums.squares
             total.variances += sums.variances
             total.is_stated &= sums.is_stated
@@ -71,7 +76,7 @@ def _nothing(count: int) -> _Sums:
     return _Sums(np.zeros(count), np.zeros(count), np.ones(count, np.bool_))
 
 
-def _of_group(group: Group, choices: Sequence[Choice]) -> _Sums:
+def _of_group(group: Group, choices: Sequence[Choice], replay: bool) -> _Sums:
     """What one output tensor adds."""
     sums = _nothing(len(choices))
     curve = group.candidates.curves.get(group.tensor)
@@ -85,7 +90,8 @@ def _of_group(group: Group, choices: Sequence[Choice]) -> _Sums:
             finite.append(n)
     if curve is not None:
         for n in finite:
-            sums.squares[n] = _rehearsed(group, omitted[n], curve)
+            tried = curve.replay if replay else None
+            sums.squares[n] = tried(omitted[n]) if tried else _rehearsed(group, omitted[n], curve)
     elif finite:
         _add_left_out(group, {n: omitted[n] for n in finite}, sums)
     return sums

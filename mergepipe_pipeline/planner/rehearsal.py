@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.planner.candidates import Curve, Floats, Row
+from mergepipe_pipeline.planner.candidates import Choice, Curve, Floats, Row
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 
@@ -79,7 +79,11 @@ def rehearsed(
     )
     if not sampled > 0:
         return None
-    curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled)
+
+    def replay(omitted: Choice) -> float:
+        return _replayed(rows, stats, grid, rehearse, omitted)
+
+    curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled, replay)
     return Rehearsal(curve, samples.shape[1], sampled, shape)
 
 
@@ -98,9 +102,30 @@ def pooled(rehearsals: Mapping[int, Rehearsal]) -> dict[int, Curve]:
         shape, size = (r.n / (r.n + n) for n in (_SHAPE_ELEMS, _SIZE_ELEMS))
         shape *= r.has_shape
         out[number] = Curve(
-            shares, left + shape * (own - left), float(factor + size * (r.curve.factor - factor))
+            shares,
+            left + shape * (own - left),
+            float(factor + size * (r.curve.factor - factor)),
+            r.curve.replay,
         )
     return out
+
+
+def _replayed(
+    rows: Sequence[Row],
+    stats: Sequence[TensorStats],
+    grid: BlockGrid,
+    rehearse: Rehearse,
+    omitted: Choice,
+) -> float:
+    """The squared error of leaving out just these blocks, [blocks, E]."""
+    samples, lengths = _samples(rows, stats, grid)
+    kept = _kept_blocks(rows, len(omitted))
+    some = samples.reshape(len(rows), -1, SAMPLE_WIDTH).copy()
+    some[omitted[kept].T] = 0
+    full = rehearse(samples)
+    off = np.square(full - rehearse(some.reshape(len(rows), -1)), dtype=np.float64)
+    wrong = off.reshape(-1, SAMPLE_WIDTH).sum(axis=1) * lengths / SAMPLE_WIDTH
+    return float(wrong.sum() * max(r.numel for r in rows) / lengths.sum())
 
 
 def _energy(row: Row) -> Floats:
