@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.pipeline.check import check_stage, parse
+from mergepipe_pipeline.pipeline.check import Planning, check_stage, parse
 from mergepipe_pipeline.pipeline.learn import Learned, learn
 from mergepipe_pipeline.pipeline.plan import ready
 from mergepipe_pipeline.pipeline.progress import Progress
@@ -52,25 +52,14 @@ def ask(
     home: Warehouse,
     raw: RawRecipe,
     *,
-    relative_to: Path | None = None,
-    budget: str | None = None,
-    strategy: str | None = None,
-    block_elems: int | None = None,
     progress: Progress | None = None,
+    **planning: Unpack[Planning],
 ) -> Asked:
     """A recipe's question, and what its budget buys; raises what planning raises.
 
     As for a plan, earlier stages are merged and unknown experts analysed.
     """
-    checked, results = ready(
-        home,
-        raw,
-        relative_to=relative_to,
-        budget=budget,
-        strategy=strategy,
-        block_elems=block_elems,
-        progress=progress,
-    )
+    checked, results = ready(home, raw, progress=progress, **planning)
     learned = learn(home, checked, progress, unnamed=results)
     recipe, question = checked.recipe, learned.builder().question()
     choice = bought(question, recipe.budget, recipe.strategy)

@@ -9,6 +9,7 @@ from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
@@ -91,15 +92,20 @@ def parse(text: str, *, name: str, where: str) -> RawRecipe:
     return replace(final, before=tuple(before), text=text) if before else final
 
 
-def check(
-    home: Warehouse,
-    raw: RawRecipe,
-    *,
-    relative_to: Path | None = None,
-    budget: str | None = None,
-    strategy: str | None = None,
-    block_elems: int | None = None,
-) -> Checked:
+class Planning(TypedDict, total=False):
+    """What a caller may say of a recipe's planning, in place of the recipe's own or the default.
+
+    `relative_to` is the folder that relative paths start from; `budget` an amount as in recipes;
+    `block_elems` elements of a block.
+    """
+
+    relative_to: Path | None
+    budget: str | None
+    strategy: str | None
+    block_elems: int | None
+
+
+def check(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Checked:
     """Everything that can be said from headers alone; writes nothing.
 
     Earlier stages are checked, too, and stand for their results; of a stage whose earlier one
@@ -113,19 +119,11 @@ def check(
     for stage in (*raw.before, raw):
         name = stage.stage or stage.name
         if failed & set(stage.stages_used):
-            problems += _lost_models(home, stage, failed, pending, relative_to)
+            problems += _lost_models(home, stage, failed, pending, planning.get("relative_to"))
             failed.add(name)
             continue
         try:
-            checked = check_stage(
-                home,
-                stage,
-                pending,
-                relative_to=relative_to,
-                budget=budget,
-                strategy=strategy,
-                block_elems=block_elems,
-            )
+            checked = check_stage(home, stage, pending, **planning)
         except MergePipeError as error:
             problems.append(error)
             failed.add(name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from mergepipe_pipeline.pictures import Line, Mark, curve_picture
 from mergepipe_pipeline.pipeline.ask import Asked, ask, ask_again
+from mergepipe_pipeline.pipeline.check import Planning
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.planner.curve import BEST, SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.recipe.load import RawRecipe
@@ -30,24 +30,12 @@ def curve(
     home: Warehouse,
     raw: RawRecipe,
     *,
-    relative_to: Path | None = None,
-    budget: str | None = None,
-    strategy: str | None = None,
-    block_elems: int | None = None,
     shares: Sequence[float] = SHARES,
     progress: Progress | None = None,
+    **planning: Unpack[Planning],
 ) -> Told:
     """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
-    asked = ask(
-        home,
-        raw,
-        relative_to=relative_to,
-        budget=budget,
-        strategy=strategy,
-        block_elems=block_elems,
-        progress=progress,
-    )
-    return _told(asked, shares)
+    return _told(ask(home, raw, progress=progress, **planning), shares)
 
 
 def curve_of_plan(

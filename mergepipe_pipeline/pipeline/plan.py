@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
+from typing import Unpack
 
 from mergepipe_pipeline.digest import canonical_json
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.pipeline.check import Checked, check, check_stage
+from mergepipe_pipeline.pipeline.check import Checked, Planning, check, check_stage
 from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.learn import learn
 from mergepipe_pipeline.pipeline.progress import Progress
@@ -29,25 +28,14 @@ def make_plan(
     home: Warehouse,
     raw: RawRecipe,
     *,
-    relative_to: Path | None = None,
-    budget: str | None = None,
-    strategy: str | None = None,
-    block_elems: int | None = None,
     progress: Progress | None = None,
+    **planning: Unpack[Planning],
 ) -> MergePlan:
     """Check the recipe, learn what the catalog lacks, buy blocks, store the plan.
 
     Raises what `check` raises, and BudgetError for a budget that the strategy cannot meet.
     """
-    checked, results = ready(
-        home,
-        raw,
-        relative_to=relative_to,
-        budget=budget,
-        strategy=strategy,
-        block_elems=block_elems,
-        progress=progress,
-    )
+    checked, results = ready(home, raw, progress=progress, **planning)
     return plan_checked(home, checked, progress, unnamed=results)
 
 
@@ -55,52 +43,19 @@ def ready(
     home: Warehouse,
     raw: RawRecipe,
     *,
-    relative_to: Path | None = None,
-    budget: str | None = None,
-    strategy: str | None = None,
-    block_elems: int | None = None,
     progress: Progress | None = None,
+    **planning: Unpack[Planning],
 ) -> tuple[Checked, Mapping[str, Checkpoint]]:
     """The last stage, checked, and the results of those before it, which are merged now."""
-    results: dict[str, Checkpoint] = {}
+
+    def plan_stage(stage: RawRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
+        checked = check_stage(home, stage, pending, **planning)
+        return plan_checked(home, checked, progress, unnamed=pending)
+
     if raw.before:
-        check(home, raw, relative_to=relative_to, budget=budget, strategy=strategy)
-        given = partial(plan_stage, budget=budget, strategy=strategy, block_elems=block_elems)
-        results = run_stages(home, raw, relative_to, progress, given)
-    checked = check_stage(
-        home,
-        raw,
-        results,
-        relative_to=relative_to,
-        budget=budget,
-        strategy=strategy,
-        block_elems=block_elems,
-    )
-    return checked, results
-
-
-def plan_stage(
-    home: Warehouse,
-    raw: RawRecipe,
-    pending: Mapping[str, Checkpoint],
-    relative_to: Path | None,
-    progress: Progress | None,
-    *,
-    budget: str | None = None,
-    strategy: str | None = None,
-    block_elems: int | None = None,
-) -> MergePlan:
-    """The plan of one stage over the results of those before it."""
-    checked = check_stage(
-        home,
-        raw,
-        pending,
-        relative_to=relative_to,
-        budget=budget,
-        strategy=strategy,
-        block_elems=block_elems,
-    )
-    return plan_checked(home, checked, progress, unnamed=pending)
+        check(home, raw, **planning)
+    results = run_stages(home, raw, plan_stage, progress)
+    return check_stage(home, raw, results, **planning), results
 
 
 def plan_checked(

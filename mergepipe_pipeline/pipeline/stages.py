@@ -6,7 +6,6 @@ Layers and snapshots are found again by content, so a stage that was run before 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from mergepipe_pipeline.pipeline.merge import merge
 from mergepipe_pipeline.pipeline.progress import Progress
@@ -16,23 +15,21 @@ from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
-Planner = Callable[
-    [Warehouse, RawRecipe, Mapping[str, Checkpoint], Path | None, Progress | None], MergePlan
-]
+#: The plan of one stage over the results of those before it, by name.
+Planner = Callable[[RawRecipe, Mapping[str, Checkpoint]], MergePlan]
 
 
 def run_stages(
     home: Warehouse,
     raw: RawRecipe,
-    relative_to: Path | None,
-    progress: Progress | None,
     plan_stage: Planner,
+    progress: Progress | None,
 ) -> dict[str, Checkpoint]:
     """Stage name to the checkpoint of its result, for all stages before the last."""
     results: dict[str, Checkpoint] = {}
     for stage in raw.before:
         name = stage.stage or stage.name
-        plan = plan_stage(home, stage, results, relative_to, progress)
+        plan = plan_stage(stage, results)
         snapshot = merge(home, plan, progress=progress).snapshot
         results[name] = open_checkpoint(snapshot.path, name)
     return results

@@ -60,13 +60,16 @@ class Curve:
     With a share `share[n]` of the energy bought (ascending from 0 to 1), `left[n]` of the squared
     update is wrong (1 for nothing bought, 0 in the end; more than 1 where a part is worse than
     nothing). The squared update is `factor` times the energy. `replay` tries on the samples what
-    exactly is left out [sites, E]: slower and nearer than the curve; it gives the squared error.
+    exactly is left out, [sites, E] each: slower and nearer than the curve; it gives the squared
+    errors.
     """
 
     share: Floats
     left: Floats
     factor: float
-    replay: Callable[[Choice], float] | None = field(default=None, compare=False, repr=False)
+    replay: Callable[[Sequence[Choice]], list[float]] | None = field(
+        default=None, compare=False, repr=False
+    )
 
 
 @dataclass(frozen=True)

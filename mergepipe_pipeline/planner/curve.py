@@ -116,7 +116,8 @@ def knee_of(points: Sequence[Point]) -> Point | None:
     width, height = nbytes[-1] - nbytes[0], error[0] - error[-1]
     if not width > 0 or not height > 0:
         return None
-    below = 1 - (nbytes - nbytes[0]) / width - (error - error[-1]) / height
+    with np.errstate(over="ignore"):  # a fall of next to nothing: points may be infinitely above
+        below = 1 - (nbytes - nbytes[0]) / width - (error - error[-1]) / height
     at = int(below.argmax())
     return points[at] if below[at] > _LEAST_BEND else None
 

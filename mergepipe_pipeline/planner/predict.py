@@ -89,9 +89,11 @@ def _of_group(group: Group, choices: Sequence[Choice], replay: bool) -> _Sums:
         elif left.any():
             finite.append(n)
     if curve is not None:
-        for n in finite:
-            tried = curve.replay if replay else None
-            sums.squares[n] = tried(omitted[n]) if tried else _rehearsed(group, omitted[n], curve)
+        left_out = [omitted[n] for n in finite]
+        if replay and curve.replay is not None:
+            sums.squares[finite] = curve.replay(left_out)
+        else:
+            sums.squares[finite] = [_rehearsed(group, left, curve) for left in left_out]
     elif finite:
         _add_left_out(group, {n: omitted[n] for n in finite}, sums)
     return sums

@@ -67,8 +67,7 @@ def rehearsed(
     for count in counts[:-1]:
         some = np.zeros_like(samples)
         some[order[:count]] = samples[order[:count]]
-        wrong = np.square(full - rehearse(some), dtype=np.float64).reshape(-1, SAMPLE_WIDTH)
-        lefts.append(float((wrong.sum(axis=1) * lengths).sum() / SAMPLE_WIDTH))
+        lefts.append(_wrong(full, rehearse(some), lengths))
     lefts.append(0.0)
     if not lefts[0] > 0 or not np.isfinite(lefts).all():
         return None
@@ -80,7 +79,7 @@ def rehearsed(
     if not sampled > 0:
         return None
 
-    def replay(omitted: Choice) -> float:
+    def replay(omitted: Sequence[Choice]) -> list[float]:
         return _replayed(rows, stats, grid, rehearse, omitted)
 
     curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled, replay)
@@ -115,17 +114,25 @@ def _replayed(
     stats: Sequence[TensorStats],
     grid: BlockGrid,
     rehearse: Rehearse,
-    omitted: Choice,
-) -> float:
-    """The squared error of leaving out just these blocks, [blocks, E]."""
+    omitted: Sequence[Choice],
+) -> list[float]:
+    """The squared errors of leaving out just these blocks, [blocks, E] each."""
     samples, lengths = _samples(rows, stats, grid)
-    kept = _kept_blocks(rows, len(omitted))
-    some = samples.reshape(len(rows), -1, SAMPLE_WIDTH).copy()
-    some[omitted[kept].T] = 0
-    full = rehearse(samples)
-    off = np.square(full - rehearse(some.reshape(len(rows), -1)), dtype=np.float64)
-    wrong = off.reshape(-1, SAMPLE_WIDTH).sum(axis=1) * lengths / SAMPLE_WIDTH
-    return float(wrong.sum() * max(r.numel for r in rows) / lengths.sum())
+    scale = max(r.numel for r in rows) / lengths.sum()
+    full = rehearse(samples.copy())
+    squares = []
+    for left in omitted:
+        some = samples.reshape(len(rows), -1, SAMPLE_WIDTH).copy()
+        some[left[_kept_blocks(rows, len(left))].T] = 0
+        wrong = _wrong(full, rehearse(some.reshape(len(rows), -1)), lengths)
+        squares.append(wrong * scale)
+    return squares
+
+
+def _wrong(full: npt.NDArray[np.float32], found: npt.NDArray[np.float32], lengths: Floats) -> float:
+    """Σ(full − found)² over the blocks that the samples stand for."""
+    off = np.square(full - found, dtype=np.float64).reshape(-1, SAMPLE_WIDTH)
+    return float((off.sum(axis=1) * lengths).sum() / SAMPLE_WIDTH)
 
 
 def _energy(row: Row) -> Floats:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -197,7 +196,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=100)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--home", default="bench-planning")
-    parser.add_argument("--method", choices=[*METHODS, "none"], action="append")
+    parser.add_argument("--method", choices=METHODS, action="append")
     args = parser.parse_args()
     home = Warehouse.at(args.home).ensure()
     prepare(home, args.experts, args.layers)
@@ -206,12 +205,8 @@ def main() -> None:
         BlockGrid(BLOCK_ELEMS).count(int(np.prod(s))) for _, _, s in llama_70b(args.layers)
     )
     print(f"\rcatalog: {blocks} blocks, {size / 1e9:.2f} GB, {size / blocks:.0f} bytes per block")
-    tool = [str(Path(sys.executable).parent / "mergepipe"), "--home", str(home.root)]
-    if os.environ.get("MERGEPIPE_MODULE"):
-        tool = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "--home", str(home.root)]
+    tool = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "--home", str(home.root)]
     for method in args.method or METHODS:
-        if method == "none":
-            continue
         recipe = write_recipe(home, method, args.experts)
         seconds, peak_mib, out = timed([*tool, "plan", str(recipe)])
         print(f"plan {method}: {seconds:.1f} s, peak {peak_mib:.0f} MiB")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
@@ -68,6 +68,7 @@ def test_the_chosen_point_is_the_choice_that_was_made(seed: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 100)), min_size=3, max_size=20))
+@example([(0, 1.0), (0, 2.225073858507203e-309), (1, 0.0)])
 def test_the_knee_is_the_point_farthest_below_the_chord(pairs: list[tuple[int, float]]) -> None:
     points = [point(x, y) for x, y in sorted(pairs)]
     first, last = points[0], points[-1]
