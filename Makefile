@@ -4,13 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_HOME := $(CURDIR)/demo-warehouse
 UI_PORT ?= 3000
+# What `make bench` measures; e.g. `make bench BENCH_K="2 5 20" BENCH_PEER=` leaves mergekit out.
+BENCH_PRESET ?= qwen3-0.6b
+BENCH_K ?= 2 5
+BENCH_ROUNDS ?= 3
+BENCH_PEER ?= --peer
+BENCH_ROWS ?= bench-families/rows.jsonl
+BENCH_RESULTS ?= bench-families/RESULTS.md
 
-.PHONY: help venv demo ui test lint types layers pytest clean-demo
+.PHONY: help venv demo ui test lint types layers pytest bench clean-demo
 
 help:
 	@echo "make demo    train a small family, land it, merge under budgets, print the table"
 	@echo "make ui      Dagster UI on 127.0.0.1:$(UI_PORT) with the demo's warehouse"
 	@echo "make test    lint, types, layers and all tests"
+	@echo "make bench   merges against the disk and mergekit, cold: $(BENCH_RESULTS)"
 
 venv: $(VENV)/.installed
 
@@ -47,6 +55,14 @@ layers: venv
 
 pytest: venv
 	$(BIN)/pytest -n 2 -q
+
+bench: venv
+	mkdir -p bench-families
+	$(BIN)/python -m tests.benchmarks.bench_startup --preset $(BENCH_PRESET) -k $(firstword $(BENCH_K)) \
+		--rounds $(BENCH_ROUNDS) --json $(BENCH_ROWS)
+	$(BIN)/python -m tests.benchmarks.bench_merge --preset $(BENCH_PRESET) -k $(BENCH_K) \
+		--rounds $(BENCH_ROUNDS) $(BENCH_PEER) --json $(BENCH_ROWS)
+	$(BIN)/python -m tests.benchmarks.report $(BENCH_ROWS) --out $(BENCH_RESULTS)
 
 clean-demo:
 	rm -rf $(DEMO_HOME)

@@ -8,21 +8,18 @@ lanes of 256 elements, added in order: nothing depends on the CPU's vector lengt
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS, LANES, subtract
+from mergepipe_pipeline.operators.random import GAMMA
+from mergepipe_pipeline.operators.random_kernel import mixed
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import HIST_SHIFT, SAMPLE_WIDTH, SKETCH_WIDTH
 
-#: Elements whose sums are taken at once; every block size is a multiple of it.
-CHUNK_ELEMS = 4096
-_LANES = 256
 _BINS = 1 << (32 - HIST_SHIFT - 1)
 _BF16_INFINITY = 0x7F80
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 Sums = npt.NDArray[np.float64]
 Peaks = npt.NDArray[np.float32]
@@ -74,9 +71,7 @@ def describe_bfloat16(
     The last chunk counts as filled up with zeros. Chunks of equal finite bits cost a comparison.
     """
     even, odd = np.zeros(_BINS, np.int32), np.zeros(_BINS, np.int32)
-    wide, wide_base = np.zeros(CHUNK_ELEMS, np.uint32), np.zeros(CHUNK_ELEMS, np.uint32)
-    value, base_value = wide.view(np.float32), wide_base.view(np.float32)
-    delta = np.zeros(CHUNK_ELEMS, np.float32)
+    delta, below = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
     n = len(expert)
     for chunk in range(len(peaks)):
         start = chunk * CHUNK_ELEMS
@@ -88,12 +83,7 @@ def describe_bfloat16(
         if differing == 0 and largest < _BF16_INFINITY:  # ∞ − ∞ is not 0
             even[0] += CHUNK_ELEMS
             continue
-        for i in range(here):
-            wide[i] = np.uint32(expert[start + i]) << np.uint32(16)
-            wide_base[i] = np.uint32(base[start + i]) << np.uint32(16)
-        for i in range(here):
-            delta[i] = value[i] - base_value[i]
-        delta[here:] = 0
+        subtract(expert[start : start + here], base[start : start + here], delta, below)
         _describe_chunk(delta, key, first_word, chunk, sums, peaks, counts, even, odd, sketches)
     for i in range(_BINS):
         histogram[i] += even[i] + odd[i]
@@ -112,11 +102,11 @@ def _describe_chunk(
     odd: npt.NDArray[np.int32],
     sketches: Sketches,
 ) -> None:
-    l1, l2 = np.zeros(_LANES), np.zeros(_LANES)
-    peak = np.zeros(_LANES, np.float32)
-    nonzero, above = np.zeros(_LANES, np.int32), np.zeros(_LANES, np.int32)
-    for at in range(0, CHUNK_ELEMS, _LANES):
-        for lane in range(_LANES):
+    l1, l2 = np.zeros(LANES), np.zeros(LANES)
+    peak = np.zeros(LANES, np.float32)
+    nonzero, above = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
+    for at in range(0, CHUNK_ELEMS, LANES):
+        for lane in range(LANES):
             d = delta[at + lane]
             size = abs(d)
             l1[lane] += size
@@ -124,7 +114,7 @@ def _describe_chunk(
             peak[lane] = max(peak[lane], size)
             nonzero[lane] += d != 0
             above[lane] += d > 0
-    for lane in range(_LANES):
+    for lane in range(LANES):
         sums[chunk, 0] += l1[lane]
         sums[chunk, 1] += l2[lane]
         peaks[chunk] = max(peaks[chunk], peak[lane])
@@ -142,8 +132,8 @@ def _describe_chunk(
     turned = np.zeros(2 * SKETCH_WIDTH, np.float32)
     for word in range(CHUNK_ELEMS // SKETCH_WIDTH):
         number = np.uint64(first_word + chunk * (CHUNK_ELEMS // SKETCH_WIDTH) + word)
-        signs = _mixed(key + number * _GOLDEN)
-        turn = np.int64(_mixed(signs) & np.uint64(SKETCH_WIDTH - 1))
+        signs = mixed(key + number * GAMMA)
+        turn = np.int64(mixed(signs) & np.uint64(SKETCH_WIDTH - 1))
         lanes = turned[turn : turn + SKETCH_WIDTH]
         at = word * SKETCH_WIDTH
         for i in range(SKETCH_WIDTH):
@@ -151,16 +141,6 @@ def _describe_chunk(
             lanes[i] += -d if (signs >> np.uint64(i)) & 1 else d
     for i in range(SKETCH_WIDTH):
         sketches[chunk, i] += turned[i] + turned[i + SKETCH_WIDTH]
-
-
-@numba.njit(inline="always")
-def _mixed(word: Any) -> Any:
-    """SplitMix64's output function: 64 well-mixed bits of a counter, uint64 or an array of them."""
-    word ^= word >> np.uint64(30)
-    word *= np.uint64(0xBF58476D1CE4E5B9)
-    word ^= word >> np.uint64(27)
-    word *= np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
 
 
 def sample_elems(
@@ -176,7 +156,7 @@ def sample_elems(
     parts = np.arange(SAMPLE_WIDTH)
     numbers = ((starts // grid.block_elems) * SAMPLE_WIDTH + parts).astype(np.uint64)
     with np.errstate(over="ignore"):
-        draws = _mixed.py_func(~key + numbers * _GOLDEN) >> np.uint64(40)
+        draws = mixed.py_func(~key + numbers * GAMMA) >> np.uint64(40)
     elems: npt.NDArray[np.int64] = starts + (
         (parts + draws * 2.0**-24) * lengths / SAMPLE_WIDTH
     ).astype(np.int64)

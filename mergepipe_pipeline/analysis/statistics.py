@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.analysis.kernels import (
-    CHUNK_ELEMS,
     describe,
     describe_bfloat16,
     sample_elems,
 )
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, DeltaWindow, Family, WindowReader
 from mergepipe_pipeline.digest import new_hash, sha256_hex
+from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model

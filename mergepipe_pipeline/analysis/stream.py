@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
-from mergepipe_pipeline.analysis.kernels import CHUNK_ELEMS
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.reader import BlockReader

@@ -29,6 +29,7 @@ class SourcePool:
     def __init__(self, plan: MergePlan) -> None:
         self._stack = ExitStack()
         self._readers: dict[tuple[int, bool], BlockReader] = {}
+        self._before: dict[tuple[int, bool], BlockReader] = {}
         self._plan = plan
         self._lock = threading.Lock()
 
@@ -51,9 +52,17 @@ class SourcePool:
         """The ungated reader of the base (or of the model that stands in for one)."""
         return self._reader(source, gated=False)
 
+    def expert_before(self, source: int) -> BlockReader:
+        """As `expert`, for bytes that the merge itself will read and count."""
+        return self._reader(source, gated=True, before=True)
+
+    def base_before(self, source: int) -> BlockReader:
+        """As `base`, for bytes that the merge itself will read and count."""
+        return self._reader(source, gated=False, before=True)
+
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if any file read so far is not the planned one any more."""
-        for reader in self._readers.values():
+        for reader in (*self._readers.values(), *self._before.values()):
             reader.verify_unchanged()
 
     def bytes_read(self) -> tuple[int, int]:
@@ -63,12 +72,12 @@ class SourcePool:
             counts[0 if gated else 1] += reader.bytes_read
         return counts[0], counts[1]
 
-    def _reader(self, source: int, *, gated: bool) -> BlockReader:
-        key = (source, gated)
+    def _reader(self, source: int, *, gated: bool, before: bool = False) -> BlockReader:
+        key, readers = (source, gated), self._before if before else self._readers
         with self._lock:  # one reader per source: workers ask at once, and each counts its bytes
-            if key not in self._readers:
-                self._readers[key] = self._open(self._plan.sources[source], source, gated=gated)
-            return self._readers[key]
+            if key not in readers:
+                readers[key] = self._open(self._plan.sources[source], source, gated=gated)
+            return readers[key]
 
     def _open(self, planned: Source, number: int, *, gated: bool) -> BlockReader:
         checkpoint = open_checkpoint(planned.root, planned.name, probes=False)

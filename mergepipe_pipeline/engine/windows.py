@@ -31,16 +31,15 @@ class EngineOptions:
         """Windows in flight: one per worker, and the one being written."""
         return self.threads + 1
 
-    def window_for(self, n_experts: int, itemsize: int, row_elems: int = 1) -> int:
-        """Window length in elements for a tensor with `n_experts` inputs of `itemsize` bytes.
+    def window_for(self, bytes_per_elem: int, row_elems: int = 1) -> int:
+        """Window length in elements for a tensor whose windows hold so many bytes per element.
 
         A multiple of `row_elems`, so a row longer than a window is held whole.
         """
         if self.window_elems is not None:
             elems = self.window_elems
         else:
-            held = (n_experts + 1) * (itemsize + 4) + 4 * 6
-            fits = self.memory_bytes // (self.slots * held)
+            fits = self.memory_bytes // (self.slots * bytes_per_elem)
             elems = int(max(_QUANTUM, min(1 << 18, fits // _QUANTUM * _QUANTUM)))
         return max(1, elems // row_elems) * row_elems
 

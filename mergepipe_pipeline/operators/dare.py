@@ -6,9 +6,10 @@ norm, a fact of the plan; the papers divide each kept element by its probability
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mergepipe_pipeline.operators import mix
+from mergepipe_pipeline.operators import describe, mix
+from mergepipe_pipeline.operators.fused import Fused, FusedRow
 from mergepipe_pipeline.operators.mix import Normalize, Rescale
 from mergepipe_pipeline.operators.registry import (
     ONE_EACH,
@@ -22,6 +23,7 @@ from mergepipe_pipeline.operators.registry import (
     operator,
 )
 from mergepipe_pipeline.operators.sparsify import check_drop, check_ranked, drop, drop_by_rank
+from mergepipe_pipeline.spec.plan import TensorTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +57,31 @@ def _dare_coefficients(
     return tuple(c / d if 0 < d < 1 else c for c, d in zip(plain, density, strict=True))
 
 
+def _fused_rows(
+    task: TensorTask,
+    weight: PerModel,
+    density: PerModel,
+    rescale: bool,
+    variant: str,
+    **_: object,
+) -> list[FusedRow | None]:
+    inverse = variant == "paper"
+    return describe.sparsified(task, weight, density, "drop", rescale=rescale, inverse=inverse)
+
+
+def _fused_sum(
+    task: TensorTask, weight: PerModel, normalize: bool, lambda_: float, **sparsing: Any
+) -> Fused:
+    rows = _fused_rows(task, weight, **sparsing)
+    return describe.update(rows, weight, normalize, lambda_)
+
+
+def _fused_vote(
+    task: TensorTask, weight: PerModel, normalize: bool, lambda_: float, **sparsing: Any
+) -> Fused:
+    return describe.vote(_fused_rows(task, weight, **sparsing), normalize, lambda_)
+
+
 def _drop_all(window: Window, density: PerModel, rescale: bool, variant: str) -> None:
     for k, share in enumerate(density):
         drop(window, k, share)
@@ -82,6 +109,7 @@ def _drop_all_by_rank(
     reference="https://arxiv.org/abs/2311.03099",
     coefficients=_dare_coefficients,
     check=_check_drop,
+    fused=_fused_sum,
 )
 def dare_linear(
     window: Window,
@@ -108,6 +136,7 @@ def dare_linear(
     reference="https://arxiv.org/abs/2311.03099",
     coefficients=_dare_coefficients,
     check=_check_drop,
+    fused=_fused_vote,
 )
 def dare_ties(
     window: Window,

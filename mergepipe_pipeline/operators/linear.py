@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.operators import describe
+from mergepipe_pipeline.operators.fused import Fused
 from mergepipe_pipeline.operators.registry import PerModel, Weight, Window, operator
+from mergepipe_pipeline.spec.plan import TensorTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +31,11 @@ def _coefficients(weight: PerModel, normalize: bool) -> tuple[float, ...]:
     return tuple(w / total for w in weight)
 
 
+def _fused(task: TensorTask, weight: PerModel, normalize: bool) -> Fused:
+    _check(task.name, task.shape, weight, normalize)
+    return describe.values(weight, normalize)
+
+
 @operator(
     "linear",
     space="value",
@@ -36,6 +44,7 @@ def _coefficients(weight: PerModel, normalize: bool) -> tuple[float, ...]:
     reference="https://arxiv.org/abs/2203.05482",
     coefficients=_coefficients,
     check=_check,
+    fused=_fused,
 )
 def linear(
     window: Window,

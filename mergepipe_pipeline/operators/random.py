@@ -1,19 +1,46 @@
 """The one home of random numbers in a merge: numbered, never drawn in order.
 
-Element e of a tensor owns the 32-bit uniform number e of a Philox stream; the stream belongs to
-(seed, expert position, tensor name). So any slice can be had by itself, and block sizes, threads
-and retries change nothing. `sparsify` drops with it, `analysis` sums what is kept.
+Element e of a tensor owns the 32-bit uniform number e of a stream; the stream belongs to (seed,
+expert position, tensor name). So any slice can be had by itself, and block sizes, threads and
+retries change nothing. Stream k is the SplitMix64 generator seeded with k, whose state after w
+steps is k + w · GAMMA; word w is numbers 2w (its low half) and 2w + 1. `random_kernel` makes the
+same numbers inside compiled loops; this file needs NumPy alone, and is what it is tested against.
+
+Measured in cache, ns per element: compiled 0.13 (AVX-512) or 0.38 (AVX2, which has no 64-bit
+multiplication), here 1.6, NumPy's Philox4x64 2.4. Mixing 32-bit words gains nothing: it takes two
+rounds to mix in a key and costs 0.23 or 0.27.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.digest import digest_json
 
-#: One step of the Philox counter gives four 64-bit words.
-_PER_STEP = 8
+#: From one state of SplitMix64 to the next: 2**64 over the golden ratio.
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def stream_key(seed: int, position: int, tensor: str) -> np.uint64:
+    """The key of an expert's stream for a tensor. `position` is its place in the recipe."""
+    return np.uint64(int(digest_json(["keep_mask", seed, position, tensor])[:16], 16))
+
+
+def mixed(states: Any) -> Any:
+    """SplitMix64's output: 64 well-mixed bits of each state, uint64 or an array, changed in place.
+
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; multipliers
+    of Stafford's variant 13.
+    """
+    states ^= states >> np.uint64(30)
+    states *= np.uint64(0xBF58476D1CE4E5B9)
+    states ^= states >> np.uint64(27)
+    states *= np.uint64(0x94D049BB133111EB)
+    states ^= states >> np.uint64(31)
+    return states
 
 
 def uniforms(
@@ -21,14 +48,17 @@ def uniforms(
 ) -> npt.NDArray[np.uint32]:
     """The numbers of elements [start_elem, start_elem + n), uniform over all 32-bit ones.
 
-    Uint32 [n]. `position` is the expert's place in the recipe.
-    Source: Philox4x64-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    Uint32 [n].
     """
-    key = int(digest_json(["keep_mask", seed, position, tensor])[:32], 16)
-    first, skip = divmod(start_elem, _PER_STEP)
-    stream = np.random.Philox(key=key, counter=first)
-    words = stream.random_raw((skip + n + 1) // 2).astype("<u8", copy=False)
-    return words.view("<u4")[skip : skip + n]
+    first, skip = divmod(start_elem, 2)
+    steps = np.arange(first + 1, first + 1 + (skip + n + 1) // 2, dtype=np.uint64)
+    words: npt.NDArray[np.uint64] = mixed(stream_key(seed, position, tensor) + steps * GAMMA)
+    return words.astype("<u8", copy=False).view("<u4")[skip : skip + n]
+
+
+def keep_below(density: float) -> int:
+    """Elements with numbers below this are kept: in [0, 2**32], for any density."""
+    return min(max(round(density * 2**32), 0), 2**32)
 
 
 def keep_mask(
@@ -36,10 +66,9 @@ def keep_mask(
 ) -> npt.NDArray[np.bool_]:
     """Which of elements [start_elem, start_elem + n) are kept, each with probability `density`.
 
-    Bool [n]. Density 0 keeps none and 1 keeps all; between, an element is kept iff its number is
-    below round(density · 2**32).
+    Bool [n]. Density 0 keeps none and 1 keeps all; between, `keep_below` says which.
     """
-    threshold = round(density * 2**32)
-    if threshold <= 0 or threshold >= 2**32:
-        return np.full(n, threshold > 0)
-    return uniforms(seed, position, tensor, start_elem, n) < np.uint32(threshold)
+    below = keep_below(density)
+    if below in (0, 2**32):
+        return np.full(n, below > 0)
+    return uniforms(seed, position, tensor, start_elem, n) < np.uint32(below)

@@ -23,6 +23,7 @@ from typing import (
 )
 
 from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.operators.fused import Fused
 from mergepipe_pipeline.operators.measure import Measure
 from mergepipe_pipeline.spec.operator import (
     BaseUse,
@@ -102,7 +103,8 @@ class Operator:
     work for a tensor of that shape. `measures` are what must be known of whole tensors first, and
     `settle(params, model_params, measured)` turns it into the task's `facts`. `response(params)`
     says how its error is bounded. `choose(params, model_params, facts)` names the operator to apply
-    instead, for a method that only chooses.
+    instead, for a method that only chooses. `fused(task)` describes `apply` on a tensor to a
+    compiled kernel, where there is one.
     """
 
     schema: OperatorSchema
@@ -115,6 +117,7 @@ class Operator:
         lambda params, model_params, measured: measured
     )
     choose: Callable[[Params, Sequence[Params], tuple[float, ...]], Choosing] | None = None
+    fused: Callable[[TensorTask], Fused] | None = None
 
 
 def operator(
@@ -134,6 +137,7 @@ def operator(
     settle: Callable[..., tuple[float, ...]] | None = None,
     response_of: Callable[..., Response] | None = None,
     choose: Callable[..., Choosing] | None = None,
+    fused: Callable[..., Fused] | None = None,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register `function(window, *, parameters…) -> Tensor` as the merge method `name`.
 
@@ -141,9 +145,9 @@ def operator(
     `Annotated[float | bool | int | Literal[texts], help]` once per tensor, either with an `AtLeast`
     behind the help; a trailing underscore is dropped (`lambda_`). `check(tensor, shape, **values)`
     and `coefficients(**values)` get the same values; `settle(measured, **values)` and
-    `choose(facts, **values)` too. Without `coefficients` the facts are factors: the base's first,
-    then the experts'. `response_of(**method parameters)` is for methods whose response depends on
-    them.
+    `choose(facts, **values)` and `fused(task, **values)` too. Without `coefficients` the facts are
+    factors: the base's first, then the experts'. `response_of(**method parameters)` is for methods
+    whose response depends on them.
 
     Raises OperatorError for a name that is taken and for an argument without type or help.
     """
@@ -213,6 +217,11 @@ def operator(
             assert choose is not None
             return choose(facts, **bind(schema, f"method {name}", params, model_params))
 
+        def fused_for(task: TensorTask) -> Fused:
+            assert fused is not None
+            values = bind(schema, task.name, task.params, [e.params for e in task.experts])
+            return fused(task, **values)
+
         OPERATORS[name] = Operator(
             schema,
             apply,
@@ -222,6 +231,7 @@ def operator(
             tuple(measures),
             settled,
             chosen if choose else None,
+            fused_for if fused else None,
         )
         return function
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.random import keep_mask, uniforms
 from mergepipe_pipeline.operators.registry import PerModel, Window
-from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,8 @@ def trim(window: Window, expert: int, density: float) -> None:
     Source: TIES-Merging (https://arxiv.org/abs/2306.01708), per tensor as in mergekit.
     """
     if 0 < density < 1:
-        trim_(window.experts[expert], _rule(window, expert, density), window.start_elem)
+        rule = trim_rule(window.task, expert, density)
+        trim_(window.experts[expert], rule, window.start_elem)
     elif density <= 0:
         window.experts[expert].zero_()
 
@@ -140,6 +141,20 @@ def _ascending(rows: Tensor) -> npt.NDArray[np.uint32]:
     return key.astype(np.uint32)
 
 
+def trim_rule(task: TensorTask, expert: int, density: float) -> TrimRule:
+    """The rule that the plan brings for a trim. Raises OperatorError if it brings none."""
+    rule = task.experts[expert].trim
+    if rule is None:
+        raise OperatorError(
+            "A trim has no threshold",
+            where=f"tensor {task.name}, expert {expert}",
+            expected=f"a rule for density {density}",
+            found="none in the plan",
+            next_step="analyze the experts and plan again",
+        )
+    return rule
+
+
 def trim_count(numel: int, density: float) -> int:
     """How many of `numel` elements a trim to `density` in (0, 1) keeps: int(d·N), at least one."""
     return min(numel, max(1, int(density * numel)))
@@ -180,19 +195,6 @@ def check_ranked(tensor: str, density: PerModel, epsilon: PerModel) -> None:
                 found=f"density {d}, epsilon {e}",
                 next_step="lower epsilon",
             )
-
-
-def _rule(window: Window, expert: int, density: float) -> TrimRule:
-    rule = window.task.experts[expert].trim
-    if rule is None:
-        raise OperatorError(
-            "A trim has no threshold",
-            where=f"tensor {window.task.name}, expert {expert}",
-            expected=f"a rule for density {density}",
-            found="none in the plan",
-            next_step="analyze the experts and plan again",
-        )
-    return rule
 
 
 def _split(delta: Tensor, rule: TrimRule, start_elem: int) -> tuple[Tensor, Tensor, float]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators import mix
+from mergepipe_pipeline.operators import describe, mix
+from mergepipe_pipeline.operators.fused import Fused, FusedRow
 from mergepipe_pipeline.operators.mix import Normalize, Rescale
 from mergepipe_pipeline.operators.registry import (
     ONE_EACH,
@@ -25,6 +26,7 @@ from mergepipe_pipeline.operators.registry import (
     operator,
 )
 from mergepipe_pipeline.operators.sparsify import band, trim
+from mergepipe_pipeline.spec.plan import TensorTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,11 +65,59 @@ def _band_all(window: Window, density: PerModel, rescale: bool) -> None:
         mix.rescale_to_norm(window, density)
 
 
+def _fused_sum(
+    task: TensorTask, weight: PerModel, normalize: bool, lambda_: float, **_: object
+) -> Fused:
+    return describe.update([FusedRow(w) for w in weight], weight, normalize, lambda_)
+
+
+def _fused_ties(
+    task: TensorTask,
+    weight: PerModel,
+    density: PerModel,
+    normalize: bool,
+    rescale: bool,
+    lambda_: float,
+    variant: str,
+    **_: object,
+) -> Fused:
+    weight = _without_weights(weight, variant)
+    rows = describe.sparsified(task, weight, density, "trim", rescale=rescale)
+    return describe.vote(rows, normalize, lambda_)
+
+
+def _fused_band(
+    task: TensorTask,
+    weight: PerModel,
+    density: PerModel,
+    normalize: bool,
+    rescale: bool,
+    lambda_: float,
+    **_: object,
+) -> Fused:
+    rows = describe.sparsified(task, weight, density, "band", rescale=rescale)
+    return describe.update(rows, weight, normalize, lambda_)
+
+
+def _fused_band_vote(
+    task: TensorTask,
+    weight: PerModel,
+    density: PerModel,
+    normalize: bool,
+    rescale: bool,
+    lambda_: float,
+    **_: object,
+) -> Fused:
+    rows = describe.sparsified(task, weight, density, "band", rescale=rescale)
+    return describe.vote(rows, normalize, lambda_)
+
+
 @operator(
     "task_arithmetic",
     formula="B + λ Σ wᵢδᵢ, the sum divided by Σ wᵢ if normalize",
     reference="https://arxiv.org/abs/2212.04089",
     coefficients=mix.coefficients,
+    fused=_fused_sum,
 )
 def task_arithmetic(
     window: Window,
@@ -91,6 +141,7 @@ def task_arithmetic(
     reference="https://arxiv.org/abs/2306.01708",
     coefficients=_ties_coefficients,
     check=_check_ties,
+    fused=_fused_ties,
 )
 def ties(
     window: Window,
@@ -124,6 +175,7 @@ def ties(
     "the largest magnitudes, then the smallest down to the density",
     reference="https://arxiv.org/abs/2312.06795",
     coefficients=mix.coefficients,
+    fused=_fused_band,
 )
 def breadcrumbs(
     window: Window,
@@ -152,6 +204,7 @@ def breadcrumbs(
     formula="d̃ᵢ = wᵢ·band(δᵢ) as in breadcrumbs; then as ties",
     reference="https://arxiv.org/abs/2312.06795",
     coefficients=mix.coefficients,
+    fused=_fused_band_vote,
 )
 def breadcrumbs_ties(
     window: Window,

@@ -53,14 +53,16 @@ def ask(
     raw: RawRecipe,
     *,
     progress: Progress | None = None,
+    for_parts: bool = False,
     **planning: Unpack[Planning],
 ) -> Asked:
     """A recipe's question, and what its budget buys; raises what planning raises.
 
-    As for a plan, earlier stages are merged and unknown experts analysed.
+    As for a plan, earlier stages are merged and unknown experts analysed. `for_parts` is needed to
+    ask about other budgets than the recipe's.
     """
     checked, results = ready(home, raw, progress=progress, **planning)
-    learned = learn(home, checked, progress, unnamed=results)
+    learned = learn(home, checked, progress, unnamed=results, for_parts=for_parts)
     recipe, question = checked.recipe, learned.builder().question()
     choice = bought(question, recipe.budget, recipe.strategy)
     return Asked(recipe, _experts(learned), question, choice, learned.read)

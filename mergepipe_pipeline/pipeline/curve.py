@@ -35,7 +35,7 @@ def curve(
     **planning: Unpack[Planning],
 ) -> Told:
     """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
-    return _told(ask(home, raw, progress=progress, **planning), shares)
+    return _told(ask(home, raw, progress=progress, for_parts=True, **planning), shares)
 
 
 def curve_of_plan(

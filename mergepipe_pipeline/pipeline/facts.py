@@ -15,7 +15,7 @@ from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Fact as Kind
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION, ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.warehouse import Warehouse
@@ -55,6 +55,7 @@ class FactTables:
     trims: dict[Place, TrimRule] = field(default_factory=dict)
     outliers: dict[Place, TrimRule] = field(default_factory=dict)
     scales: dict[Place, float] = field(default_factory=dict)
+    l1s: dict[Place, float] = field(default_factory=dict)
 
 
 class ExpertFacts:
@@ -72,15 +73,23 @@ class ExpertFacts:
         self._expert, self._base, self._stats = expert, base, stats
         self._progress = progress or Silent()
 
-    def add(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
-        """Add the facts of `kind` for all of `wanted` to `tables`."""
+    def add(
+        self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables, *, in_full: bool
+    ) -> None:
+        """Add the facts of `kind` for all of `wanted` to `tables`.
+
+        A merge `in_full` reads every tensor anyway, so it can find for itself what a random drop
+        leaves; for a part of it, only a pass beforehand can.
+        """
         active = [s for s in wanted if 0 < s.density < 1]
         if kind == "trim":
             self._add_trims(active, tables)
         elif kind == "band":
             self._add_bands(active, tables)
         rescaled = [s for s in active if _rescales(s.params)]
-        if rescaled and kind != "none":
+        if kind == "drop" and in_full:
+            self._leave_scales_open(rescaled, tables)
+        elif rescaled and kind != "none":
             self._add_scales(kind, rescaled, tables)
 
     def _add_trims(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
@@ -118,6 +127,11 @@ class ExpertFacts:
                         fresh[by_key[s]] = (rule.threshold_bits, rule.tie_stop_elem)
             known |= self._remember("keep-largest", fresh)
         return {s: TrimRule(*map(int, known[by_key[s]])) for s in keeps}
+
+    def _leave_scales_open(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        for s in wanted:
+            tables.scales[s.place] = 1 / s.density
+            tables.l1s[s.place] = self._stats.by_pair[s.pair].l1
 
     def _add_scales(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
         by_key = {s: _scale_key(kind, s) for s in wanted}
@@ -172,14 +186,17 @@ def _rescales(params: Params) -> bool:
 
 
 def _scale_key(kind: Kind, s: Sparsified) -> str:
-    """What a rescale factor depends on: the elements kept, and for a random drop its numbers."""
+    """What a rescale factor depends on: the elements kept, and for a random drop its numbers.
+
+    These may change with the engine.
+    """
     parts = [_name(s.pair), repr(s.density)]
     if kind == "band":
         parts.append(repr(s.number("gamma")))
     if kind == "ranked":
         parts.append(repr(s.number("epsilon")))
     if kind in ("drop", "ranked"):
-        parts += [str(s.seed), str(s.position), s.place[0]]
+        parts += [f"engine {ENGINE_VERSION}", str(s.seed), str(s.position), s.place[0]]
     return "#".join(parts)
 
 

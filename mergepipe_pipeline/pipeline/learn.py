@@ -30,7 +30,7 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Choosing, Fact
 from mergepipe_pipeline.spec.plan import TensorTask
-from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.spec.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -86,10 +86,12 @@ def learn(
     progress: Progress | None = None,
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
+    for_parts: bool = False,
 ) -> Learned:
     """Register the recipe's checkpoints and analyse what is not known of them.
 
-    Checkpoints in `unnamed` are not registered.
+    Checkpoints in `unnamed` are not registered. What merging in full can find by itself is learned
+    only for a budget, or if `for_parts` says that parts of a merge will be looked at.
     """
     recipe = checked.recipe
     models = _with_tokens(home, checked)
@@ -98,8 +100,9 @@ def learn(
     stats, read = _stats(home, checked, models, merged, progress)
     measured = measured_facts(home, recipe, models, merged, progress)
     chosen = choose_operators(recipe, merged, measured)
-    tables = _facts(home, recipe, models, merged, stats, chosen, progress)
-    facts = TensorFacts(tables.trims, tables.outliers, tables.scales, measured, chosen)
+    in_full = recipe.budget == Budget() and not for_parts
+    tables = _facts(home, recipe, models, merged, stats, chosen, progress, in_full=in_full)
+    facts = TensorFacts(tables.trims, tables.outliers, tables.scales, measured, chosen, tables.l1s)
     profile = storage_profile(home)
     seek_nbytes = profile.seek_nbytes if profile else 0
     return Learned(checked, tuple(models), stats, facts, read, seek_nbytes)
@@ -186,6 +189,8 @@ def _facts(
     stats: Stats,
     chosen: Mapping[str, Choosing],
     progress: Progress | None,
+    *,
+    in_full: bool,
 ) -> FactTables:
     """Facts of single experts that the operators ask for."""
     wanted: dict[tuple[int, int, Fact], list[Sparsified]] = {}
@@ -212,5 +217,5 @@ def _facts(
     tables = FactTables()
     for (expert, base, fact), places in wanted.items():
         finder = ExpertFacts(home, models[expert], models[base], stats[expert, base], progress)
-        finder.add(fact, places, tables)
+        finder.add(fact, places, tables, in_full=in_full)
     return tables

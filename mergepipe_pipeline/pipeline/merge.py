@@ -7,7 +7,9 @@ that were running; everything before is found again by key.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +26,10 @@ from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.engine.execute import LayerRunner
+    from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+
+#: Finished layers that may wait for the disk.
+_WAITING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +108,14 @@ def merge_layers(
         (progress or Silent()).task(f"merge {plan.recipe_name}", total) as advance,
         _LayerMerger(home, plan, knobs or EngineKnobs(), advance) as merger,
     ):
-        for layer in wanted:
-            yield merger.merge(layer)
+        yield from merger.merge(wanted)
 
 
 class _LayerMerger:
     """Looks a layer up, or runs it and records it.
 
-    The engine starts with the first layer it is needed for.
+    The engine starts with the first layer it is needed for. Making a layer durable waits for the
+    disk, so that happens in a thread beside the next one's arithmetic.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class _LayerMerger:
         self._stack = ExitStack()
         self._runner: LayerRunner | None = None
         self._staging: Path | None = None
+        self._keeper = ThreadPoolExecutor(1)
 
     def __enter__(self) -> _LayerMerger:
         return self
@@ -131,16 +137,40 @@ class _LayerMerger:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._keeper.shutdown()  # before staging goes: what the engine has finished is kept
         self._stack.close()
 
-    def merge(self, layer: LayerTask) -> LayerOutcome:
-        """One layer, from the action cache or by the engine."""
+    def merge(self, layers: Sequence[LayerTask]) -> Iterator[LayerOutcome]:
+        """Layers in order, from the action cache or by the engine, each when it is durable.
+
+        If one fails, those before it are given first.
+        """
+        pending: deque[Future[LayerOutcome]] = deque()
+        try:
+            for layer in layers:
+                pending.append(self._start(layer))
+                while pending and (len(pending) > _WAITING or pending[0].done()):
+                    yield pending.popleft().result()
+        except Exception:
+            while pending:
+                yield pending.popleft().result()
+            raise
+        while pending:
+            yield pending.popleft().result()
+
+    def _start(self, layer: LayerTask) -> Future[LayerOutcome]:
+        """Find or run a layer; the result is there when it is safe."""
         known = self._store.lookup(layer.layer_key)
         if known is not None:
-            return LayerOutcome(layer.name, layer.layer_key, known, True, 0, 0, 0.0, 0)
+            done: Future[LayerOutcome] = Future()
+            done.set_result(LayerOutcome(layer.name, layer.layer_key, known, True, 0, 0, 0.0, 0))
+            return done
         runner, staging = self._engine()
         path = staging / f"{layer.name}.safetensors"
         result = runner.run(layer, path, self._advance)
+        return self._keeper.submit(self._keep, layer, path, result)
+
+    def _keep(self, layer: LayerTask, path: Path, result: LayerResult) -> LayerOutcome:
         stored = StoredObject(result.sha256, result.nbytes, result.tensors)
         self._store.adopt(path, stored)
         self._store.record(layer.layer_key, stored)

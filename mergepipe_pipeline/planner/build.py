@@ -153,6 +153,7 @@ class PlanBuilder:
                         trim=self._facts.trims.get((t.name, i)),
                         outliers=self._facts.outliers.get((t.name, i)),
                         scale=self._facts.scales.get((t.name, i), 1.0),
+                        l1=self._facts.l1s.get((t.name, i)),
                     )
                 )
             out[t.name] = TensorTask(

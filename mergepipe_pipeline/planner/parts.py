@@ -7,7 +7,7 @@ to in `predict` and `bounds`; `build` makes the tasks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -51,7 +51,7 @@ class TensorFacts:
     """Facts of whole tensors, by (output tensor, input number) or by output tensor.
 
     `chosen`: the operator, its parameters per tensor and per model, and the reason, where the
-    recipe's method leaves the choice open.
+    recipe's method leaves the choice open. `l1s` are norms of deltas whose scale is a guess.
     """
 
     trims: Mapping[tuple[str, int], TrimRule]
@@ -59,6 +59,7 @@ class TensorFacts:
     scales: Mapping[tuple[str, int], float]
     measured: Mapping[str, tuple[float, ...]]
     chosen: Mapping[str, Choosing]
+    l1s: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What will be read and computed: all that the engine knows, and the identity of its result.
 
 `identity()` of a task covers what determines output bits and nothing else: content digests,
-operator with resolved parameters, covered ranges, dtypes. Paths, block size, budget and estimates
-stay out, so equal work has equal ids wherever and however it was planned.
+operator with resolved parameters, covered ranges, dtypes. Rescale factors follow from these. Paths,
+block size, budget and estimates stay out, so equal work has equal ids wherever and however it was
+planned.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.spec.view import LowRank, Part, Run, TensorView
 
 #: Part of every layer key: raised when the engine or an operator changes its bits.
-ENGINE_VERSION = "2"
+ENGINE_VERSION = "3"
 
 
 #: What may be set in a config.json.
@@ -59,7 +60,8 @@ class ExpertInput:
     those fetched for it: `covered` without blocks whose delta is known to be zero. Outside, the
     expert equals the base. A low-rank view is covered and read in whole or not at all. `trim`,
     `outliers` and `scale` are tensor-scope facts the operator asked for; what `outliers` keeps is
-    dropped.
+    dropped. With `l1` (‖δ‖₁ of the whole tensor), `scale` is a guess: the engine finds the factor
+    that gives what a random drop leaves this norm.
     """
 
     position: int
@@ -71,6 +73,7 @@ class ExpertInput:
     trim: TrimRule | None = None
     outliers: TrimRule | None = None
     scale: float = 1.0
+    l1: float | None = None
 
     @property
     def read_nbytes(self) -> int:
@@ -137,7 +140,6 @@ class TensorTask:
                     e.covered,
                     _rule(e.trim),
                     _rule(e.outliers),
-                    e.scale,
                 ]
                 for e in self.experts
             ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mergepipe_pipeline.dtypes import itemsize
@@ -73,6 +75,13 @@ class ExpertRow:
         if self._update:
             self._update.add_to(self._inside(row), self._start)
 
+    def bits(self, n: int) -> npt.NDArray[np.uint16] | None:
+        """The window's n elements as bits of bfloat16, where T is stored so and all was read."""
+        whole = self._parts == ((self._start, self._start + n),)
+        if not whole or self._view.dtype != "BF16" or self._update or self._view.is_delta:
+            return None
+        return self._bytes(self._start, self._start + n).view(np.uint16)
+
     def _is_whole(self, row: torch.Tensor) -> bool:
         return self._parts == ((self._start, self._start + len(row)),)
 
@@ -106,6 +115,12 @@ class BaseRow:
     def raw(self) -> Bytes:
         """The fetched bytes as stored."""
         return self._buffer[: self._n * itemsize(self._view.dtype)]
+
+    @property
+    def bits(self) -> npt.NDArray[np.uint16] | None:
+        """The fetched elements as bits of bfloat16, where they are stored so and are all."""
+        is_plain = self._view.dtype == "BF16" and self._update is None
+        return self.raw.view(np.uint16) if is_plain else None
 
     def values(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """[n] float32 of what was fetched, with the low-rank update if there is one.

@@ -24,7 +24,7 @@ from mergepipe_pipeline.spec.stats import ExpertStats
 from tests.analysis.pairs import analyze_one, delta_of, on_disk, windows_of
 from tests.kinds import KINDS, make_kinds
 from tests.oracles import band_keep, l1_scale, rank_probability, trim_keep
-from tests.stored import Stored, encode
+from tests.stored import Stored, decode, encode
 
 GRID = BlockGrid(4096)
 W = ("w", "w")
@@ -139,6 +139,14 @@ def test_scales_do_not_depend_on_windows(kind: Fact) -> None:
     expert, base = pair(30000, 1)
     found = {scale(expert, base, kind, params, w) for w in (4096, 8192, 1 << 20)}
     assert len(found) == 1
+
+
+def test_a_pair_stored_in_float32_has_the_scale_of_the_same_pair_in_bfloat16() -> None:
+    narrow = pair(30000, 6)
+    wide = [encode(decode(s), "F32") for s in narrow]
+    for density in (0.1, 0.5):
+        params = {"density": density}
+        assert scale(*wide, "drop", params) == scale(*narrow, "drop", params)
 
 
 def test_windows_without_a_difference_add_nothing_to_a_scale() -> None:

@@ -10,37 +10,34 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.engine.windows import EngineOptions, cut
 from mergepipe_pipeline.engine.workspace import Desk
 
-SIZES = st.sampled_from([1, 2, 4, 8])
+HELD = st.integers(1, 2000)
 
 
 @given(
-    experts=st.integers(0, 64),
-    itemsize=SIZES,
+    bytes_per_elem=HELD,
     row_elems=st.integers(1, 100_000),
     window_elems=st.none() | st.integers(1, 100_000),
 )
 def test_a_window_holds_whole_rows_and_at_least_one(
-    experts: int, itemsize: int, row_elems: int, window_elems: int | None
+    bytes_per_elem: int, row_elems: int, window_elems: int | None
 ) -> None:
-    n = EngineOptions(window_elems=window_elems).window_for(experts, itemsize, row_elems)
+    n = EngineOptions(window_elems=window_elems).window_for(bytes_per_elem, row_elems)
     assert n >= row_elems
     assert n % row_elems == 0
     if window_elems is not None:
         assert n <= max(window_elems, row_elems)
 
 
-@given(experts=st.integers(0, 64), itemsize=SIZES, threads=st.integers(1, 16))
-def test_all_windows_in_flight_fit_the_memory(experts: int, itemsize: int, threads: int) -> None:
+@given(bytes_per_elem=HELD, threads=st.integers(1, 16))
+def test_all_windows_in_flight_fit_the_memory(bytes_per_elem: int, threads: int) -> None:
     options = EngineOptions(threads=threads)
-    n = options.window_for(experts, itemsize)
-    # Stored bytes and a float32 row per input, and what an operator makes of a few rows.
-    held = (experts + 1) * (itemsize + 4) * n
+    n = options.window_for(bytes_per_elem)
     assert options.slots == threads + 1
-    assert n == 4096 or options.slots * held <= options.memory_bytes
+    assert n == 4096 or options.slots * bytes_per_elem * n <= options.memory_bytes
 
 
-def test_windows_get_shorter_the_more_experts_there_are() -> None:
-    lengths = [EngineOptions(threads=3).window_for(k, 2) for k in (1, 4, 16, 64, 1000)]
+def test_windows_get_shorter_the_more_an_element_holds() -> None:
+    lengths = [EngineOptions(threads=3).window_for(k) for k in (8, 40, 400, 4000, 100_000)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1] >= 4096
 

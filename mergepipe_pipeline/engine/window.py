@@ -1,0 +1,124 @@
+"""One run of elements of one output tensor, from bytes to bytes: read, merge, cast.
+
+Everything lies on a `Desk`; what it gives is valid until the desk is used again. Which way a
+tensor goes, its job has decided.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mergepipe_pipeline.engine.jobs import Job
+from mergepipe_pipeline.engine.workspace import Desk
+from mergepipe_pipeline.operators.fused_kernel import FusedKernel, Stored, narrow
+from mergepipe_pipeline.operators.registry import Window as OperatorWindow
+from mergepipe_pipeline.spec.blocks import clip
+from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
+from mergepipe_pipeline.tensors.stored import Bytes, read_stored, torch_dtype
+
+#: Per element, the merge in float32.
+_RESULT_BYTES = 4
+
+
+class Window:
+    """Elements [start_elem, stop_elem) of a job's tensor, on a desk."""
+
+    def __init__(self, job: Job, desk: Desk, start_elem: int, stop_elem: int) -> None:
+        self._job, self._desk = job, desk
+        self._start, self._stop = start_elem, stop_elem
+        self._n = stop_elem - start_elem
+
+    def run(self) -> Bytes:
+        """Read what the plan allows, merge it, and give the window's output bytes."""
+        job, n = self._job, self._n
+        self._desk.clear(n * (sum(job.sizes) + _RESULT_BYTES), len(job.sizes) + 1)
+        base = self._fetch_base()
+        if job.is_copy:
+            return self._copied(base)
+        if job.kernel and job.is_stored_bfloat16:
+            return self._fused(job.kernel, *self._fetch_bits(base))
+        rows = self._fetch_rows(base)
+        values = base.values() if base else None
+        if job.kernel:
+            below = values.numpy() if values is not None else np.empty(0, np.float32)
+            return self._fused(job.kernel, below, rows.numpy(), np.arange(len(rows)))
+        assert job.operator is not None
+        merged = job.operator.apply(OperatorWindow(values, rows, job.task, self._start))
+        return to_bytes(merged, job.task.out_dtype)
+
+    def _fetch_base(self) -> BaseRow | None:
+        job, base = self._job, self._job.task.base
+        if base is None or not job.needs_base(self._start, self._stop):
+            return None
+        buffer = self._desk.take(self._n * job.sizes[-1])
+        row = BaseRow(job.sources.base, base.view, buffer, job.base_update)
+        row.fetch(self._start, self._stop)
+        return row
+
+    def _fetch_rows(self, base: BaseRow | None) -> torch.Tensor:
+        """[K, n] float32 rows of all experts: δ or T, as the operator wants them."""
+        job, task = self._job, self._job.task
+        experts = []
+        for e, size, update in zip(task.experts, job.sizes, job.updates, strict=False):
+            buffer = self._desk.take(self._n * size)
+            expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, update)
+            expert.fetch(self._start, self._stop)
+            experts.append(expert)
+        values = base.values() if base else None
+        rows = self._desk.rows(len(experts), self._n)
+        for row, expert in zip(rows, experts, strict=True):
+            (expert.delta if job.as_delta else expert.value)(row, values)
+        return rows
+
+    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, np.ndarray]:
+        """Bits of the base [n] and of the experts that have a part here [p, n], and their numbers.
+
+        An update leaves the others out: their δ is 0. Values have all: what is not read is B.
+        """
+        job, n = self._job, self._n
+        below = base.raw.view(np.uint16) if base else np.empty(0, np.uint16)
+        bits = self._desk.take(len(job.task.experts) * n * 2).view(np.uint16).reshape(-1, n)
+        present: list[int] = []
+        for k, e in enumerate(job.task.experts):
+            stop = min(self._stop, e.view.numel) if e.view.stored else self._start
+            parts = tuple(clip(e.read, self._start, stop))
+            if not parts and job.as_delta:
+                continue
+            row = bits[len(present)]
+            present.append(k)
+            if parts != ((self._start, self._stop),):
+                row[:] = 0 if e.view.is_delta else below
+            for a, b in parts:
+                piece = row[a - self._start : b - self._start].view(np.uint8)
+                read_stored(job.sources.expert, e.view, a, b, piece.data)
+        return below, bits[: len(present)], np.array(present, np.int64)
+
+    def _fused(
+        self, kernel: FusedKernel, base: Stored, experts: Stored, present: np.ndarray
+    ) -> Bytes:
+        task = self._job.task
+        merged = self._desk.take(self._n * 4).view(np.float32)
+        kernel.run(base, experts, present, self._start, merged)
+        return to_bytes(torch.from_numpy(merged), task.out_dtype)
+
+    def _copied(self, base: BaseRow | None) -> Bytes:
+        assert base is not None
+        task = self._job.task
+        assert task.base is not None
+        if task.base.view.dtype == task.out_dtype and not self._job.base_update:
+            return base.raw
+        return to_bytes(base.values(), task.out_dtype)
+
+
+def to_bytes(values: torch.Tensor, dtype: str) -> Bytes:
+    """The bytes of [n] float32 values cast once, to nearest even, to `dtype`."""
+    if dtype == "BF16":
+        bits = np.empty(len(values), np.uint16)
+        narrow(values.numpy(), bits)
+        return bits.view(np.uint8)
+    cast = values.to(torch_dtype(dtype))
+    if cast is values:  # the caller reuses its rows while these bytes are still being written
+        cast = values.clone()
+    out: Bytes = cast.view(torch.uint8).numpy()
+    return out

@@ -1,0 +1,92 @@
+"""What is measured is what was done, by all processes, from disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import limit, measure
+from tests.benchmarks.measure import WarmInputsError, make_cold, resident_nbytes, run
+from tests.benchmarks.rows import filesystem
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """A file of 8 MiB on a file system that has a page cache to drop."""
+    if filesystem(tmp_path).startswith(("tmpfs", "ramfs")):
+        pytest.skip("temporary files are in memory")
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(8 * MIB))
+    return file
+
+
+def test_a_dropped_file_is_not_resident(on_disk: Path) -> None:
+    assert resident_nbytes(on_disk) == 8 * MIB
+    make_cold([on_disk])
+    assert resident_nbytes(on_disk) == 0
+
+
+def test_half_a_file_read_is_half_resident(on_disk: Path) -> None:
+    make_cold([on_disk])
+    limit.read(str(on_disk), 4 * MIB, memoryview(bytearray(MIB)))
+    assert resident_nbytes(on_disk) == 4 * MIB
+
+
+def test_inputs_that_someone_keeps_in_memory_are_refused(
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_ATTEMPTS", 1)
+    with (
+        open(on_disk, "rb") as opened,
+        mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped,
+    ):
+        assert len(bytes(mapped)) == 8 * MIB
+        with pytest.raises(WarmInputsError, match=f"{on_disk}.*found {8 * MIB}"):
+            run(["true"], cold=[on_disk])
+
+
+def test_bytes_are_counted_once_they_come_from_disk(on_disk: Path) -> None:
+    command = ["cat", str(on_disk)]
+    cold = run(command, cold=[on_disk], warm_up=command)
+    warm = run(command)
+    assert 8 * MIB <= cold.storage_read_nbytes < 9 * MIB
+    assert warm.storage_read_nbytes < MIB
+
+
+def test_children_of_children_are_counted() -> None:
+    work = "x = bytearray(64 << 20); sum(range(3_000_000)); import time; time.sleep(0.3)"
+    command = f"{sys.executable} -c '{work}' & wait"
+    found = run(["bash", "-c", command])
+    assert 64 * MIB <= found.anon_nbytes < 128 * MIB
+    assert found.rss_nbytes >= found.anon_nbytes
+    assert found.cpu_s > 0.03
+    assert found.wall_s > 0.3
+    assert found.stopped is None
+
+
+def test_a_command_past_its_time_is_ended_and_says_so() -> None:
+    found = run(["bash", "-c", "sleep 30 & wait"], timeout_s=0.2)
+    assert found.stopped == "timeout"
+    assert 0.2 <= found.wall_s < 10
+    assert found.exit_code < 0
+
+
+def test_a_command_that_fails_is_no_measurement(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError, match="status 3"):
+        run(["bash", "-c", "exit 3"], log=tmp_path / "log")
+
+
+def test_the_limit_writes_what_it_is_told(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"x" * (3 * MIB + 5))
+    limit.main(["--read", f"{source}:{2 * MIB + 1}", "--write", f"{out}:{MIB + 7}"])
+    assert out.stat().st_size == MIB + 7
+    with pytest.raises(EOFError, match="ends 1 bytes early"):
+        limit.main(["--read", f"{source}:{3 * MIB + 6}"])
