@@ -143,6 +143,46 @@ def _describe_chunk(
         sketches[chunk, i] += turned[i] + turned[i + SKETCH_WIDTH]
 
 
+@numba.njit(nogil=True, cache=True)
+def count_in_bin(delta: npt.NDArray[np.float32], bin_: int, counts: npt.NDArray[np.uint32]) -> None:
+    """Count, by the lower bits of |δ|, the elements of `delta` [n] in bin `bin_` of the histogram.
+
+    Adds to `counts`, uint32 [2**HIST_SHIFT].
+    """
+    for start in range(0, len(delta), CHUNK_ELEMS):
+        _count_in_bin(delta[start : start + CHUNK_ELEMS], bin_, counts)
+
+
+@numba.njit(nogil=True, cache=True)
+def count_in_bin_bfloat16(
+    expert: npt.NDArray[np.uint16],
+    base: npt.NDArray[np.uint16],
+    bin_: int,
+    counts: npt.NDArray[np.uint32],
+) -> None:
+    """As `count_in_bin`, for δ = expert − base of bfloat16 elements by their bits, uint16 [n]."""
+    delta, below = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
+    for start in range(0, len(expert), CHUNK_ELEMS):
+        stop = min(start + CHUNK_ELEMS, len(expert))
+        subtract(expert[start:stop], base[start:stop], delta, below)
+        _count_in_bin(delta[: stop - start], bin_, counts)
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_in_bin(
+    delta: npt.NDArray[np.float32], bin_: int, counts: npt.NDArray[np.uint32]
+) -> None:
+    # Gathered without a branch first: a bin holds a few elements in a hundred, at no fixed places.
+    bits, low = delta.view(np.uint32), np.empty(CHUNK_ELEMS, np.uint32)
+    wanted, found = np.uint32(bin_), 0
+    for i in range(len(bits)):
+        size = bits[i] & np.uint32(0x7FFFFFFF)
+        low[found] = size & np.uint32((1 << HIST_SHIFT) - 1)
+        found += (size >> np.uint32(HIST_SHIFT)) == wanted
+    for i in range(found):
+        counts[low[i]] += 1
+
+
 def sample_elems(
     key: np.uint64, grid: BlockGrid, start_elem: int, stop_elem: int
 ) -> npt.NDArray[np.int64]:

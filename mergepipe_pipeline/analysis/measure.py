@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from mergepipe_pipeline.analysis.order import Bits, Histogram, bits_at, keep_largest
+from mergepipe_pipeline.analysis.order import Bits, Histogram, InBin, bits_at, in_bin, keep_largest
 from mergepipe_pipeline.analysis.stream import GroupWindow, WindowReader
 from mergepipe_pipeline.operators.measure import Largest, Measure, Quantiles, Sums
 from mergepipe_pipeline.operators.registry import Window
@@ -90,6 +90,9 @@ class _Scores:
             return work(window.start_elem, score.view(np.uint32))
 
         return _windows(self.reader, self.site, of, self.progress, only)
+
+    def in_bin(self, bin_: int) -> Iterator[InBin]:
+        return self.map(lambda _, bits: in_bin(bits, bin_))
 
 
 def _windows(

@@ -29,11 +29,26 @@ _LOW = (1 << HIST_SHIFT) - 1
 _BINS = 1 << (32 - HIST_SHIFT - 1)
 
 
+@dataclass(frozen=True)
+class InBin:
+    """Low bits of one window's scores in a bin, ascending, with counts, in the narrowest types.
+
+    One of these is held for every window of a tensor.
+    """
+
+    low: npt.NDArray[np.uint16]
+    counts: npt.NDArray[np.uint32]
+
+
 class Scores(Protocol):
     """The scores of a tensor, window by window."""
 
     def map(self, work: Callable[[int, Bits], T], only: int | None = None) -> Iterator[T]:
         """`work(start_elem, bits)` for each window in order, or for the one numbered `only`."""
+        ...
+
+    def in_bin(self, bin_: int) -> Iterator[InBin]:
+        """For each window in order, what of it lies in a bin of the histogram."""
         ...
 
 
@@ -54,17 +69,6 @@ class Histogram:
         return Histogram(bins, total[bins])
 
 
-@dataclass(frozen=True)
-class _InBin:
-    """Low bits of one window's scores in a bin, with counts, in the narrowest types.
-
-    One of these is held for every window of a tensor.
-    """
-
-    low: npt.NDArray[np.uint16]
-    counts: npt.NDArray[np.uint32]
-
-
 def keep_largest(scores: Scores, histogram: Histogram, keep: int) -> TrimRule:
     """The rule that keeps exactly the `keep` largest scores, among equals those of lowest index."""
     if keep <= 0:
@@ -72,7 +76,7 @@ def keep_largest(scores: Scores, histogram: Histogram, keep: int) -> TrimRule:
     if keep >= int(histogram.counts.sum()):
         return TrimRule(0, 1 << 62)
     bin_, above = _from_top(histogram.bins, histogram.counts, keep)
-    windows = list(scores.map(lambda _, bits: _in_bin(bits, bin_)))
+    windows = list(scores.in_bin(bin_))
     values, totals = _totals(windows)
     low, above_low = _from_top(values, totals, keep - above)
     bits = (bin_ << HIST_SHIFT) | low
@@ -92,12 +96,12 @@ def bits_at(scores: Scores, histogram: Histogram, rank: int) -> int:
     """The bits of the score at 0-based ascending `rank`."""
     keep = int(histogram.counts.sum()) - rank
     bin_, above = _from_top(histogram.bins, histogram.counts, keep)
-    values, totals = _totals(list(scores.map(lambda _, bits: _in_bin(bits, bin_))))
+    values, totals = _totals(list(scores.in_bin(bin_)))
     low, _ = _from_top(values, totals, keep - above)
     return (bin_ << HIST_SHIFT) | low
 
 
-def _totals(windows: list[_InBin]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _totals(windows: list[InBin]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     totals = np.zeros(_LOW + 1, dtype=np.int64)
     for w in windows:
         totals[w.low] += w.counts
@@ -114,9 +118,10 @@ def _from_top(
     return int(values[::-1][at]), int(cumulative[at] - counts[::-1][at])
 
 
-def _in_bin(bits: Bits, bin_: int) -> _InBin:
+def in_bin(bits: Bits, bin_: int) -> InBin:
+    """What of a window's scores lies in a bin."""
     low, counts = np.unique(bits[(bits >> HIST_SHIFT) == bin_] & _LOW, return_counts=True)
-    return _InBin(low.astype(np.uint16), counts.astype(np.uint32))
+    return InBin(low.astype(np.uint16), counts.astype(np.uint32))
 
 
 def _high_counts(bits: Bits) -> npt.NDArray[np.int64]:

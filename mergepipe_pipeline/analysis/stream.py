@@ -23,6 +23,7 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 
@@ -84,7 +85,8 @@ class WindowReader:
     """Checkpoints open for reading by number, as views name them; a context manager."""
 
     def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
-        self._sources = [open_source(c.root) for c in checkpoints]
+        fits = fits_page_cache(sum(c.nbytes for c in checkpoints))
+        self._sources = [open_source(c.root, "ahead" if fits else "once") for c in checkpoints]
         self._readers = [
             BlockReader(source, c, None)
             for source, c in zip(self._sources, checkpoints, strict=True)

@@ -10,11 +10,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from mergepipe_pipeline.analysis.order import KEEP_ALL, Bits, Histogram, keep_largest
+from mergepipe_pipeline.analysis.kernels import count_in_bin, count_in_bin_bfloat16
+from mergepipe_pipeline.analysis.order import KEEP_ALL, Bits, Histogram, InBin, keep_largest
 from mergepipe_pipeline.analysis.stream import DeltaWindow, WindowReader
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import TrimRule
-from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.spec.stats import HIST_SHIFT, ExpertStats
 from mergepipe_pipeline.spec.view import TensorView, moved
 
 Pair = tuple[str, str]
@@ -65,6 +66,26 @@ class _Magnitudes:
             bits = np.abs(window.values).view(np.uint32)
             return work(window.start_elem, bits), len(window.expert_raw)
 
+        return self._found(of, only)
+
+    def in_bin(self, bin_: int) -> Iterator[InBin]:
+        def of(window: DeltaWindow) -> tuple[InBin, int]:
+            counts = np.zeros(1 << HIST_SHIFT, np.uint32)
+            if window.dtype == "BF16":
+                expert = np.frombuffer(window.expert_raw, np.uint16)
+                count_in_bin_bfloat16(
+                    expert, np.frombuffer(window.base_raw, np.uint16), bin_, counts
+                )
+            else:
+                count_in_bin(window.values, bin_, counts)
+            low = np.flatnonzero(counts)
+            return InBin(low.astype(np.uint16), counts[low]), len(window.expert_raw)
+
+        return self._found(of)
+
+    def _found(
+        self, of: Callable[[DeltaWindow], tuple[T, int]], only: int | None = None
+    ) -> Iterator[T]:
         for found, nbytes in self._reader.deltas(self._expert, self._base, of, only=only):
             if self._progress:
                 self._progress(nbytes)

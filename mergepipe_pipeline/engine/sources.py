@@ -13,11 +13,12 @@ from types import TracebackType
 
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
-from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan, Source
+from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
 from mergepipe_pipeline.spec.view import Part
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
-from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.source import Reading, open_source
+from mergepipe_pipeline.storage.uncached import fits_page_cache
 
 
 class SourcePool:
@@ -31,6 +32,8 @@ class SourcePool:
         self._readers: dict[tuple[int, bool], BlockReader] = {}
         self._before: dict[tuple[int, bool], BlockReader] = {}
         self._plan = plan
+        # A budget is of bytes that storage delivers: nothing is fetched on the side.
+        self._reading: Reading = "exact" if fits_page_cache(_planned_nbytes(plan)) else "once"
         self._lock = threading.Lock()
 
     def __enter__(self) -> SourcePool:
@@ -74,12 +77,15 @@ class SourcePool:
 
     def _reader(self, source: int, *, gated: bool, before: bool = False) -> BlockReader:
         key, readers = (source, gated), self._before if before else self._readers
+        # What is read before will be read again.
+        reading: Reading = "exact" if before else self._reading
         with self._lock:  # one reader per source: workers ask at once, and each counts its bytes
             if key not in readers:
-                readers[key] = self._open(self._plan.sources[source], source, gated=gated)
+                readers[key] = self._open(source, gated=gated, reading=reading)
             return readers[key]
 
-    def _open(self, planned: Source, number: int, *, gated: bool) -> BlockReader:
+    def _open(self, number: int, *, gated: bool, reading: Reading) -> BlockReader:
+        planned = self._plan.sources[number]
         checkpoint = open_checkpoint(planned.root, planned.name, probes=False)
         if checkpoint.stamp != planned.stamp:
             raise CheckpointChangedError(
@@ -89,9 +95,20 @@ class SourcePool:
                 found=checkpoint.stamp,
                 next_step="run the merge again: it plans anew from the files as they are",
             )
-        files = self._stack.enter_context(open_source(planned.root))
+        files = self._stack.enter_context(open_source(planned.root, reading))
         allowed = access_set(self._plan.layers, number) if gated else None
         return BlockReader(files, checkpoint, allowed)
+
+
+def _planned_nbytes(plan: MergePlan) -> int:
+    """Bytes that a plan reads, the base's included, and writes."""
+    tasks = [task for layer in plan.layers for task in layer.tasks]
+    base = sum(task.base.view.nbytes for task in tasks if task.base)
+    return (
+        base
+        + sum(lay.expert_bytes_planned for lay in plan.layers)
+        + sum(t.out_nbytes for t in tasks)
+    )
 
 
 def access_set(layers: Sequence[LayerTask], source: int) -> dict[str, tuple[Range, ...]]:

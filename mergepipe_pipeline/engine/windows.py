@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _QUANTUM = 4096
+#: No memory is held for it; shorter pieces cost more calls.
+_COPY_NBYTES = 4 << 20
+#: Reads of 1 MiB of bfloat16 keep a disk busy; longer windows only drain and fill for longer.
+_MOST_ELEMS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,12 @@ class EngineOptions:
             elems = self.window_elems
         else:
             fits = self.memory_bytes // (self.slots * bytes_per_elem)
-            elems = int(max(_QUANTUM, min(1 << 18, fits // _QUANTUM * _QUANTUM)))
+            elems = int(max(_QUANTUM, min(_MOST_ELEMS, fits // _QUANTUM * _QUANTUM)))
         return max(1, elems // row_elems) * row_elems
+
+    def copy_for(self, itemsize: int) -> int:
+        """Length in elements of what is copied at once without being looked at."""
+        return self.window_elems or _COPY_NBYTES // itemsize
 
 
 def cut(numel: int, window_elems: int) -> Iterator[tuple[int, int]]:

@@ -6,12 +6,16 @@ Ranged reads only: nothing above this can ask for a whole file by accident.
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
+from mergepipe_pipeline.storage.handles import HANDLES, OpenFile
+from mergepipe_pipeline.storage.uncached import read_uncached
+
+#: What storage may do beside what is asked for: fetch on; nothing; nor keep it in the page cache.
+Reading = Literal["ahead", "exact", "once"]
 
 
 class CheckpointSource(Protocol):
@@ -61,12 +65,11 @@ class CheckpointSource(Protocol):
 class LocalSource:
     """A folder, or a single weight file, on a mounted file system. Safe for several threads."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, reading: Reading = "ahead") -> None:
         path = Path(root)
+        self._reading = reading
         self._only = path.name if path.is_file() else None
         self._folder = path.parent if self._only else path
-        self._handles: dict[str, int] = {}
-        self._lock = threading.Lock()
 
     def list(self) -> list[str]:
         """Relative paths of all files at the top of the folder, sorted."""
@@ -93,28 +96,39 @@ class LocalSource:
 
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
-        handle, done = self._open(path), 0
-        while done < len(buffer):
-            n = os.preadv(handle, [buffer[done:]], start_byte + done)
-            if n == 0:
-                raise CheckpointChangedError(
-                    "A file ended while it was read",
-                    where=str(self._resolve(path)),
-                    expected=f"{len(buffer)} bytes from byte {start_byte}",
-                    found=f"{done} bytes",
-                    next_step="let the copy finish, then run again",
-                )
-            done += n
+        file, done = self._take(path), 0
+        try:
+            if self._reading != "ahead":
+                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            if self._reading == "once":
+                done = read_uncached(file.descriptor, start_byte, buffer)
+            while done < len(buffer):
+                n = os.preadv(file.descriptor, [buffer[done:]], start_byte + done)
+                if n == 0:
+                    raise CheckpointChangedError(
+                        "A file ended while it was read",
+                        where=str(self._resolve(path)),
+                        expected=f"{len(buffer)} bytes from byte {start_byte}",
+                        found=f"{done} bytes",
+                        next_step="let the copy finish, then run again",
+                    )
+                done += n
+        finally:
+            HANDLES.give_back(file)
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
         """Say that these bytes will be read soon; a hint without effect on results."""
-        os.posix_fadvise(self._open(path), start_byte, nbytes, os.POSIX_FADV_WILLNEED)
+        if self._reading == "once":
+            return
+        file = self._take(path)
+        try:
+            os.posix_fadvise(file.descriptor, start_byte, nbytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            HANDLES.give_back(file)
 
     def close(self) -> None:
         """Close all files."""
-        with self._lock:
-            while self._handles:
-                os.close(self._handles.popitem()[1])
+        HANDLES.close(self)
 
     def __enter__(self) -> Self:
         return self
@@ -146,14 +160,11 @@ class LocalSource:
         except FileNotFoundError:
             raise self._absent(path) from None
 
-    def _open(self, path: str) -> int:
-        with self._lock:
-            if path not in self._handles:
-                try:
-                    self._handles[path] = os.open(self._resolve(path), os.O_RDONLY | os.O_CLOEXEC)
-                except FileNotFoundError:
-                    raise self._absent(path) from None
-            return self._handles[path]
+    def _take(self, path: str) -> OpenFile:
+        try:
+            return HANDLES.take(self, path, self._resolve)
+        except FileNotFoundError:
+            raise self._absent(path) from None
 
     def _absent(self, path: str) -> CheckpointError:
         return CheckpointError(
@@ -164,11 +175,11 @@ class LocalSource:
         )
 
 
-def open_source(uri: str) -> CheckpointSource:
+def open_source(uri: str, reading: Reading = "ahead") -> CheckpointSource:
     """The source for a path or URI. Raises CheckpointError for a scheme that nobody serves."""
     scheme, separator, _ = uri.partition("://")
     if not separator:
-        return LocalSource(uri)
+        return LocalSource(uri, reading)
     if scheme not in SCHEMES:
         raise CheckpointError(
             "No source for this kind of address",
@@ -177,7 +188,7 @@ def open_source(uri: str) -> CheckpointSource:
             found=f"{scheme}://",
             next_step="download the checkpoint and give its folder",
         )
-    return SCHEMES[scheme](uri.removeprefix(f"{scheme}://"))
+    return SCHEMES[scheme](uri.removeprefix(f"{scheme}://"), reading)
 
 
 SCHEMES = {"file": LocalSource}

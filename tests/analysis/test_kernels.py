@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.analysis.kernels import CHUNK_ELEMS, describe, describe_bfloat16
+from mergepipe_pipeline.analysis.kernels import (
+    count_in_bin,
+    count_in_bin_bfloat16,
+    describe,
+    describe_bfloat16,
+)
+from mergepipe_pipeline.analysis.order import in_bin
+from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
+from mergepipe_pipeline.spec.stats import HIST_SHIFT
 from tests.analysis.pairs import signs_and_lanes
 from tests.stored import Floats
 
@@ -210,3 +218,20 @@ def test_errors_of_different_blocks_are_independent() -> None:
         errors.append((pair[0] * pair[1]).sum(axis=1) - a @ b)
     correlation = np.corrcoef(np.array(errors).T)[0, 1]
     assert abs(correlation) < 4 / np.sqrt(300)
+
+
+@given(seed=st.integers(0, 2**32), n=st.sampled_from(LENGTHS))
+def test_what_lies_in_a_bin_is_counted_by_its_lower_bits(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    stored = rng.integers(0, 2**16, (2, n)).astype(np.uint16)
+    stored &= 0xBFFF  # finite numbers, so that no δ is infinite
+    below, above = (stored.astype(np.uint32) << 16).view(np.float32)
+    delta = above - below
+    bits = np.abs(delta).view(np.uint32)
+    bin_ = int(rng.choice(bits >> HIST_SHIFT)) if n else 5
+    wanted = in_bin(bits, bin_)
+    for kernel, values in ((count_in_bin, (delta,)), (count_in_bin_bfloat16, stored[::-1])):
+        counts = np.zeros(1 << HIST_SHIFT, np.uint32)
+        kernel(*values, bin_, counts)
+        np.testing.assert_array_equal(np.flatnonzero(counts), wanted.low)
+        np.testing.assert_array_equal(counts[wanted.low], wanted.counts)
