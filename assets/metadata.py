@@ -42,22 +42,28 @@ def markdown_table(
     return dg.MetadataValue.md("\n".join(lines))
 
 
-def plan_metadata(plan: MergePlan) -> Mapping[str, Any]:
-    """What a person asks of a plan: inputs, bytes, bound, and what each expert gives."""
+def plan_metadata(plan: MergePlan, told: Told | None = None) -> Mapping[str, Any]:
+    """What a person asks of a plan, in this order: what it costs and loses, pictures, the inputs
+    and what each gives, and what `told` says of other budgets.
+    """
     e = plan.estimates
     saved = e.expert_bytes_total - e.expert_bytes_planned
-    meta: dict[str, Any] = {
-        "plan_id": plan.plan_id,
+    warnings = "\n".join(f"- {w}" for w in plan.warnings)
+    return {
         "method": plan.method,
         "strategy": e.strategy,
-        "expert_mib_total": round(e.expert_bytes_total / MIB, 3),
+        "budget_mib": "none" if e.budget_bytes is None else round(e.budget_bytes / MIB, 3),
         "expert_mib_planned": round(e.expert_bytes_planned / MIB, 3),
+        "expert_mib_total": round(e.expert_bytes_total / MIB, 3),
         "expert_mib_saved": round(saved / MIB, 3),
+        **error_metadata(plan),
+        **({"warnings": dg.MetadataValue.md(warnings)} if warnings else {}),
+        **_curve_metadata(told),
+        "bytes_read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
         "blocks_bought": e.blocks_bought,
         "blocks_total": e.blocks_total,
         "blocks_known_zero": e.blocks_zero,
         "reads": e.reads,
-        "error_bound_note": e.bound_note,
         "inputs": markdown_table(
             ("role", "name", "path"),
             [
@@ -79,23 +85,31 @@ def plan_metadata(plan: MergePlan) -> Mapping[str, Any]:
                 for s in shares(plan, "expert")
             ],
         ),
-        "bytes_read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
+        "plan_id": plan.plan_id,
+        **_budgets_metadata(told),
     }
-    if e.budget_bytes is not None:
-        meta["budget_mib"] = round(e.budget_bytes / MIB, 3)
+
+
+def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
+    """What the plan promises of its error, in L2 and relative to the update, and why."""
+    e = plan.estimates
     norms = {
         "predicted_error": e.predicted_error,
         "predicted_margin": e.predicted_margin,
         "error_bound": e.error_bound,
     }
+    meta: dict[str, Any] = {}
     for name, norm in norms.items():
         if norm is not None:
-            meta[f"{name}_l2"] = norm
             if e.update_norm:
-                meta[f"{name}_relative"] = norm / e.update_norm
-    if plan.warnings:
-        meta["warnings"] = dg.MetadataValue.md("\n".join(f"- {w}" for w in plan.warnings))
-    return meta
+                meta[f"{name}_relative"] = short(norm / e.update_norm)
+            meta[f"{name}_l2"] = short(norm)
+    return meta | {"error_bound_note": e.bound_note}
+
+
+def short(figure: float) -> float:
+    """A figure to four digits: more are noise in the UI, and what is exact is in the plan."""
+    return float(f"{figure:.4g}")
 
 
 def plain_name(name: str) -> str:
@@ -152,17 +166,20 @@ def _views(task: TensorTask) -> Sequence[TensorView]:
     return [*(e.view for e in task.experts), *base]
 
 
-def curve_metadata(told: Told | None) -> Mapping[str, Any]:
-    """What other budgets and strategies would lose, as a picture and a table."""
+def _curve_metadata(told: Told | None) -> Mapping[str, Any]:
+    """A picture of what other budgets and strategies would lose, and its knee."""
     if told is None:
         return {}
-    headers, rows = rows_of(told.curve)
     knee = told.curve.knee
     return {
-        "budget_curve": png(picture(told), "predicted error over expert bytes"),
-        "budgets": markdown_table(headers, rows),
         **({"knee_mib": round(knee.nbytes / MIB, 3)} if knee else {}),
+        "budget_curve": png(picture(told), "predicted error over expert bytes"),
     }
+
+
+def _budgets_metadata(told: Told | None) -> Mapping[str, Any]:
+    """The same as a table."""
+    return {} if told is None else {"budgets": markdown_table(*rows_of(told.curve))}
 
 
 def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
@@ -189,16 +206,16 @@ def conflict_metadata(found: Mapping[str, ConflictReport]) -> Mapping[str, Any]:
         prefix = f"{stage}: " if len(found) > 1 else ""
         shown: dict[str, Any] = {
             "experts": len(report.experts),
-            "interference": report.whole.interference,
-            "interference_standard_error": report.whole.interference_error,
-            "cosine_standard_error": tables.largest_error(report, "cosine_error"),
+            "interference": short(report.whole.interference),
+            "interference_standard_error": short(report.whole.interference_error),
+            "cosine_standard_error": short(tables.largest_error(report, "cosine_error")),
+            "heat_map": png(tables.picture(report), "heat map of cosines"),
             "cosines": markdown_table(("", *report.experts), tables.matrix_rows(report, "cosine")),
             "by_layer": markdown_table(
                 tables.place_headers("layer"), tables.place_rows(report, "layer")
             ),
             "conflicting": _pairs(report.conflicting("layer")),
             "redundant": _pairs(report.redundant("all")),
-            "heat_map": png(tables.picture(report), "heat map of cosines"),
         }
         meta |= {f"{prefix}{key}": value for key, value in shown.items()}
     return meta

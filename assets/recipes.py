@@ -13,7 +13,7 @@ from assets.experts import expert_index
 from assets.metadata import (
     MIB,
     conflict_metadata,
-    curve_metadata,
+    error_metadata,
     layer_metadata,
     markdown_table,
     operators_table,
@@ -134,8 +134,7 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(made.plan_id),
             metadata={
                 **stages_metadata(card.stages),
-                **plan_metadata(made),
-                **curve_metadata(curve_of_plan(mergepipe.warehouse, made)),
+                **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
                 "seconds": seconds,
             },
         )
@@ -207,6 +206,7 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
     def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """The immutable Hugging Face folder of the merged layers, committed by one rename."""
         made, cost = snapshot_recipe(mergepipe.warehouse, card.name)
+        plan = current_plan(mergepipe.warehouse, card.name)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.snapshot_id),
             metadata={
@@ -219,7 +219,9 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
                 "base_mib_read": round(cost.base_bytes_read / MIB, 3),
                 "mib_written": round(cost.bytes_written / MIB, 3),
                 "layers_seconds": cost.layers_s,
-                "operators": operators_table(current_plan(mergepipe.warehouse, card.name)),
+                **error_metadata(plan),
+                "plan_id": plan.plan_id,
+                "operators": operators_table(plan),
                 "inputs": markdown_table(
                     ("role", "name", "content sha256"),
                     [

@@ -41,7 +41,8 @@ class MergePipeError(Exception):
             sentence = ", ".join(p for p in pair if p)
             parts.append(sentence[0].upper() + sentence[1:] + ".")
         if self.next_step:
-            parts.append(f"Next: {self.next_step.rstrip('.')}.")
+            ended = self.next_step.endswith("?")
+            parts.append(f"Next: {self.next_step.rstrip('.')}{'' if ended else '.'}")
         return " ".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:

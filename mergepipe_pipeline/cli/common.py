@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import errno
 import functools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -17,12 +18,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from mergepipe_pipeline.errors import MergePipeError, StorageFullError
+from mergepipe_pipeline.storage.atomic import FULL, write_atomic
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.pipeline.progress import Advance
     from mergepipe_pipeline.warehouse import Warehouse
 
-_FULL = {28, 122}  # ENOSPC, EDQUOT
+_NEXT = {
+    errno.ENOENT: "check the path; if another program removed it meanwhile (`mergepipe gc`?), run "
+    "the same command again: finished work is kept",
+    errno.EMFILE: "raise `ulimit -n`, then run again",
+    errno.EFBIG: "raise `ulimit -f`, then run again",
+}
 
 
 @dataclass(frozen=True)
@@ -132,10 +139,10 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
 def from_os_error(error: OSError) -> MergePipeError:
     """An operating system's refusal in the project's words."""
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return StorageFullError(
             "The disk is full",
-            where=str(error.filename or "warehouse"),
+            where=str(error.filename or "the warehouse, or where the output goes"),
             found=str(error.strerror),
             next_step="free space and run the same command again; nothing is lost",
         )
@@ -143,7 +150,7 @@ def from_os_error(error: OSError) -> MergePipeError:
         "The operating system refused",
         where=str(error.filename or "unknown file"),
         found=str(error.strerror or error),
-        next_step="check the path and its permissions, then run again",
+        next_step=_NEXT.get(error.errno or 0, "check the path and its permissions, then run again"),
     )
 
 
@@ -151,12 +158,9 @@ def fail(error: MergePipeError, as_json: bool) -> NoReturn:
     """Print the error (JSON on stdout for machines, text on stderr for people) and exit."""
     if as_json:
         body = {k: v for k, v in vars(error).items() if v}
-        click.echo(
-            json.dumps(
-                {"error": {"class": type(error).__name__, **body}, "exit_code": error.exit_code},
-                indent=2,
-            )
-        )
+        shown = {"error": {"class": type(error).__name__, **body}, "exit_code": error.exit_code}
+        with suppress(OSError):  # a full disk may be where stdout goes
+            click.echo(json.dumps(shown, indent=2))
     click.echo(f"error: {error}", err=True)
     sys.exit(error.exit_code)
 
@@ -209,7 +213,9 @@ def write_csv(path: str | Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_file(path: str | Path, content: bytes) -> None:
-    """A file that a user asked for by name; makes the folder."""
+    """A file that a user asked for by name, whole or as it was; makes the folder."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(content)
+    if target.exists() and not target.is_file():  # a terminal or a pipe; a folder is refused
+        target.write_bytes(content)
+    else:
+        write_atomic(target.resolve(), content)

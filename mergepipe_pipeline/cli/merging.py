@@ -177,6 +177,7 @@ def merge(
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
     from pathlib import Path
 
+    from mergepipe_pipeline.pipeline.audit import merged_non_finite, non_finite_warning
     from mergepipe_pipeline.pipeline.export import check_out, export
     from mergepipe_pipeline.pipeline.merge import EngineKnobs
     from mergepipe_pipeline.pipeline.merge import merge as run
@@ -188,6 +189,8 @@ def merge(
     knobs = EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20)
     outcome = run(console.home, made, knobs=knobs, progress=console.progress)
     summary = outcome.summary()
+    summary["non_finite"] = merged_non_finite(console.home, made)
+    console.warn(non_finite_warning(summary["non_finite"], made))
     lines = _merged_lines(outcome)
     if out:
         export(console.home, outcome.snapshot.snapshot_id, Path(out))

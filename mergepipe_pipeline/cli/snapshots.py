@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 import click
@@ -65,15 +66,23 @@ def verify(console: Console, what: str) -> None:
     )
 
 
+def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise click.BadParameter(f"{seconds} is not a number of seconds.", ctx, parameter)
+    return seconds
+
+
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option(
     "--older-than",
     "older_than_s",
     type=click.FloatRange(min=0),
+    callback=_finite,
     default=3600.0,
     show_default=True,
-    help="Keep unreferenced files younger than this many seconds.",
+    help="Keep unreferenced files younger than this many seconds. Under what a merge takes, a "
+    "merge that runs now may fail, and succeed when it is run again.",
 )
 @verb
 def gc(console: Console, dry_run: bool, older_than_s: float) -> None:

@@ -1,41 +1,49 @@
-"""The audits that stand between a snapshot and its release."""
+"""The audits of what was merged: is there a weight that no model should have?"""
 
 from __future__ import annotations
 
-from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.pipeline.progress import Progress, Silent
+from pathlib import Path
+
+from mergepipe_pipeline.dtypes import TORCH_NAME
+from mergepipe_pipeline.pipeline.commit import object_store
+from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
-from mergepipe_pipeline.storage.reader import BlockReader
-from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.finite import non_finite as non_finite_of_file
+from mergepipe_pipeline.warehouse import Warehouse
 
-_WINDOW_ELEMS = 1 << 20
+#: Tensors that a warning names.
+_MOST_NAMED = 5
 
 
-def non_finite(snapshot: Snapshot, progress: Progress | None = None) -> dict[str, int]:
+def non_finite(snapshot: Snapshot) -> dict[str, int]:
     """Tensor name to the number of NaN and infinite elements, for tensors that have any.
 
     Opens the snapshot as any other checkpoint, so headers and index are audited on the way.
     """
-    import numpy as np
-
-    from mergepipe_pipeline.tensors.stored import as_float32
-
     checkpoint = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12])
     found: dict[str, int] = {}
-    with (
-        open_source(snapshot.path) as source,
-        (progress or Silent()).task("audit", checkpoint.nbytes) as advance,
-    ):
-        reader = BlockReader(source, checkpoint, None)
-        for t in checkpoint.tensors:
-            if t.dtype not in FLOATING:
-                continue
-            for start in range(0, t.numel, _WINDOW_ELEMS):
-                raw = reader.read(t, start, min(t.numel, start + _WINDOW_ELEMS))
-                values = as_float32(np.frombuffer(raw, dtype=np.uint8), t.dtype)
-                bad = int((~values.isfinite()).sum())
-                if bad:
-                    found[t.name] = found.get(t.name, 0) + bad
-                advance(len(raw))
+    for file in checkpoint.files:
+        found |= non_finite_of_file(Path(checkpoint.root) / file.path)
     return found
+
+
+def merged_non_finite(home: Warehouse, plan: MergePlan) -> dict[str, int]:
+    """As `non_finite`, from what was noted when the plan's layers were merged; reads no weight."""
+    store = object_store(home)
+    known = [store.lookup(layer.layer_key) for layer in plan.layers]
+    return {name: n for stored in known if stored for name, n in stored.non_finite}
+
+
+def non_finite_warning(found: dict[str, int], plan: MergePlan) -> tuple[str, ...]:
+    """What to tell a user of such tensors: which, how many elements, and why that may be."""
+    if not found:
+        return ()
+    named = [f"{n} in {name}" for name, n in list(found.items())[:_MOST_NAMED]]
+    more = f" and {len(found) - _MOST_NAMED} tensors more" if len(found) > _MOST_NAMED else ""
+    tasks = (task for layer in plan.layers for task in layer.tasks)
+    dtypes = {TORCH_NAME[task.out_dtype] for task in tasks if task.name in found}
+    return (
+        f"the result holds NaN or infinity: {', '.join(named)}{more}; either a model holds such "
+        f"values there, or they are too large for {' or '.join(sorted(dtypes))} (see out_dtype)",
+    )

@@ -10,6 +10,12 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False) -> Collected:
     """Remove unreferenced objects, actions and staging older than `older_than_s` seconds."""
+    written = (home.catalog, home.plans, home.objects, home.actions, home.refs, home.releases)
     return run(
-        object_store(home), home.snapshots, home.staging, older_than_s=older_than_s, dry_run=dry_run
+        object_store(home),
+        home.snapshots,
+        home.staging,
+        written,
+        older_than_s=older_than_s,
+        dry_run=dry_run,
     )

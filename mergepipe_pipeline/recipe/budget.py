@@ -15,7 +15,7 @@ from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.recipe.problems import shown
 from mergepipe_pipeline.spec.recipe import Budget
 
-UNIT_NBYTES: dict[str, int] = {"": 1, "b": 1} | {
+UNIT_NBYTES: dict[str, int] = {"b": 1} | {
     prefix + suffix: factor**power
     for power, prefix in enumerate("kmgtp", 1)
     for suffix, factor in (("b", 1000), ("ib", 1024))
@@ -46,7 +46,8 @@ def parse_amount(value: object, where: str) -> Budget:
     """The bytes written as `25%`, `8GiB`, `500MB`, `1024`, `0`, `none`/`full`, or None.
 
     Units are read in either case; kB, MB, GB count by 1000, KiB, MiB, GiB by 1024; parts of a byte
-    are dropped. `none`, `full` and None are no limit. Raises BudgetError for anything else.
+    are dropped. `none`, `full` and None are no limit. Raises BudgetError for anything else, also
+    for 1 to 100 without a unit, by which percents may be meant.
     """
     if value is None:
         return Budget()
@@ -60,6 +61,8 @@ def parse_amount(value: object, where: str) -> Budget:
     if isinstance(value, int):
         if not 0 <= value < MAX_NBYTES:
             raise _error(value, where, "write a number of bytes from 0 up")
+        if 0 < value <= 100:
+            raise _error(value, where, f"write {value}% for a share, {value}B for bytes")
         return Budget(nbytes=value)
     return _parse_text(value, where)
 
@@ -96,6 +99,8 @@ def _parse_text(value: str, where: str) -> Budget:
     form = _FORM.fullmatch(text)
     if form is None:
         raise _error(value, where, _ANY_FORM)
+    if not form[2]:  # what YAML reads as a number
+        return parse_amount(float(text) if "." in text else int(text), where)
     number, unit = Fraction(form[1]), form[2]
     if unit == "%":
         if number > 100:

@@ -82,6 +82,11 @@ def shown(value: object) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` for the nearest known word, else an empty text."""
-    near = difflib.get_close_matches(word[:_SHOWN_CHARS], list(known), n=1)
-    return f"; did you mean `{near[0]}`?" if near else ""
+    """`; did you mean …?` for the nearest known word in any case, else an empty text.
+
+    Of several near ones, that of the same letters: fingers swap two more often than they miss one.
+    """
+    written, words = word[:_SHOWN_CHARS].lower(), {k.lower(): k for k in known}
+    near = [k for k in words if sorted(k) == sorted(written)]
+    near += difflib.get_close_matches(written, words, n=1)
+    return f"; did you mean `{words[near[0]]}`?" if near else ""

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from mergepipe_pipeline.dtypes import code_from_name
+from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.outline import layer_range
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown, suggest
@@ -63,7 +63,10 @@ def _dtype_code(value: str) -> str:
     try:
         return code_from_name(value, "dtype")
     except RecipeError as error:
-        raise _refuse("dtype", f"expected {error.expected}, found {error.found}") from None
+        known = [TORCH_NAME[code] for code in sorted(FLOATING)]
+        near = suggest(re.sub("^(b?)fp?(?=[0-9])", r"\1float", value), known)
+        text = f"expected {error.expected}, found {error.found}{near}"
+        raise _refuse("dtype", text) from None
 
 
 def _ref(value: str) -> str:

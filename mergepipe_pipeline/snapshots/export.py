@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from glob import escape
 from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
@@ -42,18 +46,49 @@ def export_snapshot(snapshot: Snapshot, out: Path, extra: Mapping[str, bytes]) -
             found=existing,
             next_step="choose another --out, or remove the folder",
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staged = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        staged.mkdir()
+    with _staging_beside(out) as staged:
         for file in sorted(Path(snapshot.path).iterdir()):
             copy_file(file, staged / file.name)
         for name, data in extra.items():
             write_atomic(staged / name, data)
         if not publish_dir(staged, out):
             check_out(out)
-    finally:
-        remove_tree(staged)
+
+
+@contextmanager
+def _staging_beside(out: Path) -> Iterator[Path]:
+    """A fresh folder beside `out`, gone afterwards; those of killed exports to `out` go first.
+
+    An export that lives holds a lock on its folder, which the system takes from one that is killed.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staged = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
+    with ExitStack() as ours:
+        with _lock(out.parent, wait=True):  # none is seen between its making and its locking
+            for old in out.parent.glob(f".{escape(out.name)}.????????.tmp/"):
+                with _lock(old, wait=False) as is_dead:
+                    if is_dead:
+                        remove_tree(old)
+            staged.mkdir()
+            ours.enter_context(_lock(staged, wait=False))
+        try:
+            yield staged
+        finally:
+            remove_tree(staged)
+
+
+@contextmanager
+def _lock(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a folder; False if another does, it is gone, or the system has no locks."""
+    with ExitStack() as stack:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
 
 
 def _snapshot_in(out: Path) -> str | None:

@@ -1,4 +1,5 @@
-"""Removes what nobody needs: old staging, and objects and actions that no snapshot names.
+"""Removes what nobody needs: old staging, what a killed process left half-written, and objects and
+actions that no snapshot names.
 
 Young files stay, since a merge in progress may be about to use them.
 """
@@ -6,6 +7,7 @@ Young files stay, since a merge in progress may be about to use them.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -25,9 +27,16 @@ class Collected:
 
 
 def collect(
-    objects: ObjectStore, snapshots: Path, staging: Path, *, older_than_s: float, dry_run: bool
+    objects: ObjectStore,
+    snapshots: Path,
+    staging: Path,
+    written: Sequence[Path] = (),
+    *,
+    older_than_s: float,
+    dry_run: bool,
 ) -> Collected:
-    """Remove what is older than `older_than_s` and unreferenced.
+    """Remove what is older than `older_than_s` and unreferenced; of `written` only files without
+    their final name.
 
     Raises CorruptionError (manifests).
 
@@ -38,6 +47,7 @@ def collect(
     doomed = [p for p in objects.all_actions() if p.stem not in keys]
     doomed += [p for p in objects.all_objects() if p.name not in digests]
     doomed += sorted(staging.iterdir()) if staging.is_dir() else []
+    doomed += [p for folder in written for p in sorted(folder.rglob(".*.tmp"))]
     limit = time.time() - older_than_s
     old = [p for p in doomed if _last_use(p) <= limit]
     nbytes = sum(_nbytes(p) for p in old)

@@ -14,15 +14,21 @@ from pathlib import Path
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.atomic import adopt_file, write_atomic
+from mergepipe_pipeline.storage.finite import non_finite
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object: SHA-256 and size in bytes; `tensors` as in `spec.snapshot.ShardEntry`."""
+    """One object: SHA-256 and size in bytes; `tensors` as in `spec.snapshot.ShardEntry`.
+
+    `non_finite`: tensor name and number of elements, for those with NaN or infinity; known of what
+    `lookup` gives.
+    """
 
     sha256: str
     nbytes: int
     tensors: tuple[tuple[str, str], ...]
+    non_finite: tuple[tuple[str, int], ...] = ()
 
 
 class ObjectStore:
@@ -42,7 +48,10 @@ class ObjectStore:
         try:
             value = unseal(path.read_bytes(), str(path))
             stored = StoredObject(
-                value["object"], value["nbytes"], tuple((t, d) for t, d in value["tensors"])
+                value["object"],
+                value["nbytes"],
+                tuple((t, d) for t, d in value["tensors"]),
+                tuple(value.get("non_finite", {}).items()),
             )
             found = self.path_of(stored.sha256).stat()
             whole = found.st_size == stored.nbytes
@@ -60,12 +69,16 @@ class ObjectStore:
         adopt_file(temp, self.path_of(stored.sha256))
 
     def record(self, layer_key: str, stored: StoredObject) -> None:
-        """Remember that `layer_key` gives this object, which must be there already."""
+        """Remember that `layer_key` gives this object, which must be there already.
+
+        Looks on the way, while its pages are in memory, which tensors hold NaN or infinity.
+        """
         value = {
             "layer_key": layer_key,
             "object": stored.sha256,
             "nbytes": stored.nbytes,
             "tensors": [list(t) for t in stored.tensors],
+            "non_finite": non_finite(self.path_of(stored.sha256)),
         }
         write_atomic(self._action(layer_key), seal(value))
 

@@ -57,6 +57,24 @@ def test_an_unknown_method_is_named_with_a_suggestion(
     assert "ties" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("merge_method: TIES", "ties"),
+        ("merge_method: ties\nmodles: []", "models"),
+        ("merge_method: ties\nout_dtype: fp16", "float16"),
+        ("merge_method: ties\ndtype: bf16", "bfloat16"),
+        ("merge_method: ties\ndtype: Float32", "float32"),
+    ],
+)
+def test_what_people_write_from_habit_is_answered_with_the_word_they_mean(
+    refused: Callable[..., Result], recipe_text: Callable[..., str], wrong: str, right: str
+) -> None:
+    result = refused(recipe_text().replace("merge_method: ties", wrong))
+    assert result.exit_code == 11
+    assert f"did you mean `{right}`?" in result.stderr
+
+
 def test_a_missing_required_parameter_names_model_and_parameter(
     refused: Callable[..., Result], recipe_text: Callable[..., str]
 ) -> None:

@@ -40,9 +40,13 @@ def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
     recipe = "merge_method: task_arithmetic\nbase_model: base\nbudget: 40%\n"
     shown = metadata_of(home, drop, recipe)
     e = current_plan(home, "a").estimates
-    assert shown["predicted_error_l2"] == e.predicted_error
-    assert shown["predicted_margin_l2"] == e.predicted_margin
-    assert shown["error_bound_l2"] == e.error_bound
+    assert shown["predicted_error_l2"] == pytest.approx(e.predicted_error, rel=1e-3)
+    assert list(shown)[:2] == ["method", "strategy"]
+    assert list(shown).index("budget_curve") < list(shown).index("inputs")
+    for name in ("predicted_error_l2", "error_bound_relative"):
+        assert len(str(shown[name]).replace(".", "").lstrip("0")) <= 4
+    assert shown["predicted_margin_l2"] == pytest.approx(e.predicted_margin, rel=1e-3)
+    assert shown["error_bound_l2"] == pytest.approx(e.error_bound, rel=1e-3)
     assert shown["reads"] == e.reads
     assert len(str(shown["budgets"]).splitlines()) == 2 + 15
     for name in ("budget_curve", "bytes_read"):
@@ -57,3 +61,4 @@ def test_a_plan_without_a_base_has_no_curve(home: Warehouse, drop: Drop) -> None
     assert "budget_curve" not in shown
     assert "predicted_error_l2" not in shown
     assert shown["expert_mib_saved"] == 0
+    assert shown["budget_mib"] == "none"

@@ -46,6 +46,9 @@ def test_a_budget_means_what_it_says(written: object, meant: Budget) -> None:
     ("written", "hint"),
     [
         (0.25, "write 25% for a share"),
+        ("0.25", "write 25% for a share"),
+        (30, "write 30% for a share, 30B for bytes"),
+        ("100", "write 100% for a share, 100B for bytes"),
         (1.5, "write whole bytes"),
         (float("nan"), "write whole bytes"),
         (float("inf"), "write whole bytes"),
@@ -91,9 +94,22 @@ def test_any_value_is_a_budget_or_a_budget_error(value: object) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**40), st.sampled_from([("kB", 10**3), ("MiB", 2**20), ("B", 1), ("", 1)]))
+@given(st.integers(0, 2**40), st.sampled_from([("kB", 10**3), ("MiB", 2**20), ("B", 1)]))
 def test_whole_units_are_exact(n: int, unit: tuple[str, int]) -> None:
     assert parse_budget(f"{n}{unit[0]}", "here") == Budget(nbytes=n * unit[1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**40) | st.integers(0, 200) | st.floats(0, 200).map(lambda x: round(x, 3)))
+def test_a_number_without_a_unit_is_the_same_as_a_number_and_as_a_text(n: float) -> None:
+    found = []
+    for written in (n, str(n)):
+        try:
+            found.append(str(parse_budget(written, "here")))
+        except BudgetError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
+    assert n == 0 or n > 100 or "for a share" in found[0] or "whole bytes" in found[0]
 
 
 @settings(max_examples=50, deadline=None)

@@ -133,7 +133,7 @@ def test_a_selection_is_the_product_of_its_experts_and_tensors(
 def test_patterns_are_held_against_the_names_of_their_own_stage() -> None:
     stage = (
         RECIPE.replace("model: base", "model: origin")
-        + "name: base\nbudget: {limit: 1, pin: [math]}\n"
+        + "name: base\nbudget: {limit: 1KiB, pin: [math]}\n"
     )
     last = "merge_method: ties\nbase_model: base\nmodels: [{model: law}]\n"
     last += "parameters: {weight: 1}\nbudget: {error: 0.1, pin: [law]}\n"

@@ -37,7 +37,7 @@ def test_a_stage_is_used_by_its_name_with_an_adapter_too() -> None:
 
 
 def test_the_last_recipe_decides_on_budget_ref_and_schedule_of_all() -> None:
-    first, last = parse_all(FIRST + "budget: 10\n---\n" + LAST)
+    first, last = parse_all(FIRST + "budget: 10%\n---\n" + LAST)
     for stage in (first, last):
         assert (stage.budget, stage.ref) == (Budget(fraction=0.25), "prod")
         assert stage.schedule == "0 4 * * *"

@@ -1,0 +1,138 @@
+"""Rough treatment: full disks, few descriptors, NaN, half-written files, absurd options."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from mergepipe_pipeline.cli.common import from_os_error
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.storage import atomic
+
+TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(w) for w in words])
+
+
+@pytest.fixture
+def with_value(tmp_path: Path, family: Path) -> Callable[..., Path]:
+    """A recipe whose one expert holds `value` at two places of one tensor."""
+
+    def make(value: float, extra: str = "") -> Path:
+        odd = tmp_path / "odd"
+        odd.mkdir()
+        for file in (family / "expert_00").iterdir():
+            (odd / file.name).write_bytes(file.read_bytes())
+        weights = load_file(odd / "model.safetensors")
+        weights[TENSOR].view(-1)[[3, 70]] = torch.tensor(value, dtype=weights[TENSOR].dtype)
+        save_file(weights, odd / "model.safetensors", {"format": "pt"})
+        recipe = tmp_path / "r.yml"
+        recipe.write_text(
+            f"merge_method: task_arithmetic\nbase_model: {family / 'base'}\n"
+            f"models:\n  - model: {odd}\n    parameters: {{weight: 1}}\n{extra}"
+        )
+        return recipe
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("value", "extra", "dtype"),
+    [(float("nan"), "", "bfloat16"), (70_000.0, "out_dtype: float16\n", "float16")],
+    ids=["NaN in an expert", "overflow on writing"],
+)
+def test_a_result_with_nan_or_infinity_is_warned_of_with_its_tensors(
+    tmp_path: Path, with_value: Callable[..., Path], value: float, extra: str, dtype: str
+) -> None:
+    recipe = with_value(value, extra)
+    for _ in range(2):  # merged, then reused
+        result = call("merge", recipe, "--home", tmp_path / "w", "--json")
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["non_finite"] == {TENSOR: 2}
+        assert f"warning: the result holds NaN or infinity: 2 in {TENSOR}; " in result.stderr
+        assert f"too large for {dtype} (see out_dtype)" in result.stderr
+
+
+def test_a_finite_result_is_not_warned_of(tmp_path: Path, with_value: Callable[..., Path]) -> None:
+    result = call("merge", with_value(1.0), "--home", tmp_path / "w", "--json")
+    assert json.loads(result.stdout)["non_finite"] == {}
+    assert "infinity" not in result.stderr
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e400", "-1", "-inf"])
+def test_gc_takes_only_a_number_of_seconds(tmp_path: Path, seconds: str) -> None:
+    result = call("gc", "--older-than", seconds, "--home", tmp_path / "w")
+    assert result.exit_code == 2
+    assert "--older-than" in result.stderr
+
+
+def test_gc_removes_what_a_killed_process_left_half_written(tmp_path: Path) -> None:
+    home = tmp_path / "w"
+    assert call("ls", "--home", home).exit_code == 0
+    left = [home / f / "ab" / ".x.json.q1.tmp" for f in ("catalog", "actions", "refs", "objects")]
+    for file in left:
+        file.parent.mkdir()
+        file.write_bytes(b"half")
+    kept = home / "refs" / "ab" / "00000001.json"
+    kept.write_bytes(b"{}")
+    assert json.loads(call("gc", "--home", home, "--json").stdout)["files"] == 0
+    assert json.loads(call("gc", "--older-than", 0, "--home", home, "--json").stdout)["files"] == 4
+    assert kept.exists()
+    assert not any(file.exists() for file in left)
+
+
+def test_a_table_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, table = tmp_path / "r.yml", tmp_path / "t.csv"
+    recipe.write_text(recipe_text(experts=2))
+    command = ("curve", recipe, "--at", 50, "--csv", table, "--home", tmp_path / "w")
+    assert call(*command).exit_code == 0
+    before = table.read_bytes()
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomic.os, "fsync", full)
+    result = call(*command)
+    assert result.exit_code == 20
+    assert f"The disk is full. Where: {table}" in result.stderr
+    assert table.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.yml", "t.csv", "w"]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_behind_stdout_is_an_error_and_no_traceback(
+    tmp_path: Path, options: list[str]
+) -> None:
+    command = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "ls", *options]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*command, "--home", str(tmp_path / "w")], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 20
+    assert done.stderr.startswith(b"error: The disk is full.")
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [(errno.ENOENT, "mergepipe gc"), (errno.EMFILE, "ulimit -n"), (errno.EACCES, "permissions")],
+)
+def test_what_the_system_refuses_comes_with_what_to_do(number: int, step: str) -> None:
+    error = from_os_error(OSError(number, os.strerror(number), "/models/x"))
+    assert f"Where: /models/x. Found {os.strerror(number)}. Next: " in str(error)
+    assert step in str(error)
