@@ -34,6 +34,7 @@ from mergepipe_pipeline.pipeline.deploy import (
     release_recipe,
     snapshot_recipe,
 )
+from mergepipe_pipeline.pipeline.forecast import forecast_plan
 from mergepipe_pipeline.pipeline.inspect import shares, verify
 from mergepipe_pipeline.resources import MergePipe
 
@@ -135,6 +136,7 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
             metadata={
                 **stages_metadata(card.stages),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
+                "predicted_time": forecast_plan(mergepipe.warehouse, made).to_json(),
                 "seconds": seconds,
             },
         )

@@ -48,7 +48,7 @@ class Planner:
         budget_mb: float | None = None,
         weights: Sequence[float] | None = None,
         parameters: Mapping[str, Any] | None = None,
-        strategy: str = "magnitude",
+        strategy: str | None = None,
         seed: int = 0,
         out_dtype: str | None = None,
     ) -> MergePlan:
@@ -56,8 +56,8 @@ class Planner:
 
         `operator` is a merge method in any case; `budget_mb` limits expert reads in MB (10⁶ bytes),
         None for no limit; `weights` has one entry per expert (default 1); `parameters` are the
-        method's own. Raises RecipeError, CheckpointError, IncompatibleCheckpointsError,
-        BudgetError.
+        method's own; `strategy` None is the one that suits the method. Raises RecipeError,
+        CheckpointError, IncompatibleCheckpointsError, BudgetError.
         """
         shares = list(weights) if weights is not None else [1.0] * len(experts)
         models = [
@@ -87,6 +87,7 @@ class Engine:
     catalog: Catalog
     threads: int | None = None
     memory_mib: int | None = None
+    device: str | None = None
     progress: Progress | None = None
 
     def execute(self, plan: MergePlan) -> tuple[str, Manifest]:
@@ -95,6 +96,7 @@ class Engine:
         Raises CheckpointChangedError when an input is not the planned one any more,
         StorageFullError.
         """
-        knobs = EngineKnobs(self.threads, None, self.memory_mib and self.memory_mib << 20)
+        memory_bytes = self.memory_mib and self.memory_mib << 20
+        knobs = EngineKnobs(self.threads, None, memory_bytes, self.device)
         outcome = merge(self.catalog.warehouse, plan, knobs=knobs, progress=self.progress)
         return outcome.snapshot.snapshot_id, outcome.snapshot.manifest

@@ -143,6 +143,12 @@ class OperatorError(MergePipeError):
     exit_code = 21
 
 
+class DeviceError(MergePipeError):
+    """The device to merge on is not there, or too small."""
+
+    exit_code = 23
+
+
 class BusyError(MergePipeError):
     """Another process does the same work right now."""
 

@@ -15,6 +15,7 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
     home: str
     threads: int | None = None
     memory_mib: int | None = None
+    device: str | None = None
     inbox_quiet_s: float = 10.0
 
     @property
@@ -24,5 +25,6 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
 
     @property
     def knobs(self) -> EngineKnobs:
-        """Threads and buffer memory of the engine."""
-        return EngineKnobs(self.threads, None, self.memory_mib and self.memory_mib << 20)
+        """Threads, buffer memory and device of the engine."""
+        memory_bytes = self.memory_mib and self.memory_mib << 20
+        return EngineKnobs(self.threads, None, memory_bytes, self.device)

@@ -12,13 +12,15 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.analysis.magnitudes import BINS, Bits, Room, Table, end_block
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS, LANES, subtract
 from mergepipe_pipeline.operators.random import GAMMA
 from mergepipe_pipeline.operators.random_kernel import mixed
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import HIST_SHIFT, SAMPLE_WIDTH, SKETCH_WIDTH
 
-_BINS = 1 << (32 - HIST_SHIFT - 1)
+_SHIFT, _LOW = np.uint32(HIST_SHIFT), np.uint32((1 << HIST_SHIFT) - 1)
+_SIZE = np.uint32(0x7FFFFFFF)
 _BF16_INFINITY = 0x7F80
 
 Sums = npt.NDArray[np.float64]
@@ -37,6 +39,8 @@ def describe(
     counts: Counts,
     histogram: Counts,
     sketches: Sketches,
+    block_elems: int,
+    room: Room,
 ) -> None:
     """Describe `delta`, float32 [chunks · CHUNK_ELEMS], chunk by chunk.
 
@@ -44,14 +48,20 @@ def describe(
     δ > 0) and `sketches` [chunks, SKETCH_WIDTH]; adds to `histogram` [bins] of bits(|δ|) >>
     HIST_SHIFT. A sketch adds each element with a random sign to a random lane. The stream `key` has
     a mixed word for every 64 elements, number `first_word` at the start: element e of the 64 has
-    its bit e as sign and (e + turn) % 64 as lane, the turn from the word mixed again.
+    its bit e as sign and (e + turn) % 64 as lane, the turn from the word mixed again. `room` takes
+    the magnitudes of blocks of `block_elems`.
     """
-    even, odd = np.zeros(_BINS, np.int32), np.zeros(_BINS, np.int32)
+    even, odd = np.zeros(BINS, np.int32), np.zeros(BINS, np.int32)
+    per_block, n_aside = block_elems // CHUNK_ELEMS, 0
     for chunk in range(len(peaks)):
         part = delta[chunk * CHUNK_ELEMS : (chunk + 1) * CHUNK_ELEMS]
-        _describe_chunk(part, key, first_word, chunk, sums, peaks, counts, even, odd, sketches)
-    for i in range(_BINS):
-        histogram[i] += even[i] + odd[i]
+        _describe_chunk(part, key, first_word, chunk, sums, peaks, counts, sketches)
+        n_aside = _count_chunk(part, even, odd, n_aside, room.aside[0])
+        if (chunk + 1) % per_block == 0 or chunk + 1 == len(peaks):
+            block = chunk // per_block
+            top = _top_bin(peaks[block * per_block : chunk + 1])
+            end_block(block, n_aside, even, odd, top, histogram, room)
+            n_aside = 0
 
 
 @numba.njit(nogil=True, cache=True)
@@ -65,12 +75,15 @@ def describe_bfloat16(
     counts: Counts,
     histogram: Counts,
     sketches: Sketches,
+    block_elems: int,
+    room: Room,
 ) -> None:
     """As `describe`, for δ = expert − base of n bfloat16 elements given by their bits, uint16 [n].
 
     The last chunk counts as filled up with zeros. Chunks of equal finite bits cost a comparison.
     """
-    even, odd = np.zeros(_BINS, np.int32), np.zeros(_BINS, np.int32)
+    even, odd = np.zeros(BINS, np.int32), np.zeros(BINS, np.int32)
+    per_block, n_aside = block_elems // CHUNK_ELEMS, 0
     delta, below = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
     n = len(expert)
     for chunk in range(len(peaks)):
@@ -81,12 +94,16 @@ def describe_bfloat16(
             differing |= expert[start + i] ^ base[start + i]
             largest = max(largest, expert[start + i] & np.uint16(0x7FFF))
         if differing == 0 and largest < _BF16_INFINITY:  # ∞ − ∞ is not 0
-            even[0] += CHUNK_ELEMS
-            continue
-        subtract(expert[start : start + here], base[start : start + here], delta, below)
-        _describe_chunk(delta, key, first_word, chunk, sums, peaks, counts, even, odd, sketches)
-    for i in range(_BINS):
-        histogram[i] += even[i] + odd[i]
+            histogram[0] += CHUNK_ELEMS
+        else:
+            subtract(expert[start : start + here], base[start : start + here], delta, below)
+            _describe_chunk(delta, key, first_word, chunk, sums, peaks, counts, sketches)
+            n_aside = _count_chunk(delta, even, odd, n_aside, room.aside[0])
+        if (chunk + 1) % per_block == 0 or chunk + 1 == len(peaks):
+            block = chunk // per_block
+            top = _top_bin(peaks[block * per_block : chunk + 1])
+            end_block(block, n_aside, even, odd, top, histogram, room)
+            n_aside = 0
 
 
 @numba.njit(nogil=True, cache=True)
@@ -98,8 +115,6 @@ def _describe_chunk(
     sums: Sums,
     peaks: Peaks,
     counts: Counts,
-    even: npt.NDArray[np.int32],
-    odd: npt.NDArray[np.int32],
     sketches: Sketches,
 ) -> None:
     l1, l2 = np.zeros(LANES), np.zeros(LANES)
@@ -122,11 +137,6 @@ def _describe_chunk(
         counts[chunk, 1] += above[lane]
     if np.isnan(sums[chunk, 1]):  # comparisons skip what is not a number
         peaks[chunk] = np.nan
-    bits = delta.view(np.int32)
-    # Two tables: neighbours are often equal, and a counter cannot be raised twice at once.
-    for i in range(0, CHUNK_ELEMS, 2):
-        even[(bits[i] & 0x7FFFFFFF) >> HIST_SHIFT] += 1
-        odd[(bits[i + 1] & 0x7FFFFFFF) >> HIST_SHIFT] += 1
     # Each word's elements are turned by a random number of lanes: else a column of large values
     # would fall into one lane all the way down, and the sketch would be as good as one lane.
     turned = np.zeros(2 * SKETCH_WIDTH, np.float32)
@@ -141,6 +151,37 @@ def _describe_chunk(
             lanes[i] += -d if (signs >> np.uint64(i)) & 1 else d
     for i in range(SKETCH_WIDTH):
         sketches[chunk, i] += turned[i] + turned[i + SKETCH_WIDTH]
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_chunk(
+    delta: npt.NDArray[np.float32], even: Table, odd: Table, n_aside: int, aside: Bits
+) -> int:
+    """Count magnitudes by their upper bits; those with lower ones are set aside, too.
+
+    Gives how many lie in `aside`; the last place in it is for those that find no room.
+    """
+    last, bits = len(aside) - 2, delta.view(np.uint32)
+    # Two tables: neighbours are often equal, and a counter cannot be raised twice at once.
+    for i in range(0, CHUNK_ELEMS, 2):
+        one, other = bits[i] & _SIZE, bits[i + 1] & _SIZE
+        even[one >> _SHIFT] += 1
+        odd[other >> _SHIFT] += 1
+        if (one | other) & _LOW:
+            aside[n_aside] = one
+            n_aside += (one & _LOW) != 0
+            aside[n_aside] = other
+            n_aside = min(n_aside + ((other & _LOW) != 0), last)
+    return n_aside
+
+
+@numba.njit(nogil=True, cache=True)
+def _top_bin(peaks: Peaks) -> int:
+    """The largest bin that may be occupied."""
+    top = 0
+    for i in range(len(peaks)):
+        top = max(top, (peaks.view(np.int32)[i] & 0x7FFFFFFF) >> HIST_SHIFT)
+    return top if top < _BF16_INFINITY else BINS - 1
 
 
 @numba.njit(nogil=True, cache=True)

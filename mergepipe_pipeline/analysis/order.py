@@ -75,10 +75,10 @@ def keep_largest(scores: Scores, histogram: Histogram, keep: int) -> TrimRule:
         return KEEP_NONE
     if keep >= int(histogram.counts.sum()):
         return TrimRule(0, 1 << 62)
-    bin_, above = _from_top(histogram.bins, histogram.counts, keep)
+    bin_, above = from_top(histogram.bins, histogram.counts, keep)
     windows = list(scores.in_bin(bin_))
     values, totals = _totals(windows)
-    low, above_low = _from_top(values, totals, keep - above)
+    low, above_low = from_top(values, totals, keep - above)
     bits = (bin_ << HIST_SHIFT) | low
     ties = keep - above - above_low
     for number, w in enumerate(windows):
@@ -95,9 +95,9 @@ def keep_largest(scores: Scores, histogram: Histogram, keep: int) -> TrimRule:
 def bits_at(scores: Scores, histogram: Histogram, rank: int) -> int:
     """The bits of the score at 0-based ascending `rank`."""
     keep = int(histogram.counts.sum()) - rank
-    bin_, above = _from_top(histogram.bins, histogram.counts, keep)
+    bin_, above = from_top(histogram.bins, histogram.counts, keep)
     values, totals = _totals(list(scores.in_bin(bin_)))
-    low, _ = _from_top(values, totals, keep - above)
+    low, _ = from_top(values, totals, keep - above)
     return (bin_ << HIST_SHIFT) | low
 
 
@@ -109,7 +109,7 @@ def _totals(windows: list[InBin]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np
     return values, totals[values]
 
 
-def _from_top(
+def from_top(
     values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], keep: int
 ) -> tuple[int, int]:
     """The value where counting down from the largest reaches `keep`, and how many lie above."""

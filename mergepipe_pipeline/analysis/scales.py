@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +23,14 @@ from mergepipe_pipeline.operators.kept_kernel import (
     kept_l1_bfloat16,
     l1_scale,
 )
+from mergepipe_pipeline.operators.open_trim import closed
 from mergepipe_pipeline.operators.random import keep_below, stream_key
 from mergepipe_pipeline.operators.registry import Window
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Fact
-from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 from mergepipe_pipeline.spec.stats import ExpertStats
-from mergepipe_pipeline.spec.view import moved
+from mergepipe_pipeline.spec.view import TensorView, moved
 
 Pair = tuple[str, str]
 
@@ -52,6 +54,7 @@ def l1_scales(
             known = stats.by_pair[pair].l1
             view = expert.views[pair[0]]
             below = moved(base.views[pair[1]], len(expert.checkpoints))
+            task = _closed(task, reader, view, below)
             row_elems = task.shape[-1] if kind == "ranked" and task.shape else 1
 
             def left(window: DeltaWindow, task: TensorTask = task) -> tuple[float, int]:
@@ -66,6 +69,27 @@ def l1_scales(
             scales[pair] = l1_scale(known, total)
         reader.verify_unchanged()
     return scales
+
+
+def _closed(
+    task: TensorTask, reader: WindowReader, view: TensorView, below: TensorView
+) -> TensorTask:
+    """The task with rules that say by themselves which ties are kept."""
+
+    def exact(rule: TrimRule | None) -> TrimRule | None:
+        if rule is None or not rule.is_open:
+            return rule
+        start = rule.tie_stop_elem
+
+        def close(window: DeltaWindow) -> TrimRule:
+            return closed(rule, [(start, window.values[start - window.start_elem :])])
+
+        (found,) = reader.deltas(view, below, close, only=start // reader.window_elems)
+        return found
+
+    (expert,) = task.experts
+    both = replace(expert, trim=exact(expert.trim), outliers=exact(expert.outliers))
+    return replace(task, experts=(both,))
 
 
 def _kept_l1(window: DeltaWindow, task: TensorTask, kind: Fact) -> float:

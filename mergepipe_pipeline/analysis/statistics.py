@@ -19,6 +19,7 @@ from mergepipe_pipeline.analysis.kernels import (
     describe_bfloat16,
     sample_elems,
 )
+from mergepipe_pipeline.analysis.magnitudes import BINS, room_for
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, DeltaWindow, Family, WindowReader
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
@@ -26,16 +27,14 @@ from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.stats import (
-    HIST_SHIFT,
     SAMPLE_WIDTH,
     SKETCH_WIDTH,
+    Magnitudes,
     TensorStats,
     narrowed,
     widened,
 )
 from mergepipe_pipeline.spec.view import TensorView, moved
-
-_BINS = 1 << (32 - HIST_SHIFT - 1)
 
 Pair = tuple[str, str]
 S = TypeVar("S", bound=np.generic)
@@ -52,6 +51,7 @@ class _Figures:
     sketches: npt.NDArray[np.float32]
     samples: npt.NDArray[np.uint16]
     histogram: npt.NDArray[np.int64]
+    magnitudes: Magnitudes | None
 
 
 def analyze_experts(
@@ -160,11 +160,12 @@ class _Table:
     def __init__(self, view: TensorView, base: TensorView, grid: BlockGrid) -> None:
         self._view, self._base, self._grid = view, base, grid
         self._hash = new_hash()
-        self._histogram = np.zeros(_BINS, dtype=np.int64)
+        self._histogram = np.zeros(BINS, dtype=np.int64)
         self._sums, self._counts = [np.zeros((0, 2))], [np.zeros((0, 2), np.int64)]
         self._peaks = [np.zeros(0, np.float32)]
         self._sketches = [np.zeros((0, SKETCH_WIDTH), np.float32)]
         self._samples = [np.zeros((0, SAMPLE_WIDTH), np.uint16)]
+        self._magnitudes: list[Magnitudes] | None = []
 
     def add(self, figures: _Figures) -> None:
         """Take in the next window."""
@@ -177,13 +178,17 @@ class _Table:
         self._counts.append(figures.counts)
         self._sketches.append(_per_block(figures.sketches, self._grid, np.add))
         self._samples.append(figures.samples)
+        if figures.magnitudes is None:
+            self._magnitudes = None
+        elif self._magnitudes is not None:
+            self._magnitudes.append(figures.magnitudes)
 
     def stats(self, base_sha256: str) -> TensorStats:
         """The statistics of the whole tensor."""
         view, grid = self._view, self._grid
         sums, counts = np.concatenate(self._sums), np.concatenate(self._counts)
         peaks = np.concatenate(self._peaks)
-        occupied = np.flatnonzero(self._histogram)
+        occupied, listed = np.flatnonzero(self._histogram), self._magnitudes
         return TensorStats(
             tensor=view.name,
             base_tensor=self._base.name,
@@ -204,6 +209,7 @@ class _Table:
             block_max_abs=_per_block(peaks, grid, np.maximum),
             block_sketch=narrowed(np.concatenate(self._sketches)),
             block_sample=np.concatenate(self._samples),
+            block_magnitudes=None if listed is None else Magnitudes.joined(listed),
         )
 
 
@@ -214,9 +220,10 @@ def _describe(window: DeltaWindow, key: np.uint64, grid: BlockGrid, numel: int) 
     peaks = np.zeros(chunks, dtype=np.float32)
     counts = np.zeros((chunks, 2), dtype=np.int64)
     sketches = np.zeros((chunks, SKETCH_WIDTH), dtype=np.float32)
-    histogram = np.zeros(_BINS, dtype=np.int64)
+    histogram = np.zeros(BINS, dtype=np.int64)
     first_word = window.start_elem // 64
-    into = (key, first_word, sums, peaks, counts, histogram, sketches)
+    room = room_for(window.n, grid)
+    into = (key, first_word, sums, peaks, counts, histogram, sketches, grid.block_elems, room)
     at = sample_elems(key, grid, window.start_elem, min(numel, window.start_elem + WINDOW_ELEMS))
     at = at[: -(-window.n // grid.block_elems)] - window.start_elem
     samples = np.zeros(at.shape, np.float32)
@@ -230,7 +237,9 @@ def _describe(window: DeltaWindow, key: np.uint64, grid: BlockGrid, numel: int) 
         describe(window.delta, *into)
         samples[here] = window.delta[at[here]]
     histogram[0] -= chunks * CHUNK_ELEMS - window.n  # the padding
-    return _Figures(window, sums, peaks, counts, sketches, narrowed(samples), histogram)
+    return _Figures(
+        window, sums, peaks, counts, sketches, narrowed(samples), histogram, room.listed()
+    )
 
 
 def _per_block(chunks: npt.NDArray[S], grid: BlockGrid, combine: np.ufunc) -> npt.NDArray[S]:

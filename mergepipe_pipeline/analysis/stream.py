@@ -107,6 +107,11 @@ class WindowReader:
         for source in self._sources:
             source.close()
 
+    @property
+    def window_elems(self) -> int:
+        """Elements of a window of one expert, where rows need not stay whole."""
+        return self._length(1, 1)
+
     def deltas(
         self,
         expert: TensorView,

@@ -1,6 +1,7 @@
 """Exact trim thresholds of experts' deltas: which elements a sparsifier by magnitude keeps.
 
-The catalog's histogram of |δ| saves the first pass. TIES: https://arxiv.org/abs/2306.01708.
+By a pass over those whose magnitudes are not listed (`cuts` is for the others). The catalog's
+histogram of |δ| saves the first pass. TIES: https://arxiv.org/abs/2306.01708.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from mergepipe_pipeline.analysis.cuts import plain_rule
 from mergepipe_pipeline.analysis.kernels import count_in_bin, count_in_bin_bfloat16
-from mergepipe_pipeline.analysis.order import KEEP_ALL, Bits, Histogram, InBin, keep_largest
+from mergepipe_pipeline.analysis.order import Bits, Histogram, InBin, keep_largest
 from mergepipe_pipeline.analysis.stream import DeltaWindow, WindowReader
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import TrimRule
@@ -38,8 +40,8 @@ def trim_rules(
     with WindowReader((*expert.checkpoints, *base.checkpoints)) as reader:
         for pair, keep in keeps.items():
             known = stats.by_pair[pair]
-            if keep >= known.nonzero > 0 or (keep > 0 and not known.nonzero):
-                rules[pair] = KEEP_ALL  # ties at the cut are zeros: which is kept is moot
+            if rule := plain_rule(known, keep):
+                rules[pair] = rule
                 continue
             below = moved(base.views[pair[1]], len(expert.checkpoints))
             scores = _Magnitudes(reader, expert.views[pair[0]], below, progress)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.catalog.magnitudes import decode_magnitudes, encode_magnitudes
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
+from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes, TensorStats
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.chain import VersionChain
 
@@ -164,20 +165,23 @@ class Catalog:
     def put_stats(self, stats: ExpertStats) -> None:
         """Remember an analysis; earlier ones of other tensors stay.
 
-        Blocks first: the tensors' file says that it is whole.
+        Blocks and magnitudes first: the tensors' file says that it is whole.
         """
         tensors, blocks = tables.encode_stats(stats)
         stem = f"{stats.checkpoint_id}.b{stats.block_elems}.{sha256_hex(tensors)[:12]}"
         folder = self._stats(stats.base_id)
+        if any(t.block_magnitudes for t in stats.tensors):
+            write_atomic(folder / f"{stem}.magnitudes.parquet", encode_magnitudes(stats))
         write_atomic(folder / f"{stem}.blocks.parquet", blocks)
         write_atomic(folder / f"{stem}.tensors.parquet", tensors)
 
     def stats(
         self, base_id: str, checkpoint_id: str, block_elems: int, *, without: Collection[str] = ()
     ) -> ExpertStats | None:
-        """All that is known of an expert against a base, or None. Raises CorruptionError.
+        """What is known of an expert against a base but for magnitudes, or None.
 
-        `without` "sketch" or "sample" these are left empty: they are most of what there is.
+        `without` "sketch" or "sample" these are left empty: they are most of what there is. Raises
+        CorruptionError.
         """
         found: dict[tuple[str, str], TensorStats] = {}
         files = self._stats_files(base_id, checkpoint_id, block_elems)
@@ -191,6 +195,27 @@ class Catalog:
         if not files:
             return None
         return ExpertStats(base_id, checkpoint_id, block_elems, tuple(found.values()))
+
+    def magnitudes(
+        self,
+        base_id: str,
+        checkpoint_id: str,
+        block_elems: int,
+        pairs: Collection[tuple[str, str]],
+    ) -> Iterator[tuple[tuple[str, str], Magnitudes]]:
+        """The magnitudes of those of `pairs` (expert's tensor, base's tensor) that have them.
+
+        One is held at a time: all of them are near a hundredth of the expert. Raises
+        CorruptionError.
+        """
+        missing = set(pairs)
+        for path, _ in self._stats_files(base_id, checkpoint_id, block_elems):
+            beside = path.with_name(path.name.replace(".tensors.", ".magnitudes."))
+            if missing and beside.exists():  # catalogs of version 0.1 have none
+                with beside.open("rb") as file:
+                    for pair, found in decode_magnitudes(file, str(beside), missing):
+                        missing.remove(pair)
+                        yield pair, found
 
     def known_pairs(
         self, base_id: str, checkpoint_id: str, block_elems: int

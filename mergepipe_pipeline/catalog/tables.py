@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
-_FACTS = b"mergepipe"
+FACTS_KEY = b"mergepipe"
 _NOISE = ("sketch", "sample")
 
 TENSORS = pa.schema(
@@ -80,7 +81,7 @@ def encode(table: pa.Table, meta: Mapping[str, Any]) -> bytes:
     noise = [c for c in _NOISE if c in table.column_names]
     plain = [c for c in table.column_names if c not in _NOISE]
     pq.write_table(
-        table.replace_schema_metadata({_FACTS: packed}),
+        table.replace_schema_metadata({FACTS_KEY: packed}),
         sink,
         compression=dict.fromkeys(plain, "zstd") | dict.fromkeys(noise, "none"),
         use_dictionary=[c for c in plain if pa.types.is_string(table.schema.field(c).type)],
@@ -96,12 +97,25 @@ def decode(
     Raises CorruptionError naming `where`; a table that has not exactly the columns of `schema`
     counts as damaged.
     """
-    try:
+    with corruption_named(where):
         file = pq.ParquetFile(io.BytesIO(data))
-        meta = json.loads(file.schema_arrow.metadata[_FACTS])
-        if not file.schema_arrow.equals(schema):
-            raise ValueError(f"columns {', '.join(file.schema_arrow.names)}")
+        meta = meta_of(file, schema)
         return file.read(columns), meta
+
+
+def meta_of(file: pq.ParquetFile, schema: pa.Schema) -> dict[str, Any]:
+    """The JSON metadata of a file. Raises ValueError if its columns are not those of `schema`."""
+    if not file.schema_arrow.equals(schema):
+        raise ValueError(f"columns {', '.join(file.schema_arrow.names)}")
+    meta: dict[str, Any] = json.loads(file.schema_arrow.metadata[FACTS_KEY])
+    return meta
+
+
+@contextmanager
+def corruption_named(where: str) -> Iterator[None]:
+    """Turn what a damaged file makes its readers say into a CorruptionError that names `where`."""
+    try:
+        yield
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise CorruptionError(
             "A catalog file cannot be read",

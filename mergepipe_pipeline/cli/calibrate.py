@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from mergepipe_pipeline.cli.common import Console, size, table, verb
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.spec.engine_pace import EnginePace
 
 
 @click.command()
@@ -19,16 +23,26 @@ from mergepipe_pipeline.cli.common import Console, size, table, verb
     show_default=True,
     help="MiB of the temporary file that is read if nothing is registered yet.",
 )
+@click.option(
+    "--storage-only", is_flag=True, help="Leave the engine out: times will not be predicted."
+)
 @verb
-def calibrate(console: Console, path: str | None, temp_mib: int) -> None:
-    """Measure what seeks, reads and writes cost here, on a file under PATH that is read cold.
+def calibrate(console: Console, path: str | None, temp_mib: int, storage_only: bool) -> None:
+    """Measure what seeks, reads and writes cost here, on a file under PATH that is read cold, and
+    how fast the engine is, on a small family made for it.
 
     Default: the largest file of a registered checkpoint. The planner weighs scattered blocks with
-    the result.
+    the result, and `check` tells how long a merge will take.
     """
     from mergepipe_pipeline.pipeline.calibrate import calibrate as run
 
-    done = run(console.home, path, temp_nbytes=temp_mib << 20, progress=console.progress)
+    done = run(
+        console.home,
+        path,
+        temp_nbytes=temp_mib << 20,
+        with_engine=not storage_only,
+        progress=console.progress,
+    )
     p = done.profile
     rows = [
         (
@@ -50,6 +64,28 @@ def calibrate(console: Console, path: str | None, temp_mib: int) -> None:
         f"  read   {size(p.read_bytes_per_s)}/s",
         f"  seek   {1000 * p.seek_s:.3f} ms, as long as reading {size(p.seek_nbytes)}",
         f"  write  {size(p.write_bytes_per_s)}/s, durable",
+        *_engine_lines(p.engine),
         "",
         *table(("reads", "number", "of size", "took s", "model s"), rows),
     )
+
+
+def _engine_lines(engine: EnginePace | None) -> list[str]:
+    """The engine's figures for people; a method's are per element of output, and per expert's."""
+    if engine is None:
+        return []
+    ns = 1e9
+    rows = [
+        (name, f"{ns * m.elem_s:.2f}", f"{ns * m.expert_elem_s:.2f}", f"{1e3 * m.plan_input_s:.2f}")
+        for name, m in engine.methods.items()
+    ]
+    return [
+        f"  engine on {engine.cores} cores",
+        f"    cold reads   {size(engine.cold.bytes_per_s)}/s, "
+        f"past the page cache {size(engine.past_cache.bytes_per_s)}/s",
+        f"    hashing      {size(engine.hash_bytes_per_s)}/s",
+        f"    analysis     {ns * engine.analysis_elem_s:.2f} ns per element",
+        f"    start        {engine.start_s:.2f} s, commit {engine.commit_s:.2f} s",
+        "",
+        *table(("method", "ns per element", "and expert", "planning ms per tensor"), rows),
+    ]

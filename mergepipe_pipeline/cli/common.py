@@ -8,9 +8,10 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,10 +35,14 @@ _NEXT = {
 
 @dataclass(frozen=True)
 class Console:
-    """Where a command writes: data on stdout (JSON or text), progress and warnings on stderr."""
+    """Where a command writes: data on stdout (JSON or text), progress and warnings on stderr.
+
+    `began_s` is when the command began (`time.monotonic`).
+    """
 
     home_dir: str | None
     as_json: bool
+    began_s: float = field(default_factory=time.monotonic)
 
     @functools.cached_property
     def home(self) -> Warehouse:

@@ -52,8 +52,8 @@ def curve(
     """Predict what every budget would lose, for all strategies, from statistics alone.
 
     Experts that were not analysed yet are read once; then no weight is read. The knee is where the
-    curve of conflict_aware hangs farthest below the straight line between its ends: bytes before it
-    save more than the average, bytes after it less.
+    curve of the recipe's strategy hangs farthest below the straight line between its ends: bytes
+    before it save more than the average, bytes after it less.
     """
     from mergepipe_pipeline.pipeline.check import load_recipe
     from mergepipe_pipeline.pipeline.curve import curve as run

@@ -10,7 +10,7 @@ import click
 
 from mergepipe_pipeline.cli.common import Console, percent, size, table, verb, write_csv, write_file
 from mergepipe_pipeline.cli.compare import comparison_lines
-from mergepipe_pipeline.cli.merging import bound_text, error_text
+from mergepipe_pipeline.cli.merging import bound_text, error_text, strategy_text
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.pipeline.explain import ExpertStory, SnapshotStory, TensorStory
@@ -106,7 +106,7 @@ def _plan(console: Console, what: str, by: str) -> Answer:
 def _head(made: MergePlan) -> list[str]:
     e = made.estimates
     return [
-        f"plan {made.plan_id[:16]}  {made.method}, strategy {e.strategy}, "
+        f"plan {made.plan_id[:16]}  {made.method}, strategy {strategy_text(made)}, "
         f"{size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)} expert bytes",
         f"error {error_text(made)}",
         f"error bound {bound_text(made)}",
@@ -155,6 +155,7 @@ def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
         "variant": story.task.variant,
         "reason": story.task.reason,
         "strategy": story.plan.estimates.strategy,
+        "ranking": _ranking(story),
         "offers": told.offers,
         "cut": told.cut,
         "cut_worth": told.cut_worth,
@@ -171,7 +172,7 @@ def _tensor_lines(story: TensorStory, most: int) -> list[str]:
 
     task, told = story.task, story.account
     because = f" ({task.reason})" if task.reason else ""
-    cut = f"cut after purchase {told.cut} of {told.offers} on the list of {_strategy(story)}"
+    cut = f"cut after purchase {told.cut} of {told.offers} on the list of {_ranking(story)}"
     worth = "" if told.cut_worth is None else f", worth {told.cut_worth:.3g} per byte"
     experts = [
         (
@@ -215,8 +216,9 @@ def _tensor_lines(story: TensorStory, most: int) -> list[str]:
     ]
 
 
-def _strategy(story: TensorStory) -> str:
-    return story.plan.estimates.strategy
+def _ranking(story: TensorStory) -> str:
+    e = story.plan.estimates
+    return e.ranking or e.strategy
 
 
 def _span(least: float | None, most: float | None) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,14 @@ from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, v
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.pipeline.check import Checked
+    from mergepipe_pipeline.pipeline.cost import Begun
     from mergepipe_pipeline.pipeline.merge import MergeOutcome
     from mergepipe_pipeline.spec.plan import MergePlan
 
 
 _COUNT = click.IntRange(min=1)
+#: Parts of a predicted time below this are not shown to people.
+_LEAST_S = 0.05
 
 
 def planning_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -29,7 +33,9 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
             help="Elements per block (a power of two, 4096 to 1048576).",
         ),
         click.option(
-            "--strategy", help="conflict_aware (default), magnitude, full, hash or drop-experts."
+            "--strategy",
+            help="conflict_aware (default for sums of deltas), magnitude (default for votes and "
+            "means), full, hash or drop-experts.",
         ),
         click.option(
             "--budget",
@@ -49,14 +55,31 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     """Show every problem of a recipe and its full cost, from headers alone."""
     from mergepipe_pipeline.pipeline.check import check as run
     from mergepipe_pipeline.pipeline.check import load_recipe
+    from mergepipe_pipeline.pipeline.forecast import forecast
 
     checked = run(console.home, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning)
     stages = (*checked.before, checked)
+    foreseen = forecast(console.home, checked).to_json()
     console.warn(tuple(dict.fromkeys(w for stage in stages for w in stage.recipe.warnings)))
-    shown = _checked_json(checked)
+    shown = {**_checked_json(checked), "time": foreseen}
     if checked.before:
         shown["stages"] = [_checked_json(stage) for stage in checked.before]
-    console.show(shown, *(line for stage in stages for line in _checked_lines(stage)))
+    lines = [line for stage in stages for line in _checked_lines(stage)]
+    console.show(shown, *lines, f"  time                {time_text(foreseen)}")
+
+
+def time_text(predicted: Mapping[str, Any] | None) -> str:
+    """Predicted seconds and what they are made of, or why there are none."""
+    if predicted is None or "total_s" not in predicted:
+        return f"not predicted: {(predicted or {}).get('reason', 'nobody asked')}"
+    shown = ("analysis", "planning", "reading", "arithmetic", "hashing", "writing")
+    parts = [(name, predicted[f"{name}_s"]) for name in shown]
+    told = ", ".join(f"{name} {_short(s)}" for name, s in parts if s >= _LEAST_S)
+    return f"about {_short(predicted['total_s'])}" + (f" ({told})" if told else "")
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _checked_json(checked: Checked) -> dict[str, Any]:
@@ -106,7 +129,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
             "layers": len(made.layers),
             **asdict(e),
         },
-        f"plan {made.plan_id[:16]}  {made.method}, {e.strategy}",
+        f"plan {made.plan_id[:16]}  {made.method}, {strategy_text(made)}",
         f"  expert bytes   {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}"
         f" (budget {size(e.budget_bytes)})",
         f"  blocks         {e.blocks_bought} bought, {e.blocks_zero} known to be zero, "
@@ -117,6 +140,14 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
         "",
         *table(("expert", "size", "read", "known zero"), rows),
     )
+
+
+def strategy_text(made: MergePlan) -> str:
+    """The strategy, and the one whose list it followed instead of its own."""
+    e = made.estimates
+    if e.ranking in (None, e.strategy):
+        return e.strategy
+    return f"{e.strategy} (by {e.ranking}: no worse on samples)"
 
 
 def error_text(made: MergePlan) -> str:
@@ -155,6 +186,21 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
     )
 
 
+def _begin(console: Console, recipe: str, planning: dict[str, Any]) -> tuple[MergePlan, Begun]:
+    """A recipe's plan, and how long its last stage was said to take before that was made."""
+    from mergepipe_pipeline.pipeline.check import load_recipe
+    from mergepipe_pipeline.pipeline.cost import Begun
+    from mergepipe_pipeline.pipeline.forecast import forecast
+    from mergepipe_pipeline.pipeline.plan import plan_checked, ready
+
+    home, raw = console.home, load_recipe(recipe)
+    folder, progress = recipe_folder(recipe), console.progress
+    checked, results = ready(home, raw, relative_to=folder, progress=progress, **planning)
+    began_s = time.monotonic() if raw.before else console.began_s
+    begun = Begun(began_s, forecast(home, checked).to_json())
+    return plan_checked(home, checked, progress, unnamed=results), begun
+
+
 @click.command()
 @click.argument("recipe", type=click.Path())
 @planning_options
@@ -163,6 +209,7 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 @click.option("--threads", type=_COUNT, help="Threads for arithmetic and reading.")
 @click.option("--window-size", "window_elems", type=_COUNT, help="Elements per window.")
 @click.option("--memory", "memory_mib", type=_COUNT, help="Buffer memory in MiB.")
+@click.option("--device", help="Where to compute: cpu (default), cuda or cuda:N.")
 @verb
 def merge(
     console: Console,
@@ -172,6 +219,7 @@ def merge(
     threads: int | None,
     window_elems: int | None,
     memory_mib: int | None,
+    device: str | None,
     **planning: Any,
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
@@ -184,10 +232,11 @@ def merge(
 
     if out:
         check_out(Path(out))
-    made = _plan(console, recipe, planning)
+    knobs = EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20, device)
+    knobs.check()
+    made, begun = _begin(console, recipe, planning)
     console.warn(made.warnings)
-    knobs = EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20)
-    outcome = run(console.home, made, knobs=knobs, progress=console.progress)
+    outcome = run(console.home, made, knobs=knobs, progress=console.progress, begun=begun)
     summary = outcome.summary()
     summary["non_finite"] = merged_non_finite(console.home, made)
     console.warn(non_finite_warning(summary["non_finite"], made))
@@ -215,6 +264,7 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
         f"  base bytes    {size(s['base_bytes_read'])} read, {size(s['bytes_written'])} written",
         f"  error         {error_text(outcome.plan)}",
         f"  error bound   {bound_text(outcome.plan)}",
-        f"  time          {s['wall_s']:.2f} s",
+        f"  time          {s['time']['realised']['total_s']:.2f} s, predicted "
+        f"{time_text(s['time']['predicted'])}",
         f"  path          {s['path']}",
     ]

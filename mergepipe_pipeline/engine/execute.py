@@ -14,16 +14,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.settle import Settler
 from mergepipe_pipeline.engine.sources import SourcePool
-from mergepipe_pipeline.engine.window import Window
+from mergepipe_pipeline.engine.window import Slot, Window
 from mergepipe_pipeline.engine.windows import EngineOptions, cut
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import CorruptionError
@@ -39,7 +38,9 @@ Progress = Callable[[int], None]
 class LayerResult:
     """What running a layer gave: the object's digest and size in bytes, and the bytes it cost.
 
-    `tensors` are (name, SHA-256 of the file up to the end of that tensor) in file order.
+    `tensors` are (name, SHA-256 of the file up to the end of that tensor) in file order. Of the
+    workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` to merging;
+    `write_s` is what this thread spent on hashing and writing.
     """
 
     sha256: str
@@ -48,6 +49,9 @@ class LayerResult:
     expert_bytes_read: int
     base_bytes_read: int
     wall_s: float
+    read_s: float
+    arithmetic_s: float
+    write_s: float
 
 
 class LayerRunner:
@@ -56,13 +60,12 @@ class LayerRunner:
     def __init__(self, plan: MergePlan, options: EngineOptions) -> None:
         self._options = options
         self._sources = SourcePool(plan)
-        self._desks = [Desk() for _ in range(options.slots)]
+        self._slots = _slots(options)
         self._stack = ExitStack()
+        self._has_torch = False
+        self._work_s = 0.0
 
     def __enter__(self) -> LayerRunner:
-        # Windows are the parallelism; threads inside an operation would wait for each other.
-        self._stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
         self._stack.enter_context(self._sources)
         threads = self._options.threads
         self._pool = self._stack.enter_context(ThreadPoolExecutor(threads))
@@ -85,12 +88,15 @@ class LayerRunner:
         """
         started = time.monotonic()
         expert_before, base_before = self._sources.bytes_read()
+        read_before, work_before, write_s = self._sources.read_s(), self._work_s, 0.0
         described = [(t.name, t.out_dtype, t.shape) for t in layer.tasks]
         with ShardWriter(path, described, {"format": "pt"}) as writer:
             tasks = {t.name: t for t in layer.tasks}
             in_order = [tasks[name] for name in writer.order]
             for chunk in self._merged(self._windows(in_order)):
+                began = time.perf_counter()
                 writer.write(chunk.data)
+                write_s += time.perf_counter() - began
                 if progress:
                     progress(len(chunk))
             sha256, nbytes = writer.finish()
@@ -105,6 +111,7 @@ class LayerRunner:
                 found=str(expert_after - expert_before),
                 next_step="this is a defect of mergepipe: please report it with the plan",
             )
+        read_s = self._sources.read_s() - read_before
         return LayerResult(
             sha256,
             nbytes,
@@ -112,31 +119,63 @@ class LayerRunner:
             expert_after - expert_before,
             base_after - base_before,
             time.monotonic() - started,
+            read_s,
+            max(0.0, self._work_s - work_before - read_s),
+            write_s,
         )
 
     def _windows(self, tasks: list[TensorTask]) -> Iterator[Window]:
         number = 0
         for task in tasks:
             job = Job(self._settler.settled(task), self._sources)
+            if job.needs_torch and not self._has_torch:
+                self._load_torch()
             numel = prod(task.shape)
             n = self._options.window_for(job.bytes_per_elem, job.row_elems)
             for start, stop in cut(numel, min(numel, n)) if numel else ():
-                yield Window(job, self._desks[number % len(self._desks)], start, stop)
+                yield self._slots[number % len(self._slots)](job, start, stop)
                 number += 1
+
+    def _taken(self, future: Future[tuple[Bytes, float]]) -> Bytes:
+        out, took_s = future.result()
+        self._work_s += took_s
+        return out
+
+    def _load_torch(self) -> None:
+        import torch
+
+        # Windows are the parallelism; threads inside an operation would wait for each other.
+        self._stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        self._has_torch = True
 
     def _merged(self, windows: Iterator[Window]) -> Iterator[Bytes]:
         """Output bytes of windows in order, while the next ones are being worked on.
 
         A window's desk is cleared only after the caller came back for the next one.
         """
-        pending: deque[Future[Bytes]] = deque()
+        pending: deque[Future[tuple[Bytes, float]]] = deque()
         try:
             for window in windows:
-                pending.append(self._pool.submit(window.run))
-                if len(pending) == len(self._desks):
-                    yield pending.popleft().result()
+                pending.append(self._pool.submit(_timed, window))
+                if len(pending) == len(self._slots):
+                    yield self._taken(pending.popleft())
             while pending:
-                yield pending.popleft().result()
+                yield self._taken(pending.popleft())
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _timed(window: Window) -> tuple[Bytes, float]:
+    began = time.perf_counter()
+    return window.run(), time.perf_counter() - began
+
+
+def _slots(options: EngineOptions) -> list[Slot]:
+    """Where windows in flight are worked on. Raises DeviceError if the device is not there."""
+    if options.device == "cpu":
+        return [partial(Window, Desk()) for _ in range(options.slots)]
+    from mergepipe_pipeline.engine.accelerator import device_slots
+
+    return device_slots(options.device, options.slots)

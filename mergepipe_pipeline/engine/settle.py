@@ -1,22 +1,25 @@
-"""Finds what a plan leaves open of a tensor: the factors that give random drops their norm back.
+"""Finds what a plan leaves open of a tensor: where ties of a trim are cut (`open_trim`), and the
+factors that give random drops their norm back.
 
-A pass over the tensor right before its merge, which then finds the same bytes in the page cache.
-Only sums are kept. Reads through the same gate as the merge, and is not counted again.
+Factors take a pass over the tensor right before its merge, which then finds the same bytes in the
+page cache. Only sums are kept. Reads through the same gate as the merge, and is not counted again.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.open_trim import OpenTrim
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.engine.windows import cut
 from mergepipe_pipeline.engine.workspace import Desk
@@ -36,6 +39,7 @@ from mergepipe_pipeline.tensors.stored import Bytes
 _WINDOW_ELEMS = 1 << 18
 
 Sums = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 
 class Settler:
@@ -46,7 +50,16 @@ class Settler:
         self._desks = [Desk() for _ in range(threads)]
 
     def settled(self, task: TensorTask) -> TensorTask:
-        """The task with every factor known; the same task if none was open."""
+        """The task with every cut and factor known; the same task if none was open."""
+        return self._with_factors(self._with_cuts(task))
+
+    def _with_cuts(self, task: TensorTask) -> TensorTask:
+        if task.base is None or not any(e.has_open_rule for e in task.experts):
+            return task
+        looks = (OpenTrim(self._sources, task.base, e).run for e in task.experts)
+        return replace(task, experts=tuple(self._each(looks)))
+
+    def _with_factors(self, task: TensorTask) -> TensorTask:
         if all(e.l1 is None for e in task.experts):
             return task
         return replace(
@@ -60,21 +73,21 @@ class Settler:
     def _kept(self, task: TensorTask) -> list[float]:
         """Per expert, the L1 norm of what its drop leaves; 0 where nobody asks."""
         parts: list[list[float]] = [[] for _ in task.experts]
-        pending: deque[Future[list[Sums]]] = deque()
-        looks = _looks(task, self._sources)
-        for number, look in enumerate(looks):
-            if len(pending) == len(self._desks):
-                _add(parts, pending.popleft().result())
-            desk = self._desks[number % len(self._desks)]
-            pending.append(self._pool.submit(look.run, desk))
-        while pending:
-            _add(parts, pending.popleft().result())
+        for found in self._each(look.run for look in _looks(task, self._sources)):
+            for part, sums in zip(parts, found, strict=True):
+                part += sums.tolist()
         return [math.fsum(p) for p in parts]
 
-
-def _add(parts: list[list[float]], found: list[Sums]) -> None:
-    for part, sums in zip(parts, found, strict=True):
-        part += sums.tolist()
+    def _each(self, looks: Iterable[Callable[[Desk], T]]) -> Iterator[T]:
+        """What looks find, in order; as many run at once as there are desks."""
+        pending: deque[Future[T]] = deque()
+        for number, look in enumerate(looks):
+            if len(pending) == len(self._desks):
+                yield pending.popleft().result()
+            desk = self._desks[number % len(self._desks)]
+            pending.append(self._pool.submit(look, desk))
+        while pending:
+            yield pending.popleft().result()
 
 
 def _looks(task: TensorTask, sources: SourcePool) -> Iterator[_Look]:

@@ -1,7 +1,7 @@
 """The checkpoints of a plan, open for reading: experts behind their access sets, the base in full.
 
 The gate is here: an expert's reader refuses any element outside the plan, and what it counts is
-what the kernel was asked for.
+what the kernel was asked for. A look ahead counts when the merge comes to what it saw (`kept`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
+from mergepipe_pipeline.engine.kept import KeptFiles, Looking
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
 from mergepipe_pipeline.spec.view import Part
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
-from mergepipe_pipeline.storage.source import Reading, open_source
+from mergepipe_pipeline.storage.source import RangedFiles, Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 
 
@@ -31,6 +32,8 @@ class SourcePool:
         self._stack = ExitStack()
         self._readers: dict[tuple[int, bool], BlockReader] = {}
         self._before: dict[tuple[int, bool], BlockReader] = {}
+        self._looking: dict[int, BlockReader] = {}
+        self._kept: dict[int, KeptFiles] = {}
         self._plan = plan
         # A budget is of bytes that storage delivers: nothing is fetched on the side.
         self._reading: Reading = "exact" if fits_page_cache(_planned_nbytes(plan)) else "once"
@@ -63,6 +66,14 @@ class SourcePool:
         """As `base`, for bytes that the merge itself will read and count."""
         return self._reader(source, gated=False, before=True)
 
+    def expert_look(self, source: int) -> BlockReader:
+        """As `expert`, for a look ahead: what it reads is kept till the merge asks for it."""
+        reader = self.expert(source)
+        with self._lock:
+            if source not in self._looking:
+                self._looking[source] = reader.through(Looking(self._kept[source]))
+            return self._looking[source]
+
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if any file read so far is not the planned one any more."""
         for reader in (*self._readers.values(), *self._before.values()):
@@ -75,16 +86,19 @@ class SourcePool:
             counts[0 if gated else 1] += reader.bytes_read
         return counts[0], counts[1]
 
+    def read_s(self) -> float:
+        """Seconds that reads took so far, added up over threads."""
+        readers = self._readers, self._before, self._looking
+        return sum(reader.read_s for kind in readers for reader in kind.values())
+
     def _reader(self, source: int, *, gated: bool, before: bool = False) -> BlockReader:
         key, readers = (source, gated), self._before if before else self._readers
-        # What is read before will be read again.
-        reading: Reading = "exact" if before else self._reading
         with self._lock:  # one reader per source: workers ask at once, and each counts its bytes
             if key not in readers:
-                readers[key] = self._open(source, gated=gated, reading=reading)
+                readers[key] = self._open(source, gated=gated, before=before)
             return readers[key]
 
-    def _open(self, number: int, *, gated: bool, reading: Reading) -> BlockReader:
+    def _open(self, number: int, *, gated: bool, before: bool) -> BlockReader:
         planned = self._plan.sources[number]
         checkpoint = open_checkpoint(planned.root, planned.name, probes=False)
         if checkpoint.stamp != planned.stamp:
@@ -95,7 +109,11 @@ class SourcePool:
                 found=checkpoint.stamp,
                 next_step="run the merge again: it plans anew from the files as they are",
             )
-        files = self._stack.enter_context(open_source(planned.root, reading))
+        # What is read before will be read again.
+        reading: Reading = "exact" if before else self._reading
+        files: RangedFiles = self._stack.enter_context(open_source(planned.root, reading))
+        if gated and not before:
+            files = self._kept[number] = KeptFiles(files)
         allowed = access_set(self._plan.layers, number) if gated else None
         return BlockReader(files, checkpoint, allowed)
 

@@ -6,46 +6,61 @@ tensor goes, its job has decided.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.workspace import Desk
-from mergepipe_pipeline.operators.fused_kernel import FusedKernel, Stored, narrow
+from mergepipe_pipeline.operators.fused_kernel import Floats, FusedKernel, Stored, narrow
 from mergepipe_pipeline.operators.registry import Window as OperatorWindow
 from mergepipe_pipeline.spec.blocks import clip
+from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
-from mergepipe_pipeline.tensors.stored import Bytes, read_stored, torch_dtype
+from mergepipe_pipeline.tensors.stored import Bytes, Readers, read_stored, torch_dtype
 
-#: Per element, the merge in float32.
-_RESULT_BYTES = 4
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes per element of a merge before it is cast.
+_MERGED_BYTES = 4
 
 
 class Window:
     """Elements [start_elem, stop_elem) of a job's tensor, on a desk."""
 
-    def __init__(self, job: Job, desk: Desk, start_elem: int, stop_elem: int) -> None:
-        self._job, self._desk = job, desk
+    def __init__(self, desk: Desk, job: Job, start_elem: int, stop_elem: int) -> None:
+        self._desk, self._job = desk, job
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
 
     def run(self) -> Bytes:
         """Read what the plan allows, merge it, and give the window's output bytes."""
-        job, n = self._job, self._n
-        self._desk.clear(n * (sum(job.sizes) + _RESULT_BYTES), len(job.sizes) + 1)
+        job = self._job
+        self._clear()
+        if job.unchanged:
+            return self._stored(*job.unchanged)
         base = self._fetch_base()
         if job.is_copy:
-            return self._copied(base)
+            assert base is not None
+            return to_bytes(base.values(), job.task.out_dtype)
         if job.kernel and job.is_stored_bfloat16:
             return self._fused(job.kernel, *self._fetch_bits(base))
-        rows = self._fetch_rows(base)
         values = base.values() if base else None
+        rows = self._fill(self._desk.rows(len(job.task.experts), self._n), values)
         if job.kernel:
             below = values.numpy() if values is not None else np.empty(0, np.float32)
             return self._fused(job.kernel, below, rows.numpy(), np.arange(len(rows)))
         assert job.operator is not None
         merged = job.operator.apply(OperatorWindow(values, rows, job.task, self._start))
         return to_bytes(merged, job.task.out_dtype)
+
+    def _clear(self) -> None:
+        job = self._job
+        result = max(_MERGED_BYTES, itemsize(job.task.out_dtype))
+        self._desk.clear(self._n * (sum(job.sizes) + result), len(job.sizes) + 1)
 
     def _fetch_base(self) -> BaseRow | None:
         job, base = self._job, self._job.task.base
@@ -56,8 +71,8 @@ class Window:
         row.fetch(self._start, self._stop)
         return row
 
-    def _fetch_rows(self, base: BaseRow | None) -> torch.Tensor:
-        """[K, n] float32 rows of all experts: δ or T, as the operator wants them."""
+    def _fill(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+        """Put all experts into `rows` [K, n] float32: δ or T, as the operator wants them."""
         job, task = self._job, self._job.task
         experts = []
         for e, size, update in zip(task.experts, job.sizes, job.updates, strict=False):
@@ -65,10 +80,8 @@ class Window:
             expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, update)
             expert.fetch(self._start, self._stop)
             experts.append(expert)
-        values = base.values() if base else None
-        rows = self._desk.rows(len(experts), self._n)
         for row, expert in zip(rows, experts, strict=True):
-            (expert.delta if job.as_delta else expert.value)(row, values)
+            (expert.delta if job.as_delta else expert.value)(row, base)
         return rows
 
     def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, np.ndarray]:
@@ -100,25 +113,37 @@ class Window:
         task = self._job.task
         merged = self._desk.take(self._n * 4).view(np.float32)
         kernel.run(base, experts, present, self._start, merged)
+        if task.out_dtype == "BF16":
+            return narrowed(merged)
+        import torch
+
         return to_bytes(torch.from_numpy(merged), task.out_dtype)
 
-    def _copied(self, base: BaseRow | None) -> Bytes:
-        assert base is not None
-        task = self._job.task
-        assert task.base is not None
-        if task.base.view.dtype == task.out_dtype and not self._job.base_update:
-            return base.raw
-        return to_bytes(base.values(), task.out_dtype)
+    def _stored(self, readers: Readers, view: TensorView) -> Bytes:
+        raw = self._desk.take(self._n * itemsize(view.dtype))
+        read_stored(readers, view, self._start, self._stop, raw.data)
+        return raw
+
+
+#: Makes a window of a job's elements [start, stop) on a desk that no other one is on.
+Slot = Callable[[Job, int, int], Window]
 
 
 def to_bytes(values: torch.Tensor, dtype: str) -> Bytes:
     """The bytes of [n] float32 values cast once, to nearest even, to `dtype`."""
+    import torch
+
     if dtype == "BF16":
-        bits = np.empty(len(values), np.uint16)
-        narrow(values.numpy(), bits)
-        return bits.view(np.uint8)
+        return narrowed(values.numpy())
     cast = values.to(torch_dtype(dtype))
     if cast is values:  # the caller reuses its rows while these bytes are still being written
         cast = values.clone()
     out: Bytes = cast.view(torch.uint8).numpy()
     return out
+
+
+def narrowed(values: Floats) -> Bytes:
+    """The bytes of [n] float32 values cast once, to nearest even, to bfloat16."""
+    bits = np.empty(len(values), np.uint16)
+    narrow(values, bits)
+    return bits.view(np.uint8)

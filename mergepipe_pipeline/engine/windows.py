@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _QUANTUM = 4096
-#: No memory is held for it; shorter pieces cost more calls.
-_COPY_NBYTES = 4 << 20
 #: Reads of 1 MiB of bfloat16 keep a disk busy; longer windows only drain and fill for longer.
 _MOST_ELEMS = 1 << 19
 
@@ -22,13 +20,14 @@ class EngineOptions:
     """Knobs that change speed and memory, never bits.
 
     `memory_bytes` bounds the buffers of one running layer; `window_elems` overrides the length that
-    follows from it; `threads` workers each read and merge windows: one
-    more than there are cores, so that some read while others compute.
+    follows from it; `threads` workers each read and merge windows: one more than there are cores,
+    so that some read while others compute. `device` is where operators work: cpu, cuda or cuda:N.
     """
 
     memory_bytes: int = 192 << 20
     window_elems: int | None = None
     threads: int = max(1, os.cpu_count() or 1) + 1
+    device: str = "cpu"
 
     @property
     def slots(self) -> int:
@@ -46,10 +45,6 @@ class EngineOptions:
             fits = self.memory_bytes // (self.slots * bytes_per_elem)
             elems = int(max(_QUANTUM, min(_MOST_ELEMS, fits // _QUANTUM * _QUANTUM)))
         return max(1, elems // row_elems) * row_elems
-
-    def copy_for(self, itemsize: int) -> int:
-        """Length in elements of what is copied at once without being looked at."""
-        return self.window_elems or _COPY_NBYTES // itemsize
 
 
 def cut(numel: int, window_elems: int) -> Iterator[tuple[int, int]]:

@@ -6,10 +6,14 @@ stays.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from mergepipe_pipeline.tensors.stored import Bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _ALIGN = 64
 
@@ -20,13 +24,13 @@ class Desk:
     def __init__(self) -> None:
         self._bytes: Bytes = np.empty(0, dtype=np.uint8)
         self._used = 0
-        self._flat = torch.empty(0)
+        self._flat = np.empty(0, dtype=np.float32)
 
     def clear(self, nbytes: int, pieces: int) -> None:
         """Make room for `pieces` pieces of `nbytes` together; what lay here becomes invalid."""
         need = nbytes + pieces * _ALIGN
         if need > len(self._bytes):
-            self._bytes = np.empty(need, dtype=np.uint8)
+            self._bytes = self._room(need)
         self._used = 0
 
     def take(self, nbytes: int) -> Bytes:
@@ -37,6 +41,11 @@ class Desk:
 
     def rows(self, k: int, n: int) -> torch.Tensor:
         """An uninitialised [k, n] float32 matrix; the one handed out before becomes invalid."""
-        if k * n > self._flat.numel():
-            self._flat = torch.empty(k * n)
-        return self._flat[: k * n].view(k, n)
+        import torch
+
+        if k * n > len(self._flat):
+            self._flat = np.empty(k * n, dtype=np.float32)
+        return torch.from_numpy(self._flat[: k * n].reshape(k, n))
+
+    def _room(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, dtype=np.uint8)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from mergepipe_pipeline.operators.fused import Fused, FusedRow
-from mergepipe_pipeline.operators.mix import SUM_EPSILON
+from mergepipe_pipeline.operators.mix import SUM_EPSILON, summed
 from mergepipe_pipeline.operators.random import keep_below, stream_key
 from mergepipe_pipeline.operators.registry import PerModel
 from mergepipe_pipeline.operators.sparsify import trim_rule
@@ -85,11 +83,3 @@ def _row(
         scale=expert.scale if rescale and not inverse else 1.0,
         divisor=share if rescale and inverse else 1.0,
     )
-
-
-def summed(weight: Sequence[float], *, at_least: float) -> float:
-    """Σ wᵢ added up in float32, 1 where it is smaller than `at_least`."""
-    total = np.float32(weight[0])
-    for factor in weight[1:]:
-        total += np.float32(factor)
-    return float(total) if abs(total) >= at_least else 1.0

@@ -25,7 +25,9 @@ Ints = npt.NDArray[np.int64]
 
 _TILE_ELEMS = 2048
 _ONE, _ZERO = np.float32(1), np.float32(0)
-_NAN16, _INFINITY = np.uint16(0x7FC0), np.uint32(0x7F800000)
+_INFINITY = np.uint32(0x7F800000)
+#: The one NaN of bfloat16 results.
+NAN_BITS = np.uint16(0x7FC0)
 
 
 class FusedKernel:
@@ -236,7 +238,7 @@ def narrow(values: Floats, out: Bits) -> None:
         u = bits[e]
         up = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         is_nan = (u & np.uint32(0x7FFFFFFF)) > _INFINITY
-        out[e] = _NAN16 if is_nan else np.uint16(up)
+        out[e] = NAN_BITS if is_nan else np.uint16(up)
 
 
 @intrinsic

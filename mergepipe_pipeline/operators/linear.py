@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import describe
 from mergepipe_pipeline.operators.fused import Fused
+from mergepipe_pipeline.operators.mix import summed
 from mergepipe_pipeline.operators.registry import PerModel, Weight, Window, operator
 from mergepipe_pipeline.spec.plan import TensorTask
 
@@ -64,10 +65,5 @@ def linear(
         # differ by more than their last bit otherwise. Every CPU with FMA gives the same bits.
         total.add_(window.experts[k], alpha=weight[k])
     if normalize:
-        # Added up in float32 as mergekit does; a tensor, since some devices divide by a Python
-        # number through its rounded reciprocal.
-        divisor = total.new_full((), weight[0])
-        for factor in weight[1:]:
-            divisor.add_(factor)
-        total.div_(divisor)
+        total.div_(total.new_full((), summed(weight, at_least=0)))
     return total

@@ -6,7 +6,10 @@ take experts in recipe order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
 
 from mergepipe_pipeline.operators.registry import PerModel, Window
 
@@ -47,7 +50,7 @@ def linear_sum(window: Window, weight: PerModel, normalize: bool) -> Tensor:
     for k in range(1, len(weight)):
         mix.add_(window.experts[k])
     if normalize:
-        mix.div_(_summed(weight, mix))
+        mix.div_(mix.new_full((), summed(weight, at_least=SUM_EPSILON)))
     return mix
 
 
@@ -88,13 +91,13 @@ def add_base(window: Window, mix: Tensor, lambda_: float = 1.0) -> Tensor:
     return window.base.sub(mix.mul_(-lambda_).add_(0.0))
 
 
-def _summed(weight: PerModel, like: Tensor) -> Tensor:
-    """Σ wᵢ as a float32 scalar on the device of `like`, 1 where it vanishes.
+def summed(weight: Sequence[float], *, at_least: float) -> float:
+    """Σ wᵢ added up in float32 as mergekit does, 1 where it is smaller than `at_least`.
 
-    Added up in float32 as mergekit does. A tensor, since some devices divide by a Python number
-    through its rounded reciprocal.
+    To divide by it, make a tensor of it: some devices divide by a Python number through its
+    rounded reciprocal.
     """
-    total = like.new_full((), weight[0])
+    total = np.float32(weight[0])
     for factor in weight[1:]:
-        total.add_(factor)
-    return total if abs(total.item()) >= SUM_EPSILON else total.fill_(1.0)
+        total += np.float32(factor)
+    return float(total) if abs(total) >= at_least else 1.0

@@ -9,6 +9,8 @@ from mergepipe_pipeline.operators.registry import ONE_EACH, PerModel, Window, op
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mergepipe_pipeline.spec.plan import TensorTask
+
 
 def _coefficients(scale: PerModel) -> tuple[float, ...]:
     return tuple(scale)
@@ -31,3 +33,9 @@ def passthrough(
     """The only expert's values times its scale; with a scale of one, its bits."""
     value = window.experts[0]
     return value if scale[0] == 1 else value.mul_(scale[0])
+
+
+def is_unscaled(task: TensorTask) -> bool:
+    """Whether a task's result is its one expert as it is."""
+    scales = [dict(e.params).get("scale", 1) for e in task.experts]
+    return task.operator == "passthrough" and scales == [1]

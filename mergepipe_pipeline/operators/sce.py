@@ -33,10 +33,11 @@ def _variance(window: Window) -> Tensor:
     squares = mean.new_zeros(mean.shape)
     for k in range(1, window.experts.shape[0]):
         away = window.experts[k].double().sub_(mean)
-        mean.add_(away.div(k + 1))
+        mean.add_(away.div(mean.new_full((), k + 1)))
         # away·(x − mean) with the mean before, then after: their product is (k / (k + 1))·away².
         squares.add_(away.square_().mul_(k / (k + 1)))
-    return squares.div_(window.experts.shape[0]).float().nan_to_num_(nan=MOST, posinf=MOST)
+    count = mean.new_full((), window.experts.shape[0])  # as a tensor: see `mix.summed`
+    return squares.div_(count).float().nan_to_num_(nan=MOST, posinf=MOST)
 
 
 def _count(

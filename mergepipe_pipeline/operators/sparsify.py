@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators.random import keep_mask, uniforms
+from mergepipe_pipeline.operators import on_device
+from mergepipe_pipeline.operators.random import keep_below, keep_mask, stream_key, uniforms
 from mergepipe_pipeline.operators.registry import PerModel, Window
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 
@@ -58,9 +59,13 @@ def drop(window: Window, expert: int, density: float) -> None:
     """
     task, delta = window.task, window.experts[expert]
     if 0 < density < 1:
-        position = task.experts[expert].position
-        keep = keep_mask(task.seed, position, task.name, window.start_elem, delta.shape[0], density)
-        delta.mul_(delta.new_tensor(keep.view("u1")))
+        position, start, n = task.experts[expert].position, window.start_elem, delta.shape[0]
+        if _is_on_host(delta):
+            keep = keep_mask(task.seed, position, task.name, start, n, density)
+            delta.mul_(delta.new_tensor(keep.view("u1")))
+        else:
+            key = stream_key(task.seed, position, task.name)
+            on_device.drop_(delta, on_device.uniforms(key, start, delta), keep_below(density))
     elif density <= 0:
         delta.zero_()
 
@@ -75,15 +80,15 @@ def drop_by_rank(
     """
     task, delta = window.task, window.experts[expert]
     if 0 < density < 1:
-        numbers = uniforms(
-            task.seed,
-            task.experts[expert].position,
-            task.name,
-            window.start_elem,
-            delta.shape[0],
-        )
+        position, start, n = task.experts[expert].position, window.start_elem, delta.shape[0]
         rows = delta.view(-1, window.row_elems)
-        drop_by_rank_(rows, numbers, density, epsilon, inverse=inverse)
+        if _is_on_host(delta):
+            numbers = uniforms(task.seed, position, task.name, start, n)
+            drop_by_rank_(rows, numbers, density, epsilon, inverse=inverse)
+        else:
+            drawn = on_device.uniforms(stream_key(task.seed, position, task.name), start, delta)
+            table = rank_probability(window.row_elems, density, epsilon)
+            on_device.drop_by_rank_(rows, drawn, table, inverse=inverse)
     elif density <= 0:
         delta.zero_()
 
@@ -115,12 +120,10 @@ def drop_by_rank_(
 ) -> None:
     """Zero elements of `rows`, float32 [r, n], at random: kept iff number < round(p · 2**32).
 
-    p rises with the rank of |δ| in its row from density − ε to density + ε in equal steps; equal
-    magnitudes rank by index, and a row of one element has p = density. `numbers` are uint32 [r·n].
+    p is `rank_probability` at the rank of |δ| in its row; equal magnitudes rank by index.
+    `numbers` are uint32 [r·n].
     """
-    n = rows.shape[1]
-    spread = np.arange(n) / (n - 1) if n > 1 else np.full(n, 0.5)
-    probability = (density - epsilon) + 2 * epsilon * spread
+    probability = rank_probability(rows.shape[1], density, epsilon)
     ascending = _ascending(rows)
     kept = numbers[ascending] < np.rint(probability * 2**32).astype(np.uint64)
     factor = np.empty(rows.shape, dtype=np.float32)
@@ -128,12 +131,21 @@ def drop_by_rank_(
     rows.mul_(rows.new_tensor(factor))
 
 
+def rank_probability(n: int, density: float, epsilon: float) -> npt.NDArray[np.float64]:
+    """p by rank in a row of `n`: from density − ε to density + ε in equal steps, float64 [n].
+
+    A row of one element has p = density.
+    """
+    spread = np.arange(n) / (n - 1) if n > 1 else np.full(n, 0.5)
+    return (density - epsilon) + 2 * epsilon * spread
+
+
 def _ascending(rows: Tensor) -> npt.NDArray[np.uint32]:
     """Flat indices of `rows` [r, n], each row in order of magnitude, then of index.
 
     Sorts magnitude and index as one number, several times as fast as an argsort.
     """
-    size: npt.NDArray[np.float32] = rows.abs().cpu().numpy()
+    size: npt.NDArray[np.float32] = rows.abs().numpy()
     key = size.view(np.uint32).astype(np.uint64)
     key <<= np.uint64(32)
     key |= np.arange(key.size, dtype=np.uint64).reshape(key.shape)
@@ -202,3 +214,8 @@ def _split(delta: Tensor, rule: TrimRule, start_elem: int) -> tuple[Tensor, Tens
     (threshold,) = struct.unpack("<f", struct.pack("<I", rule.threshold_bits))
     cut = min(max(rule.tie_stop_elem - start_elem, 0), delta.shape[0])
     return delta[:cut], delta[cut:], threshold
+
+
+def _is_on_host(delta: Tensor) -> bool:
+    """Whether NumPy can work on its memory."""
+    return bool(delta.is_cpu)

@@ -18,7 +18,7 @@ from mergepipe_pipeline.pipeline.learn import Learned, learn
 from mergepipe_pipeline.pipeline.plan import ready
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.planner.candidates import Choice
-from mergepipe_pipeline.planner.choosing import Question, bought
+from mergepipe_pipeline.planner.choosing import Purchase, Question, bought
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
@@ -38,8 +38,13 @@ class Asked:
     recipe: Recipe
     experts: tuple[str, ...]
     question: Question
-    choice: Choice
+    purchase: Purchase
     read: tuple[str, ...]
+
+    @property
+    def choice(self) -> Choice:
+        """The candidates bought."""
+        return self.purchase.choice
 
     @property
     def layers(self) -> list[str]:
@@ -64,8 +69,8 @@ def ask(
     checked, results = ready(home, raw, progress=progress, **planning)
     learned = learn(home, checked, progress, unnamed=results, for_parts=for_parts)
     recipe, question = checked.recipe, learned.builder().question()
-    choice = bought(question, recipe.budget, recipe.strategy)
-    return Asked(recipe, _experts(learned), question, choice, learned.read)
+    purchase = bought(question, recipe.budget, recipe.strategy)
+    return Asked(recipe, _experts(learned), question, purchase, learned.read)
 
 
 def ask_again(home: Warehouse, plan: MergePlan, progress: Progress | None = None) -> Asked:
@@ -82,8 +87,8 @@ def ask_again(home: Warehouse, plan: MergePlan, progress: Progress | None = None
     )
     learned = learn(home, checked, progress, unnamed=known)
     question = learned.builder().question()
-    choice = _choice(question, plan)
-    return Asked(checked.recipe, _experts(learned), question, choice, learned.read)
+    purchase = Purchase(e.strategy, e.ranking or e.strategy, _choice(question, plan))
+    return Asked(checked.recipe, _experts(learned), question, purchase, learned.read)
 
 
 def _experts(learned: Learned) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
-"""The verb `calibrate`: what a seek, a byte read and a byte written cost on the user's storage.
+"""The verb `calibrate`: what the user's storage costs, and how fast the engine works on it.
 
-Decides what to time and fits the model to the times; the I/O is in `storage.measure`.
+Decides what to time and fits the model to the times; the I/O is in `storage.measure`, and what is
+not storage is timed by `trial`.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +20,11 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
+from mergepipe_pipeline.spec.engine_pace import EnginePace, Flow
 from mergepipe_pipeline.spec.storage_profile import StorageProfile
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
-from mergepipe_pipeline.storage.measure import ColdFile, is_stored, write_s
+from mergepipe_pipeline.storage.measure import ColdFile, hash_s, is_stored, stream, write_s
+from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Sizes of single reads in bytes: from far below a block of weights to above one.
@@ -32,6 +36,10 @@ MIN_NBYTES = 4 << 20
 REPEATS = 5
 
 _ALIGN = 4096
+#: Places that are read in turn, as from so many experts.
+_STREAMS = 6
+_STREAM_NBYTES = 512 << 20
+_HASH_NBYTES = 64 << 20
 
 #: Seconds to read a number of bytes from each of some starts of a cold file.
 ReadTimer = Callable[[Sequence[int], int], float]
@@ -59,12 +67,14 @@ def calibrate(
     path: str | Path | None = None,
     *,
     temp_nbytes: int = 1 << 30,
+    with_engine: bool = True,
     progress: Progress | None = None,
 ) -> Calibration:
     """Measure reads of a file at or under `path`, and writes into the warehouse; remember both.
 
     Without a path, the largest file of a registered checkpoint is read, or a temporary file of
-    `temp_nbytes`. Raises MergePipeError if no file is large enough, or it cannot be read cold.
+    `temp_nbytes`. Without the engine, times of merges are not predicted. Raises
+    MergePipeError if no file is large enough, or it cannot be read cold.
     """
     folder = home.new_staging("calibrate")
     try:
@@ -74,14 +84,15 @@ def calibrate(
             write_s(target, temp_nbytes)
         observations = _timed_reads(target, progress or Silent())
         written = min(RUN_NBYTES, temp_nbytes)
-        wrote_s = median(write_s(folder / f"write{n}", written) for n in range(3))
+        wrote_s = min(write_s(folder / f"write{n}", written) for n in range(3))
+        engine = _engine_pace(target, folder) if with_engine else None
     finally:
         remove_tree(folder)
     seek_s, rate = fit(observations)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     # A temporary file is gone by now.
     where = home.root if target.is_relative_to(folder) else target
-    profile = StorageProfile(rate, seek_s, written / wrote_s, now, str(where))
+    profile = StorageProfile(rate, seek_s, written / wrote_s, now, str(where), engine)
     write_atomic(home.profile_path, seal({"storage": profile.to_json()}))
     return Calibration(profile, observations)
 
@@ -136,6 +147,47 @@ def fit(observations: Sequence[Observation]) -> tuple[float, float]:
     if seek_s < 0 or byte_s <= 0:
         seek_s, byte_s = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
     return float(seek_s), float(1 / byte_s)
+
+
+def _engine_pace(file: Path, folder: Path) -> EnginePace:
+    """How fast the engine reads `file` and works; `folder` is for what it needs to try."""
+    from mergepipe_pipeline.engine.windows import EngineOptions
+    from mergepipe_pipeline.pipeline.trial import try_engine
+
+    threads = EngineOptions().threads
+
+    def flow(reading: Reading, *, is_cold: bool) -> Flow:
+        tries = [
+            stream(
+                file,
+                reading,
+                streams=_STREAMS,
+                threads=threads,
+                nbytes=_STREAM_NBYTES,
+                is_cold=is_cold,
+            )
+            for _ in range(REPEATS)
+        ]
+        rate = median(nbytes / wall_s for nbytes, wall_s, _ in tries)
+        return Flow(rate, median(cpu_s / nbytes for nbytes, _, cpu_s in tries))
+
+    past_cache = flow("once", is_cold=True)
+    cold = flow("exact", is_cold=True)
+    cached = flow("exact", is_cold=False)
+    (folder / "trial").mkdir()
+    tried = try_engine(folder / "trial")
+    return EnginePace(
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        cold=cold,
+        past_cache=past_cache,
+        cached=cached,
+        hash_bytes_per_s=_HASH_NBYTES / hash_s(_HASH_NBYTES),
+        start_s=tried.start_s,
+        commit_s=tried.commit_s,
+        analysis_elem_s=tried.analysis_elem_s,
+        methods=tried.methods,
+    )
 
 
 def _timed_reads(path: Path, progress: Progress) -> tuple[Observation, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.pipeline.cost import Realised
+from mergepipe_pipeline.pipeline.cost import Realised, Times
 from mergepipe_pipeline.snapshots.commit import commit_snapshot
 from mergepipe_pipeline.snapshots.model_folder import (
     config_json,
@@ -44,10 +44,15 @@ from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def commit(home: Warehouse, plan: MergePlan, realised: Realised | None = None) -> Snapshot:
+def commit(
+    home: Warehouse,
+    plan: MergePlan,
+    realised: Realised | None = None,
+    times: Times | None = None,
+) -> Snapshot:
     """Build the snapshot of a plan whose layers are all in the object store, and commit it.
 
-    `realised` goes to the provenance. Raises NotFoundError naming the first layer
+    `realised` and `times` go to the provenance. Raises NotFoundError naming the first layer
     that is not merged yet.
     """
     store = object_store(home)
@@ -86,7 +91,7 @@ def commit(home: Warehouse, plan: MergePlan, realised: Realised | None = None) -
     )
     staging = home.new_staging("commit")
     try:
-        staged = stage_snapshot(staging, manifest, store, files, _provenance(plan, realised))
+        staged = stage_snapshot(staging, manifest, store, files, _provenance(plan, realised, times))
         return commit_snapshot(staged, home.snapshots)
     finally:
         remove_tree(staging)
@@ -136,7 +141,7 @@ def _side_files(
     return files
 
 
-def _provenance(plan: MergePlan, realised: Realised | None) -> dict[str, Any]:
+def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None) -> dict[str, Any]:
     """What no id covers: who, when, where, how asked for, what it cost.
 
     `choices`: tensor to [operator, reason], where the method left the operator open.
@@ -150,6 +155,7 @@ def _provenance(plan: MergePlan, realised: Realised | None) -> dict[str, Any]:
         "warnings": list(plan.warnings),
         **({"choices": chosen} if chosen else {}),
         "realised": realised and asdict(realised),
+        "time": times and times.to_json(),
         "sources": [asdict(s) for s in plan.sources],
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),

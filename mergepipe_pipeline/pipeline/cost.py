@@ -1,9 +1,10 @@
-"""What layers cost when they ran: the records that `merge` makes and `commit` keeps."""
+"""What merging cost when it ran: the records that `merge` makes and `commit` keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from mergepipe_pipeline.snapshots.objects import StoredObject
 
@@ -20,11 +21,17 @@ class LayerOutcome:
     base_bytes_read: int
     wall_s: float
     bytes_written: int
+    read_s: float = 0.0
+    arithmetic_s: float = 0.0
+    write_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Realised:
-    """What running layers cost, in bytes and seconds; reused layers cost nothing."""
+    """What running layers cost, in bytes and seconds; reused layers cost nothing.
+
+    `read_s` and `arithmetic_s` are added up over threads, `write_s` is one thread's.
+    """
 
     expert_bytes_read: int
     base_bytes_read: int
@@ -32,6 +39,9 @@ class Realised:
     layers_executed: int
     layers_reused: int
     layers_s: float
+    read_s: float = 0.0
+    arithmetic_s: float = 0.0
+    write_s: float = 0.0
 
     @staticmethod
     def of(layers: Iterable[LayerOutcome]) -> Realised:
@@ -44,6 +54,9 @@ class Realised:
                 int(not x.reused),
                 int(x.reused),
                 x.wall_s,
+                x.read_s,
+                x.arithmetic_s,
+                x.write_s,
             )
             for x in layers
         )
@@ -59,4 +72,33 @@ class Realised:
             sum(c.layers_executed for c in rows),
             sum(c.layers_reused for c in rows),
             round(sum(c.layers_s for c in rows), 3),
+            round(sum(c.read_s for c in rows), 3),
+            round(sum(c.arithmetic_s for c in rows), 3),
+            round(sum(c.write_s for c in rows), 3),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """When a verb began (`time.monotonic`), and how long it was said to take, as JSON."""
+
+    at_s: float
+    predicted: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Wall seconds of a merge: what was predicted, as JSON, and what came until its commit.
+
+    `before_s` is the verb's start with analysis and planning, 0 for a plan that was there.
+    """
+
+    predicted: dict[str, Any] | None
+    before_s: float
+    merging_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Both, with the realised total."""
+        came = {"before_s": round(self.before_s, 3), "merging_s": round(self.merging_s, 3)}
+        came["total_s"] = round(self.before_s + self.merging_s, 3)
+        return {"predicted": self.predicted, "realised": came}

@@ -10,7 +10,7 @@ from mergepipe_pipeline.pictures import Line, Mark, curve_picture
 from mergepipe_pipeline.pipeline.ask import Asked, ask, ask_again
 from mergepipe_pipeline.pipeline.check import Planning
 from mergepipe_pipeline.pipeline.progress import Progress
-from mergepipe_pipeline.planner.curve import BEST, SHARES, BudgetCurve, Point, budget_curve
+from mergepipe_pipeline.planner.curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
@@ -52,7 +52,7 @@ def curve_of_plan(
 
 def _told(asked: Asked, shares: Sequence[float]) -> Told:
     recipe = asked.recipe
-    found = budget_curve(asked.question, recipe.budget, recipe.strategy, asked.choice, shares)
+    found = budget_curve(asked.question, recipe.budget, asked.purchase, shares)
     return Told(recipe.name, found, asked.question.bound(asked.choice).note, asked.read)
 
 
@@ -81,7 +81,7 @@ def rows_of(curve: BudgetCurve) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     names = list(dict.fromkeys(p.strategy for p in curve.points))
     rows = []
     for nbytes, points in by_budget.items():
-        best = points[BEST]
+        best = points[curve.best]
         rows.append(
             (
                 f"{100 * nbytes / max(1, curve.nbytes_total):.0f} %",
@@ -90,7 +90,7 @@ def rows_of(curve: BudgetCurve) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
                 "knee" if best == curve.knee else "",
             )
         )
-    return ("budget", *names, f"bound of {BEST}", ""), rows
+    return ("budget", *names, f"bound of {curve.best}", ""), rows
 
 
 def percent(curve: BudgetCurve, p: Point) -> str:

@@ -27,8 +27,9 @@ from mergepipe_pipeline.warehouse import Warehouse
 class Cost:
     """What a merge will read and write, in bytes, before the catalog's help.
 
-    `analysis_bytes` is read once to learn the statistics that are not known yet; `budget_bytes`
-    None is no limit. Expert bytes read will be at most min(budget, total).
+    `analysis_bytes` is read once to learn what is not known yet, statistics of `analysis_elems`
+    elements of experts among it; `budget_bytes` None is no limit. Expert bytes read
+    will be at most min(budget, total).
     """
 
     expert_bytes_total: int
@@ -36,6 +37,7 @@ class Cost:
     base_bytes: int
     output_bytes: int
     analysis_bytes: int
+    analysis_elems: int
     free_bytes: int
     layers: int
     tensors: int
@@ -69,12 +71,14 @@ def estimate(
                 pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
     budget, n_layers = recipe.budget.resolve(total), layer_count(names)
     _refuse_too_little(budget, baseless)
+    unknown_nbytes, unknown_elems = _unknown(home, models, pairs, grid)
     return Cost(
         expert_bytes_total=total,
         budget_bytes=budget,
         base_bytes=base,
         output_bytes=output,
-        analysis_bytes=_unknown_bytes(home, models, pairs, grid),
+        analysis_bytes=unknown_nbytes,
+        analysis_elems=unknown_elems,
         free_bytes=shutil.disk_usage(home.root).free,
         layers=len({layer_name(n, n_layers) for n in names}),
         tensors=len(names),
@@ -93,22 +97,25 @@ def _refuse_too_little(budget: int | None, baseless: int) -> None:
         )
 
 
-def _unknown_bytes(
+def _unknown(
     home: Warehouse,
     models: Sequence[Model],
     pairs: Mapping[tuple[int, int], Sequence[tuple[str, str]]],
     grid: BlockGrid,
-) -> int:
+) -> tuple[int, int]:
+    """Bytes to read for what is not known yet, and elements of experts to take statistics of."""
     catalog = Catalog(home.catalog)
-    nbytes = 0
+    nbytes = elems = 0
+    below: dict[tuple[int, str], int] = {}  # read once for all experts
     paired = {expert for expert, _ in pairs}
     for (expert, base), wanted in pairs.items():
         for mine, theirs in missing_pairs(home, models[expert], models[base], wanted, grid):
             view = models[expert].views[mine]
-            below = models[base].views[theirs].nbytes if view.stands_alone else 0
-            nbytes += view.nbytes + below
+            nbytes, elems = nbytes + view.nbytes, elems + view.numel
+            if view.stands_alone:
+                below[base, theirs] = models[base].views[theirs].nbytes
     for number, model in enumerate(models):
         if number not in paired and not any(base == number for _, base in pairs):
             unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]
             nbytes += sum(c.nbytes for c in unknown)
-    return nbytes
+    return nbytes + sum(below.values()), elems

@@ -148,7 +148,7 @@ def explain_tensor(
             next_step="see `mergepipe explain PLAN --by tensor`",
         )
     asked = ask_again(home, plan, progress)
-    told = account(asked.question, asked.recipe.budget, asked.recipe.strategy, asked.choice)
+    told = account(asked.question, asked.recipe.budget, asked.purchase.ranking, asked.choice)
     layer, task = tasks[tensor]
     names = list(asked.question.tensors)
     blocks = tuple(told.blocks(names.index(tensor))) if tensor in names else ()
@@ -161,7 +161,7 @@ def _is_current(plan: MergePlan, asked: Asked) -> bool:
     if e.budget_bytes is None and e.error_bound != 0:
         return True
     again = bought(asked.question, asked.recipe.budget, asked.recipe.strategy)
-    return np.array_equal(again, asked.choice)
+    return np.array_equal(again.choice, asked.choice)
 
 
 def _plan(home: Warehouse, what: str, progress: Progress | None) -> MergePlan:

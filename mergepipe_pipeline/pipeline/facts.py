@@ -1,14 +1,15 @@
 """Facts of whole tensors about one expert: trim thresholds, outlier bounds, rescale factors.
 
-Each is computed once per (base, expert, tensor, parameters) by a pass over that tensor, and
-remembered in the catalog. Part of planning; `spec.operator.Fact` says who asks for which. Facts
-about several experts together are in `measures`.
+Each is found once per (base, expert, tensor, parameters), thresholds from the magnitudes that the
+catalog lists, the rest by a pass over the tensor, and remembered in the catalog. Part of planning;
+`spec.operator.Fact` says who asks for which. Facts about several experts together are in
+`measures`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Fact
 from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
@@ -108,8 +109,14 @@ class ExpertFacts:
     def _rules(self, keeps: Mapping[Sparsified, int], label: str) -> dict[Sparsified, TrimRule]:
         """The rule that keeps so many of each tensor's largest |δ|."""
         by_key = {s: f"{_name(s.pair)}#{keep}" for s, keep in keeps.items()}
-        known = self._known("keep-largest")
+        # A cut may be open by a block, and blocks are of the grid.
+        of_grid = f"keep-largest-b{self._stats.block_elems}"
+        known = self._known(of_grid) | self._known("keep-largest")
         missing = {s: keep for s, keep in keeps.items() if by_key[s] not in known}
+        if missing:
+            listed = {by_key[s]: astuple(rule) for s, rule in self._listed(missing)}
+            known |= self._remember(of_grid, listed)
+            missing = {s: keep for s, keep in missing.items() if by_key[s] not in listed}
         if missing:
             from mergepipe_pipeline.analysis.thresholds import trim_rules
 
@@ -127,6 +134,22 @@ class ExpertFacts:
                         fresh[by_key[s]] = (rule.threshold_bits, rule.tie_stop_elem)
             known |= self._remember("keep-largest", fresh)
         return {s: TrimRule(*map(int, known[by_key[s]])) for s in keeps}
+
+    def _listed(self, keeps: Mapping[Sparsified, int]) -> Iterator[tuple[Sparsified, TrimRule]]:
+        """The rules that follow from what the catalog knows. Reads no weight."""
+        from mergepipe_pipeline.analysis.cuts import open_rule, plain_rule
+
+        left: dict[Pair, list[Sparsified]] = {}
+        for s, keep in keeps.items():
+            if rule := plain_rule(self._stats.by_pair[s.pair], keep):
+                yield s, rule
+            else:
+                left.setdefault(s.pair, []).append(s)
+        ids, block_elems = (self._base.model_id, self._expert.model_id), self._stats.block_elems
+        for pair, magnitudes in self._catalog.magnitudes(*ids, block_elems, left):
+            for s in left[pair]:
+                known = self._stats.by_pair[pair]
+                yield s, open_rule(known, magnitudes, keeps[s], block_elems)
 
     def _leave_scales_open(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
         for s in wanted:
@@ -176,7 +199,8 @@ class ExpertFacts:
         return self._catalog.fact(self._base.model_id, self._expert.model_id, key)
 
     def _remember(self, key: str, fresh: Mapping[str, Fact]) -> Mapping[str, Fact]:
-        self._catalog.put_fact(self._base.model_id, self._expert.model_id, key, fresh)
+        if fresh:
+            self._catalog.put_fact(self._base.model_id, self._expert.model_id, key, fresh)
         return fresh
 
 

@@ -109,7 +109,7 @@ def learn(
 
 
 def _tried(task: TensorTask, deltas: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    # Imports torch, which planning a sum of deltas can do without.
+    # Imports compiled kernels or torch, which planning a sum of deltas can do without.
     from mergepipe_pipeline.analysis.rehearse import apply_to_deltas
 
     return apply_to_deltas(task, deltas)

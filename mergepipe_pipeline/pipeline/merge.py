@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.pipeline.commit import commit, object_store
-from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
+from mergepipe_pipeline.pipeline.cost import Begun, LayerOutcome, Realised, Times
 from mergepipe_pipeline.pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.objects import StoredObject
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
@@ -34,21 +34,33 @@ _WAITING = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineKnobs:
-    """Speed and memory of a merge; never its bits. None means the engine's default."""
+    """Speed, memory and place of a merge; never its bits. None means the engine's default."""
 
     threads: int | None = None
     window_elems: int | None = None
     memory_bytes: int | None = None
+    device: str | None = None
+
+    def check(self) -> None:
+        """Raise DeviceError if the device is not there, before anything is read."""
+        if self.device not in (None, "cpu"):
+            from mergepipe_pipeline.engine.accelerator import device_of
+
+            device_of(self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class MergeOutcome:
-    """A finished merge: the snapshot, its plan, what it cost, and the time it took."""
+    """A finished merge: the snapshot, its plan, what it cost, and the time it took.
+
+    `wall_s` is that of merging and commit; `times` tell what was predicted.
+    """
 
     snapshot: Snapshot
     plan: MergePlan
     realised: Realised
     wall_s: float
+    times: Times
 
     def summary(self) -> dict[str, Any]:
         """The figures of `merge --json`; bytes are bytes, `error_bound` an L2 norm."""
@@ -69,6 +81,7 @@ class MergeOutcome:
             "error_bound_note": e.bound_note,
             "update_norm_estimate": e.update_norm,
             "wall_s": round(self.wall_s, 3),
+            "time": self.times.to_json(),
             "warnings": list(self.plan.warnings),
         }
 
@@ -79,16 +92,20 @@ def merge(
     *,
     knobs: EngineKnobs | None = None,
     progress: Progress | None = None,
+    begun: Begun | None = None,
 ) -> MergeOutcome:
-    """Execute a plan and commit its snapshot; publishes nothing.
+    """Execute a plan and commit its snapshot; publishes nothing. `begun`: the verb, before now.
 
     Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on
     a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
+    begun = begun or Begun(started)
     realised = Realised.of(merge_layers(home, plan, knobs=knobs, progress=progress))
-    snapshot = commit(home, plan, realised)
-    return MergeOutcome(snapshot, plan, realised, time.monotonic() - started)
+    merging_s = time.monotonic() - started
+    times = Times(begun.predicted, started - begun.at_s, merging_s)
+    snapshot = commit(home, plan, realised, times)
+    return MergeOutcome(snapshot, plan, realised, time.monotonic() - started, times)
 
 
 def merge_layers(
@@ -183,6 +200,9 @@ class _LayerMerger:
             result.base_bytes_read,
             result.wall_s,
             result.nbytes,
+            result.read_s,
+            result.arithmetic_s,
+            result.write_s,
         )
 
     def _engine(self) -> tuple[LayerRunner, Path]:

@@ -6,9 +6,10 @@ first only where there is reason to expect known contents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Content, Source
 from mergepipe_pipeline.pipeline.digests import ensure_digests
@@ -22,6 +23,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 Pair = tuple[str, str]
 #: What a checkpoint looks like without its names: size, header and probe of every file.
 Look = tuple[tuple[int, str, str], ...]
+#: Magnitudes, of 8 bytes, that are held at once.
+_MOST_ENTRIES = 1 << 24
 
 
 class TakeOver:
@@ -45,18 +48,34 @@ class TakeOver:
         for pair, content in contents.items():
             if source := self._contents.get(content):
                 sources.setdefault((source.base_id, source.checkpoint_id), {})[pair] = source
-        taken: list[TensorStats] = []
+        done: set[Pair] = set()
         for ids, wanted in sources.items():
-            found = self._catalog.stats(*ids, self._grid.block_elems)
-            for pair, source in wanted.items():
-                if found and (stats := found.by_pair.get((source.tensor, pair[1]))):
-                    taken.append(replace(stats, tensor=pair[0]))
-        if taken:
-            base_id, own_id = self._base.model_id, expert.model_id
-            copied = ExpertStats(base_id, own_id, self._grid.block_elems, tuple(taken))
-            self._catalog.put_stats(copied)
-        done = {(t.tensor, t.base_tensor) for t in taken}
+            for taken in self._taken(*ids, wanted):
+                if taken:
+                    own = self._base.model_id, expert.model_id, self._grid.block_elems
+                    self._catalog.put_stats(ExpertStats(*own, taken))
+                done |= {(t.tensor, t.base_tensor) for t in taken}
         return [pair for pair in pairs if pair not in done]
+
+    def _taken(
+        self, base_id: str, checkpoint_id: str, wanted: Mapping[Pair, Source]
+    ) -> Iterator[tuple[TensorStats, ...]]:
+        """Statistics for `wanted` from an expert that has them, as much at once as may be held."""
+        key = base_id, checkpoint_id, self._grid.block_elems
+        known = self._catalog.stats(*key)
+        by_source: dict[Pair, list[TensorStats]] = {}
+        for (name, below), source in wanted.items():
+            if known and (stats := known.by_pair.get((source.tensor, below))):
+                by_source.setdefault((source.tensor, below), []).append(replace(stats, tensor=name))
+        held: list[TensorStats] = []
+        entries = 0
+        for pair, magnitudes in self._catalog.magnitudes(*key, by_source):
+            held += (replace(t, block_magnitudes=magnitudes) for t in by_source.pop(pair))
+            entries += len(magnitudes.bits)
+            if entries > _MOST_ENTRIES:
+                yield tuple(held)
+                held, entries = [], 0
+        yield (*held, *chain.from_iterable(by_source.values()))
 
     def _is_expected(self, expert: Model) -> bool:
         """Whether an earlier version of the name is known, or a checkpoint that looks the same."""

@@ -88,8 +88,8 @@ class PlanBuilder:
         """The plan under the recipe's budget and strategy. Raises BudgetError as `choose` does."""
         recipe = self._recipe
         question = self.question()
-        chosen = bought(question, recipe.budget, recipe.strategy)
-        merged = self._merged_tasks(question.candidates, chosen)
+        purchase = bought(question, recipe.budget, recipe.strategy)
+        merged = self._merged_tasks(question.candidates, purchase.choice)
         tasks: dict[str, list[TensorTask]] = {}
         n_layers = layer_count(t.name for t in recipe.tensors)
         for t in recipe.tensors:
@@ -115,7 +115,7 @@ class PlanBuilder:
                 self._first_source[self._side.template], self._side.config, self._side.files
             ),
             ref=recipe.ref,
-            estimates=estimates(question, recipe.budget, recipe.strategy, chosen),
+            estimates=estimates(question, recipe.budget, purchase),
             warnings=recipe.warnings,
         )
 

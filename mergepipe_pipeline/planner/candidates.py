@@ -6,11 +6,11 @@ from the catalog's statistics; nothing is read here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,17 +59,29 @@ class Curve:
 
     With a share `share[n]` of the energy bought (ascending from 0 to 1), `left[n]` of the squared
     update is wrong (1 for nothing bought, 0 in the end; more than 1 where a part is worse than
-    nothing). The squared update is `factor` times the energy. `replay` tries on the samples what
-    exactly is left out, [sites, E] each: slower and nearer than the curve; it gives the squared
-    errors.
+    nothing). The squared update is `factor` times the energy.
     """
 
     share: Floats
     left: Floats
     factor: float
-    replay: Callable[[Sequence[Choice]], list[float]] | None = field(
-        default=None, compare=False, repr=False
-    )
+
+
+class Rehearsals(Protocol):
+    """Tensors whose merge is no sum of deltas, as tried on samples, by number."""
+
+    @property
+    def curves(self) -> Mapping[int, Curve]:
+        """How each one's error falls."""
+        ...
+
+    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
+        """Squared errors of leaving out just these blocks, [sites, E] each.
+
+        [choices, parts]: every part of the samples estimates them for itself. Slower and nearer
+        than the curve. None where samples tell nothing.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,12 +92,12 @@ class Candidates:
     merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas known to be all zero.
     `unit` numbers what is bought together: a candidate alone, or a bundled row, whose bytes stand
     at its first candidate. `first` and `first_site` are the first candidate of each row and the
-    first site of each tensor. `curves` are of tensors whose merge is no sum of deltas.
+    first site of each tensor. `rehearsals` are of tensors whose merge is no sum of deltas, if any.
     """
 
     rows: tuple[Row, ...]
     grid: BlockGrid
-    curves: Mapping[int, Curve]
+    rehearsals: Rehearsals | None
     row: Ints
     block: Ints
     site: Ints
@@ -99,6 +111,11 @@ class Candidates:
     zero: Choice
     unit: Ints
     n_units: int
+
+    @property
+    def curves(self) -> Mapping[int, Curve]:
+        """The rehearsals' curves by number of the tensor."""
+        return self.rehearsals.curves if self.rehearsals else {}
 
     @cached_property
     def unit_nbytes(self) -> Ints:
@@ -119,7 +136,7 @@ class Candidates:
     @cached_property
     def unit_first(self) -> Ints:
         """The first candidate of each unit."""
-        return np.unique(self.unit, return_index=True)[1]
+        return np.flatnonzero(np.diff(self.unit, prepend=-1))
 
     @cached_property
     def is_bundled(self) -> Choice:
@@ -212,7 +229,7 @@ class Group:
 
 
 def lay_out(
-    rows: Sequence[Row], grid: BlockGrid, curves: Mapping[int, Curve] | None = None
+    rows: Sequence[Row], grid: BlockGrid, rehearsals: Rehearsals | None = None
 ) -> Candidates:
     """The candidates of `rows` on `grid`. Unknown statistics count as infinitely worth having."""
     counts = np.array([grid.count(r.numel) for r in rows], dtype=np.int64)
@@ -230,17 +247,21 @@ def lay_out(
 
     numel = np.repeat([r.numel for r in rows], counts).astype(np.int64)
     nelems = np.minimum(numel, (block + 1) * grid.block_elems) - block * grid.block_elems
-    norm, zero = np.full(total, np.inf), np.zeros(total, np.bool_)
-    energy = np.full(total, np.inf)
+    coefficient = np.repeat([r.coefficient for r in rows], counts).astype(np.float64)
+    l2sq, zero = np.full(total, np.inf), np.zeros(total, np.bool_)
     for r, a, n in zip(rows, first, counts, strict=True):
         if r.block_l2sq is not None:
-            # NaN among the deltas: as much of a change as infinity.
-            l2sq = np.nan_to_num(r.block_l2sq, nan=np.inf, posinf=np.inf)
-            norm[a : a + n] = np.sqrt(l2sq)
-            kept = l2sq if r.block_energy is None else r.block_energy
-            energy[a : a + n] = r.coefficient**2 * kept
+            l2sq[a : a + n] = r.block_l2sq
             none = np.asarray(r.block_nonzero == 0)
             zero[a : a + n] = none if r.bundle_nbytes is None else none.all()
+    # NaN among the deltas: as much of a change as infinity.
+    l2sq[np.isnan(l2sq)] = np.inf
+    energy = l2sq.copy()
+    for r, a, n in zip(rows, first, counts, strict=True):
+        if r.block_energy is not None:
+            energy[a : a + n] = r.block_energy
+    known = np.repeat([r.block_l2sq is not None for r in rows], counts).astype(np.bool_)
+    np.multiply(energy, np.square(coefficient), out=energy, where=known)
     nbytes = nelems * np.repeat([r.itemsize for r in rows], counts).astype(np.int64)
     alone = np.repeat([r.bundle_nbytes is None for r in rows], counts).astype(np.bool_)
     unit = np.cumsum(alone | (block == 0)) - 1
@@ -251,7 +272,7 @@ def lay_out(
     return Candidates(
         rows=tuple(rows),
         grid=grid,
-        curves=curves or {},
+        rehearsals=rehearsals,
         row=row,
         block=block,
         site=site,
@@ -259,10 +280,10 @@ def lay_out(
         first=first,
         first_site=first_site,
         nbytes=nbytes,
-        norm=norm,
+        norm=np.sqrt(l2sq),
         energy=energy,
         zero=zero,
-        coefficient=np.repeat([r.coefficient for r in rows], counts).astype(np.float64),
+        coefficient=coefficient,
         unit=unit,
         n_units=int(unit[-1]) + 1 if total else 0,
     )

@@ -58,43 +58,56 @@ def _greedy(
     residual: Floats,
     is_downward: bool,
 ) -> None:
-    """One site's order: from everything bought down to nothing, or up."""
-    count = len(size)
-    mean = size * kept
-    left = nbytes > 0
-    n = left.sum()
+    """One site's order: from everything bought down to nothing, or up.
+
+    Loops run over all experts, bought or not, so that they compile to vector instructions.
+    """
+    count, sign = len(size), 1.0 if is_downward else -1.0
+    mean, rate, done = size * kept, np.zeros(count), np.full(count, np.inf)
+    # What an expert's delta has in common with all that are omitted, itself apart.
+    pull, total = np.zeros(count), 0.0
+    for i in range(count):
+        if nbytes[i] > 0:
+            rate[i], done[i] = sign / nbytes[i], 0.0
+            for j in range(count if not is_downward else 0):
+                pull[j] += mean[i] * cosine[i, j] if i != j else 0.0
+    for i in range(count if not is_downward else 0):
+        total += mean[i] * (pull[i] + size[i]) if nbytes[i] > 0 else 0.0
     order[:] = -1
     residual[:] = 0.0
-    # What an expert's delta has in common with all that are omitted, itself apart.
-    pull = np.zeros(count)
-    total = 0.0
     if not is_downward:
-        for i in range(count):
-            for j in range(count):
-                if left[i] and left[j]:
-                    pull[i] += mean[j] * cosine[i, j] if i != j else 0.0
-            total += mean[i] * pull[i] + size[i] * mean[i] if left[i] else 0.0
         residual[0] = max(total, 0.0)
+    worth, n = np.empty(count), (nbytes > 0).sum()
     for step in range(n):
-        best, best_worth, best_added = -1, np.inf, 0.0
         for i in range(count):
-            if left[i]:
-                added = mean[i] * (2 * pull[i] + size[i])
-                worth = added / nbytes[i] if is_downward else -added / nbytes[i]
-                # Of equals, the first in the list is bought first.
-                if worth < best_worth or (is_downward and worth == best_worth):
-                    best, best_worth, best_added = i, worth, added
-        left[best] = False
-        sign = 1 if is_downward else -1
-        total += sign * best_added
+            worth[i] = mean[i] * (2 * pull[i] + size[i]) * rate[i] + done[i]
+        best = _least(worth, is_downward)
+        total += sign * mean[best] * (2 * pull[best] + size[best])
+        done[best] = np.inf
         order[n - 1 - step if is_downward else step] = best
         # With everything bought, exactly nothing is left.
         if is_downward:
             residual[n - 1 - step] = max(total, 0.0)
         elif step < n - 1:
             residual[step + 1] = max(total, 0.0)
+        change, row = sign * mean[best], cosine[best]
         for i in range(count):
-            pull[i] += sign * mean[best] * cosine[best, i] if i != best else 0.0
+            pull[i] += change * row[i]
+
+
+@numba.njit(nogil=True, cache=True)
+def _least(worth: Floats, is_downward: bool) -> int:
+    """The place of the least; of equals, the first in the list is to be bought first."""
+    best, least = -1, np.inf
+    if is_downward:
+        for i in range(len(worth)):
+            if worth[i] <= least:
+                best, least = i, worth[i]
+        return best
+    for i in range(len(worth)):
+        if worth[i] < least:
+            best, least = i, worth[i]
+    return best
 
 
 @numba.njit(nogil=True, cache=True)

@@ -3,6 +3,9 @@
 An amount of bytes is spent at once. An error to reach is searched for: the fewest offers from the
 top of the list whose bound is within it. Where a vote's bound rises before it falls, they are a
 number of offers that are enough, of which one less is not.
+
+Here is also the default strategy, and here `conflict_aware` has to show on samples that it is
+better than `magnitude` where it went by samples.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from mergepipe_pipeline.planner.bounds import Answer, Bound, error_bound
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.limits import Names, limits_of
 from mergepipe_pipeline.planner.offers import Limits, spend
-from mergepipe_pipeline.planner.predict import Prediction, predict
+from mergepipe_pipeline.planner.predict import Prediction, is_nearer, predict
 from mergepipe_pipeline.planner.strategies import (
     choose,
     rank,
@@ -39,6 +42,17 @@ class Question:
     experts: Sequence[Names]
     seek_nbytes: int = 0
 
+    @property
+    def usual_strategy(self) -> str:
+        """The strategy of a recipe that names none: `conflict_aware` for sums of deltas.
+
+        For votes and means it is `magnitude`. The least error is had there by buying all experts at
+        few places and none elsewhere, where the update is then missing whole. A choice that is
+        spread gives a part of it everywhere, and noise, which trained models bear better (README,
+        Benchmarks).
+        """
+        return "magnitude" if self.candidates.rehearsals else "conflict_aware"
+
     def bound(self, choice: Choice) -> Bound:
         """The bound of a choice."""
         return error_bound(self.candidates, choice, self.answers)
@@ -48,11 +62,45 @@ class Question:
         return limits_of(budget, self.candidates, self.tensors, self.experts)
 
 
-def bought(q: Question, budget: Budget, strategy: str) -> Choice:
-    """The candidates that a budget buys. Raises BudgetError as `choose` does.
+@dataclass(frozen=True)
+class Purchase:
+    """The candidates bought under `strategy`; `ranking` is the strategy whose list was followed."""
 
-    Raises it too for an error that cannot be promised.
+    strategy: str
+    ranking: str
+    choice: Choice
+
+
+def bought(q: Question, budget: Budget, strategy: str | None) -> Purchase:
+    """What a budget buys; raises BudgetError as `choose` does.
+
+    It raises it too for an error that cannot be promised. `strategy` None is the usual one; but for
+    `magnitude` where it would end farther from the full merge than the base is: the mean of few of
+    very many experts is larger than that of all, and `conflict_aware` knows.
     """
+    c, name = q.candidates, strategy or q.usual_strategy
+    is_default = strategy is None and name == "magnitude"
+    if c.rehearsals is None or not (is_default or name == "conflict_aware"):
+        return Purchase(name, name, _listed(q, budget, name))
+    plain = _listed(q, budget, "magnitude")
+    if is_default and ((plain | c.zero).all() or not is_nearer(c, np.zeros_like(plain), plain)):
+        return Purchase(name, name, plain)
+    choice, name = _listed(q, budget, "conflict_aware"), "conflict_aware"
+    if np.array_equal(choice, plain) or _is_better(q, budget, choice, plain):
+        return Purchase(name, name, choice)
+    return Purchase(name, "magnitude", plain)
+
+
+def _is_better(q: Question, budget: Budget, choice: Choice, plain: Choice) -> bool:
+    """Whether what was fitted to samples is certainly better than what needed none."""
+    if budget.error is not None:
+        nbytes = q.candidates.nbytes
+        return bool(nbytes[choice].sum() < nbytes[plain].sum())
+    return is_nearer(q.candidates, choice, plain)
+
+
+def _listed(q: Question, budget: Budget, strategy: str) -> Choice:
+    """What is bought down the list of a strategy."""
     limits = q.limits(budget)
     if budget.error is None or strategy == "full":
         return choose(q.candidates, limits, strategy, q.seek_nbytes)
@@ -105,16 +153,17 @@ def _refuse_out_of_reach(least: Bound, error: float, allowed: float) -> None:
         )
 
 
-def estimates(q: Question, budget: Budget, strategy: str, choice: Choice) -> Estimates:
-    """What a choice costs and promises."""
-    c = q.candidates
+def estimates(q: Question, budget: Budget, purchase: Purchase) -> Estimates:
+    """What a purchase costs and promises."""
+    c, choice = q.candidates, purchase.choice
     bound = q.bound(choice)
     found = predict(c, [choice, np.zeros(len(c.row), np.bool_)], replay=True)
     units = np.bincount(c.unit, choice, c.n_units) > 0
     starts = choice & ~np.concatenate([[False], choice[:-1] & (np.diff(c.row) == 0)])
     return Estimates(
         budget_bytes=budget.resolve(int(c.nbytes.sum())),
-        strategy=strategy,
+        strategy=purchase.strategy,
+        ranking=purchase.ranking,
         block_elems=c.grid.block_elems,
         expert_bytes_total=int(c.nbytes.sum()),
         expert_bytes_planned=int(c.nbytes[choice].sum()),

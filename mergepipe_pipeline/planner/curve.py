@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mergepipe_pipeline.planner.candidates import Choice
-from mergepipe_pipeline.planner.choosing import Question
+from mergepipe_pipeline.planner.choosing import Purchase, Question
 from mergepipe_pipeline.planner.offers import spend
 from mergepipe_pipeline.planner.predict import Prediction, predict
 from mergepipe_pipeline.planner.strategies import (
@@ -26,8 +26,6 @@ from mergepipe_pipeline.spec.recipe import Budget
 
 #: Shares of the expert bytes that a curve is drawn at.
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, *(n / 10 for n in range(3, 11)))
-#: The strategy whose curve has the knee.
-BEST = "conflict_aware"
 #: How far below its chord a curve has to hang for a knee, as a share of its height.
 _LEAST_BEND = 0.01
 
@@ -52,14 +50,15 @@ class Point:
 class BudgetCurve:
     """Points strategy by strategy, budgets ascending; `chosen` is the one that was asked for.
 
-    `nbytes_total` are the experts' bytes, `update_norm` the predicted ‖W_full − W_base‖₂. Without a
-    `knee` the curve is nearly straight.
+    `nbytes_total` are the experts' bytes, `update_norm` the predicted ‖W_full − W_base‖₂. The knee
+    is on the curve of strategy `best`; without one that curve is nearly straight.
     """
 
     nbytes_total: int
     update_norm: float
     points: tuple[Point, ...]
     chosen: Point
+    best: str
     knee: Point | None
 
     def of(self, strategy: str) -> tuple[Point, ...]:
@@ -72,19 +71,20 @@ class BudgetCurve:
 
 
 def budget_curve(
-    q: Question, budget: Budget, strategy: str, chosen: Choice, shares: Sequence[float] = SHARES
+    q: Question, budget: Budget, chosen: Purchase, shares: Sequence[float] = SHARES
 ) -> BudgetCurve:
-    """The curve at `shares` of the expert bytes, none and all; `chosen` is what was bought for
-    `budget` by `strategy`.
+    """The curve at `shares` of the expert bytes, none and all; `chosen` was bought for `budget`.
 
-    Budgets that do not cover what the recipe pins are left out. Raises BudgetError where there is
-    no base to differ from.
+    Strategies are drawn as their own lists have it. Budgets that do not cover what the recipe pins
+    are left out. Raises BudgetError where there is no base to differ from.
     """
     c = q.candidates
     refuse_without_base(c, int(c.nbytes.sum()), 0)
     total = int(c.nbytes.sum())
+    best = chosen.strategy if chosen.strategy in STRATEGIES else q.usual_strategy
     asked = [
-        (name, replace(budget, nbytes=None, error=None, fraction=s)) for name, s in _grid(shares)
+        (name, replace(budget, nbytes=None, error=None, fraction=s))
+        for name, s in _grid(shares, best)
     ]
     made = [
         (name, b, choice)
@@ -93,14 +93,14 @@ def budget_curve(
     ]
     predictions = predict(c, [choice for _, _, choice in made]) or []
     # As the plan's promise: nearer than the curve, and too slow for all of it.
-    own, update = predict(c, [chosen, np.zeros(len(c.row), np.bool_)], replay=True) or []
+    own, update = predict(c, [chosen.choice, np.zeros(len(c.row), np.bool_)], replay=True) or []
     points = tuple(
         _point(q, name, b.resolve(total), choice, prediction)
         for (name, b, choice), prediction in zip(made, predictions, strict=True)
     )
-    mine = _point(q, strategy, budget.resolve(total), chosen, own)
-    best = [p for p in points if p.strategy == BEST]
-    return BudgetCurve(total, update.error, points, mine, knee_of(best))
+    mine = _point(q, chosen.strategy, budget.resolve(total), chosen.choice, own)
+    knee = knee_of([p for p in points if p.strategy == best])
+    return BudgetCurve(total, update.error, points, mine, best, knee)
 
 
 def knee_of(points: Sequence[Point]) -> Point | None:
@@ -122,8 +122,8 @@ def knee_of(points: Sequence[Point]) -> Point | None:
     return points[at] if below[at] > _LEAST_BEND else None
 
 
-def _grid(shares: Sequence[float]) -> list[tuple[str, float]]:
-    names = (BEST, *(name for name in STRATEGIES if name != BEST))
+def _grid(shares: Sequence[float], best: str) -> list[tuple[str, float]]:
+    names = (best, *(name for name in STRATEGIES if name != best))
     return [(name, share) for name in names for share in sorted({0.0, *shares, 1.0})]
 
 

@@ -101,8 +101,8 @@ class Account:
                 )
 
 
-def account(q: Question, budget: Budget, strategy: str, choice: Choice) -> Account:
-    """Why `choice`, which `strategy` made under `budget`, is what it is.
+def account(q: Question, budget: Budget, ranking: str, choice: Choice) -> Account:
+    """Why `choice`, made under `budget` down the list of strategy `ranking`, is what it is.
 
     `full` keeps no list. Raises BudgetError for an unknown strategy.
     """
@@ -111,9 +111,9 @@ def account(q: Question, budget: Budget, strategy: str, choice: Choice) -> Accou
     together = np.ones(len(c.row), np.int64)
     over, waits = np.zeros(len(c.row), np.bool_), np.zeros(len(c.row), np.bool_)
     cut, cut_worth, length = 0, None, 0
-    if strategy != "full":
+    if ranking != "full":
         free = allowed(c, limits) & ~limits.pinned
-        listed = _listed(c, limits, choice, *rank(c, strategy, free, q.seek_nbytes))
+        listed = _listed(c, limits, choice, *rank(c, ranking, free, q.seek_nbytes))
         counts, members = np.diff(listed.offers.first), listed.offers.members
         place[members] = np.repeat(listed.place, counts)
         worth[members] = np.repeat(listed.worth, counts)

@@ -20,6 +20,8 @@ Halves = npt.NDArray[np.float32]
 Batch = tuple[slice, Halves]
 #: Cosines of one batch: few enough to stay in the cache from one pass to the next.
 _BATCH_ELEMS = 1 << 18
+#: Blocks, evenly spread, that show by how much a tensor's blocks differ.
+_SPREAD_BLOCKS = 64
 #: Standard errors that a cosine must stand out by before a choice relies on it.
 _CAUTION = 3
 _TINY = np.finfo(np.float32).tiny
@@ -37,19 +39,25 @@ class Gram:
         table = np.zeros((blocks, count, SKETCH_WIDTH), np.float32)
         for i, sketch in enumerate(sketches):
             table[: len(sketch), i] = widened(sketch)
-        np.nan_to_num(table, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-        self._norms = np.maximum(np.linalg.norm(table, axis=2), _TINY)
+        squares = np.einsum("bek,bek->be", table, table)
+        if not np.isfinite(squares).all():
+            np.nan_to_num(table, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+            squares = np.einsum("bek,bek->be", table, table)
+        self._norms = np.maximum(np.sqrt(squares), _TINY)
         table /= self._norms[:, :, None]
         self._table = table
 
-    def plain(self) -> Iterator[Batch]:
-        """As likely too large as too small, and erring independently: to add them up."""
+    def plain(self, every: int = 1) -> Iterator[Batch]:
+        """As likely too large as too small, and erring independently: to add them up.
+
+        Of each `every`th block.
+        """
         from mergepipe_pipeline.planner.kernels import straighten
 
         blocks, count, _ = self._table.shape
-        step = max(1, _BATCH_ELEMS // (count * count))
+        step = every * max(1, _BATCH_ELEMS // (count * count))
         for start in range(0, blocks, step):
-            batch = slice(start, start + step)
+            batch = slice(start, start + step, every)
             part = self._table[batch]
             cosine: Halves = np.matmul(part, part.transpose(0, 2, 1))
             straighten(cosine)
@@ -83,11 +91,12 @@ class Gram:
         error = noise * (np.square(norms).T @ np.square(norms)) / np.square(weight)
         centre = whole * _part_of(np.square(whole), _CAUTION**2 * error)
         # What sketches of one cosine differ by, and what they do differ by.
-        present = there.astype(np.float32)
+        every = -(-len(there) // _SPREAD_BLOCKS)
+        present = there[::every].astype(np.float32)
         others = np.maximum(present.T @ present - 1, 1)
         noise *= 1 + _CAUTION * np.sqrt(2 / others)
         spread = np.zeros(whole.shape, np.float64)
-        for batch, cosine in self.plain():
+        for batch, cosine in self.plain(every):
             add_spread(cosine, there[batch], whole, spread)
         return whole, centre, _part_of(spread / others, noise)
 

@@ -1,4 +1,4 @@
-"""Passes over matrices of cosines, compiled: NumPy would write each step of them to memory.
+"""Passes that are compiled: NumPy would write each step of them to memory, or start too many.
 
 `cosine` is float32 [blocks, E, E]; `there` [blocks, E] says which deltas are not zero.
 """
@@ -14,6 +14,7 @@ from mergepipe_pipeline.spec.stats import SKETCH_WIDTH
 Floats = npt.NDArray[np.float64]
 Halves = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -90,3 +91,72 @@ def quadratic(cosine: Halves, size: Floats, value: Floats, variance: Floats) -> 
                 shared += weight[i] * row
         value[b] = total
         variance[b] = max(total * total - 2 * bent + shared, 0.0) * (2.0 / SKETCH_WIDTH)
+
+
+@numba.njit(nogil=True, cache=True)
+def keep(
+    bins: npt.NDArray[np.uint16],
+    counts: Ints,
+    lower: Floats,
+    middle: Floats,
+    block_l2sq: Floats,
+    block_max_abs: Halves,
+    block_elems: int,
+    numel: int,
+    l2sq: float,
+    limits: tuple[float, float],
+    kept_bins: tuple[int, int],
+    energy: Floats,
+) -> float:
+    """Fill `energy` [blocks] with what is kept of δ's from `limits[0]` up to `limits[1]`.
+
+    `counts` of δ's lie in histogram bins `bins`, whose magnitudes start at `lower` and have their
+    middle at `middle` (both by bin). Blocks are taken to have the tensor's distribution, stretched
+    to their own size. Gives the most that bins `kept_bins[0]` to `kept_bins[1]` can hold.
+    """
+    n = len(bins)
+    edges, above = np.zeros(n + 1), np.zeros(n + 1)
+    edges[n] = lower[bins[n - 1] + 1]
+    most = 0.0
+    for k in range(n - 1, -1, -1):
+        edges[k] = lower[bins[k]]
+        above[k] = above[k + 1] + counts[k] * middle[bins[k]] ** 2
+        if kept_bins[0] <= bins[k] <= kept_bins[1]:
+            # No element is larger than the upper edge of its bin.
+            most += counts[k] * lower[bins[k] + 1] ** 2
+    most = min(most, l2sq * (1 + 1e-9))
+    if above[0] > 0:
+        above /= above[0]
+    mean, total = np.sqrt(l2sq / numel), 0.0
+    for b in range(len(block_l2sq)):
+        own = np.sqrt(block_l2sq[b] / min(block_elems, numel - b * block_elems))
+        stretch = mean / own if own > 0 else 1.0
+        energy[b] = 0.0
+        if block_max_abs[b] >= limits[0]:
+            energy[b] = block_l2sq[b] * _share(edges, above, limits, stretch)
+        total += energy[b]
+    # What blocks differ in besides their size shows in the sum, which the histogram knows.
+    wanted = min(most, l2sq * _share(edges, above, limits, 1.0))
+    scale = wanted / total if total > 0 else 1.0
+    for b in range(len(block_l2sq)):
+        energy[b] = min(block_l2sq[b], energy[b] * scale)
+    return most
+
+
+@numba.njit(nogil=True, cache=True)
+def _share(edges: Floats, above: Floats, limits: tuple[float, float], stretch: float) -> float:
+    """The share of the energy between both limits, stretched."""
+    low, high = limits
+    return max(_above(edges, above, low * stretch) - _above(edges, above, high * stretch), 0.0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _above(edges: Floats, above: Floats, magnitude: float) -> float:
+    """`above` at a magnitude, straight from edge to edge."""
+    k = np.searchsorted(edges, magnitude, side="right")
+    if k == 0:
+        return float(above[0])
+    if k == len(edges):
+        return float(above[-1])
+    part = (magnitude - edges[k - 1]) / (edges[k] - edges[k - 1])
+    return float(above[k - 1] + part * (above[k] - above[k - 1]))

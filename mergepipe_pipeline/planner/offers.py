@@ -50,10 +50,10 @@ class Offers:
 
 def single_offers(c: Candidates, units: Ints) -> Offers:
     """Units as offers, each a chain of its own, worth ‖c·δ‖²."""
-    bounds = np.searchsorted(c.unit, np.stack([units, units + 1]))
-    counts = bounds[1] - bounds[0]
+    starts = c.unit_first[units]
+    counts = np.append(c.unit_first, len(c.unit))[units + 1] - starts
     first = np.concatenate([[0], np.cumsum(counts)])
-    places = np.arange(first[-1]) - np.repeat(first[:-1] - bounds[0], counts)
+    places = np.arange(first[-1]) - np.repeat(first[:-1] - starts, counts)
     return Offers(c.n_sites + units, c.unit_gain[units], first, places)
 
 
@@ -144,14 +144,14 @@ def spend(c: Candidates, offers: Offers, order: Ints, limits: Limits) -> Choice:
     first = np.concatenate([[0], np.cumsum(counts)])
     places = np.arange(first[-1]) - np.repeat(first[:-1] - offers.first[:-1][order], counts)
     members = offers.members[places]
-    _, chain = np.unique(offers.chain[order], return_inverse=True)
+    chain = offers.chain[order]
     nbytes = c.nbytes[members]
     cost = np.add.reduceat(nbytes, first[:-1]) if len(order) else np.zeros(0, np.int64)
     pinned = limits.pinned & ~c.zero
     spent = np.bincount(c.expert[pinned], c.nbytes[pinned], len(limits.caps)).astype(np.int64)
     taken = affordable(
         cost,
-        chain.astype(np.int64),
+        chain,
         c.expert[members],
         nbytes,
         first.astype(np.int64),

@@ -19,7 +19,7 @@ from mergepipe_pipeline.planner.bounds import Answer
 from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
 from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
 from mergepipe_pipeline.planner.limits import is_kept
-from mergepipe_pipeline.planner.rehearsal import Rehearsal, pooled, rehearsed, shaped_every
+from mergepipe_pipeline.planner.rehearsal import Rehearsal, Stage
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Choosing, OperatorSchema, Response
@@ -102,17 +102,14 @@ class Parts:
     def candidates(self) -> Candidates:
         """All that could be bought."""
         rows: list[Row] = []
-        tried: dict[str, dict[int, Rehearsal]] = {}
+        alike: dict[str, dict[int, Rehearsal]] = {}
         for number, part in enumerate(self.all):
             own = self._rows(number, part)
-            alike = tried.setdefault(part.operator, {})
-            shape = len(alike) % shaped_every(len(self.all), len(own)) == 0
-            rehearsal = self._rehearsal(part, own, shape=shape)
+            rehearsal = self._rehearsal(part, own)
             if rehearsal is not None:
-                alike[number] = rehearsal
+                alike.setdefault(part.operator, {})[number] = rehearsal
             rows += own
-        curves = {n: curve for alike in tried.values() for n, curve in pooled(alike).items()}
-        return lay_out(rows, self._grid, curves)
+        return lay_out(rows, self._grid, Stage(list(alike.values())) if alike else None)
 
     def answers(self) -> dict[int, Answer]:
         """How each part answers to what is left out, by number."""
@@ -197,7 +194,7 @@ class Parts:
         trim, outliers = self._facts.trims.get(place), self._facts.outliers.get(place)
         return kept_energy(s, self._grid, trim, outliers), 1.0
 
-    def _rehearsal(self, part: Part, rows: Sequence[Row], *, shape: bool) -> Rehearsal | None:
+    def _rehearsal(self, part: Part, rows: Sequence[Row]) -> Rehearsal | None:
         if part.operator == "copy":
             return None
         method = self._methods[part.operator]
@@ -209,9 +206,7 @@ class Parts:
         if not elementwise or method.apply is None or len(known) < len(rows):
             return None
         apply, sampled = method.apply, cache(lambda n: self._sampled_task(part, n))
-        return rehearsed(
-            rows, known, self._grid, lambda d: apply(sampled(d.shape[1]), d), shape=shape
-        )
+        return Rehearsal(rows, known, self._grid, lambda d: apply(sampled(d.shape[1]), d))
 
     def _sampled_task(self, part: Part, n: int) -> TensorTask:
         """A task like the part's whose elements are `n` samples; each block's are a row."""

@@ -17,9 +17,13 @@ from threadpoolctl import threadpool_limits
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Floats, Group
 from mergepipe_pipeline.planner.offers import cosine_batches
+from mergepipe_pipeline.planner.rehearsal import PARTS
 
 #: Standard errors on either side of an estimate that are stated with it.
 STATED_ERRORS = 4
+#: Standard errors that a certain difference stands out by; of so few parts, one in a hundred does
+#: so by chance.
+_CERTAIN = 3
 #: Tensors at work at once: the compiled passes run without the interpreter's lock.
 _THREADS = 2
 _TINY = np.finfo(np.float64).tiny
@@ -41,7 +45,11 @@ class Prediction:
 
 @dataclass
 class _Sums:
-    """What one tensor adds, per choice: squared error, its variance, whether that is stated."""
+    """What one tensor adds, per choice: squared error, its variance, whether that is stated.
+
+    Squares are [choices, PARTS], estimated from one part of the samples each; they are all the same
+    where there are none.
+    """
 
     squares: Floats
     variances: Floats
@@ -57,46 +65,73 @@ def predict(
     """
     if any(r.block_l2sq is None for r in c.rows):
         return None
-    total = _nothing(len(choices))
-    with threadpool_limits(1, "blas"), ThreadPoolExecutor(_THREADS) as pool:
-        for sums in pool.map(lambda group: _of_group(group, choices, replay), c.groups()):
-            total.squares += sums.squares
-            total.variances += sums.variances
-            total.is_stated &= sums.is_stated
-    found = zip(
-        total.squares.tolist(), total.variances.tolist(), total.is_stated.tolist(), strict=True
-    )
+    total = _total(c, choices, replay)
+    squares = total.squares.mean(axis=1).tolist()
+    found = zip(squares, total.variances.tolist(), total.is_stated.tolist(), strict=True)
     return [
         Prediction(math.sqrt(max(s, 0.0)), _margin(max(s, 0.0), v) if known else None)
         for s, v, known in found
     ]
 
 
+def is_nearer(c: Candidates, choice: Choice, other: Choice) -> bool:
+    """Whether samples show for certain that `choice` ends nearer to the full merge than `other`.
+
+    Both are tried on the same samples, so that their difference is known far better than either.
+    """
+    first, second = _total(c, [choice, other], replay=True).squares
+    if not np.isfinite([first, second]).all():
+        return False
+    saved: Floats = second - first
+    chance = saved.std(ddof=1) / math.sqrt(PARTS)
+    return bool(saved.mean() > _CERTAIN * chance)
+
+
+def _total(c: Candidates, choices: Sequence[Choice], replay: bool) -> _Sums:
+    """What all tensors add."""
+    total = _nothing(len(choices))
+    with threadpool_limits(1, "blas"), ThreadPoolExecutor(_THREADS) as pool:
+        for sums in pool.map(lambda group: _of_group(group, choices, replay), c.groups()):
+            total.squares += sums.squares
+            total.variances += sums.variances
+            total.is_stated &= sums.is_stated
+    return total
+
+
 def _nothing(count: int) -> _Sums:
-    return _Sums(np.zeros(count), np.zeros(count), np.ones(count, np.bool_))
+    return _Sums(np.zeros((count, PARTS)), np.zeros(count), np.ones(count, np.bool_))
 
 
 def _of_group(group: Group, choices: Sequence[Choice], replay: bool) -> _Sums:
     """What one output tensor adds."""
     sums = _nothing(len(choices))
-    curve = group.candidates.curves.get(group.tensor)
     omitted = [group.omitted(choice) for choice in choices]
-    finite: list[int] = []
+    finite: dict[int, Choice] = {}
     for n, left in enumerate(omitted):
         sums.is_stated[n] = not left.any() or all(r.is_sum for r in group.rows)
         if not np.isfinite(group.size[left]).all():
             sums.squares[n], sums.is_stated[n] = np.inf, False
         elif left.any():
-            finite.append(n)
-    if curve is not None:
-        left_out = [omitted[n] for n in finite]
-        if replay and curve.replay is not None:
-            sums.squares[finite] = curve.replay(left_out)
-        else:
-            sums.squares[finite] = [_rehearsed(group, left, curve) for left in left_out]
-    elif finite:
-        _add_left_out(group, {n: omitted[n] for n in finite}, sums)
+            finite[n] = left
+    if finite and not _add_rehearsed(group, finite, sums, replay):
+        _add_left_out(group, finite, sums)
     return sums
+
+
+def _add_rehearsed(group: Group, omitted: Mapping[int, Choice], sums: _Sums, replay: bool) -> bool:
+    """Add the squared errors that samples show, per choice; False where there are none to ask."""
+    c, left_out = group.candidates, list(omitted.values())
+    if c.rehearsals is None:
+        return False
+    found, curve = None, None if replay else c.curves.get(group.tensor)
+    if replay:
+        found = c.rehearsals.squares(group.tensor, left_out)
+    elif curve:
+        found = np.array([[_rehearsed(group, left, curve)] for left in left_out])
+    if found is None:
+        return False
+    sums.squares[list(omitted)] += found
+    return True
 
 
 def _add_left_out(group: Group, omitted: Mapping[int, Choice], sums: _Sums) -> None:
@@ -111,7 +146,7 @@ def _add_left_out(group: Group, omitted: Mapping[int, Choice], sums: _Sums) -> N
             known, variance = np.zeros(len(size)), np.zeros(len(size))
             quadratic(cosine, mean, known, variance)
             # What is kept on average; what a random drop makes of it is orthogonal to the rest.
-            sums.squares[n] += (known + (energy - np.square(mean)).sum(axis=1)).sum()
+            sums.squares[n] += float((known + (energy - np.square(mean)).sum(axis=1)).sum())
             sums.variances[n] += (variance + _of_drops(group, batch, energy, known)).sum()
 
 

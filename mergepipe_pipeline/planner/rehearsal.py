@@ -1,13 +1,16 @@
 """How the error of a merge that is no sum falls with what is bought: tried on samples of deltas.
 
 The catalog keeps δ at the same few elements of every block for all experts. Any method that works
-element by element can be applied to them: once with all experts, then with fewer and fewer.
+element by element can be applied to them: with all experts, and with less and less of them. Nothing
+is tried before somebody asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +19,12 @@ from mergepipe_pipeline.planner.candidates import Choice, Curve, Floats, Row
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 
+Samples = npt.NDArray[np.float32]
 #: [E, n] float32 deltas of E experts to the merged update, [n] float32.
-Rehearse = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+Rehearse = Callable[[Samples], Samples]
+#: Parts of the samples that estimate an error each for itself: by how far they disagree, what all
+#: of them say may be off.
+PARTS = 8
 #: Sampled elements of one tensor and all its experts that are tried at most.
 _MAX_ELEMS = 1 << 18
 #: Sampled elements that know a tensor's own curve, and its height, as well as all other tensors
@@ -28,10 +35,12 @@ _SHAPE_ELEMS, _SIZE_ELEMS = 16384, 128
 _MAX_INPUTS = 1 << 13
 #: Points of a pooled curve.
 _SHARES = 33
+#: Tensors at work at once: the operators run without the interpreter's lock.
+_THREADS = 2
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Trial:
     """One output tensor's curve as tried on `n` sampled elements; `energy` is theirs, as kept.
 
     Without `has_shape` only its height is known, and nothing between its ends.
@@ -43,96 +52,153 @@ class Rehearsal:
     has_shape: bool = True
 
 
-def rehearsed(
-    rows: Sequence[Row],
-    stats: Sequence[TensorStats],
-    grid: BlockGrid,
-    rehearse: Rehearse,
-    *,
-    shape: bool = True,
-) -> Rehearsal | None:
-    """The rehearsal of one output tensor; None where the samples show no update at all.
+class Rehearsal:
+    """One output tensor's merge, to be tried on samples of its experts' deltas."""
 
-    Experts are bought in the order of their energy, as a site's are. Without `shape` only nothing
-    and everything are tried.
-    """
-    energy = np.array([r.coefficient**2 * _energy(r).sum() for r in rows])
-    if not 0 < energy.sum() < np.inf:
-        return None
-    samples, lengths = _samples(rows, stats, grid)
-    order = np.argsort(-energy, kind="stable")
-    full = rehearse(samples.copy())
-    lefts = []
-    counts = _counts(len(rows)) if shape else [0, len(rows)]
-    for count in counts[:-1]:
-        some = np.zeros_like(samples)
-        some[order[:count]] = samples[order[:count]]
-        lefts.append(_wrong(full, rehearse(some), lengths))
-    lefts.append(0.0)
-    if not lefts[0] > 0 or not np.isfinite(lefts).all():
-        return None
-    bought = np.concatenate([[0.0], np.cumsum(energy[order])])[counts] / energy.sum()
-    sampled = sum(
-        r.coefficient**2 * float(_energy(r)[_kept_blocks(rows, len(_energy(r)))].sum())
-        for r in rows
-    )
-    if not sampled > 0:
-        return None
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        stats: Sequence[TensorStats],
+        grid: BlockGrid,
+        rehearse: Rehearse,
+    ) -> None:
+        self._rows, self._stats, self._rehearse = rows, stats, rehearse
+        numel = max(r.numel for r in rows)
+        n_blocks = grid.count(numel)
+        # Evenly spread blocks, so many that all experts' samples stay small.
+        step = -(-n_blocks // max(1, _MAX_ELEMS // (SAMPLE_WIDTH * len(rows))))
+        self._kept = slice(0, n_blocks, step)
+        lengths = np.minimum(grid.block_elems, numel - grid.block_elems * np.arange(n_blocks))
+        #: Elements that each block's samples stand for.
+        self._lengths = lengths[self._kept].astype(np.float64)
+        self._scale = numel / self._lengths.sum()
 
-    def replay(omitted: Sequence[Choice]) -> list[float]:
-        return _replayed(rows, stats, grid, rehearse, omitted)
+    @property
+    def n_experts(self) -> int:
+        """Deltas per sampled element."""
+        return len(self._rows)
 
-    curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled, replay)
-    return Rehearsal(curve, samples.shape[1], sampled, shape)
+    def squares(self, omitted: Sequence[Choice]) -> Floats | None:
+        """As `candidates.Rehearsals.squares`, of this tensor."""
+        if not self._tells:
+            return None
+        samples = self._samples().reshape(len(self._rows), -1, SAMPLE_WIDTH)
+        found = []
+        for left in omitted:
+            some = samples.copy()
+            some[left[self._kept].T] = 0
+            found.append(self._wrong(some.reshape(len(some), -1)) * self._scale)
+        return np.array(found).reshape(-1, PARTS)
+
+    def trial(self, *, shape: bool = True) -> Trial | None:
+        """The curve; None where the samples show no update at all.
+
+        Experts are bought in the order of their energy, as a site's are. Without `shape` only
+        nothing and everything are tried.
+        """
+        if not self._tells:
+            return None
+        samples, energy = self._samples(), self._energies
+        order = np.argsort(-energy, kind="stable")
+        counts = _counts(len(order)) if shape else [0, len(order)]
+        lefts = []
+        for count in counts[:-1]:
+            some = np.zeros_like(samples)
+            some[order[:count]] = samples[order[:count]]
+            lefts.append(self._wrong(some).mean())
+        lefts.append(0.0)
+        sampled = sum(r.coefficient**2 * float(_energy(r)[self._kept].sum()) for r in self._rows)
+        if not sampled > 0 or not np.isfinite(lefts).all():
+            return None
+        bought = np.concatenate([[0.0], np.cumsum(energy[order])])[counts] / energy.sum()
+        curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled)
+        return Trial(curve, samples.shape[1], sampled, shape)
+
+    @cached_property
+    def _energies(self) -> Floats:
+        """(c·‖δ‖)² of each expert, as kept."""
+        return np.array([r.coefficient**2 * _energy(r).sum() for r in self._rows])
+
+    @cached_property
+    def _full(self) -> Samples:
+        """The update that all experts give the samples."""
+        return self._rehearse(self._samples())
+
+    @cached_property
+    def _tells(self) -> bool:
+        """Whether the samples show an update, in numbers."""
+        if not 0 < self._energies.sum() < np.inf:
+            return False
+        return bool(0 < self._weighed(self._full).mean() < np.inf)
+
+    def _samples(self) -> Samples:
+        """[E, blocks · SAMPLE_WIDTH] of δ."""
+        table = np.zeros((len(self._rows), len(self._lengths), SAMPLE_WIDTH), np.float32)
+        for i, s in enumerate(self._stats):
+            own = s.block_sample[self._kept]
+            table[i, : len(own)] = widened(own)
+        return table.reshape(len(table), -1)
+
+    def _wrong(self, some: Samples) -> Floats:
+        """[PARTS]: Σ(full − what `some` give)² over the blocks that the samples stand for."""
+        # Of nothing, every method makes nothing.
+        return self._weighed(self._full - self._rehearse(some) if some.any() else self._full)
+
+    def _weighed(self, off: Samples) -> Floats:
+        squares = np.square(off, dtype=np.float64).reshape(len(self._lengths), -1, PARTS)
+        weighed: Floats = self._lengths @ squares.sum(axis=1) * (PARTS / SAMPLE_WIDTH)
+        return weighed
 
 
-def pooled(rehearsals: Mapping[int, Rehearsal]) -> dict[int, Curve]:
+class Stage:
+    """All rehearsals of a merge; `alike` are those of the same method, by number of the tensor."""
+
+    def __init__(self, alike: Sequence[Mapping[int, Rehearsal]]) -> None:
+        self._alike = alike
+        self._all = {n: rehearsal for group in alike for n, rehearsal in group.items()}
+
+    @cached_property
+    def curves(self) -> Mapping[int, Curve]:
+        """How each tensor's error falls, in the light of those that are merged alike."""
+        return {n: curve for group in self._alike for n, curve in _drawn(group).items()}
+
+    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
+        """As `candidates.Rehearsals.squares`."""
+        rehearsal = self._all.get(tensor)
+        return rehearsal.squares(omitted) if rehearsal else None
+
+
+def _drawn(alike: Mapping[int, Rehearsal]) -> dict[int, Curve]:
+    """The curves of tensors merged alike; the shape of each of them, unless there are very many."""
+    n_inputs = sum(r.n_experts for r in alike.values())
+    every = max(1, n_inputs // _MAX_INPUTS)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        trials = pool.map(
+            lambda pair: pair[1].trial(shape=pair[0] % every == 0), enumerate(alike.values())
+        )
+        return pooled({n: t for n, t in zip(alike, trials, strict=True) if t})
+
+
+def pooled(trials: Mapping[int, Trial]) -> dict[int, Curve]:
     """The curves of tensors merged alike; what few samples say is drawn towards what all say."""
-    if not rehearsals:
+    if not trials:
         return {}
-    found = list(rehearsals.values())
+    found = list(trials.values())
     shares = np.linspace(0, 1, _SHARES)
     lefts = [np.interp(shares, r.curve.share, r.curve.left) for r in found]
     factor = np.average([r.curve.factor for r in found], weights=[r.energy for r in found])
     weights = [r.curve.factor * r.energy * r.has_shape for r in found]
     left = np.average(lefts, axis=0, weights=weights)
     out = {}
-    for number, r, own in zip(rehearsals, found, lefts, strict=True):
+    for number, r, own in zip(trials, found, lefts, strict=True):
         shape, size = (r.n / (r.n + n) for n in (_SHAPE_ELEMS, _SIZE_ELEMS))
         shape *= r.has_shape
         out[number] = Curve(
             shares,
             left + shape * (own - left),
             float(factor + size * (r.curve.factor - factor)),
-            r.curve.replay,
         )
     return out
-
-
-def _replayed(
-    rows: Sequence[Row],
-    stats: Sequence[TensorStats],
-    grid: BlockGrid,
-    rehearse: Rehearse,
-    omitted: Sequence[Choice],
-) -> list[float]:
-    """The squared errors of leaving out just these blocks, [blocks, E] each."""
-    samples, lengths = _samples(rows, stats, grid)
-    scale = max(r.numel for r in rows) / lengths.sum()
-    full = rehearse(samples.copy())
-    squares = []
-    for left in omitted:
-        some = samples.reshape(len(rows), -1, SAMPLE_WIDTH).copy()
-        some[left[_kept_blocks(rows, len(left))].T] = 0
-        wrong = _wrong(full, rehearse(some.reshape(len(rows), -1)), lengths)
-        squares.append(wrong * scale)
-    return squares
-
-
-def _wrong(full: npt.NDArray[np.float32], found: npt.NDArray[np.float32], lengths: Floats) -> float:
-    """Σ(full − found)² over the blocks that the samples stand for."""
-    off = np.square(full - found, dtype=np.float64).reshape(-1, SAMPLE_WIDTH)
-    return float((off.sum(axis=1) * lengths).sum() / SAMPLE_WIDTH)
 
 
 def _energy(row: Row) -> Floats:
@@ -140,27 +206,6 @@ def _energy(row: Row) -> Floats:
         return row.block_energy
     assert row.block_l2sq is not None
     return row.block_l2sq
-
-
-def _kept_blocks(rows: Sequence[Row], n_blocks: int) -> slice:
-    """Evenly spread blocks, so many that all experts' samples stay small."""
-    most = max(1, _MAX_ELEMS // (SAMPLE_WIDTH * len(rows)))
-    longest = max(len(_energy(r)) for r in rows)
-    return slice(0, n_blocks, -(-longest // most))
-
-
-def _samples(
-    rows: Sequence[Row], stats: Sequence[TensorStats], grid: BlockGrid
-) -> tuple[npt.NDArray[np.float32], Floats]:
-    """[E, blocks · SAMPLE_WIDTH] of δ, and the elements that each block's samples stand for."""
-    numel = max(r.numel for r in rows)
-    n_blocks = grid.count(numel)
-    kept = _kept_blocks(rows, n_blocks)
-    table = np.zeros((len(rows), n_blocks, SAMPLE_WIDTH), np.float32)
-    for i, s in enumerate(stats):
-        table[i, : len(s.block_sample)] = widened(s.block_sample)
-    lengths = np.minimum(grid.block_elems, numel - grid.block_elems * np.arange(n_blocks))
-    return table[:, kept].reshape(len(rows), -1), lengths[kept].astype(np.float64)
 
 
 def _counts(n_experts: int) -> list[int]:
@@ -171,8 +216,3 @@ def _counts(n_experts: int) -> list[int]:
         some |= {step, min(n_experts, step + step // 2)}
         step *= 2
     return sorted(some)
-
-
-def shaped_every(n_tensors: int, n_experts: int) -> int:
-    """Each how many tensors the whole curve is tried: all, unless there are very many inputs."""
-    return max(1, n_tensors * n_experts // _MAX_INPUTS)

@@ -153,8 +153,10 @@ def drop_experts(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
 
 
 def _units(c: Candidates, free: Choice) -> Ints:
-    """The units with something to buy in `free`."""
-    return np.unique(c.unit[free & ~c.zero])
+    """The units with something to buy in `free`, ascending."""
+    found = c.unit[free & ~c.zero]
+    units: Ints = found[np.diff(found, prepend=-1) > 0]
+    return units
 
 
 def _by_worth(c: Candidates, offers: Offers, seek_nbytes: int) -> Ints:

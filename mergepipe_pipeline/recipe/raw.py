@@ -32,7 +32,7 @@ class RawRecipe:
     dtype: str | None
     out_dtype: str | None
     budget: Budget
-    strategy: str
+    strategy: str | None
     seed: int
     ref: str
     schedule: str

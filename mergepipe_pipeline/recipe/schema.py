@@ -172,7 +172,7 @@ class RecipeYaml(_Strict):
     tokenizer: Any = None
     chat_template: Any = None
     budget: Any = None
-    strategy: str = "conflict_aware"
+    strategy: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ref: Ref | None = None
     schedule: Annotated[str, AfterValidator(_schedule)] = DEFAULT_SCHEDULE

@@ -1,9 +1,9 @@
 """What will be read and computed: all that the engine knows, and the identity of its result.
 
 `identity()` of a task covers what determines output bits and nothing else: content digests,
-operator with resolved parameters, covered ranges, dtypes. Rescale factors follow from these. Paths,
-block size, budget and estimates stay out, so equal work has equal ids wherever and however it was
-planned.
+operator with resolved parameters, covered ranges, dtypes. Trim rules and rescale factors follow
+from these. Paths, block size, budget and estimates stay out, so equal work has equal ids wherever
+and however it was planned.
 """
 
 from __future__ import annotations
@@ -45,10 +45,22 @@ class TrimRule:
     An element at index e is kept iff bits(|δ_e|) > `threshold_bits`, or equal and e <
     `tie_stop_elem`. `threshold_bits` is the float32 pattern of the magnitude (order equals
     magnitude order).
+
+    With `ties_after` the cut is open: besides, the first so many ties of the elements from
+    `tie_stop_elem` to `ties_until_elem` are kept. These are a block: it is read whole or not at
+    all, so the engine finds its ties where it matters. Of a part of it, the first ties of that part
+    would be kept.
     """
 
     threshold_bits: int
     tie_stop_elem: int
+    ties_after: int = 0
+    ties_until_elem: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only a look at the block can say which ties are kept."""
+        return self.ties_after > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,11 @@ class ExpertInput:
     outliers: TrimRule | None = None
     scale: float = 1.0
     l1: float | None = None
+
+    @property
+    def has_open_rule(self) -> bool:
+        """Whether a rule's cut among ties is still to be found."""
+        return any(rule is not None and rule.is_open for rule in (self.trim, self.outliers))
 
     @property
     def read_nbytes(self) -> int:
@@ -138,17 +155,11 @@ class TensorTask:
                     e.view.dtype,
                     e.params,
                     e.covered,
-                    _rule(e.trim),
-                    _rule(e.outliers),
                 ]
                 for e in self.experts
             ],
             "facts": self.facts,
         }
-
-
-def _rule(rule: TrimRule | None) -> list[int] | None:
-    return [rule.threshold_bits, rule.tie_stop_elem] if rule else None
 
 
 @dataclass(frozen=True)
@@ -177,7 +188,8 @@ class Estimates:
     on write; None where no bound is known (then `bound_note` says why). `predicted_error` estimates
     that norm, give or take `predicted_margin` (None: not stated), and `update_norm` that of (merged
     in full − base). `reads` are runs of blocks that lie together;
-    `seek_nbytes` is what each was taken to cost besides its bytes.
+    `seek_nbytes` is what each was taken to cost besides its bytes. `ranking` is the strategy whose
+    list was followed: `strategy` itself (so too if None), or one that it found better here.
     """
 
     budget_bytes: int | None
@@ -195,6 +207,7 @@ class Estimates:
     predicted_margin: float | None
     update_norm: float | None
     seek_nbytes: int = 0
+    ranking: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +273,16 @@ def _plain(value: Any) -> Any:
     """A dataclass as a mapping, all the way down; `asdict` would copy every range and number."""
     names = _field_names(type(value))
     if names:
-        return {name: _plain(getattr(value, name)) for name in names}
+        return {
+            name: field if type(field := getattr(value, name)) in _PLAIN else _plain(field)
+            for name in names
+        }
     if isinstance(value, tuple) and value and _field_names(type(value[0])):
         return [_plain(v) for v in value]
     return value
 
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 _NAMES: dict[type, tuple[str, ...]] = {}
 
 

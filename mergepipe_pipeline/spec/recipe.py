@@ -156,7 +156,7 @@ class Recipe:
     dtype: str | None  # safetensors code, None: as stored
     out_dtype: str | None
     budget: Budget
-    strategy: str
+    strategy: str | None
     seed: int
     ref: str
     n_layers: int | None = None

@@ -6,6 +6,7 @@ float32(base), elementwise; sums in float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +23,27 @@ HIST_SHIFT = 16
 
 
 @dataclass(frozen=True)
+class Magnitudes:
+    """Every |δ| > 0 that occurs in a tensor, counted block by block.
+
+    Block k has the entries `edges[k]` to `edges[k + 1]` of `bits` (uint32, patterns of float32,
+    ascending) and `counts` (uint32); `edges` is int64 [blocks + 1].
+    """
+
+    edges: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.uint32]
+    counts: npt.NDArray[np.uint32]
+
+    @staticmethod
+    def joined(parts: Sequence[Magnitudes]) -> Magnitudes:
+        """Of a tensor, from those of runs of its blocks in order."""
+        sizes = np.concatenate([np.zeros(1, np.int64), *(np.diff(p.edges) for p in parts)])
+        bits = [np.zeros(0, np.uint32), *(p.bits for p in parts)]
+        counts = [np.zeros(0, np.uint32), *(p.counts for p in parts)]
+        return Magnitudes(np.cumsum(sizes), np.concatenate(bits), np.concatenate(counts))
+
+
+@dataclass(frozen=True)
 class TensorStats:
     """One expert tensor against a tensor of the base.
 
@@ -34,6 +56,9 @@ class TensorStats:
     of sketches of two experts' blocks estimate those of their deltas. `block_sample`: [blocks,
     SAMPLE_WIDTH], δ at elements that are spread evenly and equal for all experts, so that whatever
     works element by element can be tried on them. Both are bfloat16 as uint16; see `widened`.
+
+    `block_magnitudes` are known of what analysis just found, where nearly all |δ| are bfloat16
+    numbers; the catalog gives them only to who asks.
     """
 
     tensor: str
@@ -55,6 +80,7 @@ class TensorStats:
     block_positive: npt.NDArray[np.int64]
     block_sketch: npt.NDArray[np.uint16]
     block_sample: npt.NDArray[np.uint16]
+    block_magnitudes: Magnitudes | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What reading and writing cost on a user's storage: three numbers, measured by `calibrate`.
+"""What a user's machine costs, measured by `calibrate`: its storage, and the engine on it.
 
 A model of it, not a log: reading takes seeks · `seek_s` + bytes / `read_bytes_per_s`.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mergepipe_pipeline.spec.engine_pace import EnginePace
+
 
 @dataclass(frozen=True, slots=True)
 class StorageProfile:
     """Rates in bytes per second, the cost of a seek in seconds.
 
     `measured_on` is a time in UTC (ISO 8601); `where` the file that was read, or the
-    folder of one that was made for it.
+    folder of one that was made for it. `engine` None: not calibrated for time.
     """
 
     read_bytes_per_s: float
@@ -22,6 +24,7 @@ class StorageProfile:
     write_bytes_per_s: float
     measured_on: str
     where: str
+    engine: EnginePace | None = None
 
     @property
     def seek_nbytes(self) -> int:
@@ -34,9 +37,10 @@ class StorageProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON material; `from_json` gives an equal profile back."""
-        return asdict(self)
+        return {**asdict(self), "engine": self.engine and self.engine.to_json()}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> StorageProfile:
-        """The profile stored by `to_json`."""
-        return StorageProfile(**value)
+        """The profile stored by `to_json`, also by one that knew no engine."""
+        engine = value.get("engine")
+        return StorageProfile(**{**value, "engine": engine and EnginePace.from_json(engine)})

@@ -9,18 +9,24 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file
+from mergepipe_pipeline.storage.source import LocalSource, Reading
 
 CHUNK_NBYTES = 8 << 20
+#: What the engine asks for at once.
+_PIECE_NBYTES = 1 << 20
 #: A stray page or two does no harm; a file in memory does.
 _RESIDENT_AT_MOST = 0.01
 _TRIES, _PAUSE_S = 20, 0.02
@@ -53,7 +59,7 @@ class ColdFile:
 
         Raises MergePipeError if the file cannot be dropped from the page cache.
         """
-        self._drop()
+        self.drop()
         began = self._clock()
         for start in starts:
             for at in range(start, start + nbytes, CHUNK_NBYTES):
@@ -61,7 +67,8 @@ class ColdFile:
                 os.preadv(self._handle, [part], at)
         return self._clock() - began
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Take the file out of the page cache. Raises MergePipeError if it stays."""
         if not hasattr(os, "posix_fadvise"):
             raise self._still_cached("a system without posix_fadvise")
         share = 1.0
@@ -121,4 +128,48 @@ def write_s(path: Path, nbytes: int, clock: Clock = time.perf_counter) -> float:
         for at in range(0, nbytes, CHUNK_NBYTES):
             file.write(noise[: min(CHUNK_NBYTES, nbytes - at)])
     adopt_file(temp, path)
+    return clock() - began
+
+
+def stream(
+    path: Path, reading: Reading, *, streams: int, threads: int, nbytes: int, is_cold: bool
+) -> tuple[int, float, float]:
+    """Bytes, wall and CPU seconds of reading about `nbytes` of a file as the engine reads experts.
+
+    `threads` each read the next 1 MiB of `streams` places in turn. Raises MergePipeError if
+    `is_cold` and the file cannot be dropped from the page cache.
+    """
+    with ColdFile(path) as file:
+        each = file.nbytes // streams
+        if is_cold:
+            file.drop()
+    piece = min(_PIECE_NBYTES, each)
+    rounds = max(1, min(nbytes // streams, each) // piece)
+    places = iter([s * each + n * piece for n in range(rounds) for s in range(streams)])
+    lock = threading.Lock()
+
+    def work(source: LocalSource) -> None:
+        room = memoryview(bytearray(piece))
+        while True:
+            with lock:
+                at = next(places, None)
+            if at is None:
+                return
+            source.read_into(path.name, at, room)
+
+    with LocalSource(path, reading) as source, ThreadPoolExecutor(threads) as pool:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        for done in [pool.submit(work, source) for _ in range(threads)]:
+            done.result()
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    return rounds * streams * piece, wall_s, cpu_s
+
+
+def hash_s(nbytes: int, clock: Clock = time.perf_counter) -> float:
+    """Seconds that one thread takes to hash `nbytes`, in the pieces of a window."""
+    piece = bytes(min(_PIECE_NBYTES, nbytes))
+    state, began = new_hash(), clock()
+    for _ in range(-(-nbytes // len(piece))):
+        state.update(piece)
+    state.hexdigest()
     return clock() - began

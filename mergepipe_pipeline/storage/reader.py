@@ -6,13 +6,14 @@ The one place where budgeted bytes are counted: what the kernel delivered for ea
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.storage.source import CheckpointSource
+from mergepipe_pipeline.storage.source import RangedFiles
 
 
 class BlockReader:
@@ -20,7 +21,7 @@ class BlockReader:
 
     def __init__(
         self,
-        source: CheckpointSource,
+        source: RangedFiles,
         checkpoint: Checkpoint,
         allowed: Mapping[str, Sequence[Range]] | None,
     ) -> None:
@@ -28,12 +29,22 @@ class BlockReader:
         self._checkpoint = checkpoint
         self._allowed = allowed
         self._bytes_read = 0
+        self._read_s = 0.0
         self._lock = threading.Lock()
+
+    def through(self, source: RangedFiles) -> BlockReader:
+        """A reader of the same elements, which counts for itself."""
+        return BlockReader(source, self._checkpoint, self._allowed)
 
     @property
     def bytes_read(self) -> int:
         """Bytes delivered so far."""
         return self._bytes_read
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that reads took so far, added up over threads."""
+        return self._read_s
 
     def read_into(
         self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
@@ -52,9 +63,12 @@ class BlockReader:
             raise ValueError(
                 f"buffer of {len(out)} bytes for [{start_elem}, {stop_elem}) of {entry}"
             )
+        began = time.perf_counter()
         self._source.read_into(entry.file, entry.start_byte + start_elem * size, out)
+        took_s = time.perf_counter() - began
         with self._lock:
             self._bytes_read += len(out)
+            self._read_s += took_s
 
     def will_need(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
         """Say that elements [start, stop) will be read soon."""

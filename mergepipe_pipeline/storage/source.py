@@ -18,12 +18,8 @@ from mergepipe_pipeline.storage.uncached import read_uncached
 Reading = Literal["ahead", "exact", "once"]
 
 
-class CheckpointSource(Protocol):
-    """Files of one checkpoint by relative path; a context manager that closes what it opened."""
-
-    def list(self) -> list[str]:
-        """Relative paths of all files, sorted."""
-        ...
+class RangedFiles(Protocol):
+    """Files of one checkpoint by relative path, as its readers need them."""
 
     def size(self, path: str) -> int:
         """Size in bytes. Raises CheckpointError if the file is not there."""
@@ -33,19 +29,27 @@ class CheckpointSource(Protocol):
         """Time of last change in nanoseconds. Raises CheckpointError if the file is not there."""
         ...
 
-    def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes from `start_byte`.
-
-        Raises CheckpointChangedError if there are fewer.
-        """
-        ...
-
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
         ...
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
         """Say that these bytes will be read soon; a hint without effect on results."""
+        ...
+
+
+class CheckpointSource(RangedFiles, Protocol):
+    """The files, and what there are of them; a context manager that closes what it opened."""
+
+    def list(self) -> list[str]:
+        """Relative paths of all files, sorted."""
+        ...
+
+    def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `start_byte`.
+
+        Raises CheckpointChangedError if there are fewer.
+        """
         ...
 
     def close(self) -> None:

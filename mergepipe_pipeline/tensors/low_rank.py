@@ -8,12 +8,15 @@ Source: LoRA (https://arxiv.org/abs/2106.09685) as PEFT stores it.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from mergepipe_pipeline.spec.view import LowRank, Part
 from mergepipe_pipeline.tensors.stored import Readers, as_float32
+
+if TYPE_CHECKING:
+    import torch
 
 #: About this many elements of the product are computed at once.
 _TILE_ELEMS = 1 << 16
@@ -39,7 +42,10 @@ class LowRankUpdate:
                     self._factors = (b, a)
 
     def add_to(self, row: torch.Tensor, start_elem: int) -> None:
-        """Add elements [start, start + n) of the update to `row`, float32 [n]."""
+        """Add elements [start, start + n) of the update to `row`, float32 [n] on any device.
+
+        The product is made here: every library of matrix products adds up in its own order.
+        """
         self.load()
         assert self._factors is not None
         left, right = self._factors
@@ -51,7 +57,7 @@ class LowRankUpdate:
             tile = (left[r : r + tile_rows] @ right).mul_(self._spec.scale).view(-1)
             at = r * n_cols
             a, b = max(start_elem, at), min(stop_elem, at + len(tile))
-            row[a - start_elem : b - start_elem].add_(tile[a - at : b - at])
+            row[a - start_elem : b - start_elem].add_(tile[a - at : b - at].to(row.device))
 
     def _read(self, part: Part) -> torch.Tensor:
         entry = part.entry

@@ -1,18 +1,25 @@
-"""One input's part of a window: bytes first, arithmetic later, perhaps in another thread."""
+"""One input's part of a window: bytes first, arithmetic later, perhaps in another thread.
+
+Rows may lie on another device than the bytes. Then the bytes go there as they are stored, are
+widened there, and must stay until that device has come so far.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.stored import Bytes, Readers, read_stored, typed
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ExpertRow:
@@ -53,7 +60,7 @@ class ExpertRow:
             row.zero_()
         for a, b in self._parts:
             part = row[a - self._start : b - self._start]
-            part.copy_(typed(self._bytes(a, b), self._view.dtype))
+            part.copy_(typed(self._bytes(a, b), self._view.dtype), non_blocking=True)
             if not self._view.is_delta:
                 assert base is not None
                 part.sub_(base[a - self._start : b - self._start])
@@ -69,9 +76,9 @@ class ExpertRow:
             part = row[a - self._start : b - self._start]
             stored = typed(self._bytes(a, b), self._view.dtype)
             if self._view.is_delta:
-                part.add_(stored.to(torch.float32))
+                part.add_(stored.to(part.device, non_blocking=True).float())
             else:
-                part.copy_(stored)
+                part.copy_(stored, non_blocking=True)
         if self._update:
             self._update.add_to(self._inside(row), self._start)
 
@@ -129,9 +136,11 @@ class BaseRow:
         """
         stored = typed(self.raw, self._view.dtype)
         if out is not None:
-            values = out.copy_(stored)
+            values = out.copy_(stored, non_blocking=True)
         else:
-            values = stored.to(torch.float32, copy=self._update is not None)
+            values = stored.float()
+            if self._update and values is stored:
+                values = values.clone()
         if self._update:
             self._update.add_to(values, self._start)
         return values

@@ -1,16 +1,23 @@
-"""Reads the stored elements of views: whole tensors, or runs of several tensors put together."""
+"""Reads the stored elements of views: whole tensors, or runs of several tensors put together.
+
+Functions of this package import torch when they compute: it takes a second to load, and a merge of
+stored bfloat16 can do without.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.reader import BlockReader
+
+if TYPE_CHECKING:
+    import torch
 
 Bytes = npt.NDArray[np.uint8]
 #: The reader of a source by its number in the views.
@@ -40,6 +47,8 @@ def read_stored(
 
 def torch_dtype(code: str) -> torch.dtype:
     """The torch dtype of a safetensors code."""
+    import torch
+
     dtype = getattr(torch, TORCH_NAME[code])
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -47,9 +56,13 @@ def torch_dtype(code: str) -> torch.dtype:
 
 def typed(raw: Bytes, dtype: str) -> torch.Tensor:
     """[n] elements of `dtype` over the same memory as their little-endian bytes."""
+    import torch
+
     return torch.from_numpy(raw).view(torch_dtype(dtype))
 
 
 def as_float32(raw: Bytes, dtype: str) -> torch.Tensor:
     """[n] float32 from the little-endian bytes of n elements of `dtype`."""
+    import torch
+
     return typed(raw, dtype).to(torch.float32)

@@ -17,7 +17,7 @@ from mergepipe_pipeline.analysis import stream
 from mergepipe_pipeline.analysis.statistics import analyze_experts
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
+from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes, TensorStats
 from tests.stored import Floats, Stored, decode, model_of, write
 
 #: Elements per window in tests: a few thousand elements then make several windows.
@@ -65,6 +65,8 @@ def figures(stats: TensorStats) -> dict[str, object]:
     def plain(value: object) -> object:
         if isinstance(value, float):
             return value.hex()
+        if isinstance(value, Magnitudes):
+            return {name: plain(part) for name, part in vars(value).items()}
         return value.tobytes() if isinstance(value, np.ndarray) else value
 
     return {name: plain(value) for name, value in vars(stats).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,11 @@ from mergepipe_pipeline.analysis.kernels import (
     describe,
     describe_bfloat16,
 )
+from mergepipe_pipeline.analysis.magnitudes import room_for
 from mergepipe_pipeline.analysis.order import in_bin
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
-from mergepipe_pipeline.spec.stats import HIST_SHIFT
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.stats import HIST_SHIFT, Magnitudes
 from tests.analysis.pairs import signs_and_lanes
 from tests.stored import Floats
 
@@ -39,22 +42,30 @@ class Found:
     counts: npt.NDArray[np.int64]
     histogram: npt.NDArray[np.int64]
     sketches: npt.NDArray[np.float32]
+    edges: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.uint32]
+    block_counts: npt.NDArray[np.uint32]
 
 
 def run(
-    kernel: Callable[..., None], n: int, *values: npt.NDArray[np.generic], key: int = KEY
+    kernel: Callable[..., None],
+    n: int,
+    *values: npt.NDArray[np.generic],
+    key: int = KEY,
+    block_elems: int = 4096,
 ) -> Found:
     chunks = -(-n // CHUNK_ELEMS)
-    found = Found(
+    into = (
         np.zeros((chunks, 2)),
         np.zeros(chunks, np.float32),
         np.zeros((chunks, 2), np.int64),
         np.zeros(1 << 15, np.int64),
         np.zeros((chunks, 64), np.float32),
     )
-    into = found.sums, found.peaks, found.counts, found.histogram, found.sketches
-    kernel(*values, np.uint64(key), 0, *into)
-    return found
+    room = room_for(n, BlockGrid(block_elems))
+    kernel(*values, np.uint64(key), 0, *into, block_elems, room)
+    listed = room.listed() or Magnitudes(*(np.zeros(0, d) for d in ("i8", "u4", "u4")))
+    return Found(*into, listed.edges, listed.bits, listed.counts)
 
 
 def padded(values: Floats) -> Floats:
@@ -151,7 +162,8 @@ def test_chunks_of_equal_bits_that_are_not_finite_are_not_taken_for_equal(value:
 def test_the_stream_of_signs_goes_on_from_one_window_to_the_next() -> None:
     delta = np.random.default_rng(0).standard_normal(4 * CHUNK_ELEMS).astype(np.float32)
     whole = described(delta)
-    half = Found(*(np.zeros_like(v) for v in vars(whole).values()))
+    names = ("sums", "peaks", "counts", "histogram", "sketches")
+    half = SimpleNamespace(**{name: np.zeros_like(getattr(whole, name)) for name in names})
     for at in (0, 2):
         part = slice(at, at + 2)
         describe(
@@ -163,9 +175,11 @@ def test_the_stream_of_signs_goes_on_from_one_window_to_the_next() -> None:
             half.counts[part],
             half.histogram,
             half.sketches[part],
+            4096,
+            room_for(2 * CHUNK_ELEMS, BlockGrid(4096)),
         )
-    for name, values in vars(whole).items():
-        np.testing.assert_array_equal(getattr(half, name), values, name)
+    for name in names:
+        np.testing.assert_array_equal(getattr(half, name), getattr(whole, name), name)
 
 
 def test_equal_deltas_have_equal_sketches_and_a_sum_has_the_sum_of_sketches() -> None:

@@ -254,6 +254,14 @@ def test_none_of_what_a_merge_needs_some_of_is_refused(
     assert "0 is not in the range x>=1" in result.stderr
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused_first(tmp_path: Path, device: str) -> None:
+    result = call("merge", "no-such.yml", "--home", tmp_path / "w", "--device", device)
+    assert result.exit_code == 23
+    assert f"Where: device '{device}'." in result.stderr
+    assert not (tmp_path / "w").exists()
+
+
 def test_values_of_any_type_are_printed_for_machines(tmp_path: Path) -> None:
     result = call(
         "sql", "select 'x'::blob as a, 1::decimal(3, 1) as b", "--json", "--home", tmp_path

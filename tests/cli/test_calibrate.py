@@ -21,10 +21,10 @@ def run(home: Path, *words: str) -> str:
 
 
 def test_calibrate_prints_the_profile_for_people_and_machines(tmp_path: Path) -> None:
-    text = run(tmp_path, "calibrate", "--size", "8")
+    text = run(tmp_path, "calibrate", "--storage-only", "--size", "8")
     assert "as long as reading" in text
     assert "scattered" in text
-    told = json.loads(run(tmp_path, "calibrate", "--size", "8", "--json"))
+    told = json.loads(run(tmp_path, "calibrate", "--storage-only", "--size", "8", "--json"))
     assert told["where"] == str(tmp_path)
     assert told["seek_nbytes"] == round(told["seek_s"] * told["read_bytes_per_s"])
     assert told["observations"][-1] == {

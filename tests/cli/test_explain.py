@@ -53,7 +53,7 @@ def test_a_curve_is_a_table_a_record_a_file_and_a_picture(
 ) -> None:
     text = call("curve", recipe).stdout
     assert "analysed first: expert_00, expert_01, expert_02, expert_03" in text
-    assert "chosen  conflict_aware" in text
+    assert "chosen  magnitude" in text, "the recipe merges by votes"
     files = tmp_path / "out" / "c.csv", tmp_path / "out" / "c.png"
     words = ("curve", recipe, "--at", "5,25%", "--csv", files[0], "--picture", files[1], "--json")
     found = told(call(*words))
@@ -66,6 +66,21 @@ def test_a_curve_is_a_table_a_record_a_file_and_a_picture(
     planned = told(call("plan", recipe, "--json"))
     assert found["chosen"]["error"] == planned["predicted_error"]
     assert found["chosen"]["bound"] == planned["error_bound"]
+
+
+def test_a_plan_says_whose_list_it_followed_and_so_do_the_reasons(call: Call, recipe: Path) -> None:
+    """Few samples show no certain gain: conflict_aware buys what magnitude would."""
+    words = (recipe, "--strategy", "conflict_aware", "--budget", "30%")
+    assert "ties, conflict_aware (by magnitude: no worse on samples)" in call("plan", *words).stdout
+    planned = told(call("plan", *words, "--json"))
+    assert (planned["strategy"], planned["ranking"]) == ("conflict_aware", "magnitude")
+    assert "(by magnitude" in call("explain", planned["plan_id"]).stdout
+    story = told(call("explain", "tensor", planned["plan_id"], "model.norm.weight", "--json"))
+    assert (story["strategy"], story["ranking"]) == ("conflict_aware", "magnitude")
+    assert story["is_current"]
+    assert all(b["together"] == 1 for b in story["blocks"])
+    same = told(call("plan", recipe, "--strategy", "magnitude", "--budget", "30%", "--json"))
+    assert same["plan_id"] == planned["plan_id"]
 
 
 @pytest.mark.parametrize("shares", ["1,x", "101", "-1"])

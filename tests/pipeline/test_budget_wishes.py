@@ -21,7 +21,7 @@ PIN, SHARE = Selection(("expert_00",)), Share("expert_*", nbytes=10**6)
         (None, {"fraction": 0.1}),
         ("50%", {"fraction": 0.5}),
         ("none", {}),
-        ("7", {"nbytes": 7}),
+        ("7B", {"nbytes": 7}),
         ("error=0.02", {"error": 0.02}),
         ("error=2%", {"error": 0.02}),
     ],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.pipeline import calibrate as module
+from mergepipe_pipeline.pipeline import trial as trial_module
 from mergepipe_pipeline.pipeline.calibrate import (
     MIN_NBYTES,
     REPEATS,
@@ -23,7 +24,9 @@ from mergepipe_pipeline.pipeline.calibrate import (
     observe,
     storage_profile,
 )
+from mergepipe_pipeline.pipeline.trial import Trial
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry
+from mergepipe_pipeline.spec.engine_pace import MethodPace
 from mergepipe_pipeline.storage.measure import ColdFile, write_s
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -102,7 +105,7 @@ def test_a_real_file_is_measured_and_remembered(home: Warehouse, tmp_path: Path)
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     write_s(folder / "model.safetensors", 16 << 20)
-    done = calibrate(home, folder, temp_nbytes=8 << 20)
+    done = calibrate(home, folder, temp_nbytes=8 << 20, with_engine=False)
     profile = done.profile
     assert profile.where == str(folder / "model.safetensors")
     assert 1e5 < profile.read_bytes_per_s < 1e12
@@ -115,7 +118,7 @@ def test_a_real_file_is_measured_and_remembered(home: Warehouse, tmp_path: Path)
 def test_without_a_path_the_largest_registered_file_is_read_or_a_temporary_one(
     home: Warehouse, tmp_path: Path
 ) -> None:
-    assert calibrate(home, temp_nbytes=8 << 20).profile.where == str(home.root)
+    assert calibrate(home, temp_nbytes=8 << 20, with_engine=False).profile.where == str(home.root)
     files = []
     for name, nbytes in (("small", 8 << 20), ("large", 12 << 20)):
         (tmp_path / name).mkdir()
@@ -124,7 +127,7 @@ def test_without_a_path_the_largest_registered_file_is_read_or_a_temporary_one(
         Catalog(home.catalog).register(
             Checkpoint(name, str(tmp_path / name), (files[-1],), (), "{}"), None
         )
-    done = calibrate(home, temp_nbytes=8 << 20)
+    done = calibrate(home, temp_nbytes=8 << 20, with_engine=False)
     assert done.profile.where == str(tmp_path / "large" / "w")
     assert list(home.staging.iterdir()) == []
 
@@ -142,7 +145,26 @@ def test_a_place_without_a_file_that_is_large_enough_and_no_hole_is_refused(
 
 
 def test_a_damaged_profile_is_told_by_its_file(home: Warehouse) -> None:
-    calibrate(home, temp_nbytes=8 << 20)
+    calibrate(home, temp_nbytes=8 << 20, with_engine=False)
     home.profile_path.write_bytes(home.profile_path.read_bytes().replace(b"T", b"t"))
     with pytest.raises(CorruptionError, match=r"profile\.json"):
         storage_profile(home)
+
+
+def test_the_engine_is_measured_with_the_storage_and_remembered(
+    home: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = MethodPace(0.1, 0.001, 0.0, 0.0, 1e-9, 1e-10)
+    trial = Trial(2.0, 0.1, 2e-9, {"linear": pace})
+    monkeypatch.setattr(trial_module, "try_engine", lambda folder: trial)
+    found = calibrate(home, temp_nbytes=16 << 20).profile.engine
+    assert found is not None
+    assert found.methods == {"linear": pace}
+    assert (found.start_s, found.commit_s, found.analysis_elem_s) == (2.0, 0.1, 2e-9)
+    for flow in (found.cold, found.past_cache, found.cached):
+        assert 1e5 < flow.bytes_per_s < 1e12
+        assert 0 <= flow.cpu_s_per_byte < 1e-6
+    assert 1e7 < found.hash_bytes_per_s < 1e11
+    profile = storage_profile(home)
+    assert profile is not None
+    assert profile.engine == found

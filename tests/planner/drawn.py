@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row, lay_out
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Row, lay_out
 from mergepipe_pipeline.planner.offers import Limits
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
@@ -88,6 +89,27 @@ def known(deltas: Floats, weights: Sequence[float], tensor: int = 0) -> list[Row
         )
         for position in range(experts)
     ]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Rehearsals of which only curves are known."""
+
+    curves: Mapping[int, Curve]
+
+    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Rehearsals of tensors of one expert: [blocks, parts], what leaving out each block costs."""
+
+    costs: Mapping[int, Floats]
+    curves: Mapping[int, Curve] = field(default_factory=dict)
+
+    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
+        return np.array([self.costs[tensor][left[:, 0]].sum(axis=0) for left in omitted])
 
 
 def left_out(c: Candidates, deltas: Floats, choice: Choice) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,14 +11,15 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.bounds import Answer
-from mergepipe_pipeline.planner.candidates import Choice, lay_out
-from mergepipe_pipeline.planner.choosing import Question, bought, estimates
+from mergepipe_pipeline.planner.candidates import Choice, Curve, lay_out
+from mergepipe_pipeline.planner.choosing import Purchase, Question, bought, estimates
 from mergepipe_pipeline.planner.limits import is_kept
 from mergepipe_pipeline.planner.offers import spend
-from mergepipe_pipeline.planner.strategies import STRATEGIES, rank
+from mergepipe_pipeline.planner.rehearsal import PARTS
+from mergepipe_pipeline.planner.strategies import STRATEGIES, choose, rank
 from mergepipe_pipeline.spec.operator import Response
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
-from tests.planner.drawn import GRID, known, limits
+from tests.planner.drawn import GRID, Floats, known, limits, row
 
 SEEDS = st.integers(0, 2**32)
 TENSORS = ("embed", "layers.0.mlp", "layers.1.mlp")
@@ -39,7 +42,7 @@ def question(seed: int, response: Response = "additive") -> Question:
 
 
 def chosen_of(q: Question, budget: Budget, strategy: str = "conflict_aware") -> Choice:
-    return bought(q, budget, strategy)
+    return bought(q, budget, strategy).choice
 
 
 def planned(q: Question, choice: Choice) -> int:
@@ -69,12 +72,12 @@ def test_an_error_buys_the_cheapest_plan_on_the_list_whose_bound_is_within_it(
     q = question(seed)
     c = q.candidates
     choice = chosen_of(q, Budget(error=error), strategy)
-    found = estimates(q, Budget(error=error), strategy, choice)
+    found = estimates(q, Budget(error=error), Purchase(strategy, strategy, choice))
     assert found.update_norm is not None
     assert found.error_bound is not None
     assert found.error_bound <= error * found.update_norm
     offers, order = rank(c, strategy, ~c.zero)
-    update = estimates(q, Budget(), strategy, np.zeros(len(c.row), np.bool_))
+    update = estimates(q, Budget(), Purchase(strategy, strategy, np.zeros(len(c.row), np.bool_)))
     assert update.predicted_error is not None
     assert update.predicted_margin is not None
     allowed = error * max(0.0, update.predicted_error - update.predicted_margin)
@@ -101,7 +104,7 @@ def test_an_error_holds_for_votes_and_means_too(
 ) -> None:
     q = question(seed, response)
     choice = chosen_of(q, Budget(error=error))
-    found = estimates(q, Budget(error=error), "conflict_aware", choice)
+    found = estimates(q, Budget(error=error), Purchase("conflict_aware", "conflict_aware", choice))
     assert found.error_bound is not None
     assert found.update_norm is not None
     assert found.error_bound <= error * found.update_norm
@@ -186,7 +189,7 @@ def test_estimates_count_what_is_bought(seed: int, strategy: str, fraction: floa
     q = question(seed)
     c = q.candidates
     choice = chosen_of(q, Budget(fraction=fraction), strategy)
-    found = estimates(q, Budget(fraction=fraction), strategy, choice)
+    found = estimates(q, Budget(fraction=fraction), Purchase(strategy, strategy, choice))
     assert found.expert_bytes_planned == planned(q, choice)
     assert found.expert_bytes_total == c.nbytes.sum()
     assert (found.blocks_bought, found.blocks_zero) == (choice.sum(), c.zero.sum())
@@ -197,3 +200,71 @@ def test_estimates_count_what_is_bought(seed: int, strategy: str, fraction: floa
     assert found.reads == runs
     assert found.budget_bytes == int(fraction * c.nbytes.sum())
     assert (found.error_bound == 0) == bool((choice | c.zero).all())
+
+
+class Sampled:
+    """Rehearsals of a vote whose last expert at a site saves most; replays `doubt` it.
+
+    Where a site is bought in part, `partial` is wrong; where nothing is, all of 1.
+    """
+
+    def __init__(self, tensors: int, doubt: float, partial: float) -> None:
+        self._doubt, self._partial = doubt, partial
+        late = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, 0.9, 0.0]), 1.0)
+        self.curves = dict.fromkeys(range(tensors), late)
+
+    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats:
+        sites = [
+            np.where(left.all(axis=1), 1, left.any(axis=1) * self._partial) for left in omitted
+        ]
+        noise = np.random.default_rng(tensor).normal(size=PARTS)
+        return np.array([s.mean() * (1 + self._doubt * noise) for s in sites])
+
+
+def vote_question(doubt: float = 0.0, partial: float = 1.0) -> Question:
+    """Four experts of nearly equal size; which is larger falls out differently at each block."""
+    rng = np.random.default_rng(3)
+    rows = []
+    for tensor in range(3):
+        l2sq = rng.uniform(0.9, 1.1, size=(4, 6))
+        rows += [row(*l2sq[e].tolist(), position=e, tensor=tensor) for e in range(4)]
+    answers = {t: Answer("vote", np.full(4, 1.0), False) for t in range(3)}
+    c = lay_out(rows, GRID, Sampled(3, doubt, partial))
+    return Question(c, answers, TENSORS, [("e",)] * 4)
+
+
+def test_what_was_fitted_to_samples_must_show_on_them_that_it_is_better() -> None:
+    budget = Budget(fraction=0.5)
+    for doubt, ranking in ((0.0, "conflict_aware"), (40.0, "magnitude")):
+        q = vote_question(doubt)
+        found = bought(q, budget, "conflict_aware")
+        assert (found.strategy, found.ranking) == ("conflict_aware", ranking)
+        own = choose(q.candidates, q.limits(budget), ranking)
+        assert np.array_equal(found.choice, own)
+        told = estimates(q, budget, found)
+        assert (told.strategy, told.ranking) == ("conflict_aware", ranking)
+        assert bought(q, budget, "magnitude").ranking == "magnitude"
+        nothing_left = bought(q, Budget(), "conflict_aware")
+        assert nothing_left.ranking == "conflict_aware", "nothing to choose between"
+
+
+@pytest.mark.parametrize("error", [0.3, 0.6, 0.9])
+def test_for_an_error_the_list_is_followed_that_needs_fewer_bytes(error: float) -> None:
+    q, budget = vote_question(), Budget(error=error)
+    costs = {name: planned(q, bought(q, budget, name).choice) for name in STRATEGIES}
+    assert costs["conflict_aware"] <= costs["magnitude"]
+
+
+def test_sums_are_bought_by_conflict_and_votes_by_magnitude_unless_the_recipe_says() -> None:
+    budget = Budget(fraction=0.4)
+    assert bought(question(1), budget, None).strategy == "conflict_aware"
+    assert bought(vote_question(), budget, None).strategy == "magnitude"
+    assert bought(question(1), budget, "hash").strategy == "hash"
+
+
+def test_a_default_that_would_end_farther_than_the_base_is_not_followed() -> None:
+    q, budget = vote_question(partial=3.0), Budget(fraction=0.5)
+    assert bought(q, budget, "magnitude").ranking == "magnitude", "the recipe asks for it"
+    assert bought(q, budget, None).ranking == "conflict_aware"
+    assert bought(vote_question(3.0, partial=3.0), budget, None).ranking == "magnitude", "unsure"
+    assert bought(q, Budget(), None).strategy == "magnitude"

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import lay_out
-from mergepipe_pipeline.planner.choosing import Question, bought, estimates
-from mergepipe_pipeline.planner.curve import BEST, Point, budget_curve, knee_of
+from mergepipe_pipeline.planner.choosing import Purchase, Question, bought, estimates
+from mergepipe_pipeline.planner.curve import Point, budget_curve, knee_of
 from mergepipe_pipeline.planner.strategies import STRATEGIES
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from tests.planner.drawn import GRID, row
 from tests.planner.test_choosing import SEEDS, question
 
+BEST = "conflict_aware"
 SHARES = (0.05, 0.3, 0.7)
 BUDGETS = (
     Budget(fraction=0.2),
@@ -36,14 +37,14 @@ def test_every_point_is_what_a_plan_of_its_budget_promises(
     seed: int, budget: Budget, strategy: str
 ) -> None:
     q = question(seed)
-    choice = bought(q, replace(budget, fraction=1.0, nbytes=None), strategy)
-    found = budget_curve(q, budget, strategy, choice, SHARES)
+    purchase = bought(q, replace(budget, fraction=1.0, nbytes=None), strategy)
+    found = budget_curve(q, budget, purchase, SHARES)
     drawn = {(p.strategy, p.budget_bytes): p for p in found.points}
     for name in STRATEGIES:
         for share in (0.0, *SHARES, 1.0):
             mine = replace(budget, fraction=share, nbytes=None)
             try:
-                wanted = estimates(q, mine, name, bought(q, mine, name))
+                wanted = estimates(q, mine, bought(q, mine, name))
             except BudgetError:
                 assert (name, mine.resolve(found.nbytes_total)) not in drawn
                 continue
@@ -59,9 +60,9 @@ def test_every_point_is_what_a_plan_of_its_budget_promises(
 @given(seed=SEEDS)
 def test_the_chosen_point_is_the_choice_that_was_made(seed: int) -> None:
     q, budget = question(seed), Budget(fraction=0.35)
-    choice = bought(q, budget, "hash")
-    found = budget_curve(q, budget, "hash", choice, SHARES).chosen
-    wanted = estimates(q, budget, "hash", choice)
+    purchase = bought(q, budget, "hash")
+    found = budget_curve(q, budget, purchase, SHARES).chosen
+    wanted = estimates(q, budget, purchase)
     assert (found.strategy, found.budget_bytes) == ("hash", wanted.budget_bytes)
     assert found.nbytes == wanted.expert_bytes_planned
     assert found.error == pytest.approx(wanted.predicted_error)
@@ -100,10 +101,10 @@ def test_a_straight_line_has_no_knee_and_a_corner_has_one() -> None:
 def test_budgets_that_do_not_cover_the_pins_have_no_point() -> None:
     q = question(3)
     pinned = Budget(pin=(Selection(("math",)),))
-    choice = bought(q, pinned, BEST)
+    purchase = bought(q, pinned, BEST)
     c = q.candidates
     cost = int(c.nbytes[(c.expert == 0) & ~c.zero].sum())
-    found = budget_curve(q, pinned, BEST, choice, SHARES)
+    found = budget_curve(q, pinned, purchase, SHARES)
     assert found.of(BEST)
     assert all(p.nbytes >= cost for p in found.points)
     assert min(p.budget_bytes or 0 for p in found.points) >= cost
@@ -113,4 +114,4 @@ def test_without_a_base_there_is_no_curve() -> None:
     rows = [replace(row(1.0, 2.0), block_l2sq=None, block_nonzero=None)]
     q = Question(lay_out(rows, GRID), {}, ("t",), (("math",),))
     with pytest.raises(BudgetError, match="needs a base model"):
-        budget_curve(q, Budget(), BEST, np.ones(2, np.bool_))
+        budget_curve(q, Budget(), Purchase(BEST, BEST, np.ones(2, np.bool_)))

@@ -27,7 +27,7 @@ def test_the_budget_allows_everything_up_to_the_cut_and_not_what_comes_next(
     seed: int, strategy: str, fraction: float
 ) -> None:
     q, budget = question(seed), Budget(fraction=fraction)
-    choice = bought(q, budget, strategy)
+    choice = bought(q, budget, strategy).choice
     told = account(q, budget, strategy, choice)
     blocks = blocks_of(told)
     assert len(blocks) == len(choice)
@@ -51,7 +51,7 @@ def test_what_a_share_left_out_before_the_cut_is_told_from_what_the_budget_did(
 ) -> None:
     q = question(seed)
     budget = Budget(fraction=fraction, shares=(Share("code", fraction=share),))
-    choice = bought(q, budget, "conflict_aware")
+    choice = bought(q, budget, "conflict_aware").choice
     told = account(q, budget, "conflict_aware", choice)
     for b in blocks_of(told):
         if b.place and b.place <= told.cut:
@@ -75,7 +75,7 @@ def test_worth_falls_along_the_list(strategy: str, seed: int) -> None:
 @given(seed=SEEDS)
 def test_a_block_alone_is_worth_its_squared_change_per_byte(seed: int) -> None:
     q = question(seed)
-    told = account(q, Budget(), "magnitude", bought(q, Budget(), "magnitude"))
+    told = account(q, Budget(), "magnitude", bought(q, Budget(), "magnitude").choice)
     for b in blocks_of(told):
         if b.worth is not None:
             assert b.worth == pytest.approx(b.change**2 / b.nbytes)
@@ -90,7 +90,7 @@ def test_pins_exclusions_and_shares_are_told_as_such(seed: int) -> None:
         exclude=(Selection((), ("layers.0.mlp",)),),
         shares=(Share("code", nbytes=0),),
     )
-    told = account(q, budget, "conflict_aware", bought(q, budget, "conflict_aware"))
+    told = account(q, budget, "conflict_aware", bought(q, budget, "conflict_aware").choice)
     for tensor, name in enumerate(TENSORS):
         for b in told.blocks(tensor):
             if b.why == "zero":
@@ -106,7 +106,7 @@ def test_pins_exclusions_and_shares_are_told_as_such(seed: int) -> None:
 
 def test_the_full_strategy_keeps_no_list() -> None:
     q = question(0)
-    told = account(q, Budget(), "full", bought(q, Budget(), "full"))
+    told = account(q, Budget(), "full", bought(q, Budget(), "full").choice)
     assert (told.offers, told.cut) == (0, 0)
     assert {b.why for b in blocks_of(told)} <= {"bought", "zero"}
     assert all(b.place is None and b.worth is None for b in blocks_of(told))

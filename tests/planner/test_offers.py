@@ -13,7 +13,7 @@ from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import Candidates, Curve, lay_out
 from mergepipe_pipeline.planner.offers import Limits, Offers, chain_offers, joined, spend
 from mergepipe_pipeline.planner.strategies import STRATEGIES, choose, rank
-from tests.planner.drawn import GRID, candidates, known, limits, row
+from tests.planner.drawn import GRID, Drawn, candidates, known, limits, row
 
 SEEDS = st.integers(0, 2**32)
 
@@ -125,12 +125,12 @@ def test_a_rehearsed_tensor_is_bought_by_its_curve() -> None:
     rows = [row(9.0, 1.0), row(4.0, 4.0, position=1)]
     falls_at_once = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, 0.1, 0.0]), 2.0)
     falls_at_last = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, 1.0, 0.0]), 2.0)
-    offers = chain_offers(lay_out(rows, GRID, {0: falls_at_once}), np.ones(4, np.bool_))
+    offers = chain_offers(lay_out(rows, GRID, Drawn({0: falls_at_once})), np.ones(4, np.bool_))
     assert offers.members.tolist() == [0, 2, 3, 1], "by energy at each site"
     assert len(offers.saved) == 4
     left = 2.0 * 13 * np.interp(9 / 13, falls_at_once.share, falls_at_once.left)
     assert offers.saved[:2].tolist() == pytest.approx([26 - left, left])
-    offers = chain_offers(lay_out(rows, GRID, {0: falls_at_last}), np.ones(4, np.bool_))
+    offers = chain_offers(lay_out(rows, GRID, Drawn({0: falls_at_last})), np.ones(4, np.bool_))
     assert offers.members.tolist() == [0, 2, 3, 1]
     assert offers.first.tolist() == [0, 2, 3, 4], "both at once where one alone saves too little"
     assert offers.saved.tolist() == pytest.approx([2.0 * 13, 2.0 * 3, 2.0 * 2])

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.planner.candidates import Candidates, Curve, lay_out
-from mergepipe_pipeline.planner.predict import STATED_ERRORS, Prediction, predict
+from mergepipe_pipeline.planner.predict import STATED_ERRORS, Prediction, is_nearer, predict
+from mergepipe_pipeline.planner.rehearsal import PARTS
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
-from tests.planner.drawn import GRID, Floats, candidates, known, left_out, row
+from tests.planner.drawn import GRID, Drawn, Floats, Replayed, candidates, known, left_out, row
 
 
 @given(seed=st.integers(0, 2**32))
@@ -150,10 +151,32 @@ def test_no_margin_is_stated_for_what_is_no_sum() -> None:
 def test_a_rehearsed_tensor_errs_as_its_curve_says_at_every_site() -> None:
     rows = [replace(row(9.0, 1.0, 0.0), is_sum=False), replace(row(4.0, 4.0, 0.0, position=1))]
     curve = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, 0.1, 0.0]), 2.0)
-    c = lay_out(rows, GRID, {0: curve})
+    c = lay_out(rows, GRID, Drawn({0: curve}))
     choice = np.array([True, False, False, False, True, False])
     (found,) = predict(c, [choice]) or []
     first = 2.0 * 13 * np.interp(9 / 13, curve.share, curve.left)
     second = 2.0 * 5 * np.interp(4 / 5, curve.share, curve.left)
     assert found.error == pytest.approx((first + second) ** 0.5)
     assert found.margin is None
+
+
+def test_only_what_the_samples_agree_on_is_certainly_nearer() -> None:
+    """Block 0 of each of 8 parts saves about 2, block 1 about 1: by more or less chance."""
+    rng = np.random.default_rng(0)
+    noise, rows = rng.normal(size=PARTS), [replace(row(2.0, 1.0), is_sum=False)]
+    first, second = np.array([True, False]), np.array([False, True])
+    for spread, is_certain in ((0.1, True), (3.0, False)):
+        costs = np.array([2 + spread * noise, 1 - spread * noise])
+        c = lay_out(rows, GRID, Replayed({0: costs}))
+        assert is_nearer(c, first, second) is is_certain
+        assert not is_nearer(c, second, first)
+        assert not is_nearer(c, first, first)
+        (found,) = predict(c, [second], replay=True) or []
+        assert found.error == pytest.approx(costs[0].mean() ** 0.5)
+
+
+def test_what_leaves_out_infinity_is_not_certainly_nearer() -> None:
+    c = lay_out([replace(row(np.inf, 1.0), is_sum=False)], GRID, Replayed({0: np.ones((2, PARTS))}))
+    with_it, without = np.array([True, False]), np.array([False, True])
+    assert not is_nearer(c, without, with_it)
+    assert not is_nearer(c, with_it, without)

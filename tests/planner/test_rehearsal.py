@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mergepipe_pipeline.planner.candidates import Curve, Row
-from mergepipe_pipeline.planner.rehearsal import Rehearsal, Rehearse, pooled, rehearsed
+from mergepipe_pipeline.planner.rehearsal import PARTS, Rehearsal, Rehearse, Stage, Trial, pooled
 from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, narrowed
+from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, narrowed, widened
 from tests.oracles import elected
 from tests.planner.test_energy import statistics
 
@@ -44,7 +46,7 @@ def sampled(deltas: Deltas, weights: Floats) -> tuple[list[Row], list[TensorStat
 
 
 def curve_of(deltas: Deltas, weights: Floats, rehearse: Rehearse) -> Curve | None:
-    found = rehearsed(*sampled(deltas, weights), GRID, rehearse)
+    found = Rehearsal(*sampled(deltas, weights), GRID, rehearse).trial()
     return found.curve if found else None
 
 
@@ -132,10 +134,61 @@ def test_samples_of_many_experts_are_thinned_by_whole_blocks() -> None:
     np.testing.assert_allclose(curve.left, np.interp(curve.share, [0, 1], [1, 0]), atol=0.35)
 
 
-def rehearsal(n: int, left: float, factor: float) -> Rehearsal:
+@given(seed=st.integers(0, 2**32), share=st.floats(0, 1))
+def test_a_replay_finds_what_leaving_out_blocks_does_to_the_samples(
+    seed: int, share: float
+) -> None:
+    """With all samples at hand, and each standing for as many elements."""
+    rng = np.random.default_rng(seed)
+    deltas = rng.normal(size=(3, 5 * 4096)).astype(np.float32)
+    weights = rng.uniform(0.2, 1, 3)
+    rows, stats = sampled(deltas, weights)
+    vote = voted(weights, 0.5)
+    omitted = [rng.random((5, 3)) < share, np.ones((5, 3), np.bool_), np.zeros((5, 3), np.bool_)]
+    found = Rehearsal(rows, stats, GRID, vote).squares(omitted)
+    assert found is not None
+    assert found.shape == (3, PARTS)
+    known = np.stack([widened(s.block_sample) for s in stats])  # [E, blocks, width]
+    full = vote(known.reshape(3, -1).copy())
+    for squares, left in zip(found, omitted, strict=True):
+        some = np.where(left.T[:, :, None], 0, known).reshape(3, -1).astype(np.float32)
+        wrong = np.square(full.astype(np.float64) - vote(some)).reshape(-1, PARTS)
+        np.testing.assert_allclose(squares, wrong.sum(axis=0) * PARTS * (4096 / SAMPLE_WIDTH))
+
+
+def test_where_samples_tell_nothing_there_is_no_replay() -> None:
+    nothing = np.zeros((2, 4096), np.float32)
+    silent = Rehearsal(*sampled(nothing, np.ones(2)), GRID, summed(np.ones(2)))
+    assert silent.squares([np.ones((1, 2), np.bool_)]) is None
+
+
+def test_a_stage_draws_curves_when_they_are_asked_for_and_replays_by_number() -> None:
+    rng = np.random.default_rng(4)
+    tried, weights = [], np.ones(2)
+
+    def rehearse(samples: Deltas) -> Deltas:
+        tried.append(samples.shape)
+        return summed(weights)(samples)
+
+    deltas = rng.normal(size=(2, 4096)).astype(np.float32)
+    some, other = (Rehearsal(*sampled(deltas * k, weights), GRID, rehearse) for k in (1, 2))
+    stage = Stage([{3: some}, {5: other}])
+    assert tried == [], "nothing is tried before it is needed"
+    left = [np.array([[True, False]])]
+    replayed = stage.squares(5, left), other.squares(left)
+    np.testing.assert_array_equal(*replayed)
+    assert stage.squares(4, left) is None
+    assert len(tried) == 3, "the full merge once, and each choice"
+    assert list(stage.curves) == [3, 5]
+    count = len(tried)
+    assert stage.curves[3].left[0] == 1
+    assert len(tried) == count
+
+
+def trial(n: int, left: float, factor: float) -> Trial:
     """A tensor of which this is left with half of the energy bought, tried on n elements."""
     curve = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, left, 0.0]), factor)
-    return Rehearsal(curve, n, float(n))
+    return Trial(curve, n, float(n))
 
 
 def half(curve: Curve) -> float:
@@ -143,7 +196,7 @@ def half(curve: Curve) -> float:
 
 
 def test_alike_tensors_have_one_curve() -> None:
-    found = pooled({3: rehearsal(64, 0.4, 2.0), 8: rehearsal(100_000, 0.4, 2.0)})
+    found = pooled({3: trial(64, 0.4, 2.0), 8: trial(100_000, 0.4, 2.0)})
     assert list(found) == [3, 8]
     for curve in found.values():
         assert half(curve) == pytest.approx(0.4)
@@ -153,7 +206,7 @@ def test_alike_tensors_have_one_curve() -> None:
 
 
 def test_what_few_samples_say_is_drawn_to_what_all_say_and_many_samples_stand() -> None:
-    few, many = rehearsal(64, 0.9, 8.0), rehearsal(1 << 20, 0.4, 2.0)
+    few, many = trial(64, 0.9, 8.0), trial(1 << 20, 0.4, 2.0)
     found = pooled({0: few, 1: many})
     assert half(found[1]) <= half(found[0]) < 0.5 * (0.9 + 0.4)
     assert found[1].factor <= found[0].factor < 8.0

@@ -70,7 +70,7 @@ def test_a_wrong_budget_alone_is_a_budget_error() -> None:
 
 def test_defaults_are_filled_in() -> None:
     raw = parse(SMALL)
-    assert (raw.strategy, raw.seed, raw.ref) == ("conflict_aware", 0, "demo")
+    assert (raw.strategy, raw.seed, raw.ref) == (None, 0, "demo")
     assert raw.schedule == "0 3 * * *"
     assert (raw.dtype, raw.out_dtype, raw.block_elems) == (None, None, None)
     assert raw.budget == Budget()

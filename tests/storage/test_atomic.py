@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,3 +179,66 @@ def test_a_full_disk_keeps_the_old_content_and_leaves_no_temporary_file(
     monkeypatch.undo()
     assert (tmp_path / "f").read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+CANNOT = [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM]
+
+
+@pytest.mark.parametrize("number", CANNOT)
+@pytest.mark.parametrize("first", [0, 7])
+def test_a_copy_is_whole_where_the_kernel_copies_nothing_or_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, first: int
+) -> None:
+    data = bytes(range(256)) * 100
+    (tmp_path / "source").write_bytes(data)
+    real, asked = os.copy_file_range, [0]
+
+    def some(source: int, target: int, nbytes: int) -> int:
+        asked[0] += 1
+        if first and asked[0] == 1:
+            return real(source, target, first)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "copy_file_range", some)
+    atomic.copy_file(tmp_path / "source", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+    assert asked[0] == (2 if first else 1)
+
+
+@pytest.mark.parametrize("most", [0, 1000])
+def test_a_copy_is_whole_where_the_kernel_stops_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    data = bytes(range(256)) * 100
+    (tmp_path / "source").write_bytes(data)
+    real = os.copy_file_range
+
+    def few(source: int, target: int, nbytes: int) -> int:
+        return real(source, target, min(nbytes, most)) if most else 0
+
+    monkeypatch.setattr(os, "copy_file_range", few)
+    atomic.copy_file(tmp_path / "source", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+
+
+def test_the_kernel_copies_files_and_python_sees_none_of_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(256)) * 100
+    (tmp_path / "source").write_bytes(data)
+    monkeypatch.setattr(shutil, "copyfile", None)
+    atomic.copy_file(tmp_path / "source", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_copy_onto_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "source").write_bytes(b"x")
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(StorageFullError, match=r"disk is full.*copy"):
+        atomic.copy_file(tmp_path / "source", tmp_path / "copy")

@@ -1,0 +1,42 @@
+"""Exact trim thresholds from what the catalog lists of |δ|, without a read of any weight.
+
+What a list per block cannot say is at which element ties are cut: such a rule is left open by
+block, and closed by whoever reads that block. TIES: https://arxiv.org/abs/2306.01708.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE, from_top
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.spec.stats import HIST_SHIFT, Magnitudes, TensorStats
+
+
+def plain_rule(known: TensorStats, keep: int) -> TrimRule | None:
+    """The rule that keeps the `keep` largest |δ|, where it keeps none or all that are not zero."""
+    if keep <= 0:
+        return KEEP_NONE
+    # Where more are kept, ties at the cut are zeros: which is kept is moot.
+    return KEEP_ALL if keep >= known.nonzero else None
+
+
+def open_rule(known: TensorStats, magnitudes: Magnitudes, keep: int, block_elems: int) -> TrimRule:
+    """The rule that keeps exactly the `keep` largest |δ|, ties by lowest index; perhaps open."""
+    if rule := plain_rule(known, keep):
+        return rule
+    bin_, above = from_top(known.hist_bins.astype(np.int64), known.hist_counts, keep)
+    inside = np.flatnonzero(magnitudes.bits >> np.uint32(HIST_SHIFT) == bin_)
+    counts = magnitudes.counts[inside].astype(np.int64)
+    bits, which = np.unique(magnitudes.bits[inside], return_inverse=True)
+    totals = np.bincount(which, counts).astype(np.int64)
+    threshold, larger = from_top(bits.astype(np.int64), totals, keep - above)
+    tied = np.flatnonzero(bits[which] == threshold)
+    ties, up_to = keep - above - larger, np.cumsum(counts[tied])
+    at = int(np.searchsorted(up_to, ties))
+    block = int(np.searchsorted(magnitudes.edges, inside[tied[at]], side="right")) - 1
+    start, stop = BlockGrid(block_elems).range_of(block, known.numel)
+    if ties == up_to[at]:
+        return TrimRule(threshold, stop)
+    return TrimRule(threshold, start, int(ties - up_to[at] + counts[tied[at]]), stop)

@@ -1,0 +1,172 @@
+"""Windows merged on an accelerator: stored bytes go there, are widened, merged and cast there.
+
+Reading, hashing and writing stay as they are, and so do the first pass for L1 norms and tensors
+that are only copied. Each desk has pinned memory and a stream of its own, so that while one
+window's arithmetic runs, the next one's bytes are on their way and a finished one's on theirs.
+
+Why the bits should be the CPU's (the tests on a GPU decide): operators work element by element, one
+operation after the other, and in IEEE arithmetic an operation has one result. What could differ:
+- additions come in recipe order, per element, on either side;
+- `linear` adds fused products: nvcc by default makes a fused multiply-add of torch's a + alpha·b;
+- division is by tensors: by a Python number, CUDA multiplies with its rounded reciprocal;
+- maxima of zeros of both signs differ; votes add a zero to lose the sign;
+- random numbers are integers; ranks of DELLA come from a stable sort (`operators.on_device`);
+- `sce` works in float64 per element;
+- factors of spheres (slerp and its relatives, model_stock) and of rescaled drops are in the plan or
+  found by the CPU;
+- a low-rank product is made by the CPU and added here.
+The rest stays on the CPU (`stays_on_cpu`): sums along rows and exponentials have no one rounding.
+One difference is left: which NaN a NaN is, in an output that is not bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from mergepipe_pipeline.engine.jobs import Job
+from mergepipe_pipeline.engine.window import Slot, Window
+from mergepipe_pipeline.engine.workspace import Desk
+from mergepipe_pipeline.errors import DeviceError
+from mergepipe_pipeline.operators.fused_kernel import NAN_BITS
+from mergepipe_pipeline.operators.registry import Window as OperatorWindow
+from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.tensors.stored import Bytes, torch_dtype
+
+
+def device_slots(name: str, count: int) -> list[Slot]:
+    """`count` slots on the device. Raises DeviceError as `device_of`."""
+    device = device_of(name)
+    return [partial(DeviceWindow, DeviceDesk(device)) for _ in range(count)]
+
+
+def device_of(name: str) -> torch.device:
+    """The device `cuda` or `cuda:N`. Raises DeviceError if it is another or is not there."""
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number.isdecimal() or name == kind):
+        raise DeviceError(
+            "There is no such device to merge on",
+            where=f"device {name!r}",
+            expected="cpu, cuda or cuda:0, cuda:1 and so on",
+            found=repr(name),
+            next_step="name one of these, or leave out the device for the CPU",
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(number or 0) >= count:
+        has_cuda = torch.version.cuda is not None
+        build = f"torch {torch.__version__} {'with' if has_cuda else 'built without'} CUDA"
+        raise DeviceError(
+            "The device to merge on is not there",
+            where=f"device {name!r}",
+            expected="a torch with CUDA that sees this GPU",
+            found=f"{build}, which sees {count} GPUs",
+            next_step="look at nvidia-smi and CUDA_VISIBLE_DEVICES, or merge on the CPU"
+            if has_cuda
+            else "install the CUDA build of torch (constraints.txt takes the CPU's), or merge on "
+            "the CPU",
+        )
+    return torch.device("cuda", int(number)) if number else torch.device("cuda")
+
+
+def stays_on_cpu(task: TensorTask) -> bool:
+    """Whether an accelerator might round a task's merge otherwise: it sums rows or exponentiates.
+
+    Equal keys of layers promise equal bits, so these are merged where they always were.
+    """
+    params = dict(task.params)
+    return (
+        task.operator == "arcee_fusion"
+        or (task.operator == "model_stock" and bool(params.get("filter_wise", False)))
+        or (task.operator == "nuslerp" and not params.get("nuslerp_flatten", True))
+    )
+
+
+class DeviceDesk(Desk):
+    """A desk in pinned memory, with float32 rows on a device and a stream for its window.
+
+    Without CUDA, as in tests on a CPU, neither is pinned nor has a stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._there = torch.empty(0, device=device)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What is asked of the device goes to the desk's stream, and is done in the end.
+
+        Raises DeviceError if the device has no memory left.
+        """
+        try:
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.stream(self._stream):
+                try:
+                    yield
+                finally:
+                    self._stream.synchronize()  # other threads of Python go on meanwhile
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                "A window does not fit the device's memory",
+                where=f"device {self._device}",
+                expected="room for the windows in flight",
+                found=str(error).splitlines()[0],
+                next_step="give less --memory or fewer --threads, or merge on the CPU",
+            ) from error
+
+    def rows_there(self, k: int, n: int) -> torch.Tensor:
+        """An uninitialised [k, n] float32 matrix on the device; the one before becomes invalid."""
+        if k * n > self._there.numel():
+            self._there = torch.empty(k * n, device=self._device)
+        return self._there[: k * n].view(k, n)
+
+    def bring(self, values: torch.Tensor) -> Bytes:
+        """The bytes of [n] `values` of any type, here and complete when the work is done."""
+        raw = values.view(torch.uint8)
+        here = self.take(len(raw))
+        torch.from_numpy(here).copy_(raw, non_blocking=True)
+        return here
+
+    def _room(self, nbytes: int) -> Bytes:
+        if self._stream is None:
+            return super()._room(nbytes)
+        pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return pinned
+
+
+class DeviceWindow(Window):
+    """A window that goes to the device of its desk, if its merge may."""
+
+    def __init__(self, desk: DeviceDesk, job: Job, start_elem: int, stop_elem: int) -> None:
+        super().__init__(desk, job, start_elem, stop_elem)
+        self._there = desk
+
+    def run(self) -> Bytes:
+        """As on the CPU: read what the plan allows, merge it, and give the output bytes."""
+        job, task, desk = self._job, self._job.task, self._there
+        if job.unchanged or job.is_copy or stays_on_cpu(task):
+            return super().run()
+        self._clear()
+        with desk.at_work():
+            rows = desk.rows_there(1 + len(task.experts), self._n)
+            base = self._fetch_base()
+            values = base.values(rows[0]) if base else None
+            assert job.operator is not None
+            experts = self._fill(rows[1:], values)
+            merged = job.operator.apply(OperatorWindow(values, experts, task, self._start))
+            return desk.bring(cast(merged, task.out_dtype))
+
+
+def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """[n] float32 cast once to `dtype`, to nearest even; as `narrow`, bfloat16 has one NaN."""
+    found = values.to(torch_dtype(dtype))
+    if dtype == "BF16":
+        found.view(torch.int16).masked_fill_(values.isnan(), int(NAN_BITS))
+    return found

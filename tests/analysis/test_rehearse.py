@@ -1,0 +1,47 @@
+"""Operators on samples of deltas: compiled and in torch they give the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mergepipe_pipeline.analysis.rehearse import apply_to_deltas
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.spec.view import TensorView
+
+N, WEIGHTS = 4096, (1.0, 0.5, -0.25)
+
+
+def task_of(method: str, params: dict[str, float | bool]) -> TensorTask:
+    """A task on three experts that keeps about half of each delta."""
+    rule = TrimRule(int(np.float32(0.7).view(np.uint32)), N // 2)
+    view = TensorView("t", "F32", (N,), (), ())
+    experts = tuple(
+        ExpertInput(n, view, "", tuple({"weight": w, **params}.items()), (), (), trim=rule)
+        for n, w in enumerate(WEIGHTS)
+    )
+    normal = (("normalize", True), ("lambda", 1.5))
+    return TensorTask("t", (64,), "F32", method, normal, 7, None, experts)
+
+
+@pytest.mark.parametrize(
+    ("method", "params"),
+    [
+        ("ties", {"density": 0.5}),
+        ("dare_ties", {"density": 0.5}),
+        ("breadcrumbs_ties", {"density": 0.5, "gamma": 0.01}),
+    ],
+)
+def test_compiled_samples_are_merged_as_torch_merges_them(
+    monkeypatch: pytest.MonkeyPatch, method: str, params: dict[str, float | bool]
+) -> None:
+    deltas = np.random.default_rng(0).normal(size=(3, N)).astype(np.float32)
+    task = task_of(method, params)
+    assert OPERATORS[method].fused is not None
+    compiled = apply_to_deltas(task, deltas.copy())
+    monkeypatch.setitem(OPERATORS, method, replace(OPERATORS[method], fused=None))
+    np.testing.assert_array_equal(compiled, apply_to_deltas(task, deltas.copy()))
+    assert (compiled != 0).any()

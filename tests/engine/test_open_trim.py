@@ -1,0 +1,135 @@
+"""Trim rules that a plan leaves open: the engine finds where their ties are cut, and reads no more.
+
+Against the same plans with closed rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mergepipe_pipeline.engine import open_trim
+from mergepipe_pipeline.engine.execute import LayerRunner
+from mergepipe_pipeline.engine.windows import EngineOptions
+from mergepipe_pipeline.spec.blocks import Range
+from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
+from tests.engine.plans import merged
+from tests.kinds import KINDS, Kinds, make_kinds
+from tests.stored import Floats
+
+BLOCK = 4096
+OWN = (("weight", 1.0), ("density", 0.5), ("gamma", 0.1))
+Rules = Sequence[tuple[TrimRule, TrimRule]]
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
+    return make_kinds(tmp_path_factory.mktemp("kinds"), rows=150, cols=100)
+
+
+def bits(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+def open_and_closed(
+    delta: Floats, value: float, block: int, ties: int
+) -> tuple[TrimRule, TrimRule]:
+    """The rule that keeps the first `ties` ties at `value` of a block, and what it means."""
+    start, stop = block * BLOCK, min(len(delta), (block + 1) * BLOCK)
+    found = start + np.flatnonzero(np.abs(delta[start:stop]) == value)
+    cut = int(found[ties - 1]) + 1 if ties <= len(found) else stop
+    return TrimRule(bits(value), start, ties, stop), TrimRule(bits(value), cut)
+
+
+def common_value(delta: Floats, block: int) -> float:
+    """The most frequent |δ| > 0 of a block; 1 if there is none."""
+    size = np.abs(delta[block * BLOCK : (block + 1) * BLOCK])
+    values, counts = np.unique(size[size > 0], return_counts=True)
+    return float(values[counts.argmax()]) if len(values) else 1.0
+
+
+def with_rules(plan: MergePlan, rules: Rules) -> MergePlan:
+    """The plan with these rules, (trim, outliers) per expert."""
+    ((task,),) = (layer.tasks for layer in plan.layers)
+    experts = tuple(
+        replace(e, trim=trim, outliers=outliers)
+        for e, (trim, outliers) in zip(task.experts, rules, strict=True)
+    )
+    layer = replace(plan.layers[0], tasks=(replace(task, experts=experts),))
+    return replace(plan, layers=(layer,))
+
+
+def digest(plan: MergePlan, folder: Path, options: EngineOptions) -> tuple[str, int]:
+    file = folder / f"{len(list(folder.iterdir()))}.safetensors"
+    with LayerRunner(plan, options) as runner:
+        result = runner.run(plan.layers[0], file)
+    return result.sha256, result.expert_bytes_read
+
+
+@pytest.mark.parametrize("operator", ["breadcrumbs", "breadcrumbs_ties"])
+def test_open_rules_of_experts_of_every_kind_mean_the_first_ties_of_their_block(
+    kinds: Kinds, tmp_path: Path, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_trim, "_RUN_ELEMS", 1000)
+    names = [name for name in KINDS if name != "empty"]
+    plan = merged(kinds, names, operator, (), [OWN] * len(names))
+    opened, closed = [], []
+    for number, name in enumerate(names):
+        delta, block = kinds.experts[name].delta, number % 3
+        value = common_value(delta, block)
+        trim = open_and_closed(delta, value, block, 1 + 3 * number)
+        outliers = open_and_closed(delta, value * 2, (number + 1) % 3, 2)
+        opened.append((trim[0], outliers[0]))
+        closed.append((trim[1], outliers[1]))
+    wanted = digest(with_rules(plan, closed), tmp_path, EngineOptions(threads=2))
+    for window, threads in ((None, 2), (777, 1), (4096, 3)):
+        options = EngineOptions(window_elems=window, threads=threads)
+        assert digest(with_rules(plan, opened), tmp_path, options) == wanted
+    assert with_rules(plan, opened).plan_id == with_rules(plan, closed).plan_id
+
+
+@pytest.mark.parametrize(
+    ("read", "is_read"),
+    [(((0, 4096), (8192, 15000)), False), (((4096, 8192),), True), (((0, 15000),), True)],
+)
+def test_a_rule_is_closed_only_by_what_the_plan_reads(
+    kinds: Kinds,
+    tmp_path: Path,
+    read: tuple[Range, ...],
+    is_read: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delta = kinds.experts["full"].delta
+    opened, closed = open_and_closed(delta, common_value(delta, 1), 1, 5)
+    plan = merged(kinds, ["full"], "breadcrumbs", (), [OWN], [read])
+    looks = []
+    real = open_trim.OpenTrim._delta
+
+    def counted(self: open_trim.OpenTrim, start: int, stop: int, *args: object) -> object:
+        looks.append((start, stop))
+        return real(self, start, stop, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(open_trim.OpenTrim, "_delta", counted)
+    found = digest(with_rules(plan, [(opened, opened)]), tmp_path, EngineOptions(threads=2))
+    assert looks == [(4096, 8192)] * (2 if is_read else 0)
+    closed_plan = with_rules(plan, [(closed, closed)])
+    assert found == digest(closed_plan, tmp_path, EngineOptions(threads=2))
+
+
+def test_of_a_part_of_a_block_the_first_ties_of_that_part_are_kept(
+    kinds: Kinds, tmp_path: Path
+) -> None:
+    delta = kinds.experts["full"].delta
+    value = common_value(delta, 1)
+    inside = 5000 + np.flatnonzero(np.abs(delta[5000:7000]) == value)
+    plan = merged(kinds, ["full"], "breadcrumbs", (), [OWN], [((5000, 7000),)])
+    rules = TrimRule(bits(value), 4096, 3, 8192), TrimRule(bits(value), int(inside[2]) + 1)
+    one, other = (
+        digest(with_rules(plan, [(rule, rule)]), tmp_path, EngineOptions(threads=1))
+        for rule in rules
+    )
+    assert one == other
