@@ -69,7 +69,7 @@ class LayerRunner:
         self._stack.enter_context(self._sources)
         threads = self._options.threads
         self._pool = self._stack.enter_context(ThreadPoolExecutor(threads))
-        self._settler = Settler(self._sources, self._pool, threads)
+        self._settler = self._stack.enter_context(Settler(self._sources, threads))
         return self
 
     def __exit__(
@@ -126,8 +126,8 @@ class LayerRunner:
 
     def _windows(self, tasks: list[TensorTask]) -> Iterator[Window]:
         number = 0
-        for task in tasks:
-            job = Job(self._settler.settled(task), self._sources)
+        for task in self._settler.ahead(tasks):
+            job = Job(task, self._sources)
             if job.needs_torch and not self._has_torch:
                 self._load_torch()
             numel = prod(task.shape)

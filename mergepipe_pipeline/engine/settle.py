@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
+from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -37,17 +38,45 @@ from mergepipe_pipeline.tensors.stored import Bytes
 
 #: Elements of one expert looked at together: a multiple of CHUNK_ELEMS, so no sum depends on it.
 _WINDOW_ELEMS = 1 << 18
+#: Tensors settled before they are merged: their bytes wait in the page cache.
+_AHEAD = 2
 
 Sums = npt.NDArray[np.float64]
 T = TypeVar("T")
 
 
 class Settler:
-    """Settles the tasks of one plan; `threads` windows are looked at at once."""
+    """Settles the tasks of one plan, a few windows at once; a context manager.
 
-    def __init__(self, sources: SourcePool, pool: ThreadPoolExecutor, threads: int) -> None:
-        self._sources, self._pool = sources, pool
+    It has threads of its own, so that it reads on while what it has settled is being merged.
+    """
+
+    def __init__(self, sources: SourcePool, threads: int) -> None:
+        self._sources = sources
+        self._pool, self._foreman = ThreadPoolExecutor(threads), ThreadPoolExecutor(1)
         self._desks = [Desk() for _ in range(threads)]
+
+    def __enter__(self) -> Settler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._foreman.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
+
+    def ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
+        """The tasks, settled, in order; the next ones are worked on meanwhile."""
+        pending: deque[Future[TensorTask]] = deque()
+        for task in tasks:
+            pending.append(self._foreman.submit(self.settled, task))
+            if len(pending) > _AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
     def settled(self, task: TensorTask) -> TensorTask:
         """The task with every cut and factor known; the same task if none was open."""

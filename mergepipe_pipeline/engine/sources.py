@@ -87,9 +87,8 @@ class SourcePool:
         return counts[0], counts[1]
 
     def read_s(self) -> float:
-        """Seconds that reads took so far, added up over threads."""
-        readers = self._readers, self._before, self._looking
-        return sum(reader.read_s for kind in readers for reader in kind.values())
+        """Seconds that the merge's own reads took so far, added up over threads."""
+        return sum(reader.read_s for reader in self._readers.values())
 
     def _reader(self, source: int, *, gated: bool, before: bool = False) -> BlockReader:
         key, readers = (source, gated), self._before if before else self._readers
