@@ -7,7 +7,7 @@ the relatives that sparsify at random.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import describe, mix
@@ -86,30 +86,22 @@ def _fused_ties(
     return describe.vote(rows, normalize, lambda_)
 
 
+def _banded(
+    task: TensorTask, weight: PerModel, density: PerModel, rescale: bool, **_: object
+) -> list[FusedRow | None]:
+    return describe.sparsified(task, weight, density, "band", rescale=rescale)
+
+
 def _fused_band(
-    task: TensorTask,
-    weight: PerModel,
-    density: PerModel,
-    normalize: bool,
-    rescale: bool,
-    lambda_: float,
-    **_: object,
+    task: TensorTask, weight: PerModel, normalize: bool, lambda_: float, **sparsing: Any
 ) -> Fused:
-    rows = describe.sparsified(task, weight, density, "band", rescale=rescale)
-    return describe.update(rows, weight, normalize, lambda_)
+    return describe.update(_banded(task, weight, **sparsing), weight, normalize, lambda_)
 
 
 def _fused_band_vote(
-    task: TensorTask,
-    weight: PerModel,
-    density: PerModel,
-    normalize: bool,
-    rescale: bool,
-    lambda_: float,
-    **_: object,
+    task: TensorTask, weight: PerModel, normalize: bool, lambda_: float, **sparsing: Any
 ) -> Fused:
-    rows = describe.sparsified(task, weight, density, "band", rescale=rescale)
-    return describe.vote(rows, normalize, lambda_)
+    return describe.vote(_banded(task, weight, **sparsing), normalize, lambda_)
 
 
 @operator(
