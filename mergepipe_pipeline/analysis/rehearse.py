@@ -1,6 +1,8 @@
-"""Applies an operator to samples of deltas: what planning rehearses with. No file is read."""
+"""Operators on samples of deltas: what planning rehearses with. No file is read."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +15,24 @@ from mergepipe_pipeline.spec.plan import TensorTask
 Samples = npt.NDArray[np.float32]
 
 
-def apply_to_deltas(task: TensorTask, deltas: Samples) -> Samples:
-    """The merged update, float32 [n], of deltas, float32 [E, n]; the base counts as zero.
+def rehearsal_of(task: TensorTask) -> Callable[[Samples], Samples]:
+    """From deltas, float32 [E, n], to the merged update, float32 [n]; the base counts as zero.
 
-    `deltas` may be overwritten.
+    The deltas may be overwritten.
     """
     operator = OPERATORS[task.operator]
     if operator.fused is None:
-        return _in_torch(operator, task, deltas)
-    count, n = deltas.shape
-    update = np.empty(n, np.float32)
+        return lambda deltas: _in_torch(operator, task, deltas)
+    count = len(task.experts)
     kernel = FusedKernel(operator.fused(task), (True,) * count)
-    kernel.run(np.zeros(n, np.float32), deltas, np.arange(count), 0, update)
-    return update
+
+    def rehearse(deltas: Samples) -> Samples:
+        n = deltas.shape[1]
+        update = np.empty(n, np.float32)
+        kernel.run(np.zeros(n, np.float32), deltas, np.arange(count), 0, update)
+        return update
+
+    return rehearse
 
 
 def _in_torch(operator: Operator, task: TensorTask, deltas: Samples) -> Samples:

@@ -180,8 +180,8 @@ class Catalog:
     ) -> ExpertStats | None:
         """What is known of an expert against a base but for magnitudes, or None.
 
-        `without` "sketch" or "sample" these are left empty: they are most of what there is. Raises
-        CorruptionError.
+        `without` "sketch", "sample" or "hist" these are left empty: they are most of what there is.
+        Raises CorruptionError.
         """
         found: dict[tuple[str, str], TensorStats] = {}
         files = self._stats_files(base_id, checkpoint_id, block_elems)

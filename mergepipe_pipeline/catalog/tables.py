@@ -224,7 +224,9 @@ def decode_stats(
     without: Collection[str] = (),
 ) -> ExpertStats:
     """The statistics of `encode_stats`, some columns left empty. Raises CorruptionError."""
-    table, meta = decode(tensors, tensors_where, TENSOR_STATS)
+    wide = () if "hist" in without else ("hist_bins", "hist_counts")
+    scalars = [c for c in TENSOR_STATS.names if not c.startswith("hist_")]
+    table, meta = decode(tensors, tensors_where, TENSOR_STATS, (*scalars, *wide))
     plain = ("l2sq", "max_abs", "nonzero", "positive")
     noise = tuple(c for c in _NOISE if c not in without)
     block_table, _ = decode(blocks, blocks_where, BLOCK_STATS, (*plain, *noise))
@@ -234,8 +236,9 @@ def decode_stats(
         arrays[column] = (
             _unpacked(block_table[column], width) if known else np.zeros((0, width), np.uint16)
         )
-    histograms = [_split(table[c]) for c in ("hist_bins", "hist_counts")]
-    rows = table.drop_columns(["hist_bins", "hist_counts"]).to_pylist()
+    none = np.zeros(0, np.uint16), np.zeros(0, np.int64)
+    histograms = [_split(table[c]) for c in wide] or [[empty] * len(table) for empty in none]
+    rows = table.select(scalars).to_pylist()
     grid = BlockGrid(meta["block_elems"])
     out, a = [], 0
     for r, hist_bins, hist_counts in zip(rows, *histograms, strict=True):

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.operators import OPERATORS
@@ -26,6 +23,7 @@ from mergepipe_pipeline.pipeline.side import side_of
 from mergepipe_pipeline.pipeline.tokens import Reindexer
 from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.parts import Method, TensorFacts
+from mergepipe_pipeline.planner.rehearsal import Rehearse
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Choosing, Fact
@@ -68,7 +66,7 @@ class Learned:
         return PlanBuilder(
             self.recipe,
             {
-                name: Method(o.schema, o.coefficients, o.response, _tried)
+                name: Method(o.schema, o.coefficients, o.response, _rehearsed)
                 for name, o in OPERATORS.items()
             },
             [PlanInput(m, d) for m, d in zip(self.models, known, strict=True)],
@@ -108,11 +106,11 @@ def learn(
     return Learned(checked, tuple(models), stats, facts, read, seek_nbytes)
 
 
-def _tried(task: TensorTask, deltas: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _rehearsed(task: TensorTask) -> Rehearse:
     # Imports compiled kernels or torch, which planning a sum of deltas can do without.
-    from mergepipe_pipeline.analysis.rehearse import apply_to_deltas
+    from mergepipe_pipeline.analysis.rehearse import rehearsal_of
 
-    return apply_to_deltas(task, deltas)
+    return rehearsal_of(task)
 
 
 def _with_tokens(home: Warehouse, checked: Checked) -> Sequence[Model]:
@@ -171,14 +169,19 @@ def _stats(
 
 
 def _unneeded(recipe: Recipe) -> tuple[str, ...]:
-    """What planning can do without: sums need no samples, and what is rehearsed no sketches."""
+    """What planning can do without: sums need no samples, and what is rehearsed no sketches.
+
+    Histograms tell what is left of deltas that are not merged whole.
+    """
     operator = OPERATORS[recipe.method]
     if operator.choose is not None:
         return ()
     kinds = {operator.response(t.params) for t in recipe.tensors}
     if kinds <= {"vote", "mean"} and operator.schema.base == "required":
         return ("sketch",)
-    return ("sample",) if kinds == {"additive"} else ()
+    if kinds != {"additive"}:
+        return ()
+    return ("sample", "hist") if operator.schema.fact == "none" else ("sample",)
 
 
 def _facts(

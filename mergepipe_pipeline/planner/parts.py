@@ -12,14 +12,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.planner.bounds import Answer
 from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
 from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
 from mergepipe_pipeline.planner.limits import is_kept
-from mergepipe_pipeline.planner.rehearsal import Rehearsal, Stage
+from mergepipe_pipeline.planner.rehearsal import Rehearsal, Rehearse, Stage
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Choosing, OperatorSchema, Response
@@ -29,21 +28,19 @@ from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
 from mergepipe_pipeline.spec.view import TensorView
 
 Coefficients = Callable[[Params, tuple[Params, ...], tuple[float, ...]], tuple[float, ...]]
-#: A task and the deltas [E, n] float32 of its experts to the merged update, [n] float32.
-Applied = Callable[[TensorTask, npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
 class Method:
     """What planning needs of an operator: the cᵢ of its δᵢ, and how it answers to parameters.
 
-    `apply` tries it on samples of deltas.
+    `rehearse` makes what tries a task of it on samples of deltas.
     """
 
     schema: OperatorSchema
     coefficients: Coefficients
     response: Callable[[Params], Response]
-    apply: Applied | None = None
+    rehearse: Callable[[TensorTask], Rehearse] | None = None
 
 
 @dataclass(frozen=True)
@@ -203,10 +200,11 @@ class Parts:
         # Elements of a sample rank about as those of its row do.
         is_ranked = method.schema.fact == "ranked"
         elementwise = is_ranked or method.response(part.params) in ("vote", "mean")
-        if not elementwise or method.apply is None or len(known) < len(rows):
+        if not elementwise or method.rehearse is None or len(known) < len(rows):
             return None
-        apply, sampled = method.apply, cache(lambda n: self._sampled_task(part, n))
-        return Rehearsal(rows, known, self._grid, lambda d: apply(sampled(d.shape[1]), d))
+        made = method.rehearse
+        rehearse = cache(lambda n: made(self._sampled_task(part, n)))
+        return Rehearsal(rows, known, self._grid, lambda d: rehearse(d.shape[1])(d))
 
     def _sampled_task(self, part: Part, n: int) -> TensorTask:
         """A task like the part's whose elements are `n` samples; each block's are a row."""

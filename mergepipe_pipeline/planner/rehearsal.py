@@ -133,11 +133,11 @@ class Rehearsal:
 
     def _samples(self) -> Samples:
         """[E, blocks · SAMPLE_WIDTH] of δ."""
-        table = np.zeros((len(self._rows), len(self._lengths), SAMPLE_WIDTH), np.float32)
+        bits = np.zeros((len(self._rows), len(self._lengths), SAMPLE_WIDTH), np.uint16)
         for i, s in enumerate(self._stats):
             own = s.block_sample[self._kept]
-            table[i, : len(own)] = widened(own)
-        return table.reshape(len(table), -1)
+            bits[i, : len(own)] = own
+        return widened(bits.reshape(len(bits), -1))
 
     def _wrong(self, some: Samples) -> Floats:
         """[PARTS]: Σ(full − what `some` give)² over the blocks that the samples stand for."""
