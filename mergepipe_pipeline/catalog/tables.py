@@ -230,7 +230,7 @@ def decode_stats(
     plain = ("l2sq", "max_abs", "nonzero", "positive")
     noise = tuple(c for c in _NOISE if c not in without)
     block_table, _ = decode(blocks, blocks_where, BLOCK_STATS, (*plain, *noise))
-    arrays = {c: block_table[c].to_numpy() for c in plain}
+    arrays = {c: _numbers(block_table[c]) for c in plain}
     for column, width in zip(_NOISE, (SKETCH_WIDTH, SAMPLE_WIDTH), strict=True):
         known = column in noise
         arrays[column] = (
@@ -277,11 +277,16 @@ def _unpacked(column: pa.ChunkedArray, width: int) -> npt.NDArray[np.uint16]:
     return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
 
+def _numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """A column without nulls as it lies; `to_numpy` of a column imports pandas where it is."""
+    chunks = [np.from_dlpack(c) for c in column.chunks]
+    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+
 def _split(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
     """The lists of a column as arrays."""
     lists = column.combine_chunks()
-    values = lists.values.to_numpy()
-    edges = lists.offsets.to_numpy()
+    values, edges = np.from_dlpack(lists.values), np.from_dlpack(lists.offsets)
     return [values[a:b] for a, b in pairwise(edges)]
 
 
