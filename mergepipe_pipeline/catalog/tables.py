@@ -277,7 +277,7 @@ def _unpacked(column: pa.ChunkedArray, width: int) -> npt.NDArray[np.uint16]:
     return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
 
-def _numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+def _numbers(column: pa.ChunkedArray) -> Any:
     """A column without nulls as it lies; `to_numpy` of a column imports pandas where it is."""
     chunks = [np.from_dlpack(c) for c in column.chunks]
     return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)

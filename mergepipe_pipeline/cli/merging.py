@@ -190,6 +190,7 @@ def _begin(console: Console, recipe: str, planning: dict[str, Any]) -> tuple[Mer
     """A recipe's plan, and how long its last stage was said to take before that was made."""
     from mergepipe_pipeline.pipeline.check import load_recipe
     from mergepipe_pipeline.pipeline.cost import Begun
+    from mergepipe_pipeline.pipeline.early import base_early
     from mergepipe_pipeline.pipeline.forecast import forecast
     from mergepipe_pipeline.pipeline.plan import plan_checked, ready
 
@@ -198,7 +199,8 @@ def _begin(console: Console, recipe: str, planning: dict[str, Any]) -> tuple[Mer
     checked, results = ready(home, raw, relative_to=folder, progress=progress, **planning)
     began_s = time.monotonic() if raw.before else console.began_s
     begun = Begun(began_s, forecast(home, checked).to_json())
-    return plan_checked(home, checked, progress, unnamed=results), begun
+    with base_early(checked):
+        return plan_checked(home, checked, progress, unnamed=results), begun
 
 
 @click.command()

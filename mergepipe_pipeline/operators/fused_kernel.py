@@ -47,7 +47,10 @@ class FusedKernel:
             for r in rows
         ]
         table = np.array(limits, np.int64).reshape(-1, 4)
-        self._thresholds = table[:, ::2].astype(np.uint32).view(np.float32)
+        bits = table[:, ::2].astype(np.uint32)
+        self._thresholds = bits.view(np.float32)
+        # What a trim keeps at least: the threshold where ties are kept, what follows it elsewhere.
+        self._least = np.stack([bits[:, 0], bits[:, 0] + np.uint32(1)], axis=1).view(np.float32)
         self._tie_stops = np.ascontiguousarray(table[:, 1::2])
         self._streams = np.array([(r and r.stream) or 0 for r in rows], np.uint64)
         self._below = np.array([(r and r.keep_below) or 0 for r in rows], np.uint32)
@@ -89,6 +92,7 @@ class FusedKernel:
             start_elem,
             self._steps,
             self._thresholds,
+            self._least,
             self._tie_stops,
             self._streams,
             self._below,
@@ -110,6 +114,7 @@ def _update(
     start_elem: int,
     steps: npt.NDArray[np.bool_],
     thresholds: Floats,
+    least: Floats,
     tie_stops: Ints,
     streams: npt.NDArray[np.uint64],
     below: npt.NDArray[np.uint32],
@@ -132,6 +137,22 @@ def _update(
         for i in range(count):
             k, d = numbers[i], deltas[i if is_vote else 0]
             is_delta, trims, drops_outliers, draws = steps[k]
+            scale, over, weight = factors[k]
+            if not (is_delta or drops_outliers or (trims and draws)) and over == 1:
+                # The usual steps in one pass; what follows goes through `d` step by step.
+                stored = experts[places[i], at : at + m]
+                if draws:
+                    fill_uniforms(streams[k], start_elem + at, drawn[:m])
+                    _add_drawn(stored, b, drawn, below[k], scale, weight, d, total)
+                elif trims:
+                    cut = min(max(tie_stops[k, 0] - start_elem - at, 0), m)
+                    _add_large(stored[:cut], b, least[k, 0], scale, weight, d, total)
+                    _add_large(
+                        stored[cut:], b[cut:], least[k, 1], scale, weight, d[cut:], total[cut:]
+                    )
+                else:
+                    _add_plain(stored, b, scale, weight, d, total)
+                continue
             _widen(experts[places[i], at : at + m], d)
             if not is_delta:
                 for e in range(m):
@@ -154,7 +175,6 @@ def _update(
                 fill_uniforms(streams[k], start_elem + at, drawn[:m])
                 for e in range(m):
                     d[e] *= _ONE if drawn[e] < below[k] else _ZERO
-            scale, over, weight = factors[k]
             if scale != 1:
                 for e in range(m):
                     d[e] *= scale
@@ -184,8 +204,9 @@ def _update(
         elif divisor != 1:
             for e in range(m):
                 total[e] /= divisor
+        o = out[at : at + m]
         for e in range(m):
-            out[at + e] = b[e] - (total[e] * minus_lambda + _ZERO)
+            o[e] = b[e] - (total[e] * minus_lambda + _ZERO)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -207,23 +228,71 @@ def _values(experts: Stored, weights: Floats, divisor: np.float32, out: Floats) 
         out[at : at + m] = total[:m]
 
 
-def _widen(stored: Any, out: Any) -> None:
-    """Float32 values of bits of bfloat16, or of float32 as it is; by type, when compiled."""
+def _value(stored: Any) -> Any:
+    """The float32 of bits of bfloat16, or a float32 as it is; by type, when compiled."""
     raise NotImplementedError
 
 
-@overload(_widen, inline="always")
-def _widen_for(stored: Any, out: Any) -> Any:
-    def bits(stored: Any, out: Any) -> None:
-        wide = out.view(np.uint32)
-        for e in range(len(stored)):
-            wide[e] = np.uint32(stored[e]) << np.uint32(16)
+@overload(_value, inline="always")
+def _value_for(stored: Any) -> Any:
+    def of_bits(stored: Any) -> Any:
+        return _float_of(np.uint32(stored) << np.uint32(16))  # type: ignore[call-arg]
 
-    def floats(stored: Any, out: Any) -> None:
-        for e in range(len(stored)):
-            out[e] = stored[e]
+    def as_it_is(stored: Any) -> Any:
+        return stored
 
-    return floats if stored.dtype == numba.float32 else bits
+    return as_it_is if stored == numba.float32 else of_bits
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _widen(stored: Stored, out: Floats) -> None:
+    for e in range(len(stored)):
+        out[e] = _value(stored[e])
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _add_plain(
+    stored: Stored, base: Floats, scale: np.float32, weight: np.float32, d: Floats, total: Floats
+) -> None:
+    """Let `d` be (T − B)·scale·weight, and add it to `total`."""
+    for e in range(len(stored)):
+        d[e] = (_value(stored[e]) - base[e]) * scale * weight
+        total[e] += d[e]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _add_large(
+    stored: Stored,
+    base: Floats,
+    least: np.float32,
+    scale: np.float32,
+    weight: np.float32,
+    d: Floats,
+    total: Floats,
+) -> None:
+    """As `_add_plain`, of what is `least` or more in magnitude."""
+    for e in range(len(stored)):
+        delta = _value(stored[e]) - base[e]
+        d[e] = delta * (_ONE if abs(delta) >= least else _ZERO) * scale * weight
+        total[e] += d[e]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _add_drawn(
+    stored: Stored,
+    base: Floats,
+    drawn: npt.NDArray[np.uint32],
+    keep_below: np.uint32,
+    scale: np.float32,
+    weight: np.float32,
+    d: Floats,
+    total: Floats,
+) -> None:
+    """As `_add_plain`, of what is drawn below `keep_below`."""
+    for e in range(len(stored)):
+        delta = _value(stored[e]) - base[e]
+        d[e] = delta * (_ONE if drawn[e] < keep_below else _ZERO) * scale * weight
+        total[e] += d[e]
 
 
 @numba.njit(nogil=True, cache=True)
@@ -239,6 +308,17 @@ def narrow(values: Floats, out: Bits) -> None:
         up = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         is_nan = (u & np.uint32(0x7FFFFFFF)) > _INFINITY
         out[e] = NAN_BITS if is_nan else np.uint16(up)
+
+
+@intrinsic
+def _float_of(context: Any, bits: Any) -> Any:
+    """The float32 of 32 bits."""
+    single = numba.float32
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(single))
+
+    return single(numba.uint32), generate
 
 
 @intrinsic

@@ -58,7 +58,7 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
     IncompleteCheckpointError for one that is still being written.
     """
     _refuse_what_is_not_there(uri)
-    with open_source(uri) as source:
+    with open_source(uri, "exact") as source:
         present = source.list()
         adapter_config = _adapter_config(source, present, uri)
         weight_map = {} if adapter_config else _weight_map(source, present, uri)
@@ -255,11 +255,13 @@ def _read_header(
 def _samples(source: CheckpointSource, tensors: list[TensorEntry]) -> bytes:
     """A few bytes from the middle of every tensor; of many, of some that are spread evenly."""
     step = -(-len(tensors) // _MAX_SAMPLES)
-    parts = []
+    places = []
     for t in tensors[::step] if tensors else ():
         start = max(0, t.nbytes - _SAMPLE_NBYTES) // 2
-        parts.append(source.read_range(t.file, t.start_byte + start, min(_SAMPLE_NBYTES, t.nbytes)))
-    return b"".join(parts)
+        places.append((t.file, t.start_byte + start, min(_SAMPLE_NBYTES, t.nbytes)))
+    for place in places:  # all at once: the disk's latency is waited for once, not for each
+        source.will_need(*place)
+    return b"".join(source.read_range(*place) for place in places)
 
 
 def _check_names(tensors: list[TensorEntry], weight_map: dict[str, str], uri: str) -> None:
