@@ -10,7 +10,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mergepipe_pipeline.catalog import tables
@@ -140,12 +142,11 @@ class Catalog:
         """Remember the SHA-256 of every tensor of a checkpoint."""
         write_atomic(self._digests(checkpoint_id), tables.encode_digests(digests))
 
-    def digests(self, checkpoint_id: str) -> dict[str, str] | None:
+    def digests(self, checkpoint_id: str) -> Mapping[str, str] | None:
         """Tensor name to SHA-256, or None if not known. Raises CorruptionError."""
-        data = _read(self._digests(checkpoint_id))
-        return (
-            None if data is None else tables.decode_digests(data, str(self._digests(checkpoint_id)))
-        )
+        path = self._digests(checkpoint_id)
+        version = _version(path)
+        return None if version is None else _decoded_digests(path, version)
 
     def content_sha256(self, checkpoint_id: str) -> str:
         """One digest over all tensors' names and digests.
@@ -160,7 +161,7 @@ class Catalog:
                 found="no digests",
                 next_step="run `mergepipe analyze` on it",
             )
-        return digest_json(digests)
+        return digest_json(dict(digests))
 
     def put_stats(self, stats: ExpertStats) -> None:
         """Remember an analysis; earlier ones of other tensors stay.
@@ -223,9 +224,9 @@ class Catalog:
         """The (expert's tensor, base's tensor) that `stats` has. Raises CorruptionError."""
         found: set[tuple[str, str]] = set()
         for path, blocks in self._stats_files(base_id, checkpoint_id, block_elems):
-            data = _read(path)
-            if data is not None and blocks.exists():
-                found |= set(tables.decode_rows(data, str(path), ["tensor", "base_tensor"]))
+            version = _version(path)
+            if version is not None and blocks.exists():
+                found |= _decoded_pairs(path, version)
         return found
 
     def _stats_files(
@@ -324,6 +325,27 @@ class Catalog:
 
     def _facts(self, base_id: str, owner_id: str) -> Path:
         return self._folder / "tensor_facts" / "v2" / base_id / owner_id
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What tells a file from one that took its place; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+# One verb asks for these several times, of every expert.
+@lru_cache(maxsize=512)
+def _decoded_digests(path: Path, version: tuple[int, int]) -> Mapping[str, str]:
+    return MappingProxyType(tables.decode_digests(path.read_bytes(), str(path)))
+
+
+@lru_cache(maxsize=512)
+def _decoded_pairs(path: Path, version: tuple[int, int]) -> frozenset[tuple[str, str]]:
+    rows = tables.decode_rows(path.read_bytes(), str(path), ["tensor", "base_tensor"])
+    return frozenset((mine, theirs) for mine, theirs in rows)
 
 
 def _read(path: Path) -> bytes | None:

@@ -30,6 +30,9 @@ from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.tensors.stored import Bytes
 
+#: Windows that the disk hears of before they are worked on; a budget of 10 %: 2.67 s, not 2.94.
+_ANNOUNCED = 8
+
 #: Called with the output bytes that a finished window wrote.
 Progress = Callable[[int], None]
 
@@ -156,7 +159,7 @@ class LayerRunner:
         """
         pending: deque[Future[tuple[Bytes, float]]] = deque()
         try:
-            for window in windows:
+            for window in _announced(windows):
                 pending.append(self._pool.submit(_timed, window))
                 if len(pending) == len(self._slots):
                     yield self._taken(pending.popleft())
@@ -165,6 +168,17 @@ class LayerRunner:
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _announced(windows: Iterator[Window]) -> Iterator[Window]:
+    """Windows in order; the disk hears of some before their turn."""
+    waiting: deque[Window] = deque()
+    for window in windows:
+        window.announce()
+        waiting.append(window)
+        if len(waiting) > _ANNOUNCED:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _timed(window: Window) -> tuple[Bytes, float]:

@@ -50,6 +50,11 @@ class SourcePool:
     ) -> None:
         self._stack.close()
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the disk may be told of reads to come: what it fetches then must have a place."""
+        return self._reading == "exact"
+
     def expert(self, source: int) -> BlockReader:
         """The gated reader of an expert: exactly the plan's ranges."""
         return self._reader(source, gated=True)

@@ -19,7 +19,13 @@ from mergepipe_pipeline.operators.registry import Window as OperatorWindow
 from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
-from mergepipe_pipeline.tensors.stored import Bytes, Readers, read_stored, torch_dtype
+from mergepipe_pipeline.tensors.stored import (
+    Bytes,
+    Readers,
+    announce_stored,
+    read_stored,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +41,19 @@ class Window:
         self._desk, self._job = desk, job
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
+
+    def announce(self) -> None:
+        """Say to the disk what will be read of whole tensors, so that it starts before `run`."""
+        job, start, stop = self._job, self._start, self._stop
+        if not job.sources.reads_ahead:
+            return
+        base = job.task.base
+        if base is not None and base.view.stored and job.needs_base(start, stop):
+            announce_stored(job.sources.base, base.view, start, stop)
+        for e in job.task.experts:
+            if e.view.stored:
+                for a, b in clip(e.read, start, min(stop, e.view.numel)):
+                    announce_stored(job.sources.expert, e.view, a, b)
 
     def run(self) -> Bytes:
         """Read what the plan allows, merge it, and give the window's output bytes."""

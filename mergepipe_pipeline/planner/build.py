@@ -73,8 +73,8 @@ class PlanBuilder:
 
     def question(self) -> Question:
         """What can be bought, and how the merge answers to it."""
-        refs = self._recipe.models
-        names = {e.position: refs[e.model].names for t in self._recipe.tensors for e in t.inputs}
+        places = {(e.position, e.model): None for t in self._recipe.tensors for e in t.inputs}
+        names = {position: self._recipe.models[model].names for position, model in places}
         experts = [names.get(n, ()) for n in range(max(names, default=-1) + 1)]
         return Question(
             self._parts.candidates(),

@@ -6,14 +6,14 @@ stored bfloat16 can do without.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
-from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.reader import BlockReader
 
 if TYPE_CHECKING:
@@ -31,18 +31,28 @@ def read_stored(
 
     Raises BudgetError outside an access set, CheckpointChangedError if a file is shorter.
     """
-    if not view.runs:
-        part = view.stored[0]
-        readers(part.source).read_into(part.entry, start_elem, stop_elem, out)
-        return
     size = itemsize(view.dtype)
+    for part, at, start, stop in _pieces(view, start_elem, stop_elem):
+        piece = out[(start - start_elem) * size : (stop - start_elem) * size]
+        readers(part.source).read_into(part.entry, at, at + stop - start, piece)
+
+
+def announce_stored(readers: Readers, view: TensorView, start_elem: int, stop_elem: int) -> None:
+    """Say that `read_stored` will be asked for elements [start, stop) of a view soon."""
+    for part, at, start, stop in _pieces(view, start_elem, stop_elem):
+        readers(part.source).will_need(part.entry, at, at + stop - start)
+
+
+def _pieces(
+    view: TensorView, start_elem: int, stop_elem: int
+) -> Iterator[tuple[Part, int, int, int]]:
+    """Where elements [start, stop) are stored: a part, the first element there, and which."""
+    if not view.runs:
+        yield view.stored[0], start_elem, start_elem, stop_elem
     for run in view.runs:
         a, b = max(start_elem, run.start_elem), min(stop_elem, run.start_elem + run.n_elems)
         if a < b:
-            part = view.stored[run.part]
-            at = run.at_elem + a - run.start_elem
-            piece = out[(a - start_elem) * size : (b - start_elem) * size]
-            readers(part.source).read_into(part.entry, at, at + b - a, piece)
+            yield view.stored[run.part], run.at_elem + a - run.start_elem, a, b
 
 
 def torch_dtype(code: str) -> torch.dtype:
