@@ -23,7 +23,7 @@ from mergepipe_pipeline.operators.kept_kernel import (
     kept_l1_bfloat16,
     l1_scale,
 )
-from mergepipe_pipeline.operators.open_trim import closed
+from mergepipe_pipeline.operators.open_trim import Run, closed
 from mergepipe_pipeline.operators.random import keep_below, stream_key
 from mergepipe_pipeline.operators.registry import Window
 from mergepipe_pipeline.spec.model import Model
@@ -82,7 +82,7 @@ def _closed(
         start = rule.tie_stop_elem
 
         def close(window: DeltaWindow) -> TrimRule:
-            return closed(rule, [(start, window.values[start - window.start_elem :])])
+            return closed(rule, [Run(start, window.values[start - window.start_elem :])])
 
         (found,) = reader.deltas(view, below, close, only=start // reader.window_elems)
         return found

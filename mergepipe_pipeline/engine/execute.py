@@ -159,8 +159,8 @@ class LayerRunner:
         """
         pending: deque[Future[tuple[Bytes, float]]] = deque()
         try:
-            for window in _announced(windows):
-                pending.append(self._pool.submit(_timed, window))
+            for window, later in _with_later(windows):
+                pending.append(self._pool.submit(_timed, window, later))
                 if len(pending) == len(self._slots):
                     yield self._taken(pending.popleft())
             while pending:
@@ -170,18 +170,24 @@ class LayerRunner:
                 future.cancel()
 
 
-def _announced(windows: Iterator[Window]) -> Iterator[Window]:
-    """Windows in order; the disk hears of some before their turn."""
+def _with_later(windows: Iterator[Window]) -> Iterator[tuple[Window, list[Window]]]:
+    """Windows in order, each with those that are to be announced before it is worked on."""
     waiting: deque[Window] = deque()
+    later: list[Window] = []
     for window in windows:
-        window.announce()
         waiting.append(window)
+        later.append(window)
         if len(waiting) > _ANNOUNCED:
-            yield waiting.popleft()
-    yield from waiting
+            yield waiting.popleft(), later
+            later = []
+    for window in waiting:
+        yield window, later
+        later = []
 
 
-def _timed(window: Window) -> tuple[Bytes, float]:
+def _timed(window: Window, later: list[Window]) -> tuple[Bytes, float]:
+    for announced in later:
+        announced.announce()
     began = time.perf_counter()
     return window.run(), time.perf_counter() - began
 

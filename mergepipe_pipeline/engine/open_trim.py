@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.engine.windows import cut
 from mergepipe_pipeline.engine.workspace import Desk
-from mergepipe_pipeline.operators.open_trim import closed
+from mergepipe_pipeline.operators.open_trim import Run, closed
 from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.plan import BaseInput, ExpertInput, TrimRule
-from mergepipe_pipeline.spec.stats import widened
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 
-_RUN_ELEMS = 1 << 16
+_RUN_ELEMS = 1 << 18
 
 
 class OpenTrim:
@@ -44,12 +40,12 @@ class OpenTrim:
         )
         return replace(self._expert, trim=trim, outliers=outliers)
 
-    def _runs(self, rule: TrimRule, desk: Desk) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    def _runs(self, rule: TrimRule, desk: Desk) -> Iterator[Run]:
         for a, b in clip(self._expert.read, rule.tie_stop_elem, rule.ties_until_elem):
             for start, stop in cut(b - a, _RUN_ELEMS):
-                yield a + start, self._delta(a + start, a + stop, desk)
+                yield self._run(a + start, a + stop, desk)
 
-    def _delta(self, start_elem: int, stop_elem: int, desk: Desk) -> npt.NDArray[np.float32]:
+    def _run(self, start_elem: int, stop_elem: int, desk: Desk) -> Run:
         n, view = stop_elem - start_elem, self._expert.view
         sizes = n * itemsize(view.dtype), n * itemsize(self._base.dtype)
         desk.clear(sum(sizes), len(sizes))
@@ -64,8 +60,7 @@ class OpenTrim:
             base.fetch(start_elem, stop_elem)
         bits, below = row.bits(n), base.bits if base else None
         if bits is not None and below is not None:
-            with np.errstate(invalid="ignore"):  # ∞ − ∞
-                return widened(bits) - widened(below)
+            return Run(start_elem, bits, below)
         delta = desk.rows(1, n)[0]
         row.delta(delta, base.values() if base else None)
-        return delta.numpy()
+        return Run(start_elem, delta.numpy())

@@ -14,7 +14,8 @@ import numpy as np
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.workspace import Desk
-from mergepipe_pipeline.operators.fused_kernel import Floats, FusedKernel, Stored, narrow
+from mergepipe_pipeline.operators.bits_kernel import Floats, Stored
+from mergepipe_pipeline.operators.fused_kernel import FusedKernel, narrow
 from mergepipe_pipeline.operators.registry import Window as OperatorWindow
 from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.view import TensorView

@@ -8,19 +8,14 @@ torch counterpart does, so the bits are those of `Operator.apply`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba.extending import intrinsic, overload
 
+from mergepipe_pipeline.operators.bits_kernel import Bits, Floats, Stored, fma, value_of
 from mergepipe_pipeline.operators.fused import Fused
 from mergepipe_pipeline.operators.random_kernel import fill_uniforms
 
-Bits = npt.NDArray[np.uint16]
-Floats = npt.NDArray[np.float32]
-Stored = Bits | Floats
 Ints = npt.NDArray[np.int64]
 
 _TILE_ELEMS = 2048
@@ -221,33 +216,17 @@ def _values(experts: Stored, weights: Floats, divisor: np.float32, out: Floats) 
         for k in range(1, len(weights)):
             _widen(experts[k, at : at + m], x)
             for e in range(m):
-                total[e] = _fma(x[e], weights[k], total[e])  # type: ignore[call-arg]
+                total[e] = fma(x[e], weights[k], total[e])  # type: ignore[call-arg]
         if divisor != 1:
             for e in range(m):
                 total[e] /= divisor
         out[at : at + m] = total[:m]
 
 
-def _value(stored: Any) -> Any:
-    """The float32 of bits of bfloat16, or a float32 as it is; by type, when compiled."""
-    raise NotImplementedError
-
-
-@overload(_value, inline="always")
-def _value_for(stored: Any) -> Any:
-    def of_bits(stored: Any) -> Any:
-        return _float_of(np.uint32(stored) << np.uint32(16))  # type: ignore[call-arg]
-
-    def as_it_is(stored: Any) -> Any:
-        return stored
-
-    return as_it_is if stored == numba.float32 else of_bits
-
-
 @numba.njit(nogil=True, cache=True, inline="always")
 def _widen(stored: Stored, out: Floats) -> None:
     for e in range(len(stored)):
-        out[e] = _value(stored[e])
+        out[e] = value_of(stored[e])
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -256,7 +235,7 @@ def _add_plain(
 ) -> None:
     """Let `d` be (T − B)·scale·weight, and add it to `total`."""
     for e in range(len(stored)):
-        d[e] = (_value(stored[e]) - base[e]) * scale * weight
+        d[e] = (value_of(stored[e]) - base[e]) * scale * weight
         total[e] += d[e]
 
 
@@ -272,7 +251,7 @@ def _add_large(
 ) -> None:
     """As `_add_plain`, of what is `least` or more in magnitude."""
     for e in range(len(stored)):
-        delta = _value(stored[e]) - base[e]
+        delta = value_of(stored[e]) - base[e]
         d[e] = delta * (_ONE if abs(delta) >= least else _ZERO) * scale * weight
         total[e] += d[e]
 
@@ -290,7 +269,7 @@ def _add_drawn(
 ) -> None:
     """As `_add_plain`, of what is drawn below `keep_below`."""
     for e in range(len(stored)):
-        delta = _value(stored[e]) - base[e]
+        delta = value_of(stored[e]) - base[e]
         d[e] = delta * (_ONE if drawn[e] < keep_below else _ZERO) * scale * weight
         total[e] += d[e]
 
@@ -308,25 +287,3 @@ def narrow(values: Floats, out: Bits) -> None:
         up = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         is_nan = (u & np.uint32(0x7FFFFFFF)) > _INFINITY
         out[e] = NAN_BITS if is_nan else np.uint16(up)
-
-
-@intrinsic
-def _float_of(context: Any, bits: Any) -> Any:
-    """The float32 of 32 bits."""
-    single = numba.float32
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], context.get_value_type(single))
-
-    return single(numba.uint32), generate
-
-
-@intrinsic
-def _fma(context: Any, x: Any, y: Any, z: Any) -> Any:
-    """x·y + z with one rounding, float32."""
-    single = numba.float32
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
-
-    return single(single, single, single), generate

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.cuts import open_rule, plain_rule
 from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE
-from mergepipe_pipeline.operators.open_trim import closed
+from mergepipe_pipeline.operators.open_trim import Run, closed
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.stats import TensorStats
@@ -37,7 +37,7 @@ def closed_by(delta: Floats, rule: TrimRule, run_elems: int = 1000) -> TrimRule:
     """The rule after a look at its block, in short runs."""
     starts = range(rule.tie_stop_elem, rule.ties_until_elem, run_elems)
     ends = (min(a + run_elems, rule.ties_until_elem) for a in starts)
-    return closed(rule, ((a, delta[a:b]) for a, b in zip(starts, ends, strict=True)))
+    return closed(rule, (Run(a, delta[a:b]) for a, b in zip(starts, ends, strict=True)))
 
 
 def keeps_of(stats: TensorStats) -> list[int]:
@@ -120,7 +120,7 @@ def test_a_closed_rule_stays_as_it_is_and_asks_for_nothing() -> None:
 def test_of_fewer_ties_than_are_to_be_kept_all_are() -> None:
     delta = np.ones(100, np.float32)
     bits = int(delta[:1].view(np.uint32)[0])
-    assert closed(TrimRule(bits, 4096, 200, 8192), [(4096, delta)]) == TrimRule(bits, 8192)
+    assert closed(TrimRule(bits, 4096, 200, 8192), [Run(4096, delta)]) == TrimRule(bits, 8192)
 
 
 @pytest.mark.parametrize(("dtype", "is_listed"), [("BF16", True), ("F32", False)])

@@ -107,13 +107,13 @@ def test_a_rule_is_closed_only_by_what_the_plan_reads(
     opened, closed = open_and_closed(delta, common_value(delta, 1), 1, 5)
     plan = merged(kinds, ["full"], "breadcrumbs", (), [OWN], [read])
     looks = []
-    real = open_trim.OpenTrim._delta
+    real = open_trim.OpenTrim._run
 
     def counted(self: open_trim.OpenTrim, start: int, stop: int, *args: object) -> object:
         looks.append((start, stop))
         return real(self, start, stop, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(open_trim.OpenTrim, "_delta", counted)
+    monkeypatch.setattr(open_trim.OpenTrim, "_run", counted)
     found = digest(with_rules(plan, [(opened, opened)]), tmp_path, EngineOptions(threads=2))
     assert looks == [(4096, 8192)] * (2 if is_read else 0)
     closed_plan = with_rules(plan, [(closed, closed)])
