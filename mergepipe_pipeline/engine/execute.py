@@ -27,6 +27,7 @@ from mergepipe_pipeline.engine.windows import EngineOptions, cut
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.tensors.stored import Bytes
 
@@ -83,20 +84,27 @@ class LayerRunner:
     ) -> None:
         self._stack.close()
 
-    def run(self, layer: LayerTask, path: Path, progress: Progress | None = None) -> LayerResult:
+    def run(
+        self,
+        layer: LayerTask,
+        path: Path,
+        progress: Progress | None = None,
+        upcoming: LayerTask | None = None,
+    ) -> LayerResult:
         """Write the merged layer to `path` (a new file in staging) and say what it cost.
 
+        The layer that is `upcoming`, if any, is begun with while this one's end is being written.
         Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full
         disk, CorruptionError if the bytes read are not the bytes planned.
         """
         started = time.monotonic()
         expert_before, base_before = self._sources.bytes_read()
         read_before, work_before, write_s = self._sources.read_s(), self._work_s, 0.0
-        described = [(t.name, t.out_dtype, t.shape) for t in layer.tasks]
+        tasks = _in_file_order(layer)
+        described = [(t.name, t.out_dtype, t.shape) for t in tasks]
         with ShardWriter(path, described, {"format": "pt"}) as writer:
-            tasks = {t.name: t for t in layer.tasks}
-            in_order = [tasks[name] for name in writer.order]
-            for chunk in self._merged(self._windows(in_order)):
+            later = _in_file_order(upcoming) if upcoming else []
+            for chunk in self._merged(self._windows(tasks, later)):
                 began = time.perf_counter()
                 writer.write(chunk.data)
                 write_s += time.perf_counter() - began
@@ -127,7 +135,7 @@ class LayerRunner:
             write_s,
         )
 
-    def _windows(self, tasks: list[TensorTask]) -> Iterator[Window]:
+    def _windows(self, tasks: list[TensorTask], later: list[TensorTask]) -> Iterator[Window]:
         number = 0
         for task in self._settler.ahead(tasks):
             job = Job(task, self._sources)
@@ -138,6 +146,7 @@ class LayerRunner:
             for start, stop in cut(numel, min(numel, n)) if numel else ():
                 yield self._slots[number % len(self._slots)](job, start, stop)
                 number += 1
+        self._settler.begin(later)
 
     def _taken(self, future: Future[tuple[Bytes, float]]) -> Bytes:
         out, took_s = future.result()
@@ -168,6 +177,12 @@ class LayerRunner:
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _in_file_order(layer: LayerTask) -> list[TensorTask]:
+    tasks = {t.name: t for t in layer.tasks}
+    order = tensor_order([(t.name, t.out_dtype, t.shape) for t in layer.tasks])
+    return [tasks[name] for name, _, _ in order]
 
 
 def _with_later(windows: Iterator[Window]) -> Iterator[tuple[Window, list[Window]]]:

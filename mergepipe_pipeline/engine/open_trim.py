@@ -19,6 +19,7 @@ from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.plan import BaseInput, ExpertInput, TrimRule
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
+from mergepipe_pipeline.tensors.stored import announce_stored
 
 _RUN_ELEMS = 1 << 18
 
@@ -31,6 +32,14 @@ class OpenTrim:
         low, low_below = expert.view.low_rank, base.view.low_rank
         self._update = LowRankUpdate(sources.expert_look, low) if low else None
         self._base_update = LowRankUpdate(sources.base_before, low_below) if low_below else None
+
+    def announce(self) -> None:
+        """Say to the disk what `run` may look at; the merge will read all of it."""
+        view = self._expert.view
+        for rule in (self._expert.trim, self._expert.outliers):
+            if rule and rule.ties_after and view.stored:
+                for a, b in clip(self._expert.read, rule.tie_stop_elem, rule.ties_until_elem):
+                    announce_stored(self._sources.expert, view, a, b)
 
     def run(self, desk: Desk) -> ExpertInput:
         """The expert with rules that are not open, as far as what is read goes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -55,6 +55,7 @@ class Settler:
         self._sources = sources
         self._pool, self._foreman = ThreadPoolExecutor(threads), ThreadPoolExecutor(1)
         self._desks = [Desk() for _ in range(threads)]
+        self._begun: dict[str, Future[TensorTask]] = {}
 
     def __enter__(self) -> Settler:
         return self
@@ -68,11 +69,17 @@ class Settler:
         self._foreman.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
+    def begin(self, tasks: Sequence[TensorTask]) -> None:
+        """Settle the first few of what `ahead` will be asked for next."""
+        for task in tasks[:_AHEAD]:
+            self._begun[task.name] = self._foreman.submit(self.settled, task)
+
     def ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
         """The tasks, settled, in order; the next ones are worked on meanwhile."""
         pending: deque[Future[TensorTask]] = deque()
         for task in tasks:
-            pending.append(self._foreman.submit(self.settled, task))
+            begun = self._begun.pop(task.name, None)
+            pending.append(begun or self._foreman.submit(self.settled, task))
             if len(pending) > _AHEAD:
                 yield pending.popleft().result()
         while pending:
@@ -85,8 +92,10 @@ class Settler:
     def _with_cuts(self, task: TensorTask) -> TensorTask:
         if task.base is None or not any(e.has_open_rule for e in task.experts):
             return task
-        looks = (OpenTrim(self._sources, task.base, e).run for e in task.experts)
-        return replace(task, experts=tuple(self._each(looks)))
+        looks = [OpenTrim(self._sources, task.base, e) for e in task.experts]
+        for look in looks if self._sources.reads_ahead else ():
+            look.announce()
+        return replace(task, experts=tuple(self._each(look.run for look in looks)))
 
     def _with_factors(self, task: TensorTask) -> TensorTask:
         if all(e.l1 is None for e in task.experts):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -164,8 +165,8 @@ class _LayerMerger:
         """
         pending: deque[Future[LayerOutcome]] = deque()
         try:
-            for layer in layers:
-                pending.append(self._start(layer))
+            for layer, upcoming in zip_longest(layers, layers[1:]):
+                pending.append(self._start(layer, upcoming))
                 while pending and (len(pending) > _WAITING or pending[0].done()):
                     yield pending.popleft().result()
         except Exception:
@@ -175,7 +176,7 @@ class _LayerMerger:
         while pending:
             yield pending.popleft().result()
 
-    def _start(self, layer: LayerTask) -> Future[LayerOutcome]:
+    def _start(self, layer: LayerTask, upcoming: LayerTask | None) -> Future[LayerOutcome]:
         """Find or run a layer; the result is there when it is safe."""
         known = self._store.lookup(layer.layer_key)
         if known is not None:
@@ -184,7 +185,9 @@ class _LayerMerger:
             return done
         runner, staging = self._engine()
         path = staging / f"{layer.name}.safetensors"
-        result = runner.run(layer, path, self._advance)
+        if upcoming and self._store.lookup(upcoming.layer_key) is not None:
+            upcoming = None
+        result = runner.run(layer, path, self._advance, upcoming)
         return self._keeper.submit(self._keep, layer, path, result)
 
     def _keep(self, layer: LayerTask, path: Path, result: LayerResult) -> LayerOutcome:
