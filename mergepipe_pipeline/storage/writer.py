@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,7 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, StorageFullError
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.atomic import FULL
+from mergepipe_pipeline.storage.direct import DirectFile
 from mergepipe_pipeline.storage.header import Described, build_header, parse_header
 
 T = TypeVar("T")
@@ -46,11 +46,8 @@ class ShardWriter:
         self._finished = False
 
     def __enter__(self) -> ShardWriter:
-        self._handle = os.open(
-            self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
-        )
+        self._file = self._guard(lambda: DirectFile(self._path, self._nbytes))
         try:
-            self._guard(lambda: os.posix_fallocate(self._handle, 0, self._nbytes))
             self._put(memoryview(self._header))
             self._close_tensors()
         except BaseException:
@@ -95,7 +92,7 @@ class ShardWriter:
                 found=f"{self._at} bytes",
                 next_step="this is a defect of mergepipe: please report it",
             )
-        os.close(self._handle)
+        self._guard(self._file.close)
         self._finished = True
         return self._hash.hexdigest(), self._nbytes
 
@@ -106,10 +103,8 @@ class ShardWriter:
 
     def _put(self, data: memoryview) -> None:
         self._hash.update(data)
-        while len(data):
-            done = self._guard(partial(os.pwrite, self._handle, data, self._at))
-            data = data[done:]
-            self._at += done
+        self._guard(lambda: self._file.append(data))
+        self._at += len(data)
 
     def _close_tensors(self) -> None:
         while (
@@ -132,7 +127,7 @@ class ShardWriter:
             raise
 
     def _discard(self) -> None:
-        os.close(self._handle)
+        self._file.abandon()
         self._path.unlink(missing_ok=True)
 
 

@@ -1,0 +1,77 @@
+"""Reads a base into the page cache while planning decides what to read of the experts.
+
+Planning leaves the disk idle, and the base is what a merge under a budget reads in any case. Only
+for merges that follow at once: a plan alone costs no reads. Nothing depends on it but time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.pipeline.check import Checked
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.uncached import fits_page_cache
+
+#: Long, since after each step the thread waits for its turn in the interpreter.
+_STEP_NBYTES = 32 << 20
+
+#: Checkpoints' roots with the tensors to read, in file order.
+_Places = list[tuple[str, list[TensorEntry]]]
+
+
+def reads_base_early(checked: Checked) -> bool:
+    """Whether the base is worth reading before the plan is made.
+
+    What is analysed first is read there; a merge without a budget is planned in no time beside it;
+    and what the page cache cannot hold would be read twice.
+    """
+    cost = checked.cost
+    if cost.budget_bytes is None or cost.analysis_bytes:
+        return False
+    return fits_page_cache(cost.base_bytes + cost.budget_bytes + cost.output_bytes)
+
+
+@contextmanager
+def base_early(checked: Checked) -> Iterator[None]:
+    """While the block runs, read the recipe's base in another thread, if that is worth it."""
+    if not reads_base_early(checked):
+        yield
+        return
+    over = threading.Event()
+    reader = threading.Thread(target=_read, args=(_base_tensors(checked), over), daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        over.set()
+        reader.join()
+
+
+def _base_tensors(checked: Checked) -> _Places:
+    """What is stored of the tensors that experts are merged on."""
+    found: dict[str, dict[TensorEntry, None]] = {}
+    for t in checked.recipe.tensors:
+        if t.base is None:
+            continue
+        model = checked.models[t.base.model]
+        for part in model.views[t.base.tensor].stored:
+            found.setdefault(model.checkpoints[part.source].root, {})[part.entry] = None
+    return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in found.items()]
+
+
+def _read(places: _Places, over: threading.Event) -> None:
+    room = memoryview(bytearray(_STEP_NBYTES))
+    # What is wrong with a file, the merge says when it comes to it.
+    with suppress(MergePipeError, OSError):
+        for root, entries in places:
+            with open_source(root) as source:
+                for e in entries:
+                    for start in range(0, e.nbytes, _STEP_NBYTES):
+                        if over.is_set():
+                            return
+                        piece = room[: min(_STEP_NBYTES, e.nbytes - start)]
+                        source.read_into(e.file, e.start_byte + start, piece)
