@@ -7,6 +7,7 @@ because faulting in fresh pages for every window costs as much as the arithmetic
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 #: More threads only hold more windows: the hashes of a tensor are taken in order, in one thread.
 _MAX_THREADS = 4
@@ -63,13 +63,24 @@ class RunAhead:
         # What this process may use: more threads than cores only evict each other's windows.
         self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._free: list[Buffers] = []
+        self._lock = threading.Lock()
+        self._torch_threads: int | None = None
 
     def __enter__(self) -> RunAhead:
         self._pool = ThreadPoolExecutor(self._threads)
-        # Each job is one thread's work; torch must not start threads of its own inside.
-        self._torch_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         return self
+
+    def load_torch(self) -> None:
+        """Load torch for jobs that need it, which takes a second, and keep it to one thread each.
+
+        Each job is one thread's work; torch must not start threads of its own inside.
+        """
+        with self._lock:
+            if self._torch_threads is None:
+                import torch
+
+                self._torch_threads = torch.get_num_threads()
+                torch.set_num_threads(1)
 
     def __exit__(
         self,
@@ -78,7 +89,10 @@ class RunAhead:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(self._torch_threads)
+        if self._torch_threads is not None:
+            import torch
+
+            torch.set_num_threads(self._torch_threads)
 
     def results(self, jobs: Iterator[Job[T]]) -> Iterator[T]:
         """What jobs give, in order; a result may use its buffers until the next one is taken."""

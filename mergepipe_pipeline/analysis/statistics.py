@@ -7,7 +7,9 @@ so tensor-level figures do not depend on the block grid, and nothing depends on 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -114,16 +116,17 @@ def _streamed(
         numel = families[family].base.numel
         return lambda _, window: _describe(window, keys[family], grid, numel)
 
-    for number, found in reader.families(families, work):
-        if gathered is None or gathered[0] != number:
-            if gathered is not None:
-                yield gathered[0], gathered[1].stats()
-            gathered = (number, _Gathered(families[number], grid))
-        gathered[1].add(found)
-        if progress:
-            progress(sum(len(f.window.expert_raw) for f in found))
-    if gathered is not None:
-        yield gathered[0], gathered[1].stats()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as hashers:
+        for number, found in reader.families(families, work):
+            if gathered is None or gathered[0] != number:
+                if gathered is not None:
+                    yield gathered[0], gathered[1].stats()
+                gathered = (number, _Gathered(families[number], grid, hashers))
+            gathered[1].add(found)
+            if progress:
+                progress(sum(len(f.window.expert_raw) for f in found))
+        if gathered is not None:
+            yield gathered[0], gathered[1].stats()
 
 
 def _key(base_tensor: str) -> np.uint64:
@@ -134,19 +137,28 @@ def _key(base_tensor: str) -> np.uint64:
 class _Gathered:
     """Gathers the windows of one family."""
 
-    def __init__(self, family: Family, grid: BlockGrid) -> None:
-        self._base = family.base
+    def __init__(self, family: Family, grid: BlockGrid, hashers: Executor) -> None:
+        self._base, self._hashers = family.base, hashers
         self._hash = new_hash()
         self._tables = [_Table(view, family.base, grid) for view in family.experts]
         read = max((v.numel for v in family.experts if v.stands_alone), default=-1)
         self._is_hashed = family.base.whole is not None and read == family.base.numel
 
     def add(self, found: Sequence[_Figures]) -> None:
-        """Take in the next window."""
+        """Take in the next window.
+
+        Bytes of one tensor are hashed in order, those of several at once: hashing takes as long as
+        all else that is done to them.
+        """
+        hashing: list[Future[None]] = []
         if self._is_hashed:
-            self._hash.update(max((f.window.base_raw for f in found), key=len))
+            longest = max((f.window.base_raw for f in found), key=len)
+            hashing.append(self._hashers.submit(self._hash.update, longest))
         for table, figures in zip(self._tables, found, strict=True):
+            hashing.append(self._hashers.submit(table.hash.update, figures.window.expert_raw))
             table.add(figures)
+        for done in hashing:
+            done.result()
 
     def stats(self) -> list[TensorStats]:
         """The statistics of each expert's tensor."""
@@ -159,7 +171,7 @@ class _Table:
 
     def __init__(self, view: TensorView, base: TensorView, grid: BlockGrid) -> None:
         self._view, self._base, self._grid = view, base, grid
-        self._hash = new_hash()
+        self.hash = new_hash()
         self._histogram = np.zeros(BINS, dtype=np.int64)
         self._sums, self._counts = [np.zeros((0, 2))], [np.zeros((0, 2), np.int64)]
         self._peaks = [np.zeros(0, np.float32)]
@@ -168,8 +180,7 @@ class _Table:
         self._magnitudes: list[Magnitudes] | None = []
 
     def add(self, figures: _Figures) -> None:
-        """Take in the next window."""
-        self._hash.update(figures.window.expert_raw)
+        """Take in the next window, but for its bytes."""
         self._histogram += figures.histogram
         # Only figures may pile up: bytes and tables are the next window's. A window holds whole
         # blocks (but for the tensor's last one), so its sketches are added up at once.
@@ -192,7 +203,7 @@ class _Table:
         return TensorStats(
             tensor=view.name,
             base_tensor=self._base.name,
-            sha256=self._hash.hexdigest() if view.whole else "",
+            sha256=self.hash.hexdigest() if view.whole else "",
             base_sha256=base_sha256,
             dtype=view.dtype,
             base_dtype=self._base.dtype,

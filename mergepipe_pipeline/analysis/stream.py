@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
 from mergepipe_pipeline.dtypes import itemsize
@@ -26,6 +25,9 @@ from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
+
+if TYPE_CHECKING:
+    import torch
 
 #: Elements per window of one expert; a multiple of every block size.
 WINDOW_ELEMS = 1 << 20
@@ -171,6 +173,8 @@ class WindowReader:
         """`work(window)` for every window of `numel` elements of all experts, as δ or as values."""
         updates = [self._update(v) for v in experts]
         base_update = self._update(base) if base else None
+        self._ahead.load_torch()
+        import torch
 
         def run(start: int, stop: int, buffers: Buffers) -> T:
             nbytes, below = 0, None
@@ -227,7 +231,7 @@ class WindowReader:
             if below is not None:
                 below.fetch(start, stop)
             delta, values = buffers.rows(2, _padded(stop - start))
-            at = _Place(start, stop, below, delta, torch.from_numpy(values[: stop - start]))
+            at = _Place(start, stop, below, delta, values[: stop - start])
             return [
                 work(i, self._delta(view, update, at, buffers, i, base, base_update))
                 for i, (view, update) in enumerate(zip(family.experts, updates, strict=True))
@@ -285,6 +289,9 @@ class WindowReader:
         dtype = expert.dtype if plain and expert.dtype == base.dtype else None
 
         def make() -> Floats:
+            self._ahead.load_torch()
+            import torch
+
             delta = at.delta[: _padded(n)]
             delta[n:] = 0
             if n:
@@ -303,7 +310,7 @@ class _Place:
         stop: int,
         below: BaseRow | None,
         delta: Floats,
-        values: torch.Tensor,
+        values: Floats,
     ) -> None:
         self.start, self.stop, self.below, self.delta = start, stop, below, delta
         self._values = values
@@ -311,11 +318,14 @@ class _Place:
 
     def base_values(self) -> torch.Tensor:
         """[n] float32 of the base, converted when first asked for."""
+        import torch
+
         assert self.below is not None
+        values = torch.from_numpy(self._values)
         if not self._known:
-            self.below.values(self._values)
+            self.below.values(values)
             self._known = True
-        return self._values
+        return values
 
 
 def _padded(n: int) -> int:

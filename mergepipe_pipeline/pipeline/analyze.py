@@ -7,7 +7,7 @@ checkpoints works in one step.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
@@ -212,25 +212,33 @@ def _analyze(
 
     found: list[list[TensorStats]] = [[] for _ in batch]
     unsaved_nbytes = 0
+    saving: list[Future[None]] = []
 
-    def save() -> None:
+    def save(keeper: Executor) -> None:
+        while saving:  # what is found waits for the disk once
+            saving.pop().result()
         for (model, _), tensors in zip(batch, found, strict=True):
             if tensors:
                 stats = ExpertStats(base.model_id, model.model_id, grid.block_elems, tuple(tensors))
-                catalog.put_stats(stats)
+                saving.append(keeper.submit(catalog.put_stats, stats))
                 tensors.clear()
 
     nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
     names = ", ".join(m.name for m, _ in batch[:3]) + (", …" if len(batch) > 3 else "")
-    with progress.task(f"analyze {names}", nbytes) as advance:
+    with (
+        progress.task(f"analyze {names}", nbytes) as advance,
+        ThreadPoolExecutor(_LOADERS) as keeper,
+    ):
         for done in analyze_experts(batch, base, grid, progress=advance):
             for number, stats in done:
                 found[number].append(stats)
                 unsaved_nbytes += batch[number][0].views[stats.tensor].stored_nbytes
             if unsaved_nbytes >= _SAVE_NBYTES:
-                save()
+                save(keeper)
                 unsaved_nbytes = 0
-        save()
+        save(keeper)
+        for saved in saving:
+            saved.result()
 
 
 def _put_known_digests(catalog: Catalog, model: Model, base: Model, grid: BlockGrid) -> None:
