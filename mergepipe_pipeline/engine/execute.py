@@ -9,7 +9,7 @@ here: the caller knows about actions and staging.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,6 +27,7 @@ from mergepipe_pipeline.engine.windows import EngineOptions, cut
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.storage.finite import count_non_finite
 from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.tensors.stored import Bytes
@@ -44,7 +45,8 @@ class LayerResult:
 
     `tensors` are (name, SHA-256 of the file up to the end of that tensor) in file order. Of the
     workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` to merging;
-    `write_s` is what this thread spent on hashing and writing.
+    `write_s` is what this thread spent on hashing and writing. `non_finite` are names of tensors
+    with NaN or infinity, and how many elements.
     """
 
     sha256: str
@@ -56,6 +58,7 @@ class LayerResult:
     read_s: float
     arithmetic_s: float
     write_s: float
+    non_finite: tuple[tuple[str, int], ...]
 
 
 class LayerRunner:
@@ -104,7 +107,8 @@ class LayerRunner:
         described = [(t.name, t.out_dtype, t.shape) for t in tasks]
         with ShardWriter(path, described, {"format": "pt"}) as writer:
             later = _in_file_order(upcoming) if upcoming else []
-            for chunk in self._merged(self._windows(tasks, later)):
+            non_finite: Counter[str] = Counter()
+            for chunk in self._merged(self._windows(tasks, later), non_finite):
                 began = time.perf_counter()
                 writer.write(chunk.data)
                 write_s += time.perf_counter() - began
@@ -133,6 +137,7 @@ class LayerRunner:
             read_s,
             max(0.0, self._work_s - work_before - read_s),
             write_s,
+            tuple(sorted(non_finite.items())),
         )
 
     def _windows(self, tasks: list[TensorTask], later: list[TensorTask]) -> Iterator[Window]:
@@ -148,10 +153,12 @@ class LayerRunner:
                 number += 1
         self._settler.begin(later)
 
-    def _taken(self, future: Future[tuple[Bytes, float]]) -> Bytes:
-        out, took_s = future.result()
-        self._work_s += took_s
-        return out
+    def _taken(self, future: Future[_Done], non_finite: Counter[str]) -> Bytes:
+        done = future.result()
+        self._work_s += done.took_s
+        if done.non_finite:
+            non_finite[done.tensor] += done.non_finite
+        return done.out
 
     def _load_torch(self) -> None:
         import torch
@@ -161,19 +168,20 @@ class LayerRunner:
         torch.set_num_threads(1)
         self._has_torch = True
 
-    def _merged(self, windows: Iterator[Window]) -> Iterator[Bytes]:
+    def _merged(self, windows: Iterator[Window], non_finite: Counter[str]) -> Iterator[Bytes]:
         """Output bytes of windows in order, while the next ones are being worked on.
 
+        Adds to `non_finite` per tensor how many elements are not.
         A window's desk is cleared only after the caller came back for the next one.
         """
-        pending: deque[Future[tuple[Bytes, float]]] = deque()
+        pending: deque[Future[_Done]] = deque()
         try:
             for window, later in _with_later(windows):
-                pending.append(self._pool.submit(_timed, window, later))
+                pending.append(self._pool.submit(_worked, window, later))
                 if len(pending) == len(self._slots):
-                    yield self._taken(pending.popleft())
+                    yield self._taken(pending.popleft(), non_finite)
             while pending:
-                yield self._taken(pending.popleft())
+                yield self._taken(pending.popleft(), non_finite)
         finally:
             for future in pending:
                 future.cancel()
@@ -200,11 +208,23 @@ def _with_later(windows: Iterator[Window]) -> Iterator[tuple[Window, list[Window
         later = []
 
 
-def _timed(window: Window, later: list[Window]) -> tuple[Bytes, float]:
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A window's output bytes, how many elements are not finite, and the seconds it took."""
+
+    tensor: str
+    out: Bytes
+    non_finite: int
+    took_s: float
+
+
+def _worked(window: Window, later: list[Window]) -> _Done:
     for announced in later:
         announced.announce()
-    began = time.perf_counter()
-    return window.run(), time.perf_counter() - began
+    began, task = time.perf_counter(), window.task
+    out = window.run()
+    non_finite = count_non_finite(out, task.out_dtype)
+    return _Done(task.name, out, non_finite, time.perf_counter() - began)
 
 
 def _slots(options: EngineOptions) -> list[Slot]:

@@ -18,6 +18,7 @@ from mergepipe_pipeline.operators.bits_kernel import Floats, Stored
 from mergepipe_pipeline.operators.fused_kernel import FusedKernel, narrow
 from mergepipe_pipeline.operators.registry import Window as OperatorWindow
 from mergepipe_pipeline.spec.blocks import clip
+from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import (
@@ -42,6 +43,11 @@ class Window:
         self._desk, self._job = desk, job
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
+
+    @property
+    def task(self) -> TensorTask:
+        """What the elements are of."""
+        return self._job.task
 
     def announce(self) -> None:
         """Say to the disk what will be read of whole tensors, so that it starts before `run`."""

@@ -191,7 +191,7 @@ class _LayerMerger:
         return self._keeper.submit(self._keep, layer, path, result)
 
     def _keep(self, layer: LayerTask, path: Path, result: LayerResult) -> LayerOutcome:
-        stored = StoredObject(result.sha256, result.nbytes, result.tensors)
+        stored = StoredObject(result.sha256, result.nbytes, result.tensors, result.non_finite)
         self._store.adopt(path, stored)
         self._store.record(layer.layer_key, stored)
         return LayerOutcome(

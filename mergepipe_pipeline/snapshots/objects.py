@@ -14,15 +14,13 @@ from pathlib import Path
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.atomic import adopt_file, write_atomic
-from mergepipe_pipeline.storage.finite import non_finite
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     """One object: SHA-256 and size in bytes; `tensors` as in `spec.snapshot.ShardEntry`.
 
-    `non_finite`: tensor name and number of elements, for those with NaN or infinity; known of what
-    `lookup` gives.
+    `non_finite`: tensor name and number of elements, for those with NaN or infinity.
     """
 
     sha256: str
@@ -69,16 +67,13 @@ class ObjectStore:
         adopt_file(temp, self.path_of(stored.sha256))
 
     def record(self, layer_key: str, stored: StoredObject) -> None:
-        """Remember that `layer_key` gives this object, which must be there already.
-
-        Looks on the way, while its pages are in memory, which tensors hold NaN or infinity.
-        """
+        """Remember that `layer_key` gives this object, which must be there already."""
         value = {
             "layer_key": layer_key,
             "object": stored.sha256,
             "nbytes": stored.nbytes,
             "tensors": [list(t) for t in stored.tensors],
-            "non_finite": non_finite(self.path_of(stored.sha256)),
+            "non_finite": dict(stored.non_finite),
         }
         write_atomic(self._action(layer_key), seal(value))
 

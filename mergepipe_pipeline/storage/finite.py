@@ -1,4 +1,4 @@
-"""Which tensors of a weight file hold NaN or infinity: one pass over its bits.
+"""How many elements of stored weights are NaN or infinity: one pass over their bits.
 
 Not a repair and no judgement: a checkpoint may hold such values on purpose.
 """
@@ -9,6 +9,7 @@ from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
@@ -23,7 +24,7 @@ _LEAST = {
     "F8_E5M2": ("u1", 0x7C),
     "F8_E4M3": ("u1", 0x7F),
 }
-_WINDOW_ELEMS = 1 << 18
+_WINDOW_NBYTES = 1 << 19
 
 
 def non_finite(path: Path) -> dict[str, int]:
@@ -39,15 +40,26 @@ def non_finite(path: Path) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def count_non_finite(raw: npt.NDArray[np.uint8], dtype: str) -> int:
+    """How many elements of `dtype` in the bytes `raw` are NaN or infinite; of integers none."""
+    if dtype not in _LEAST or not len(raw):
+        return 0
+    kind, least = _LEAST[dtype]
+    bits = raw.view(kind)
+    signed = bits.view(kind.replace("u", "i"))
+    sign = 1 << (8 * bits.itemsize - 1)
+    # Read as numbers, bits of either sign are in order; the two largest tell almost always.
+    if int(signed.max()) < least and int(bits.max()) < sign | least:
+        return 0
+    return int(np.count_nonzero((bits & bits.dtype.type(sign - 1)) >= least))
+
+
 def _count(file: BufferedReader, tensor: TensorEntry) -> int:
-    bits, least = _LEAST[tensor.dtype]
-    buffer = np.empty(min(tensor.numel, _WINDOW_ELEMS), bits)
+    buffer = np.empty(min(tensor.nbytes, _WINDOW_NBYTES), np.uint8)
     found = 0
     file.seek(tensor.start_byte)
-    for start in range(0, tensor.numel, _WINDOW_ELEMS):
-        window = buffer[: tensor.numel - start]
+    for start in range(0, tensor.nbytes, _WINDOW_NBYTES):
+        window = buffer[: tensor.nbytes - start]
         file.readinto(window.data)
-        np.left_shift(window, 1, out=window)  # the sign leaves, and the order stays
-        if window.max() >= least << 1:
-            found += int(np.count_nonzero(window >= least << 1))
+        found += count_non_finite(window, tensor.dtype)
     return found

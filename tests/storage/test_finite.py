@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import IncompleteCheckpointError
 from mergepipe_pipeline.storage import finite
-from mergepipe_pipeline.storage.finite import non_finite
+from mergepipe_pipeline.storage.finite import count_non_finite, non_finite
 
 #: Every bit pattern of 16 and of 8 bits.
 BITS = {2: torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16), 1: torch.arange(256).byte()}
@@ -29,6 +30,16 @@ def test_every_bit_pattern_of_small_dtypes_is_judged_as_torch_judges_it(
     assert non_finite(tmp_path / "m.safetensors") == {"all": expected}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"), zip(SMALL, ("F16", "BF16", "F8_E5M2", "F8_E4M3"), strict=True)
+)
+def test_every_bit_pattern_is_judged_so_when_it_is_alone(dtype: torch.dtype, name: str) -> None:
+    bits = BITS[dtype.itemsize]
+    rows = bits.numpy().view(np.uint8).reshape(len(bits), -1)
+    found = [count_non_finite(row, name) for row in rows]
+    assert found == (~bits.view(dtype).float().isfinite()).int().tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_largest_finite_values_are_none_of_them(tmp_path: Path, dtype: torch.dtype) -> None:
     top = torch.finfo(dtype).max
@@ -43,7 +54,7 @@ def test_the_largest_finite_values_are_none_of_them(tmp_path: Path, dtype: torch
 
 
 def test_windows_count_every_element_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite, "_WINDOW_ELEMS", 4)
+    monkeypatch.setattr(finite, "_WINDOW_NBYTES", 16)
     values = torch.zeros(11)
     values[[0, 3, 4, 10]] = float("inf")
     save_file({"t": values}, tmp_path / "m.safetensors")
