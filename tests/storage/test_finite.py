@@ -16,6 +16,7 @@ from mergepipe_pipeline.storage.finite import count_non_finite, non_finite
 #: Every bit pattern of 16 and of 8 bits.
 BITS = {2: torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16), 1: torch.arange(256).byte()}
 SMALL = (torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn)
+NAMED = list(zip(SMALL, ("F16", "BF16", "F8_E5M2", "F8_E4M3"), strict=True))
 ODD = (float("nan"), float("inf"), float("-inf"))
 
 
@@ -30,9 +31,7 @@ def test_every_bit_pattern_of_small_dtypes_is_judged_as_torch_judges_it(
     assert non_finite(tmp_path / "m.safetensors") == {"all": expected}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), zip(SMALL, ("F16", "BF16", "F8_E5M2", "F8_E4M3"), strict=True)
-)
+@pytest.mark.parametrize(("dtype", "name"), NAMED)
 def test_every_bit_pattern_is_judged_so_when_it_is_alone(dtype: torch.dtype, name: str) -> None:
     bits = BITS[dtype.itemsize]
     rows = bits.numpy().view(np.uint8).reshape(len(bits), -1)
