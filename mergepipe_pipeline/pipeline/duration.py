@@ -1,8 +1,8 @@
 """How long a merge will take, from what it does and how fast this machine does it. Pure.
 
 Workers read and compute in turn, so disk and cores are a closed queueing network, whose pace is
-known exactly (`overlapped_s`); the one thread that hashes and writes may be slower still. What does
-not overlap is added. No page cache and no catalog here: `forecast` asks them.
+known exactly (`overlapped_s`); writing, and the one thread that hashes, may be slower still. What
+does not overlap is added. No page cache and no catalog here: `forecast` asks them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from mergepipe_pipeline.spec.storage_profile import StorageProfile
 class Work:
     """What a merge does, as far as it takes time; bytes, elements and counts.
 
-    `cold_bytes` of what the merge reads are not in the page cache, and `analysis_cold_bytes` of
+    `cold_bytes` of what the merge reads are not in the page cache, of which `early_bytes` are read
+    while it is planned; and `analysis_cold_bytes` of
     the `analysis_bytes` that are read before; `passes_cache`: the merge reads past it. `elems` are
     of the output, `expert_elems` of experts that are merged, `analysis_elems` of experts to take
     statistics of (0: only digests). `has_first_pass`: the merge looks at each tensor before it
@@ -26,6 +27,7 @@ class Work:
 
     method: str
     cold_bytes: int
+    early_bytes: int
     passes_cache: bool
     elems: int
     expert_elems: int
@@ -75,23 +77,26 @@ def seconds(work: Work, profile: StorageProfile) -> Seconds:
     assert engine is not None
     pace = engine.methods[work.method]
     flow = engine.past_cache if work.passes_cache else engine.cold
+    input_s = pace.plan_input_s + (pace.budget_input_s if work.has_budget else 0)
+    planning_s = pace.plan_s + work.inputs * input_s
+    early_s = min(work.early_bytes / flow.bytes_per_s, planning_s)
     reading_s = work.cold_bytes / flow.bytes_per_s
+    writing_s = work.output_bytes / profile.write_bytes_per_s
     merge_cpu_s = work.elems * pace.elem_s + work.expert_elems * pace.expert_elem_s
     arithmetic_s = (merge_cpu_s + work.cold_bytes * _more_cpu(flow, engine)) / engine.cores
+    disk_s = max(reading_s - early_s, writing_s)
     if work.has_first_pass:  # the first waits for the disk, the second finds all in memory
-        working_s = reading_s + arithmetic_s
+        working_s = disk_s + arithmetic_s
     else:
         cpu_s = arithmetic_s * engine.cores
-        working_s = overlapped_s(reading_s, cpu_s, engine.cores, engine.threads)
+        working_s = overlapped_s(disk_s, cpu_s, engine.cores, engine.threads)
     hashing_s = work.output_bytes / engine.hash_bytes_per_s
-    writing_s = work.output_bytes / profile.write_bytes_per_s
-    input_s = pace.plan_input_s + (pace.budget_input_s if work.has_budget else 0)
     last_layer_s = writing_s / max(1, work.layers)
     return Seconds(
         start_s=engine.start_s,
         analysis_s=_analysis_s(work, engine),
-        planning_s=pace.plan_s + work.inputs * input_s,
-        merging_s=max(working_s, hashing_s, writing_s),
+        planning_s=planning_s,
+        merging_s=max(working_s, hashing_s),
         commit_s=engine.commit_s + last_layer_s,
         reading_s=reading_s,
         arithmetic_s=arithmetic_s,

@@ -18,6 +18,7 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.pipeline.calibrate import storage_profile
 from mergepipe_pipeline.pipeline.check import Checked, output_view
 from mergepipe_pipeline.pipeline.duration import Seconds, Work, seconds, total
+from mergepipe_pipeline.pipeline.early import reads_base_early
 from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -84,6 +85,7 @@ def work_of(checked: Checked) -> Work:
     return Work(
         method=recipe.method,
         cold_bytes=0 if is_warmed else round(cold_nbytes),
+        early_bytes=round(below * cost.base_bytes) if reads_base_early(checked) else 0,
         passes_cache=passes_cache,
         elems=elems,
         expert_elems=round(share * expert_elems),
@@ -113,6 +115,7 @@ def work_of_plan(plan: MergePlan) -> Work:
     return Work(
         method=plan.method,
         cold_bytes=round(below * base_nbytes + others * bought),
+        early_bytes=0,
         passes_cache=not fits_page_cache(base_nbytes + bought + output),
         elems=sum(prod(t.shape) for t in tasks),
         expert_elems=sum(total_elems(e.read) for e in experts),

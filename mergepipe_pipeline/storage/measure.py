@@ -22,7 +22,8 @@ import numpy as np
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file
-from mergepipe_pipeline.storage.source import LocalSource, Reading
+from mergepipe_pipeline.storage.direct import DirectFile
+from mergepipe_pipeline.storage.source import ANNOUNCED, LocalSource, Reading
 
 CHUNK_NBYTES = 8 << 20
 #: What the engine asks for at once.
@@ -124,9 +125,10 @@ def write_s(path: Path, nbytes: int, clock: Clock = time.perf_counter) -> float:
     noise = memoryview(np.random.default_rng(0).bytes(CHUNK_NBYTES))
     temp = path.with_name(f"{path.name}.tmp")
     began = clock()
-    with temp.open("wb", buffering=0) as file:
-        for at in range(0, nbytes, CHUNK_NBYTES):
-            file.write(noise[: min(CHUNK_NBYTES, nbytes - at)])
+    file = DirectFile(temp, nbytes)
+    for at in range(0, nbytes, CHUNK_NBYTES):
+        file.append(noise[: min(CHUNK_NBYTES, nbytes - at)])
+    file.close()
     adopt_file(temp, path)
     return clock() - began
 
@@ -145,17 +147,20 @@ def stream(
             file.drop()
     piece = min(_PIECE_NBYTES, each)
     rounds = max(1, min(nbytes // streams, each) // piece)
-    places = iter([s * each + n * piece for n in range(rounds) for s in range(streams)])
-    lock = threading.Lock()
+    places = [s * each + n * piece for n in range(rounds) for s in range(streams)]
+    numbers, lock = iter(range(len(places))), threading.Lock()
+    ahead = ANNOUNCED * streams
 
     def work(source: LocalSource) -> None:
         room = memoryview(bytearray(piece))
         while True:
             with lock:
-                at = next(places, None)
-            if at is None:
+                number = next(numbers, None)
+            if number is None:
                 return
-            source.read_into(path.name, at, room)
+            for later in places[number + ahead : number + ahead + 1]:
+                source.will_need(path.name, later, piece)
+            source.read_into(path.name, places[number], room)
 
     with LocalSource(path, reading) as source, ThreadPoolExecutor(threads) as pool:
         began, cpu_began = time.perf_counter(), time.process_time()

@@ -12,7 +12,7 @@ from mergepipe_pipeline.pipeline.duration import Seconds, Work, overlapped_s, se
 from mergepipe_pipeline.spec.engine_pace import Flow
 from tests.paces import ENGINE, GB, PROFILE
 
-NOTHING = Work("ties", 0, False, 0, 0, 0, False, False, 0, 0, 0, 0, 1)
+NOTHING = Work("ties", 0, 0, False, 0, 0, 0, False, False, 0, 0, 0, 0, 1)
 
 #: A machine whose reads cost its cores nothing.
 CPU_FREE = replace(PROFILE, engine=replace(ENGINE, cold=Flow(GB, 0), past_cache=Flow(2 * GB, 0)))
@@ -29,6 +29,14 @@ def test_a_merge_bound_by_the_disk_takes_as_long_as_its_cold_reads() -> None:
     assert found.merging_s == pytest.approx(6)
     past_cache = seconds(replace(NOTHING, cold_bytes=6 * GB, passes_cache=True), CPU_FREE)
     assert past_cache.merging_s == pytest.approx(3)
+
+
+def test_what_is_read_while_planning_goes_on_is_not_waited_for_again() -> None:
+    work = replace(NOTHING, cold_bytes=6 * GB, inputs=1000, has_budget=True)
+    assert seconds(replace(work, early_bytes=GB), CPU_FREE).merging_s == pytest.approx(5)
+    planning_s = seconds(work, CPU_FREE).planning_s
+    most = seconds(replace(work, early_bytes=5 * GB), CPU_FREE).merging_s
+    assert most == pytest.approx(6 - planning_s)
 
 
 def test_a_merge_bound_by_the_cores_shares_arithmetic_between_them() -> None:
@@ -115,7 +123,7 @@ def test_the_figures_as_json_have_their_sum_and_every_part() -> None:
 
 
 AMOUNT = st.integers(0, 10**12)
-_FIXED = ("method", "passes_cache", "has_first_pass", "layers", "analysis_bytes")
+_FIXED = ("method", "early_bytes", "passes_cache", "has_first_pass", "layers", "analysis_bytes")
 GROWING = [f.name for f in fields(Work) if f.name not in _FIXED]
 
 
