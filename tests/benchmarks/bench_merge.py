@@ -34,7 +34,7 @@ from tests.benchmarks.cases import (
 from tests.benchmarks.family import cached_family
 from tests.benchmarks.measure import Measurement, run
 from tests.benchmarks.options import family_and_work, keep, options
-from tests.benchmarks.rows import Needed, Row, Setting, now
+from tests.benchmarks.rows import Needed, Row, Setting, Spent, now
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
@@ -63,8 +63,10 @@ class Arena:
         family = Family.at(self.family, k)
         return learn(case, write_recipe(case, family, self.work), self.known)
 
-    def measure(self, who: str, case: Case, k: int, needed: Needed) -> Measurement:
-        """One cold run of one contender. Raises what `measure.run` raises."""
+    def measure(
+        self, who: str, case: Case, k: int, needed: Needed
+    ) -> tuple[Measurement, Spent | None]:
+        """One cold run of one contender, and what ours says of it. Raises as `measure.run`."""
         family = Family.at(self.family, k)
         recipe = write_recipe(case, family, self.work)
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -80,14 +82,16 @@ class Arena:
                 command, warm_up = mergekit(recipe, out), mergekit(small, small_out)
             else:
                 command = physical_limit(needed, family, out)
-            return run(
+            log = self.scratch / "log"
+            cost = run(
                 command,
                 cold=family.files(based=case.based),
                 warm_up=warm_up,
                 timeout_s=self.timeout_s if who == "mergekit" else None,
-                log=self.scratch / "log",
+                log=log,
                 env=_OFFLINE,
             )
+            return cost, Spent.told_by(log) if who == "ours" else None
         finally:
             shutil.rmtree(self.scratch)
 
@@ -120,11 +124,11 @@ def rounds(
         if (who, case.method) in too_slow:
             continue
         want, load = needed[case.name, k], os.getloadavg()[0]
-        cost = arena.measure(who, case, k, want)
+        cost, spent = arena.measure(who, case, k, want)
         if cost.stopped:
             too_slow.add((who, case.method))
         name = case.method if who == "mergekit" else case.name
-        yield Row(name, k, who, turn, want, cost, load, now(), setting)
+        yield Row(name, k, who, turn, want, cost, load, now(), setting, spent)
 
 
 def main() -> None:

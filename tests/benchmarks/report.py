@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.benchmarks.cases import CASES
-from tests.benchmarks.rows import Row, Setting, load
+from tests.benchmarks.rows import Row, Setting, Spent, load
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,42 @@ def tables(rows: Sequence[Row]) -> str:
         for who, found in (("ours", ours), ("limit", limit), ("mergekit", own_peer)):
             if found:
                 costs.append(f"| {case} | {k} | {who} | {_costs(found)} |")
-    return "\n".join([*times, "", *costs])
+    return "\n".join(
+        [*times, "", *costs, "", *_profile([groups[(*key, "ours")] for key in keys], keys)]
+    )
+
+
+def _profile(groups: Sequence[Sequence[Row]], keys: Sequence[tuple[str, int]]) -> list[str]:
+    """Where the time of ours went: shares of wall in percent, medians."""
+    told = [
+        (key, [(row, row.spent) for row in rows if row.spent])
+        for key, rows in zip(keys, groups, strict=True)
+    ]
+    lines = [
+        "| case | K | before merging % | workers read % | compute % | wait % | start, commit, "
+        "exit % | hashing and handing over to the disk, beside it % |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (case, k), rows in told:
+        if rows:
+            parts = [_shares(row, spent) for row, spent in rows]
+            cells = [f"{statistics.median(column):.0f}" for column in zip(*parts, strict=True)]
+            lines.append(f"| {case} | {k} | {' | '.join(cells)} |")
+    return lines if len(lines) > 2 else []
+
+
+def _shares(row: Row, spent: Spent) -> tuple[float, ...]:
+    """Percent of wall: the first five parts follow each other, the last runs beside them."""
+    read, compute = spent.read_s / spent.threads, spent.arithmetic_s / spent.threads
+    parts = (
+        spent.before_s,
+        read,
+        compute,
+        spent.merging_s - read - compute,
+        wall_s(row) - spent.before_s - spent.merging_s,
+        spent.write_s,
+    )
+    return tuple(100 * part / wall_s(row) for part in parts)
 
 
 def _order(key: tuple[str, int]) -> tuple[int, int]:

@@ -56,6 +56,28 @@ class Needed:
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """Where ours says its time went, in seconds: wall before merging and of merging; of `threads`
+    workers together, reading and arithmetic; of the thread that hashes and hands over to the disk.
+    """
+
+    before_s: float
+    merging_s: float
+    read_s: float
+    arithmetic_s: float
+    write_s: float
+    threads: int
+
+    @staticmethod
+    def told_by(log: Path) -> Spent:
+        """What `merge --json` printed."""
+        told = json.loads(log.read_text())
+        wall, names = told["time"]["realised"], ("read_s", "arithmetic_s", "write_s")
+        threads = len(os.sched_getaffinity(0)) + 1
+        return Spent(wall["before_s"], wall["merging_s"], *(told[n] for n in names), threads)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One measurement of one contender in one round; `k` experts, load average before it."""
 
@@ -68,12 +90,15 @@ class Row:
     load: float
     at: str
     setting: Setting
+    spent: Spent | None = None
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Row:
         """The row of one line. Raises TypeError or KeyError for a line of another form."""
         parts = {"needed": Needed, "cost": Measurement, "setting": Setting}
-        return Row(**{**row, **{name: kind(**row[name]) for name, kind in parts.items()}})
+        known = {name: kind(**row[name]) for name, kind in parts.items()}
+        spent = Spent(**row["spent"]) if row.get("spent") else None
+        return Row(**{**row, **known, "spent": spent})
 
 
 def append(file: Path, row: Row) -> None:
