@@ -1,0 +1,108 @@
+"""A base is read while a budget is being spent, and nothing but time depends on that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from mergepipe_pipeline.pipeline import early
+from mergepipe_pipeline.pipeline.check import Checked, check, parse
+from mergepipe_pipeline.pipeline.early import base_early, reads_base_early
+from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.storage.source import LocalSource
+from mergepipe_pipeline.warehouse import Warehouse
+
+RecipeText = Callable[..., str]
+
+
+def known(home: Warehouse, recipe_text: RecipeText, budget: str | None) -> Checked:
+    raw = parse(recipe_text(), name="r", where="r")
+    make_plan(home, raw)
+    return check(home, raw, budget=budget)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Places that are read: file, first byte, bytes."""
+    found: list[tuple[str, int, int]] = []
+    real = LocalSource.read_into
+
+    def counted(self: LocalSource, path: str, start: int, buffer: memoryview) -> None:
+        found.append((path, start, len(buffer)))
+        real(self, path, start, buffer)
+
+    monkeypatch.setattr(LocalSource, "read_into", counted)
+    return found
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    until = monotonic() + 10
+    while not done() and monotonic() < until:
+        sleep(0.005)
+    assert done()
+
+
+def test_every_byte_of_the_base_is_read_once_while_a_plan_is_made(
+    home: Warehouse, recipe_text: RecipeText, reads: list[tuple[str, int, int]]
+) -> None:
+    checked = known(home, recipe_text, "50%")
+    assert checked.base is not None
+    entries = checked.base.checkpoint.tensors
+    reads.clear()
+    with base_early(checked):
+        wait_for(lambda: len(reads) >= len(entries))
+    assert sorted(reads) == sorted((e.file, e.start_byte, e.nbytes) for e in entries)
+
+
+def test_it_ends_with_the_planning(
+    home: Warehouse,
+    recipe_text: RecipeText,
+    reads: list[tuple[str, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked = known(home, recipe_text, "50%")
+    monkeypatch.setattr(early, "_STEP_NBYTES", 1)
+    reads.clear()
+    with base_early(checked):
+        wait_for(lambda: bool(reads))
+    after = len(reads)
+    sleep(0.05)
+    assert 0 < after == len(reads) < checked.cost.base_bytes
+
+
+@pytest.mark.parametrize("budget", [None, "none"])
+def test_a_merge_without_a_budget_reads_nothing_early(
+    home: Warehouse, recipe_text: RecipeText, budget: str | None
+) -> None:
+    assert not reads_base_early(known(home, recipe_text, budget))
+
+
+def test_nor_does_one_whose_experts_are_still_to_be_analysed(
+    home: Warehouse, recipe_text: RecipeText
+) -> None:
+    raw = parse(recipe_text(), name="r", where="r")
+    assert not reads_base_early(check(home, raw, budget="50%"))
+
+
+def test_nor_one_that_the_page_cache_cannot_hold(
+    home: Warehouse, recipe_text: RecipeText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = known(home, recipe_text, "50%")
+    assert reads_base_early(checked)
+    monkeypatch.setattr(early, "fits_page_cache", lambda nbytes: False)
+    assert not reads_base_early(checked)
+
+
+def test_what_is_wrong_with_a_file_is_left_to_the_merge(
+    home: Warehouse, recipe_text: RecipeText
+) -> None:
+    checked = known(home, recipe_text, "50%")
+    assert checked.base is not None
+    for file in checked.base.checkpoint.files:
+        os.truncate(Path(checked.base.checkpoint.root) / file.path, 100)
+    with base_early(checked):
+        sleep(0.05)
