@@ -63,7 +63,7 @@ def decode_magnitudes(
     for number, pair in enumerate(groups):
         if pair in wanted:
             with corruption_named(where):
-                found = _magnitudes(parquet.read_row_group(number))
+                found = _magnitudes(parquet.read_row_group(number, use_threads=False))
             yield pair, found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -85,9 +86,9 @@ def test_only_the_tensors_in_question_are_read(
     read: list[int] = []
     real = pq.ParquetFile.read_row_group
 
-    def counted(self: pq.ParquetFile, number: int) -> object:
+    def counted(self: pq.ParquetFile, number: int, **options: Any) -> object:
         read.append(number)
-        return real(self, number)
+        return real(self, number, **options)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
     catalog.stats(*IDS)
