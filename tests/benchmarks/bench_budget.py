@@ -107,7 +107,7 @@ def table(
     update = distance(kept, base)
     print(f"{method}, {len(experts)} experts, ‖W_full − W_base‖ {update:.4g}", end="")
     print(f" (predicted {promised.update_norm or 0:.4g}){tried(kept)}")
-    print(f"{'budget':>8}" + "".join(f"{s:>36}" for s in strategies))
+    print(f"{'budget':>8}" + "".join(f"  {s:>36}" for s in strategies))
     for budget in BUDGETS:
         cells = []
         for strategy in strategies:
@@ -119,7 +119,7 @@ def table(
                 f"{tried(found)}"
             )
             forget(home, found)
-        print(f"{budget:>8}" + "".join(f"{c:>36}" for c in cells), flush=True)
+        print(f"{budget:>8}" + "".join(f"  {c:>36}" for c in cells), flush=True)
     shutil.rmtree(kept)
 
 
