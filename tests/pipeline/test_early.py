@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
 
+from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.pipeline import early
 from mergepipe_pipeline.pipeline.check import Checked, check, parse
 from mergepipe_pipeline.pipeline.early import base_early, reads_base_early
@@ -97,12 +96,21 @@ def test_nor_one_that_the_page_cache_cannot_hold(
     assert not reads_base_early(checked)
 
 
+@pytest.mark.parametrize("error", [OSError(5, "broken"), CheckpointChangedError("shorter")])
 def test_what_is_wrong_with_a_file_is_left_to_the_merge(
-    home: Warehouse, recipe_text: RecipeText
+    home: Warehouse,
+    recipe_text: RecipeText,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
 ) -> None:
     checked = known(home, recipe_text, "50%")
-    assert checked.base is not None
-    for file in checked.base.checkpoint.files:
-        os.truncate(Path(checked.base.checkpoint.root) / file.path, 100)
+    asked = []
+
+    def broken(*args: object) -> None:
+        asked.append(args)
+        raise error
+
+    monkeypatch.setattr(LocalSource, "read_into", broken)
     with base_early(checked):
-        sleep(0.05)
+        wait_for(lambda: bool(asked))
+    assert len(asked) == 1
