@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-#: More threads only hold more windows: the hashes of a tensor are taken in order, in one thread.
+#: More threads only hold more windows: the hashes of one tensor are taken in order.
 _MAX_THREADS = 4
 #: Jobs that the disk is told about before they run.
 _HINTED = 12

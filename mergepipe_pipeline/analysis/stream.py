@@ -25,6 +25,7 @@ from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
+from mergepipe_pipeline.tensors.stored import announce_stored
 
 if TYPE_CHECKING:
     import torch
@@ -259,14 +260,10 @@ class WindowReader:
 
             def hint(start: int = start, stop: int = stop) -> None:
                 for view in views:
-                    self._will_need(view, start, min(stop, view.numel))
+                    if view.stored and start < min(stop, view.numel):
+                        announce_stored(self._reader, view, start, min(stop, view.numel))
 
             yield Job(of, hint)
-
-    def _will_need(self, view: TensorView, start: int, stop: int) -> None:
-        if view.stored and not view.runs and start < stop:
-            part = view.stored[0]
-            self._readers[part.source].will_need(part.entry, start, stop)
 
     def _delta(
         self,

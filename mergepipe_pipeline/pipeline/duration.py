@@ -46,7 +46,8 @@ class Seconds:
     """Predicted seconds. The merge takes no less than the slowest of the four behind it.
 
     Each of these is what it would take if the others cost nothing: `reading_s` from storage,
-    `arithmetic_s` on all cores, `hashing_s` by one thread, `writing_s` until all is durable.
+    `arithmetic_s` on all cores, `hashing_s` by one thread, `writing_s` until all is durable. What
+    is read early counts in `reading_s`, but the merge does not wait for it.
     """
 
     start_s: float

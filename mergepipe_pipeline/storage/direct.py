@@ -29,9 +29,9 @@ _free: list[mmap.mmap] = []
 
 
 class DirectFile:
-    """A new file of `nbytes` at `path`; a context manager. Space is reserved at once.
+    """A new file of `nbytes` at `path`, whose space is reserved at once; ends with `close`.
 
-    Raises OSError: FileExistsError, a full disk.
+    Or with `abandon`, which leaves it as it is. Raises OSError: FileExistsError, a full disk.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
