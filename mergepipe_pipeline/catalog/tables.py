@@ -19,6 +19,9 @@ from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
+# The other allocators hold what they once had for each thread: 20 MiB after a plan of 20 experts.
+pa.set_memory_pool(pa.system_memory_pool())
+
 FACTS_KEY = b"mergepipe"
 _NOISE = ("sketch", "sample")
 
@@ -98,7 +101,7 @@ def decode(
     counts as damaged.
     """
     with corruption_named(where):
-        file = pq.ParquetFile(io.BytesIO(data))
+        file = pq.ParquetFile(pa.BufferReader(data))
         meta = meta_of(file, schema)
         # Its threads sometimes end the process with an abort; who calls has threads of their own.
         return file.read(columns, use_threads=False), meta

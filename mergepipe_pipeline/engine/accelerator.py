@@ -32,7 +32,6 @@ from mergepipe_pipeline.engine.window import Slot, Window
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import DeviceError
 from mergepipe_pipeline.operators.fused_kernel import NAN_BITS
-from mergepipe_pipeline.operators.registry import Window as OperatorWindow
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.stored import Bytes, torch_dtype
 
@@ -148,19 +147,16 @@ class DeviceWindow(Window):
         super().__init__(desk, job, start_elem, stop_elem)
         self._there = desk
 
-    def run(self) -> Bytes:
-        """As on the CPU: read what the plan allows, merge it, and give the output bytes."""
+    def _run(self) -> Bytes:
         job, task, desk = self._job, self._job.task, self._there
         if job.unchanged or job.is_copy or stays_on_cpu(task):
-            return super().run()
+            return super()._run()
         self._clear()
         with desk.at_work():
             rows = desk.rows_there(1 + len(task.experts), self._n)
             base = self._fetch_base()
             values = base.values(rows[0]) if base else None
-            assert job.operator is not None
-            experts = self._fill(rows[1:], values)
-            merged = job.operator.apply(OperatorWindow(values, experts, task, self._start))
+            merged = self._applied(values, self._fill(rows[1:], values))
             return desk.bring(cast(merged, task.out_dtype))
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.cuts import OpenCuts
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.fused_kernel import FusedKernel
@@ -20,8 +21,9 @@ from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.stored import Readers
 
-#: Bytes per element of what an operator computes with beside its rows, and of the result.
-_RESULT_BYTES = 4 * 6
+#: Bytes per element of a merge before it is cast, and of what an operator in torch computes with
+#: beside its rows.
+_MERGED_BYTES, _OPERATOR_BYTES = 4, 4 * 5
 
 
 class Job:
@@ -39,6 +41,7 @@ class Job:
         ]
         low_rank = task.base and task.base.view.low_rank
         self.base_update = LowRankUpdate(sources.base, low_rank) if low_rank else None
+        self.cuts = OpenCuts(task)
 
     @property
     def needs_torch(self) -> bool:
@@ -54,11 +57,20 @@ class Job:
 
     @property
     def bytes_per_elem(self) -> int:
-        """Bytes that a window holds per element."""
-        stored = sum(self.sizes)
-        has_bits = self.kernel is not None and self.is_stored_bfloat16
-        rows = 0 if has_bits else 4 * len(self.sizes)
-        return stored + rows + _RESULT_BYTES
+        """Bytes that a window holds per element: what it reads, works with and gives."""
+        out = itemsize(self.task.out_dtype)
+        if self.unchanged:
+            return out
+        held = self.stored_bytes_per_elem + _MERGED_BYTES + out
+        if self.is_copy or (self.kernel is not None and self.is_stored_bfloat16):
+            return held
+        rows = 4 * len(self.sizes)
+        return held + rows + (0 if self.kernel is not None else _OPERATOR_BYTES)
+
+    @property
+    def stored_bytes_per_elem(self) -> int:
+        """Bytes per element of the inputs that a window reads."""
+        return self.sizes[-1] if self.is_copy else sum(self.sizes)
 
     @property
     def as_delta(self) -> bool:
@@ -119,8 +131,12 @@ class Job:
         """The compiled merge of the tensor, if its operator has one."""
         if self.operator is None or self.operator.fused is None or not self.task.experts:
             return None
-        is_delta = [
+        return FusedKernel(self.operator.fused(self.task), self.is_delta)
+
+    @cached_property
+    def is_delta(self) -> tuple[bool, ...]:
+        """Per expert, whether what the kernel gets of it is δ, not T."""
+        return tuple(
             not self.is_stored_bfloat16 or e.view.is_delta or not e.view.stored
             for e in self.task.experts
-        ]
-        return FusedKernel(self.operator.fused(self.task), tuple(is_delta))
+        )

@@ -1,8 +1,7 @@
-"""Finds what a plan leaves open of a tensor: where ties of a trim are cut (`open_trim`), and the
-factors that give random drops their norm back.
+"""Finds the factors that give random drops their norm back, where a plan leaves them open.
 
-Factors take a pass over the tensor right before its merge, which then finds the same bytes in the
-page cache. Only sums are kept. Reads through the same gate as the merge, and is not counted again.
+By a pass over a tensor right before its merge, which then finds the same bytes in the page cache.
+Only sums are kept. Reads through the same gate as the merge, and is not counted again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.engine.open_trim import OpenTrim
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.engine.windows import cut
 from mergepipe_pipeline.engine.workspace import Desk
@@ -86,18 +84,7 @@ class Settler:
             yield pending.popleft().result()
 
     def settled(self, task: TensorTask) -> TensorTask:
-        """The task with every cut and factor known; the same task if none was open."""
-        return self._with_factors(self._with_cuts(task))
-
-    def _with_cuts(self, task: TensorTask) -> TensorTask:
-        if task.base is None or not any(e.has_open_rule for e in task.experts):
-            return task
-        looks = [OpenTrim(self._sources, task.base, e) for e in task.experts]
-        for look in looks if self._sources.reads_ahead else ():
-            look.announce()
-        return replace(task, experts=tuple(self._each(look.run for look in looks)))
-
-    def _with_factors(self, task: TensorTask) -> TensorTask:
+        """The task with every factor known; the same task if none was open."""
         if all(e.l1 is None for e in task.experts):
             return task
         return replace(

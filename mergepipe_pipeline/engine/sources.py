@@ -1,7 +1,7 @@
 """The checkpoints of a plan, open for reading: experts behind their access sets, the base in full.
 
 The gate is here: an expert's reader refuses any element outside the plan, and what it counts is
-what the kernel was asked for. A look ahead counts when the merge comes to what it saw (`kept`).
+what the kernel was asked for.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
-from mergepipe_pipeline.engine.kept import KeptFiles, Looking
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
 from mergepipe_pipeline.spec.view import Part
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
-from mergepipe_pipeline.storage.source import RangedFiles, Reading, open_source
+from mergepipe_pipeline.storage.source import Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 
 
@@ -32,8 +31,6 @@ class SourcePool:
         self._stack = ExitStack()
         self._readers: dict[tuple[int, bool], BlockReader] = {}
         self._before: dict[tuple[int, bool], BlockReader] = {}
-        self._looking: dict[int, BlockReader] = {}
-        self._kept: dict[int, KeptFiles] = {}
         self._plan = plan
         # A budget is of bytes that storage delivers: nothing is fetched on the side.
         self._reading: Reading = "exact" if fits_page_cache(_planned_nbytes(plan)) else "once"
@@ -71,14 +68,6 @@ class SourcePool:
         """As `base`, for bytes that the merge itself will read and count."""
         return self._reader(source, gated=False, before=True)
 
-    def expert_look(self, source: int) -> BlockReader:
-        """As `expert`, for a look ahead: what it reads is kept till the merge asks for it."""
-        reader = self.expert(source)
-        with self._lock:
-            if source not in self._looking:
-                self._looking[source] = reader.through(Looking(self._kept[source]))
-            return self._looking[source]
-
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if any file read so far is not the planned one any more."""
         for reader in (*self._readers.values(), *self._before.values()):
@@ -115,9 +104,7 @@ class SourcePool:
             )
         # What is read before will be read again.
         reading: Reading = "exact" if before else self._reading
-        files: RangedFiles = self._stack.enter_context(open_source(planned.root, reading))
-        if gated and not before:
-            files = self._kept[number] = KeptFiles(files)
+        files = self._stack.enter_context(open_source(planned.root, reading))
         allowed = access_set(self._plan.layers, number) if gated else None
         return BlockReader(files, checkpoint, allowed)
 

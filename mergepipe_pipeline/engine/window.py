@@ -6,19 +6,21 @@ tensor goes, its job has decided.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.cuts import Which
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.operators.bits_kernel import Floats, Stored
 from mergepipe_pipeline.operators.fused_kernel import FusedKernel, narrow
 from mergepipe_pipeline.operators.registry import Window as OperatorWindow
 from mergepipe_pipeline.spec.blocks import clip
-from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import (
@@ -64,6 +66,13 @@ class Window:
 
     def run(self) -> Bytes:
         """Read what the plan allows, merge it, and give the window's output bytes."""
+        try:
+            return self._run()
+        except BaseException:
+            self._job.cuts.abandon()
+            raise
+
+    def _run(self) -> Bytes:
         job = self._job
         self._clear()
         if job.unchanged:
@@ -79,14 +88,26 @@ class Window:
         if job.kernel:
             below = values.numpy() if values is not None else np.empty(0, np.float32)
             return self._fused(job.kernel, below, rows.numpy(), np.arange(len(rows)))
+        return to_bytes(self._applied(values, rows), job.task.out_dtype)
+
+    def _applied(self, base: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        """The operator's merge of rows that lie anywhere."""
+        job = self._job
         assert job.operator is not None
-        merged = job.operator.apply(OperatorWindow(values, rows, job.task, self._start))
-        return to_bytes(merged, job.task.out_dtype)
+
+        def find(k: int, bits: int, a: int, b: int, nth: int) -> tuple[int, int]:
+            return _nth(rows[k, a - self._start : b - self._start].cpu().numpy(), None, bits, nth)
+
+        task = job.task
+        if job.cuts:
+            task = with_stops(task, job.cuts.stops(self._start, self._stop, find))
+        return job.operator.apply(OperatorWindow(base, rows, task, self._start))
 
     def _clear(self) -> None:
         job = self._job
         result = max(_MERGED_BYTES, itemsize(job.task.out_dtype))
-        self._desk.clear(self._n * (sum(job.sizes) + result), len(job.sizes) + 1)
+        stored = 0 if job.unchanged else job.stored_bytes_per_elem
+        self._desk.clear(self._n * (stored + result), len(job.sizes) + 1)
 
     def _fetch_base(self) -> BaseRow | None:
         job, base = self._job, self._job.task.base
@@ -137,13 +158,26 @@ class Window:
         self, kernel: FusedKernel, base: Stored, experts: Stored, present: np.ndarray
     ) -> Bytes:
         task = self._job.task
-        merged = self._desk.take(self._n * 4).view(np.float32)
+        merged = self._desk.take(self._n * _MERGED_BYTES).view(np.float32)
+        if self._job.cuts:
+            kernel = kernel.with_stops(self._stops(base, experts, present))
         kernel.run(base, experts, present, self._start, merged)
         if task.out_dtype == "BF16":
             return narrowed(merged)
         import torch
 
         return to_bytes(torch.from_numpy(merged), task.out_dtype)
+
+    def _stops(self, base: Stored, experts: Stored, present: np.ndarray) -> Mapping[Which, int]:
+        start, places = self._start, {int(k): i for i, k in enumerate(present)}
+
+        def find(k: int, bits: int, a: int, b: int, nth: int) -> tuple[int, int]:
+            if k not in places:  # equal to the base: no ties
+                return -1, 0
+            below = None if self._job.is_delta[k] else base[a - start : b - start]
+            return _nth(experts[places[k], a - start : b - start], below, bits, nth)
+
+        return self._job.cuts.stops(start, self._stop, find)
 
     def _stored(self, readers: Readers, view: TensorView) -> Bytes:
         raw = self._desk.take(self._n * itemsize(view.dtype))
@@ -153,6 +187,26 @@ class Window:
 
 #: Makes a window of a job's elements [start, stop) on a desk that no other one is on.
 Slot = Callable[[Job, int, int], Window]
+
+
+def with_stops(task: TensorTask, stops: Mapping[Which, int]) -> TensorTask:
+    """The task with trims that say up to which element ties are kept."""
+    experts = list(task.experts)
+    for (number, which), stop in stops.items():
+        e = experts[number]
+        rule = e.outliers if which else e.trim
+        assert rule is not None
+        closed = TrimRule(rule.threshold_bits, stop)
+        experts[number] = replace(e, outliers=closed) if which else replace(e, trim=closed)
+    return replace(task, experts=tuple(experts))
+
+
+def _nth(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[int, int]:
+    from mergepipe_pipeline.operators.tie_kernel import nth_tie
+
+    below = np.empty(0, expert.dtype) if base is None else base
+    place, count = nth_tie(expert, below, np.uint32(bits), nth)
+    return int(place), int(count)
 
 
 def to_bytes(values: torch.Tensor, dtype: str) -> Bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 _QUANTUM = 4096
 #: Reads of 1 MiB of bfloat16 keep a disk busy; longer windows only drain and fill for longer.
-_MOST_ELEMS = 1 << 19
+_MOST_ELEMS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class EngineOptions:
     so that some read while others compute. `device` is where operators work: cpu, cuda or cuda:N.
     """
 
-    memory_bytes: int = 192 << 20
+    memory_bytes: int = 64 << 20
     window_elems: int | None = None
     threads: int = max(1, os.cpu_count() or 1) + 1
     device: str = "cpu"

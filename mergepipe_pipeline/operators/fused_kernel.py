@@ -8,6 +8,9 @@ torch counterpart does, so the bits are those of `Operator.apply`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
+
 import numba
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +62,16 @@ class FusedKernel:
             ],
             np.bool_,
         ).reshape(-1, 4)
+
+    def with_stops(self, stops: Mapping[tuple[int, int], int]) -> FusedKernel:
+        """The same merge, but for where ties are cut: by expert and rule (1 for outliers)."""
+        if not stops:
+            return self
+        other = copy(self)
+        other._tie_stops = self._tie_stops.copy()
+        for which, stop_elem in stops.items():
+            other._tie_stops[which] = stop_elem
+        return other
 
     def run(
         self,

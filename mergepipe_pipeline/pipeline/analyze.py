@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 #: Each holds a few windows of its own in memory.
 _EXPERTS_PER_PASS = 16
 #: Statistics of so many experts are read from the catalog at once.
-_LOADERS = 4
+_LOADERS = 2
 #: Expert bytes between two savings of what a pass has done.
 _SAVE_NBYTES = 4 << 30
 

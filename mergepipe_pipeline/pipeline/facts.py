@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Fact
 from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
+from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
+from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Fact as Kind
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, ExpertInput, TensorTask, TrimRule
@@ -57,10 +60,16 @@ class FactTables:
     outliers: dict[Place, TrimRule] = field(default_factory=dict)
     scales: dict[Place, float] = field(default_factory=dict)
     l1s: dict[Place, float] = field(default_factory=dict)
+    kept: dict[Place, Kept] = field(default_factory=dict)
+    kurtosis: dict[Place, float] = field(default_factory=dict)
 
 
 class ExpertFacts:
-    """Finds the facts of one expert against one base, computing what the catalog lacks."""
+    """Finds the facts of one expert against one base, computing what the catalog lacks.
+
+    `stats` may lack histograms: they are loaded where they are asked for, and go with this object,
+    since those of all experts together are most of what planning would hold.
+    """
 
     def __init__(
         self,
@@ -72,6 +81,7 @@ class ExpertFacts:
     ) -> None:
         self._catalog = Catalog(home.catalog)
         self._expert, self._base, self._stats = expert, base, stats
+        self._grid = BlockGrid(stats.block_elems)
         self._progress = progress or Silent()
 
     def add(
@@ -92,6 +102,26 @@ class ExpertFacts:
             self._leave_scales_open(rescaled, tables)
         elif rescaled and kind != "none":
             self._add_scales(kind, rescaled, tables)
+
+    def add_energies(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        """Add what rules keep of the energy, and of random drops how heavy the deltas' tails are.
+
+        After `add`, for whoever weighs a part of a merge.
+        """
+        for s in (s for s in wanted if 0 < s.density < 1):
+            known = self._with_histograms.by_pair[s.pair]
+            if kind in ("trim", "band"):
+                rules = tables.trims.get(s.place), tables.outliers.get(s.place)
+                tables.kept[s.place] = kept_energy(known, self._grid, *rules)
+            else:
+                tables.kurtosis[s.place] = kurtosis(known)
+
+    @cached_property
+    def _with_histograms(self) -> ExpertStats:
+        ids = self._base.model_id, self._expert.model_id
+        found = self._catalog.stats(*ids, self._grid.block_elems, without=("sketch", "sample"))
+        assert found is not None
+        return found
 
     def _add_trims(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
         keeps = {s: trim_count(s.numel, s.density) for s in wanted}
@@ -127,7 +157,7 @@ class ExpertFacts:
                 for batch in _distinct(missing):
                     counts = {s.pair: keep for s, keep in batch.items()}
                     rules = trim_rules(
-                        self._expert, self._base, self._stats, counts, progress=advance
+                        self._expert, self._base, self._with_histograms, counts, progress=advance
                     )
                     for s in batch:
                         rule = rules[s.pair]
@@ -148,7 +178,7 @@ class ExpertFacts:
         ids, block_elems = (self._base.model_id, self._expert.model_id), self._stats.block_elems
         for pair, magnitudes in self._catalog.magnitudes(*ids, block_elems, left):
             for s in left[pair]:
-                known = self._stats.by_pair[pair]
+                known = self._with_histograms.by_pair[pair]
                 yield s, open_rule(known, magnitudes, keeps[s], block_elems)
 
     def _leave_scales_open(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:

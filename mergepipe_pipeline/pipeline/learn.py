@@ -26,7 +26,7 @@ from mergepipe_pipeline.planner.parts import Method, TensorFacts
 from mergepipe_pipeline.planner.rehearsal import Rehearse
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.operator import Choosing, Fact
+from mergepipe_pipeline.spec.operator import Choosing, Fact, Response
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.spec.stats import ExpertStats
@@ -100,7 +100,16 @@ def learn(
     chosen = choose_operators(recipe, merged, measured)
     in_full = recipe.budget == Budget() and not for_parts
     tables = _facts(home, recipe, models, merged, stats, chosen, progress, in_full=in_full)
-    facts = TensorFacts(tables.trims, tables.outliers, tables.scales, measured, chosen, tables.l1s)
+    facts = TensorFacts(
+        tables.trims,
+        tables.outliers,
+        tables.scales,
+        measured,
+        chosen,
+        tables.l1s,
+        tables.kept,
+        tables.kurtosis,
+    )
     profile = storage_profile(home)
     seek_nbytes = profile.seek_nbytes if profile else 0
     return Learned(checked, tuple(models), stats, facts, read, seek_nbytes)
@@ -171,17 +180,20 @@ def _stats(
 def _unneeded(recipe: Recipe) -> tuple[str, ...]:
     """What planning can do without: sums need no samples, and what is rehearsed no sketches.
 
-    Histograms tell what is left of deltas that are not merged whole.
+    Histograms are looked at one expert at a time, in `facts`.
     """
     operator = OPERATORS[recipe.method]
+    kinds = _responses(recipe)
     if operator.choose is not None:
-        return ()
-    kinds = {operator.response(t.params) for t in recipe.tensors}
+        return ("hist",)
     if kinds <= {"vote", "mean"} and operator.schema.base == "required":
-        return ("sketch",)
-    if kinds != {"additive"}:
-        return ()
-    return ("sample", "hist") if operator.schema.fact == "none" else ("sample",)
+        return ("sketch", "hist")
+    return ("sample", "hist") if kinds == {"additive"} else ("hist",)
+
+
+def _responses(recipe: Recipe) -> set[Response]:
+    operator = OPERATORS[recipe.method]
+    return {operator.response(t.params) for t in recipe.tensors}
 
 
 def _facts(
@@ -195,7 +207,12 @@ def _facts(
     *,
     in_full: bool,
 ) -> FactTables:
-    """Facts of single experts that the operators ask for."""
+    """Facts of single experts that the operators ask for.
+
+    Energies weigh parts of a merge, and tell how large a sum's update is; other updates are tried
+    on samples.
+    """
+    with_energies = not in_full or "additive" in _responses(recipe)
     wanted: dict[tuple[int, int, Fact], list[Sparsified]] = {}
     for t in merged:
         if t.base is None:
@@ -221,4 +238,6 @@ def _facts(
     for (expert, base, fact), places in wanted.items():
         finder = ExpertFacts(home, models[expert], models[base], stats[expert, base], progress)
         finder.add(fact, places, tables, in_full=in_full)
+        if with_energies:
+            finder.add_energies(fact, places, tables)
     return tables

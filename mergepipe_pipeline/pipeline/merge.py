@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.pipeline.commit import commit, object_store
 from mergepipe_pipeline.pipeline.cost import Begun, LayerOutcome, Realised, Times
+from mergepipe_pipeline.pipeline.memory import release_freed
 from mergepipe_pipeline.pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.objects import StoredObject
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
@@ -213,6 +214,7 @@ class _LayerMerger:
             from mergepipe_pipeline.engine.execute import LayerRunner
             from mergepipe_pipeline.engine.windows import EngineOptions
 
+            release_freed()
             given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
             self._staging = self._home.new_staging("merge")
             self._stack.callback(remove_tree, self._staging)

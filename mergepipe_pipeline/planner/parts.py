@@ -16,7 +16,7 @@ import numpy as np
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.planner.bounds import Answer
 from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
-from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
+from mergepipe_pipeline.planner.energy import Kept
 from mergepipe_pipeline.planner.limits import is_kept
 from mergepipe_pipeline.planner.rehearsal import Rehearsal, Rehearse, Stage
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -48,7 +48,9 @@ class TensorFacts:
     """Facts of whole tensors, by (output tensor, input number) or by output tensor.
 
     `chosen`: the operator, its parameters per tensor and per model, and the reason, where the
-    recipe's method leaves the choice open. `l1s` are norms of deltas whose scale is a guess.
+    recipe's method leaves the choice open. `l1s` are norms of deltas whose scale is a guess. `kept`
+    is what `trims` and `outliers` keep, all where that is not said, and `kurtosis` of deltas that
+    random drops thin out, 3 where that is not.
     """
 
     trims: Mapping[tuple[str, int], TrimRule]
@@ -57,6 +59,8 @@ class TensorFacts:
     measured: Mapping[str, tuple[float, ...]]
     chosen: Mapping[str, Choosing]
     l1s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    kept: Mapping[tuple[str, int], Kept] = field(default_factory=dict)
+    kurtosis: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class Parts:
                     block_energy=kept.block_energy if kept else None,
                     kept_energy=kept.most if kept else np.inf,
                     keep=keep,
-                    kurtosis=kurtosis(s) if s and keep < 1 else 3.0,
+                    kurtosis=self._facts.kurtosis.get(place, 3.0),
                     is_sum=is_sum,
                     bundle_nbytes=view.nbytes if view.low_rank or not view.stored else None,
                 )
@@ -187,9 +191,7 @@ class Parts:
             return None, 1.0
         if density == 0 or fact in ("drop", "ranked"):
             return Kept(density * s.block_l2sq, s.l2sq if density else 0.0), density
-        place = (part.recipe.name, i)
-        trim, outliers = self._facts.trims.get(place), self._facts.outliers.get(place)
-        return kept_energy(s, self._grid, trim, outliers), 1.0
+        return self._facts.kept.get((part.recipe.name, i)), 1.0
 
     def _rehearsal(self, part: Part, rows: Sequence[Row]) -> Rehearsal | None:
         if part.operator == "copy":

@@ -88,11 +88,6 @@ class ExpertInput:
     l1: float | None = None
 
     @property
-    def has_open_rule(self) -> bool:
-        """Whether a rule's cut among ties is still to be found."""
-        return any(rule is not None and rule.is_open for rule in (self.trim, self.outliers))
-
-    @property
     def read_nbytes(self) -> int:
         """Expert bytes this input fetches."""
         if not self.read:

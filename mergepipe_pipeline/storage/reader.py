@@ -32,10 +32,6 @@ class BlockReader:
         self._read_s = 0.0
         self._lock = threading.Lock()
 
-    def through(self, source: RangedFiles) -> BlockReader:
-        """A reader of the same elements, which counts for itself."""
-        return BlockReader(source, self._checkpoint, self._allowed)
-
     @property
     def bytes_read(self) -> int:
         """Bytes delivered so far."""

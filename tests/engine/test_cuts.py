@@ -1,4 +1,4 @@
-"""Trim rules that a plan leaves open: the engine finds where their ties are cut, and reads no more.
+"""Trim rules that a plan leaves open: windows find where their ties are cut, and read no more.
 
 Against the same plans with closed rules.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergepipe_pipeline.engine import open_trim
 from mergepipe_pipeline.engine.execute import LayerRunner
+from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.windows import EngineOptions
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
@@ -72,9 +72,8 @@ def digest(plan: MergePlan, folder: Path, options: EngineOptions) -> tuple[str, 
 
 @pytest.mark.parametrize("operator", ["breadcrumbs", "breadcrumbs_ties"])
 def test_open_rules_of_experts_of_every_kind_mean_the_first_ties_of_their_block(
-    kinds: Kinds, tmp_path: Path, operator: str, monkeypatch: pytest.MonkeyPatch
+    kinds: Kinds, tmp_path: Path, operator: str
 ) -> None:
-    monkeypatch.setattr(open_trim, "_RUN_ELEMS", 1000)
     names = [name for name in KINDS if name != "empty"]
     plan = merged(kinds, names, operator, (), [OWN] * len(names))
     opened, closed = [], []
@@ -92,32 +91,35 @@ def test_open_rules_of_experts_of_every_kind_mean_the_first_ties_of_their_block(
     assert with_rules(plan, opened).plan_id == with_rules(plan, closed).plan_id
 
 
-@pytest.mark.parametrize(
-    ("read", "is_read"),
-    [(((0, 4096), (8192, 15000)), False), (((4096, 8192),), True), (((0, 15000),), True)],
-)
-def test_a_rule_is_closed_only_by_what_the_plan_reads(
-    kinds: Kinds,
-    tmp_path: Path,
-    read: tuple[Range, ...],
-    is_read: bool,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("read", [((0, 4096), (8192, 15000)), ((4096, 8192),), ((0, 15000),)])
+def test_an_open_rule_costs_no_byte_that_the_plan_does_not_read(
+    kinds: Kinds, tmp_path: Path, read: tuple[Range, ...]
 ) -> None:
     delta = kinds.experts["full"].delta
     opened, closed = open_and_closed(delta, common_value(delta, 1), 1, 5)
     plan = merged(kinds, ["full"], "breadcrumbs", (), [OWN], [read])
-    looks = []
-    real = open_trim.OpenTrim._run
-
-    def counted(self: open_trim.OpenTrim, start: int, stop: int, *args: object) -> object:
-        looks.append((start, stop))
-        return real(self, start, stop, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(open_trim.OpenTrim, "_run", counted)
     found = digest(with_rules(plan, [(opened, opened)]), tmp_path, EngineOptions(threads=2))
-    assert looks == [(4096, 8192)] * (2 if is_read else 0)
+    assert found[1] == plan.layers[0].expert_bytes_planned
     closed_plan = with_rules(plan, [(closed, closed)])
     assert found == digest(closed_plan, tmp_path, EngineOptions(threads=2))
+
+
+def test_windows_behind_one_that_failed_do_not_wait_for_it(
+    kinds: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delta = kinds.experts["full"].delta
+    opened, _ = open_and_closed(delta, common_value(delta, 1), 1, 5)
+    plan = with_rules(merged(kinds, ["full"], "breadcrumbs", (), [OWN]), [(opened, opened)])
+    real = Window._fetch_base
+
+    def broken(self: Window) -> object:
+        if self._start == 1000:
+            raise OSError("the disk is gone")
+        return real(self)
+
+    monkeypatch.setattr(Window, "_fetch_base", broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        digest(plan, tmp_path, EngineOptions(window_elems=1000, threads=3))
 
 
 def test_of_a_part_of_a_block_the_first_ties_of_that_part_are_kept(
