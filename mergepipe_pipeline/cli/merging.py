@@ -210,7 +210,9 @@ def _begin(console: Console, recipe: str, planning: dict[str, Any]) -> tuple[Mer
 @click.option("--publish", "publish_ref", is_flag=True, help="Publish under the recipe's ref.")
 @click.option("--threads", type=_COUNT, help="Threads for arithmetic and reading.")
 @click.option("--window-size", "window_elems", type=_COUNT, help="Elements per window.")
-@click.option("--memory", "memory_mib", type=_COUNT, help="Buffer memory in MiB.")
+@click.option(
+    "--memory", "memory_mib", type=_COUNT, help="Memory for plan and windows in MiB (64)."
+)
 @click.option("--device", help="Where to compute: cpu (default), cuda or cuda:N.")
 @verb
 def merge(

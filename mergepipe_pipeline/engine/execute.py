@@ -66,6 +66,7 @@ class LayerRunner:
         self._options = options
         self._sources = SourcePool(plan)
         self._slots = _slots(options)
+        self._n_inputs = sum(len(t.experts) for layer in plan.layers for t in layer.tasks)
         self._stack = ExitStack()
         self._has_torch = False
         self._work_s = 0.0
@@ -145,7 +146,7 @@ class LayerRunner:
             if job.needs_torch and not self._has_torch:
                 self._load_torch()
             numel = prod(task.shape)
-            n = self._options.window_for(job.bytes_per_elem, job.row_elems)
+            n = self._options.window_for(job.bytes_per_elem, job.row_elems, self._n_inputs)
             for start, stop in cut(numel, min(numel, n)) if numel else ():
                 yield self._slots[number % len(self._slots)](job, start, stop)
                 number += 1

@@ -165,15 +165,14 @@ class _Look:
     ) -> Sums:
         task, n = self._task, self._n
         sums = np.zeros(-(-n // CHUNK_ELEMS))
-        below = keep_below(float(dict(e.params)["density"]))
-        if e.l1 is None or not below:
+        drawn_below = keep_below(float(dict(e.params)["density"]))
+        if e.l1 is None or not drawn_below:
             return sums
         row = ExpertRow(self._sources.expert_before, e.view, e.read, room, update)
         row.fetch(self._start, self._stop)
         key = stream_key(task.seed, e.position, task.name)
-        which = (key, self._start, np.uint32(below - 1), sums)
-        bits = row.bits(n)
-        if bits is not None and base.bits is not None:
+        which = (key, self._start, np.uint32(drawn_below - 1), sums)
+        if base.bits is not None and (bits := row.bits(base.bits)) is not None:
             kept_l1_bfloat16(bits, base.bits, *which)
             return sums
         padded = desk.rows(1, len(sums) * CHUNK_ELEMS)[0]

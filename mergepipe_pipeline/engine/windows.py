@@ -11,17 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _QUANTUM = 4096
-#: Reads of 1 MiB of bfloat16 keep a disk busy; longer windows only drain and fill for longer.
-_MOST_ELEMS = 1 << 20
+#: Longer windows are no faster: they drain and fill for longer. From a quarter of a million
+#: elements on, time hardly depends on the length.
+_MOST_ELEMS = 3 << 19
+#: What the plan holds in memory of one tensor of one expert: places, ranges, rules, a digest.
+_INPUT_NBYTES = 3 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Knobs that change speed and memory, never bits.
 
-    `memory_bytes` bounds the buffers of one running layer; `window_elems` overrides the length that
-    follows from it; `threads` workers each read and merge windows: one more than there are cores,
-    so that some read while others compute. `device` is where operators work: cpu, cuda or cuda:N.
+    `memory_bytes` bounds what a merge holds beside the program: its plan, and windows in the rest,
+    at least half of it. `window_elems` overrides the length that follows from it; `threads` workers
+    each read and merge windows: one more than there are cores, so that some read while others
+    compute. `device` is where operators work: cpu, cuda or cuda:N.
     """
 
     memory_bytes: int = 64 << 20
@@ -34,15 +38,17 @@ class EngineOptions:
         """Windows in flight: one per worker, and the one being written."""
         return self.threads + 1
 
-    def window_for(self, bytes_per_elem: int, row_elems: int = 1) -> int:
+    def window_for(self, bytes_per_elem: int, row_elems: int = 1, n_inputs: int = 0) -> int:
         """Window length in elements for a tensor whose windows hold so many bytes per element.
 
-        A multiple of `row_elems`, so a row longer than a window is held whole.
+        `n_inputs`: tensors of experts in the whole plan. A multiple of `row_elems`, so a row longer
+        than a window is held whole.
         """
         if self.window_elems is not None:
             elems = self.window_elems
         else:
-            fits = self.memory_bytes // (self.slots * bytes_per_elem)
+            plan = min(self.memory_bytes // 2, n_inputs * _INPUT_NBYTES)
+            fits = (self.memory_bytes - plan) // (self.slots * bytes_per_elem)
             elems = int(max(_QUANTUM, min(_MOST_ELEMS, fits // _QUANTUM * _QUANTUM)))
         return max(1, elems // row_elems) * row_elems
 

@@ -22,7 +22,7 @@ SAMPLE_WIDTH = 64
 HIST_SHIFT = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Magnitudes:
     """Every |δ| > 0 that occurs in a tensor, counted block by block.
 
@@ -43,7 +43,7 @@ class Magnitudes:
         return Magnitudes(np.cumsum(sizes), np.concatenate(bits), np.concatenate(counts))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorStats:
     """One expert tensor against a tensor of the base.
 

@@ -82,12 +82,19 @@ class ExpertRow:
         if self._update:
             self._update.add_to(self._inside(row), self._start)
 
-    def bits(self, n: int) -> npt.NDArray[np.uint16] | None:
-        """The window's n elements as bits of bfloat16, where T is stored so and all was read."""
-        whole = self._parts == ((self._start, self._start + n),)
-        if not whole or self._view.dtype != "BF16" or self._update or self._view.is_delta:
+    def bits(self, base: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16] | None:
+        """The window's elements as bits of bfloat16, the base's where nothing was read.
+
+        `base` [n] is all of the window. None where T is not stored so.
+        """
+        if self._view.dtype != "BF16" or self._update or self._view.is_delta:
             return None
-        return self._bytes(self._start, self._start + n).view(np.uint16)
+        bits = self._bytes(self._start, self._start + len(base)).view(np.uint16)
+        at = 0
+        for a, b in (*self._parts, (self._start + len(base),) * 2):
+            bits[at : a - self._start] = base[at : a - self._start]
+            at = b - self._start
+        return bits
 
     def _is_whole(self, row: torch.Tensor) -> bool:
         return self._parts == ((self._start, self._start + len(row)),)

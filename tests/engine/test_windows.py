@@ -28,12 +28,20 @@ def test_a_window_holds_whole_rows_and_at_least_one(
         assert n <= max(window_elems, row_elems)
 
 
-@given(bytes_per_elem=HELD, threads=st.integers(1, 16))
-def test_all_windows_in_flight_fit_the_memory(bytes_per_elem: int, threads: int) -> None:
+@given(bytes_per_elem=HELD, threads=st.integers(1, 16), n_inputs=st.integers(0, 10_000))
+def test_all_windows_in_flight_fit_the_memory_beside_the_plan(
+    bytes_per_elem: int, threads: int, n_inputs: int
+) -> None:
     options = EngineOptions(threads=threads)
-    n = options.window_for(bytes_per_elem)
+    n = options.window_for(bytes_per_elem, 1, n_inputs)
     assert options.slots == threads + 1
-    assert n == 4096 or options.slots * bytes_per_elem * n <= options.memory_bytes
+    held = options.slots * bytes_per_elem * n + 3072 * n_inputs
+    assert n == 4096 or held <= options.memory_bytes
+
+
+def test_a_large_plan_leaves_half_of_the_memory_to_windows() -> None:
+    options = EngineOptions(memory_bytes=1 << 20, threads=3)
+    assert options.window_for(4, 1, 1 << 30) == (1 << 19) // 4 // 4 // 4096 * 4096
 
 
 def test_windows_get_shorter_the_more_an_element_holds() -> None:
