@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc as garbage
+import sys
 
 import click
 
@@ -33,11 +34,6 @@ from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback, ver
 def main(ctx: click.Context, home_dir: str | None) -> None:
     """Merge LLM checkpoints: plan under a byte budget, stream, publish snapshots."""
     ctx.obj = {"home_dir": home_dir}
-    # A plan is hundreds of thousands of objects that live until the process ends: searching them
-    # for cycles every 700 new ones takes a tenth of planning.
-    garbage.set_threshold(100_000, 20, 20)
-    # Nor need they be searched when it ends, which takes a quarter of a second.
-    atexit.register(garbage.freeze)
 
 
 for command in (
@@ -63,5 +59,19 @@ for command in (
 ):
     main.add_command(command)
 
-if __name__ == "__main__":
+
+def program() -> None:
+    """`mergepipe` as a process of its own, which may do what a library must not."""
+    # A plan is hundreds of thousands of objects that live until the process ends: searching them
+    # for cycles every 700 new ones takes a tenth of planning.
+    garbage.set_threshold(100_000, 20, 20)
+    # Nor need they be searched when it ends, which takes a quarter of a second.
+    atexit.register(garbage.freeze)
+    # Numba loads scipy, if it is there, for products of matrices, which no kernel here has: a fifth
+    # of a second.
+    sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
     main()
+
+
+if __name__ == "__main__":
+    program()

@@ -23,12 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
-from mergepipe_pipeline.engine.jobs import Job
-from mergepipe_pipeline.engine.window import Slot, Window
+from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import DeviceError
 from mergepipe_pipeline.operators.fused_kernel import NAN_BITS
@@ -36,10 +34,10 @@ from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.stored import Bytes, torch_dtype
 
 
-def device_slots(name: str, count: int) -> list[Slot]:
-    """`count` slots on the device. Raises DeviceError as `device_of`."""
+def device_desks(name: str, count: int) -> list[DeviceDesk]:
+    """`count` desks on the device. Raises DeviceError as `device_of`."""
     device = device_of(name)
-    return [partial(DeviceWindow, DeviceDesk(device)) for _ in range(count)]
+    return [DeviceDesk(device) for _ in range(count)]
 
 
 def device_of(name: str) -> torch.device:
@@ -140,15 +138,11 @@ class DeviceDesk(Desk):
         return pinned
 
 
-class DeviceWindow(Window):
+class DeviceWindow(Window[DeviceDesk]):
     """A window that goes to the device of its desk, if its merge may."""
 
-    def __init__(self, desk: DeviceDesk, job: Job, start_elem: int, stop_elem: int) -> None:
-        super().__init__(desk, job, start_elem, stop_elem)
-        self._there = desk
-
     def _run(self) -> Bytes:
-        job, task, desk = self._job, self._job.task, self._there
+        job, task, desk = self._job, self._job.task, self._desk
         if job.unchanged or job.is_copy or stays_on_cpu(task):
             return super()._run()
         self._clear()
@@ -157,7 +151,8 @@ class DeviceWindow(Window):
             base = self._fetch_base()
             values = base.values(rows[0]) if base else None
             merged = self._applied(values, self._fill(rows[1:], values))
-            return desk.bring(cast(merged, task.out_dtype))
+            here = desk.bring(cast(merged, task.out_dtype))
+        return here.copy()  # the desk is used again before these bytes are written
 
 
 def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Cuts among ties that a plan leaves open: each window finds its own, knowing those before it.
 
 A rule keeps the first so many ties of a block. How many a window may keep depends on the windows
-before it, so they take turns in the order of their elements: to count, not to read or to merge.
+before it in that block, so these take turns: to count, not to read or to merge.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from threading import Condition
 
-from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.spec.blocks import clip
+from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 
 #: An expert's number, and which of its rules: 0 for `trim`, 1 for `outliers`.
 Which = tuple[int, int]
@@ -20,17 +21,21 @@ Find = Callable[[int, int, int, int, int], tuple[int, int]]
 
 
 class OpenCuts:
-    """The open rules of one task; its windows share it. Safe for several threads."""
+    """The open rules of one task; its windows share it. Safe for several threads.
+
+    Of a block that is not read, no tie can be kept: what is there equals the base.
+    """
 
     def __init__(self, task: TensorTask) -> None:
         self._rules = {
             (number, which): rule
             for number, e in enumerate(task.experts)
             for which, rule in enumerate((e.trim, e.outliers))
-            if rule is not None and rule.is_open
+            if rule is not None and rule.is_open and _changes(e, rule)
         }
         self._left = {which: rule.ties_after for which, rule in self._rules.items()}
-        self._turn, self._reached, self._is_abandoned = Condition(), 0, False
+        self._reached = {which: rule.tie_stop_elem for which, rule in self._rules.items()}
+        self._turn, self._is_abandoned = Condition(), False
 
     def __bool__(self) -> bool:
         return bool(self._rules)
@@ -38,26 +43,40 @@ class OpenCuts:
     def stops(self, start_elem: int, stop_elem: int, find: Find) -> Mapping[Which, int]:
         """Up to which element ties are kept by the rules that are cut in [start, stop).
 
-        Waits for the windows before it. Raises CancelledError if one of them has failed.
+        Waits for the windows before it in their blocks. Raises CancelledError if a window failed.
         """
+        found = {}
+        for which, rule in self._rules.items():
+            a, b = max(start_elem, rule.tie_stop_elem), min(stop_elem, rule.ties_until_elem)
+            if a < b:
+                left = self._left_at(which, a)
+                place, count = find(which[0], rule.threshold_bits, a, b, left) if left else (0, 0)
+                if left:
+                    found[which] = b if place < 0 else a + place + 1
+                self._pass_on(which, b, left - count if place < 0 else 0)
+        return found
+
+    def _left_at(self, which: Which, start_elem: int) -> int:
         with self._turn:
-            self._turn.wait_for(lambda: self._reached == start_elem or self._is_abandoned)
+            self._turn.wait_for(lambda: self._reached[which] == start_elem or self._is_abandoned)
             if self._is_abandoned:
                 raise CancelledError
-            found = {}
-            for which, rule in self._rules.items():
-                a, b = max(start_elem, rule.tie_stop_elem), min(stop_elem, rule.ties_until_elem)
-                left = self._left[which]
-                if a < b and left:
-                    place, count = find(which[0], rule.threshold_bits, a, b, left)
-                    found[which] = b if place < 0 else a + place + 1
-                    self._left[which] = left - count if place < 0 else 0
-            self._reached = stop_elem
+            return self._left[which]
+
+    def _pass_on(self, which: Which, stop_elem: int, left: int) -> None:
+        with self._turn:
+            self._left[which], self._reached[which] = left, stop_elem
             self._turn.notify_all()
-        return found
 
     def abandon(self) -> None:
         """Say that a window failed, so that nobody waits for it."""
         with self._turn:
             self._is_abandoned = True
             self._turn.notify_all()
+
+
+def _changes(e: ExpertInput, rule: TrimRule) -> bool:
+    """Whether anything of the expert differs from the base in the block that is cut."""
+    return e.view.low_rank is not None or any(
+        clip(e.read, rule.tie_stop_elem, rule.ties_until_elem)
+    )

@@ -1,28 +1,31 @@
 """Runs layers: read, merge, hash and write, each window once, several windows at a time.
 
 Workers each read and merge one window, single-threaded, so that reading overlaps arithmetic and a
-busy machine costs no more than its share; this thread hashes and writes in order. The order of
-arithmetic is fixed per element, so neither windows nor threads change a bit. No retry and no cache
-here: the caller knows about actions and staging.
+busy machine costs no more than its share; this thread hashes and writes in order. Windows of one
+layer follow those of the layer before without a pause. The order of arithmetic is fixed per
+element, so neither windows nor threads change a bit. No retry and no cache here: the caller knows
+about actions and staging.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
+from typing import Any
 
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.settle import Settler
-from mergepipe_pipeline.engine.sources import SourcePool
-from mergepipe_pipeline.engine.window import Slot, Window
+from mergepipe_pipeline.engine.sources import Read, SourcePool
+from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.windows import EngineOptions, cut
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import CorruptionError
@@ -65,11 +68,13 @@ class LayerRunner:
     def __init__(self, plan: MergePlan, options: EngineOptions) -> None:
         self._options = options
         self._sources = SourcePool(plan)
-        self._slots = _slots(options)
+        self._made, desks = _workshop(options)
+        self._desks: SimpleQueue[Any] = SimpleQueue()
+        for desk in desks:
+            self._desks.put(desk)
         self._n_inputs = sum(len(t.experts) for layer in plan.layers for t in layer.tasks)
         self._stack = ExitStack()
         self._has_torch = False
-        self._work_s = 0.0
 
     def __enter__(self) -> LayerRunner:
         self._stack.enter_context(self._sources)
@@ -86,78 +91,79 @@ class LayerRunner:
     ) -> None:
         self._stack.close()
 
-    def run(
-        self,
-        layer: LayerTask,
-        path: Path,
-        progress: Progress | None = None,
-        upcoming: LayerTask | None = None,
-    ) -> LayerResult:
-        """Write the merged layer to `path` (a new file in staging) and say what it cost.
+    def run(self, layer: LayerTask, path: Path, progress: Progress | None = None) -> LayerResult:
+        """As `run_all`, one layer."""
+        (result,) = self.run_all([(layer, path)], progress)
+        return result
 
-        The layer that is `upcoming`, if any, is begun with while this one's end is being written.
+    def run_all(
+        self, layers: Sequence[tuple[LayerTask, Path]], progress: Progress | None = None
+    ) -> Generator[LayerResult]:
+        """Write merged layers, each to its path (a new file in staging), and say what each cost.
+
+        A layer's result comes when its file is complete; the next one is being worked on then.
         Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full
         disk, CorruptionError if the bytes read are not the bytes planned.
         """
+        with closing(self._merged(self._windows([layer for layer, _ in layers]))) as merged:
+            for layer, path in layers:
+                yield self._written(layer, path, merged, progress)
+
+    def _written(
+        self, layer: LayerTask, path: Path, merged: Iterator[_Done], progress: Progress | None
+    ) -> LayerResult:
+        """Write a layer from its windows, the next of `merged`."""
         started = time.monotonic()
-        expert_before, base_before = self._sources.bytes_read()
-        read_before, work_before, write_s = self._sources.read_s(), self._work_s, 0.0
-        tasks = _in_file_order(layer)
-        described = [(t.name, t.out_dtype, t.shape) for t in tasks]
+        read, took_s, write_s = Read(), 0.0, 0.0
+        non_finite: Counter[str] = Counter()
+        described = [(t.name, t.out_dtype, t.shape) for t in layer.tasks]
         with ShardWriter(path, described, {"format": "pt"}) as writer:
-            later = _in_file_order(upcoming) if upcoming else []
-            non_finite: Counter[str] = Counter()
-            for chunk in self._merged(self._windows(tasks, later), non_finite):
+            while not writer.is_complete:
+                done = next(merged)
+                read, took_s = read + done.read, took_s + done.took_s
+                if done.non_finite:
+                    non_finite[done.tensor] += done.non_finite
                 began = time.perf_counter()
-                writer.write(chunk.data)
+                writer.write(done.out.data)
                 write_s += time.perf_counter() - began
                 if progress:
-                    progress(len(chunk))
+                    progress(len(done.out))
             sha256, nbytes = writer.finish()
             prefixes = writer.prefix_digests
         self._sources.verify_unchanged()
-        expert_after, base_after = self._sources.bytes_read()
-        if expert_after - expert_before != layer.expert_bytes_planned:
+        if read.expert_nbytes != layer.expert_bytes_planned:
             raise CorruptionError(
                 "A layer did not read what its plan says",
                 where=layer.name,
                 expected=f"{layer.expert_bytes_planned} expert bytes",
-                found=str(expert_after - expert_before),
+                found=str(read.expert_nbytes),
                 next_step="this is a defect of mergepipe: please report it with the plan",
             )
-        read_s = self._sources.read_s() - read_before
         return LayerResult(
             sha256,
             nbytes,
             prefixes,
-            expert_after - expert_before,
-            base_after - base_before,
+            read.expert_nbytes,
+            read.base_nbytes,
             time.monotonic() - started,
-            read_s,
-            max(0.0, self._work_s - work_before - read_s),
+            read.read_s,
+            max(0.0, took_s - read.read_s),
             write_s,
             tuple(sorted(non_finite.items())),
         )
 
-    def _windows(self, tasks: list[TensorTask], later: list[TensorTask]) -> Iterator[Window]:
-        number = 0
+    def _windows(self, layers: Sequence[LayerTask]) -> Iterator[Window[Any]]:
+        tasks = (task for layer in layers for task in _in_file_order(layer))
         for task in self._settler.ahead(tasks):
             job = Job(task, self._sources)
             if job.needs_torch and not self._has_torch:
                 self._load_torch()
             numel = prod(task.shape)
-            n = self._options.window_for(job.bytes_per_elem, job.row_elems, self._n_inputs)
+            n = self._options.window_for(
+                job.working_bytes_per_elem, itemsize(task.out_dtype), job.row_elems, self._n_inputs
+            )
             for start, stop in cut(numel, min(numel, n)) if numel else ():
-                yield self._slots[number % len(self._slots)](job, start, stop)
-                number += 1
-        self._settler.begin(later)
-
-    def _taken(self, future: Future[_Done], non_finite: Counter[str]) -> Bytes:
-        done = future.result()
-        self._work_s += done.took_s
-        if done.non_finite:
-            non_finite[done.tensor] += done.non_finite
-        return done.out
+                yield self._made(job, start, stop)
 
     def _load_torch(self) -> None:
         import torch
@@ -167,23 +173,32 @@ class LayerRunner:
         torch.set_num_threads(1)
         self._has_torch = True
 
-    def _merged(self, windows: Iterator[Window], non_finite: Counter[str]) -> Iterator[Bytes]:
-        """Output bytes of windows in order, while the next ones are being worked on.
-
-        Adds to `non_finite` per tensor how many elements are not.
-        A window's desk is cleared only after the caller came back for the next one.
-        """
+    def _merged(self, windows: Iterator[Window[Any]]) -> Generator[_Done]:
+        """Windows done, in order, while the next ones are being worked on."""
         pending: deque[Future[_Done]] = deque()
         try:
             for window, later in _with_later(windows):
-                pending.append(self._pool.submit(_worked, window, later))
-                if len(pending) == len(self._slots):
-                    yield self._taken(pending.popleft(), non_finite)
+                pending.append(self._pool.submit(self._worked, window, later))
+                if len(pending) == self._options.in_flight:
+                    yield pending.popleft().result()
             while pending:
-                yield self._taken(pending.popleft(), non_finite)
+                yield pending.popleft().result()
         finally:
             for future in pending:
                 future.cancel()
+
+    def _worked(self, window: Window[Any], later: list[Window[Any]]) -> _Done:
+        for announced in later:
+            announced.announce()
+        began, before = time.perf_counter(), self._sources.read_here()
+        desk, task = self._desks.get(), window.task  # there is one for each worker
+        try:
+            out = window.run(desk)
+        finally:
+            self._desks.put(desk)
+        non_finite = count_non_finite(out, task.out_dtype)
+        read = self._sources.read_here() - before
+        return _Done(task.name, out, non_finite, read, time.perf_counter() - began)
 
 
 def _in_file_order(layer: LayerTask) -> list[TensorTask]:
@@ -192,10 +207,10 @@ def _in_file_order(layer: LayerTask) -> list[TensorTask]:
     return [tasks[name] for name, _, _ in order]
 
 
-def _with_later(windows: Iterator[Window]) -> Iterator[tuple[Window, list[Window]]]:
+def _with_later(windows: Iterator[Window[Any]]) -> Iterator[tuple[Window[Any], list[Window[Any]]]]:
     """Windows in order, each with those that are to be announced before it is worked on."""
-    waiting: deque[Window] = deque()
-    later: list[Window] = []
+    waiting: deque[Window[Any]] = deque()
+    later: list[Window[Any]] = []
     for window in windows:
         waiting.append(window)
         later.append(window)
@@ -209,27 +224,19 @@ def _with_later(windows: Iterator[Window]) -> Iterator[tuple[Window, list[Window
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A window's output bytes, how many elements are not finite, and the seconds it took."""
+    """A window's output bytes, how many elements are not finite, and what it read and took."""
 
     tensor: str
     out: Bytes
     non_finite: int
+    read: Read
     took_s: float
 
 
-def _worked(window: Window, later: list[Window]) -> _Done:
-    for announced in later:
-        announced.announce()
-    began, task = time.perf_counter(), window.task
-    out = window.run()
-    non_finite = count_non_finite(out, task.out_dtype)
-    return _Done(task.name, out, non_finite, time.perf_counter() - began)
-
-
-def _slots(options: EngineOptions) -> list[Slot]:
-    """Where windows in flight are worked on. Raises DeviceError if the device is not there."""
+def _workshop(options: EngineOptions) -> tuple[type[Window[Any]], Sequence[Desk]]:
+    """The kind of window, and where workers work. Raises DeviceError if the device is not there."""
     if options.device == "cpu":
-        return [partial(Window, Desk()) for _ in range(options.slots)]
-    from mergepipe_pipeline.engine.accelerator import device_slots
+        return Window, [Desk() for _ in range(options.threads)]
+    from mergepipe_pipeline.engine.accelerator import DeviceWindow, device_desks
 
-    return device_slots(options.device, options.slots)
+    return DeviceWindow, device_desks(options.device, options.threads)

@@ -16,7 +16,7 @@ from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.fused_kernel import FusedKernel
 from mergepipe_pipeline.operators.passthrough import is_unscaled
 from mergepipe_pipeline.spec.blocks import clip, coalesce, total_elems
-from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.stored import Readers
@@ -56,12 +56,11 @@ class Job:
         return max(1, self.task.shape[-1]) if whole_rows and self.task.shape else 1
 
     @property
-    def bytes_per_elem(self) -> int:
-        """Bytes that a window holds per element: what it reads, works with and gives."""
-        out = itemsize(self.task.out_dtype)
+    def working_bytes_per_elem(self) -> int:
+        """Bytes per element that a window holds while it is worked on: what it reads and needs."""
         if self.unchanged:
-            return out
-        held = self.stored_bytes_per_elem + _MERGED_BYTES + out
+            return 0
+        held = self.stored_bytes_per_elem + _MERGED_BYTES
         if self.is_copy or (self.kernel is not None and self.is_stored_bfloat16):
             return held
         rows = 4 * len(self.sizes)
@@ -117,6 +116,16 @@ class Job:
             or total_elems(clip(e.read, start_elem, stop_elem)) < stop_elem - start_elem
             for e in self.task.experts
         )
+
+    @cached_property
+    def present(self) -> list[tuple[int, ExpertInput]]:
+        """Experts that the kernel looks at when it works on stored bits, and their numbers.
+
+        An update leaves out whoever reads nothing: its δ is 0. Values have all: what is not read
+        is B.
+        """
+        numbered = enumerate(self.task.experts)
+        return [(k, e) for k, e in numbered if not self.as_delta or (e.read and e.view.stored)]
 
     @cached_property
     def is_stored_bfloat16(self) -> bool:

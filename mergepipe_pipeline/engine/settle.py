@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -53,7 +53,6 @@ class Settler:
         self._sources = sources
         self._pool, self._foreman = ThreadPoolExecutor(threads), ThreadPoolExecutor(1)
         self._desks = [Desk() for _ in range(threads)]
-        self._begun: dict[str, Future[TensorTask]] = {}
 
     def __enter__(self) -> Settler:
         return self
@@ -67,17 +66,11 @@ class Settler:
         self._foreman.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
-    def begin(self, tasks: Sequence[TensorTask]) -> None:
-        """Settle the first few of what `ahead` will be asked for next."""
-        for task in tasks[:_AHEAD]:
-            self._begun[task.name] = self._foreman.submit(self.settled, task)
-
     def ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
         """The tasks, settled, in order; the next ones are worked on meanwhile."""
         pending: deque[Future[TensorTask]] = deque()
         for task in tasks:
-            begun = self._begun.pop(task.name, None)
-            pending.append(begun or self._foreman.submit(self.settled, task))
+            pending.append(self._foreman.submit(self.settled, task))
             if len(pending) > _AHEAD:
                 yield pending.popleft().result()
         while pending:

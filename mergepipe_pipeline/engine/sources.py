@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 
 from mergepipe_pipeline.errors import CheckpointChangedError
@@ -16,9 +17,32 @@ from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
 from mergepipe_pipeline.spec.view import Part
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
-from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes read of experts, through the gate, and of the base; the seconds that all took."""
+
+    expert_nbytes: int = 0
+    base_nbytes: int = 0
+    read_s: float = 0.0
+
+    def __add__(self, other: Read) -> Read:
+        return Read(
+            self.expert_nbytes + other.expert_nbytes,
+            self.base_nbytes + other.base_nbytes,
+            self.read_s + other.read_s,
+        )
+
+    def __sub__(self, other: Read) -> Read:
+        return Read(
+            self.expert_nbytes - other.expert_nbytes,
+            self.base_nbytes - other.base_nbytes,
+            self.read_s - other.read_s,
+        )
 
 
 class SourcePool:
@@ -31,6 +55,7 @@ class SourcePool:
         self._stack = ExitStack()
         self._readers: dict[tuple[int, bool], BlockReader] = {}
         self._before: dict[tuple[int, bool], BlockReader] = {}
+        self._tallies = {True: Tally(), False: Tally()}
         self._plan = plan
         # A budget is of bytes that storage delivers: nothing is fetched on the side.
         self._reading: Reading = "exact" if fits_page_cache(_planned_nbytes(plan)) else "once"
@@ -73,16 +98,10 @@ class SourcePool:
         for reader in (*self._readers.values(), *self._before.values()):
             reader.verify_unchanged()
 
-    def bytes_read(self) -> tuple[int, int]:
-        """Bytes read so far, from experts through the gate and from the base."""
-        counts = [0, 0]
-        for (_, gated), reader in self._readers.items():
-            counts[0 if gated else 1] += reader.bytes_read
-        return counts[0], counts[1]
-
-    def read_s(self) -> float:
-        """Seconds that the merge's own reads took so far, added up over threads."""
-        return sum(reader.read_s for reader in self._readers.values())
+    def read_here(self) -> Read:
+        """What the thread that asks has read for the merge so far."""
+        expert, base = self._tallies[True], self._tallies[False]
+        return Read(expert.nbytes, base.nbytes, expert.read_s + base.read_s)
 
     def _reader(self, source: int, *, gated: bool, before: bool = False) -> BlockReader:
         key, readers = (source, gated), self._before if before else self._readers
@@ -106,7 +125,7 @@ class SourcePool:
         reading: Reading = "exact" if before else self._reading
         files = self._stack.enter_context(open_source(planned.root, reading))
         allowed = access_set(self._plan.layers, number) if gated else None
-        return BlockReader(files, checkpoint, allowed)
+        return BlockReader(files, checkpoint, allowed, None if before else self._tallies[gated])
 
 
 def _planned_nbytes(plan: MergePlan) -> int:

@@ -1,14 +1,14 @@
 """One run of elements of one output tensor, from bytes to bytes: read, merge, cast.
 
-Everything lies on a `Desk`; what it gives is valid until the desk is used again. Which way a
-tensor goes, its job has decided.
+Inputs and arithmetic lie on a `Desk`, what it gives does not. Which way a tensor goes, its job has
+decided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from mergepipe_pipeline.engine.cuts import Which
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.operators.bits_kernel import Floats, Stored
-from mergepipe_pipeline.operators.fused_kernel import FusedKernel, narrow
+from mergepipe_pipeline.operators.fused_kernel import TILE_ELEMS, FusedKernel, narrow
 from mergepipe_pipeline.operators.registry import Window as OperatorWindow
-from mergepipe_pipeline.spec.blocks import clip
+from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
@@ -34,15 +34,16 @@ from mergepipe_pipeline.tensors.stored import (
 if TYPE_CHECKING:
     import torch
 
+D = TypeVar("D", bound=Desk)
 #: Bytes per element of a merge before it is cast.
 _MERGED_BYTES = 4
 
 
-class Window:
-    """Elements [start_elem, stop_elem) of a job's tensor, on a desk."""
+class Window(Generic[D]):
+    """Elements [start_elem, stop_elem) of a job's tensor."""
 
-    def __init__(self, desk: Desk, job: Job, start_elem: int, stop_elem: int) -> None:
-        self._desk, self._job = desk, job
+    def __init__(self, job: Job, start_elem: int, stop_elem: int) -> None:
+        self._job = job
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
 
@@ -64,8 +65,12 @@ class Window:
                 for a, b in clip(e.read, start, min(stop, e.view.numel)):
                     announce_stored(job.sources.expert, e.view, a, b)
 
-    def run(self) -> Bytes:
-        """Read what the plan allows, merge it, and give the window's output bytes."""
+    def run(self, desk: D) -> Bytes:
+        """Read what the plan allows, merge it, and give the window's output bytes.
+
+        Nobody else may use the desk meanwhile.
+        """
+        self._desk = desk
         try:
             return self._run()
         except BaseException:
@@ -74,9 +79,9 @@ class Window:
 
     def _run(self) -> Bytes:
         job = self._job
-        self._clear()
         if job.unchanged:
             return self._stored(*job.unchanged)
+        self._clear()
         base = self._fetch_base()
         if job.is_copy:
             assert base is not None
@@ -106,8 +111,7 @@ class Window:
     def _clear(self) -> None:
         job = self._job
         result = max(_MERGED_BYTES, itemsize(job.task.out_dtype))
-        stored = 0 if job.unchanged else job.stored_bytes_per_elem
-        self._desk.clear(self._n * (stored + result), len(job.sizes) + 1)
+        self._desk.clear(self._n * (job.stored_bytes_per_elem + result), len(job.sizes) + 1)
 
     def _fetch_base(self) -> BaseRow | None:
         job, base = self._job, self._job.task.base
@@ -131,37 +135,50 @@ class Window:
             (expert.delta if job.as_delta else expert.value)(row, base)
         return rows
 
-    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, np.ndarray]:
-        """Bits of the base [n] and of the experts that have a part here [p, n], and their numbers.
+    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, np.ndarray, np.ndarray]:
+        """Bits of the base [n] and of experts that have a part here [p, n], and which they are.
 
-        An update leaves the others out: their δ is 0. Values have all: what is not read is B.
+        Which: their numbers, and from where to where in the window, [p, 2], there are bits of them;
+        outside they equal the base.
         """
         job, n = self._job, self._n
         below = base.raw.view(np.uint16) if base else np.empty(0, np.uint16)
         bits = self._desk.take(len(job.task.experts) * n * 2).view(np.uint16).reshape(-1, n)
         present: list[int] = []
-        for k, e in enumerate(job.task.experts):
+        spans: list[Range] = []
+        for k, e in job.present:
             stop = min(self._stop, e.view.numel) if e.view.stored else self._start
-            parts = tuple(clip(e.read, self._start, stop))
+            parts = [(a - self._start, b - self._start) for a, b in clip(e.read, self._start, stop)]
             if not parts and job.as_delta:
                 continue
             row = bits[len(present)]
+            span = _tiles(parts[0][0], parts[-1][1], n) if job.as_delta else (0, n)
             present.append(k)
-            if parts != ((self._start, self._stop),):
-                row[:] = 0 if e.view.is_delta else below
+            spans.append(span)
+            at = span[0]
+            for a, b in (*parts, (span[1], span[1])):
+                row[at:a] = 0 if e.view.is_delta else below[at:a]
+                at = b
             for a, b in parts:
-                piece = row[a - self._start : b - self._start].view(np.uint8)
-                read_stored(job.sources.expert, e.view, a, b, piece.data)
-        return below, bits[: len(present)], np.array(present, np.int64)
+                piece = row[a:b].view(np.uint8)
+                first = self._start + a
+                read_stored(job.sources.expert, e.view, first, first + b - a, piece.data)
+        numbers = np.array(present, np.int64)
+        return below, bits[: len(present)], numbers, np.array(spans, np.int64).reshape(-1, 2)
 
     def _fused(
-        self, kernel: FusedKernel, base: Stored, experts: Stored, present: np.ndarray
+        self,
+        kernel: FusedKernel,
+        base: Stored,
+        experts: Stored,
+        present: np.ndarray,
+        spans: np.ndarray | None = None,
     ) -> Bytes:
         task = self._job.task
         merged = self._desk.take(self._n * _MERGED_BYTES).view(np.float32)
         if self._job.cuts:
             kernel = kernel.with_stops(self._stops(base, experts, present))
-        kernel.run(base, experts, present, self._start, merged)
+        kernel.run(base, experts, present, self._start, merged, spans)
         if task.out_dtype == "BF16":
             return narrowed(merged)
         import torch
@@ -180,13 +197,14 @@ class Window:
         return self._job.cuts.stops(start, self._stop, find)
 
     def _stored(self, readers: Readers, view: TensorView) -> Bytes:
-        raw = self._desk.take(self._n * itemsize(view.dtype))
+        raw = np.empty(self._n * itemsize(view.dtype), np.uint8)
         read_stored(readers, view, self._start, self._stop, raw.data)
         return raw
 
 
-#: Makes a window of a job's elements [start, stop) on a desk that no other one is on.
-Slot = Callable[[Job, int, int], Window]
+def _tiles(start: int, stop: int, n: int) -> Range:
+    """[start, stop) of a window of n elements, grown to whole tiles of the kernel."""
+    return start // TILE_ELEMS * TILE_ELEMS, min(n, -(-stop // TILE_ELEMS) * TILE_ELEMS)
 
 
 def with_stops(task: TensorTask, stops: Mapping[Which, int]) -> TensorTask:

@@ -34,13 +34,19 @@ class EngineOptions:
     device: str = "cpu"
 
     @property
-    def slots(self) -> int:
-        """Windows in flight: one per worker, and the one being written."""
-        return self.threads + 1
+    def in_flight(self) -> int:
+        """Windows begun and not yet written: each worker's, and some that wait for their turn.
 
-    def window_for(self, bytes_per_elem: int, row_elems: int = 1, n_inputs: int = 0) -> int:
-        """Window length in elements for a tensor whose windows hold so many bytes per element.
+        They are written in order, and one that takes long should not stop the others.
+        """
+        return 2 * self.threads + 2
 
+    def window_for(
+        self, working_bytes: int, out_bytes: int, row_elems: int = 1, n_inputs: int = 0
+    ) -> int:
+        """Window length in elements for a tensor that takes so many bytes per element.
+
+        `working_bytes` while a worker is on it, `out_bytes` of result until they are written.
         `n_inputs`: tensors of experts in the whole plan. A multiple of `row_elems`, so a row longer
         than a window is held whole.
         """
@@ -48,7 +54,8 @@ class EngineOptions:
             elems = self.window_elems
         else:
             plan = min(self.memory_bytes // 2, n_inputs * _INPUT_NBYTES)
-            fits = (self.memory_bytes - plan) // (self.slots * bytes_per_elem)
+            each = self.threads * working_bytes + self.in_flight * out_bytes
+            fits = (self.memory_bytes - plan) // each
             elems = int(max(_QUANTUM, min(_MOST_ELEMS, fits // _QUANTUM * _QUANTUM)))
         return max(1, elems // row_elems) * row_elems
 

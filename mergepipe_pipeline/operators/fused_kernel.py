@@ -21,7 +21,8 @@ from mergepipe_pipeline.operators.random_kernel import fill_uniforms
 
 Ints = npt.NDArray[np.int64]
 
-_TILE_ELEMS = 2048
+#: Elements that are worked on at once.
+TILE_ELEMS = 2048
 _ONE, _ZERO = np.float32(1), np.float32(0)
 _INFINITY = np.uint32(0x7F800000)
 #: The one NaN of bfloat16 results.
@@ -80,23 +81,28 @@ class FusedKernel:
         present: Ints,
         start_elem: int,
         out: Floats,
+        spans: Ints | None = None,
     ) -> None:
         """Fill `out`, float32 [n], with the merge of a window whose first element is `start_elem`.
 
         `base` [n] and `experts` [p, n] are float32, or uint16 as bits of bfloat16; `present` are
-        the numbers of the p experts, rising. Those absent equal the base; a mix of values has them
-        all, and looks at no base.
+        the numbers of the p experts, rising. Those absent equal the base, and so do those present
+        outside their elements `spans`, [p, 2], multiples of TILE_ELEMS or n; None is all. A mix of
+        values has all experts everywhere, and looks at no base.
         """
         f = self._fused
         if f.mix == "values":
             assert len(present) == len(f.rows)
             _values(experts, self._factors[:, 2].copy(), np.float32(f.divisor), out)
             return
+        if spans is None:
+            spans = np.array([[0, len(out)]] * len(present), np.int64).reshape(-1, 2)
         _update(
             base,
             experts,
             np.array([k for k in present if f.rows[k] is not None], np.int64),
             np.array([i for i, k in enumerate(present) if f.rows[k] is not None], np.int64),
+            spans,
             start_elem,
             self._steps,
             self._thresholds,
@@ -119,6 +125,7 @@ def _update(
     experts: Stored,
     numbers: Ints,
     places: Ints,
+    spans: Ints,
     start_elem: int,
     steps: npt.NDArray[np.bool_],
     thresholds: Floats,
@@ -134,15 +141,21 @@ def _update(
     out: Floats,
 ) -> None:
     count, n = len(numbers), len(out)
-    deltas = np.empty((count if is_vote else 1, _TILE_ELEMS), np.float32)
-    b, x = np.empty(_TILE_ELEMS, np.float32), np.empty(_TILE_ELEMS, np.float32)
-    total, share = np.empty(_TILE_ELEMS, np.float32), np.empty(_TILE_ELEMS, np.float32)
-    drawn = np.empty(_TILE_ELEMS, np.uint32)
-    for at in range(0, n, _TILE_ELEMS):
-        m = min(_TILE_ELEMS, n - at)
+    deltas = np.empty((count if is_vote else 1, TILE_ELEMS), np.float32)
+    b, x = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
+    total, share = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
+    drawn = np.empty(TILE_ELEMS, np.uint32)
+    here = np.empty(count, np.int64)
+    for at in range(0, n, TILE_ELEMS):
+        m = min(TILE_ELEMS, n - at)
         _widen(base[at : at + m], b)
         total[:m] = 0
+        n_here = 0
         for i in range(count):
+            if at < spans[places[i], 0] or at >= spans[places[i], 1]:
+                continue
+            here[n_here] = i
+            n_here += 1
             k, d = numbers[i], deltas[i if is_vote else 0]
             is_delta, trims, drops_outliers, draws = steps[k]
             scale, over, weight = factors[k]
@@ -197,7 +210,8 @@ def _update(
                 x[e] = _ONE if total[e] >= 0 else -_ONE
                 total[e] = 0
                 share[e] = 0
-            for i in range(count):
+            for j in range(n_here):
+                i = here[j]
                 d, weight = deltas[i], factors[numbers[i], 2]
                 for e in range(m):
                     agreeing = d[e] * x[e]
@@ -220,9 +234,9 @@ def _update(
 @numba.njit(nogil=True, cache=True)
 def _values(experts: Stored, weights: Floats, divisor: np.float32, out: Floats) -> None:
     n = len(out)
-    total, x = np.empty(_TILE_ELEMS, np.float32), np.empty(_TILE_ELEMS, np.float32)
-    for at in range(0, n, _TILE_ELEMS):
-        m = min(_TILE_ELEMS, n - at)
+    total, x = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
+    for at in range(0, n, TILE_ELEMS):
+        m = min(TILE_ELEMS, n - at)
         _widen(experts[0, at : at + m], total)
         for e in range(m):
             total[e] *= weights[0]

@@ -8,7 +8,7 @@ catalog lists, the rest by a pass over the tensor, and remembered in the catalog
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
@@ -27,6 +27,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 Pair = tuple[str, str]
 #: (output tensor, input number) as `planner.build.TensorFacts` asks.
 Place = tuple[str, int]
+#: Loads the statistics of one expert, histograms among them.
+Load = Callable[[], ExpertStats]
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class FactTables:
 class ExpertFacts:
     """Finds the facts of one expert against one base, computing what the catalog lacks.
 
-    `stats` may lack histograms: they are loaded where they are asked for, and go with this object,
-    since those of all experts together are most of what planning would hold.
+    `stats` may lack histograms; `load` gives some with them. They go with this object: those of all
+    experts together would be most of what planning holds.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class ExpertFacts:
         expert: Model,
         base: Model,
         stats: ExpertStats,
+        load: Load,
         progress: Progress | None,
     ) -> None:
         self._catalog = Catalog(home.catalog)
         self._expert, self._base, self._stats = expert, base, stats
+        self._load = load
         self._grid = BlockGrid(stats.block_elems)
         self._progress = progress or Silent()
 
@@ -118,10 +122,7 @@ class ExpertFacts:
 
     @cached_property
     def _with_histograms(self) -> ExpertStats:
-        ids = self._base.model_id, self._expert.model_id
-        found = self._catalog.stats(*ids, self._grid.block_elems, without=("sketch", "sample"))
-        assert found is not None
-        return found
+        return self._load()
 
     def _add_trims(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
         keeps = {s: trim_count(s.numel, s.density) for s in wanted}
@@ -232,6 +233,13 @@ class ExpertFacts:
         if fresh:
             self._catalog.put_fact(self._base.model_id, self._expert.model_id, key, fresh)
         return fresh
+
+
+def histograms(home: Warehouse, expert: Model, base: Model, block_elems: int) -> ExpertStats:
+    """What the catalog knows of an expert against a base, but for sketches and samples."""
+    ids = base.model_id, expert.model_id, block_elems
+    found = Catalog(home.catalog).stats(*ids, without=("sketch", "sample"))
+    return found or ExpertStats(*ids, ())
 
 
 def _rescales(params: Params) -> bool:

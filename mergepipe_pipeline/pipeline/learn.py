@@ -6,8 +6,11 @@ learns first; the experts that the catalog knows already are not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.dtypes import FLOATING
@@ -16,7 +19,7 @@ from mergepipe_pipeline.pipeline.analyze import Pair, ensure_stats, missing_pair
 from mergepipe_pipeline.pipeline.calibrate import storage_profile
 from mergepipe_pipeline.pipeline.check import Checked, output_view
 from mergepipe_pipeline.pipeline.choices import choose_operators
-from mergepipe_pipeline.pipeline.facts import ExpertFacts, FactTables, Sparsified
+from mergepipe_pipeline.pipeline.facts import ExpertFacts, FactTables, Load, Sparsified, histograms
 from mergepipe_pipeline.pipeline.measures import measured_facts
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.pipeline.side import side_of
@@ -235,9 +238,26 @@ def _facts(
             )
             wanted.setdefault((i.model, t.base.model, fact), []).append(s)
     tables = FactTables()
-    for (expert, base, fact), places in wanted.items():
-        finder = ExpertFacts(home, models[expert], models[base], stats[expert, base], progress)
-        finder.add(fact, places, tables, in_full=in_full)
-        if with_energies:
-            finder.add_energies(fact, places, tables)
+    loads = [
+        partial(histograms, home, models[expert], models[base], stats[expert, base].block_elems)
+        for expert, base, _ in wanted
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        begun = _begun(pool, loads) if with_energies else iter(loads)
+        for ((expert, base, fact), places), load in zip(wanted.items(), begun, strict=True):
+            known = stats[expert, base]
+            finder = ExpertFacts(home, models[expert], models[base], known, load, progress)
+            finder.add(fact, places, tables, in_full=in_full)
+            if with_energies:
+                finder.add_energies(fact, places, tables)
     return tables
+
+
+def _begun(pool: Executor, loads: Sequence[Load]) -> Iterator[Load]:
+    """The same loads, each begun while the one before is made use of."""
+    begun = deque(pool.submit(load) for load in loads[:1])
+    for upcoming in loads[1:]:
+        begun.append(pool.submit(upcoming))
+        yield begun.popleft().result
+    for last in begun:
+        yield last.result

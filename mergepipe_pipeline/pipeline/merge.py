@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -133,8 +132,8 @@ def merge_layers(
 class _LayerMerger:
     """Looks a layer up, or runs it and records it.
 
-    The engine starts with the first layer it is needed for. Making a layer durable waits for the
-    disk, so that happens in a thread beside the next one's arithmetic.
+    The engine starts if any layer needs it. Making a layer durable waits for the disk, so that
+    happens in a thread beside the next one's arithmetic.
     """
 
     def __init__(
@@ -143,8 +142,6 @@ class _LayerMerger:
         self._home, self._plan, self._knobs, self._advance = home, plan, knobs, advance
         self._store = object_store(home)
         self._stack = ExitStack()
-        self._runner: LayerRunner | None = None
-        self._staging: Path | None = None
         self._keeper = ThreadPoolExecutor(1)
 
     def __enter__(self) -> _LayerMerger:
@@ -165,31 +162,31 @@ class _LayerMerger:
         If one fails, those before it are given first.
         """
         pending: deque[Future[LayerOutcome]] = deque()
-        try:
-            for layer, upcoming in zip_longest(layers, layers[1:]):
-                pending.append(self._start(layer, upcoming))
-                while pending and (len(pending) > _WAITING or pending[0].done()):
+        known = {layer.name: self._store.lookup(layer.layer_key) for layer in layers}
+        missing = [layer for layer in layers if known[layer.name] is None]
+        with closing(self._made(missing)) as made:
+            try:
+                for layer in layers:
+                    found = known[layer.name]
+                    pending.append(next(made) if found is None else _done(layer, found))
+                    while pending and (len(pending) > _WAITING or pending[0].done()):
+                        yield pending.popleft().result()
+            except Exception:
+                while pending:
                     yield pending.popleft().result()
-        except Exception:
+                raise
             while pending:
                 yield pending.popleft().result()
-            raise
-        while pending:
-            yield pending.popleft().result()
 
-    def _start(self, layer: LayerTask, upcoming: LayerTask | None) -> Future[LayerOutcome]:
-        """Find or run a layer; the result is there when it is safe."""
-        known = self._store.lookup(layer.layer_key)
-        if known is not None:
-            done: Future[LayerOutcome] = Future()
-            done.set_result(LayerOutcome(layer.name, layer.layer_key, known, True, 0, 0, 0.0, 0))
-            return done
+    def _made(self, layers: Sequence[LayerTask]) -> Generator[Future[LayerOutcome]]:
+        """Run layers in order; the result of each is there when it is safe."""
+        if not layers:
+            return
         runner, staging = self._engine()
-        path = staging / f"{layer.name}.safetensors"
-        if upcoming and self._store.lookup(upcoming.layer_key) is not None:
-            upcoming = None
-        result = runner.run(layer, path, self._advance, upcoming)
-        return self._keeper.submit(self._keep, layer, path, result)
+        work = [(layer, staging / f"{layer.name}.safetensors") for layer in layers]
+        with closing(runner.run_all(work, self._advance)) as results:
+            for (layer, path), result in zip(work, results, strict=True):
+                yield self._keeper.submit(self._keep, layer, path, result)
 
     def _keep(self, layer: LayerTask, path: Path, result: LayerResult) -> LayerOutcome:
         stored = StoredObject(result.sha256, result.nbytes, result.tensors, result.non_finite)
@@ -210,15 +207,18 @@ class _LayerMerger:
         )
 
     def _engine(self) -> tuple[LayerRunner, Path]:
-        if self._runner is None or self._staging is None:
-            from mergepipe_pipeline.engine.execute import LayerRunner
-            from mergepipe_pipeline.engine.windows import EngineOptions
+        from mergepipe_pipeline.engine.execute import LayerRunner
+        from mergepipe_pipeline.engine.windows import EngineOptions
 
-            release_freed()
-            given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
-            self._staging = self._home.new_staging("merge")
-            self._stack.callback(remove_tree, self._staging)
-            self._runner = self._stack.enter_context(
-                LayerRunner(self._plan, EngineOptions(**given))
-            )
-        return self._runner, self._staging
+        release_freed()
+        given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
+        staging = self._home.new_staging("merge")
+        self._stack.callback(remove_tree, staging)
+        runner = LayerRunner(self._plan, EngineOptions(**given))
+        return self._stack.enter_context(runner), staging
+
+
+def _done(layer: LayerTask, known: StoredObject) -> Future[LayerOutcome]:
+    future: Future[LayerOutcome] = Future()
+    future.set_result(LayerOutcome(layer.name, layer.layer_key, known, True, 0, 0, 0.0, 0))
+    return future

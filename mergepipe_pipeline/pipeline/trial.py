@@ -179,8 +179,7 @@ class _Runs:
 
         def run() -> None:
             with LayerRunner(plan, EngineOptions()) as runner:
-                for layer in plan.layers:
-                    runner.run(layer, folder / layer.name)
+                list(runner.run_all([(layer, folder / layer.name) for layer in plan.layers]))
 
         cpu_s = _timed(run)[2]
         shutil.rmtree(folder)

@@ -72,6 +72,7 @@ class Rehearsal:
         #: Elements that each block's samples stand for.
         self._lengths = lengths[self._kept].astype(np.float64)
         self._scale = numel / self._lengths.sum()
+        self._asked: dict[bytes, Floats] = {}
 
     @property
     def n_experts(self) -> int:
@@ -82,13 +83,18 @@ class Rehearsal:
         """As `candidates.Rehearsals.squares`, of this tensor."""
         if not self._tells:
             return None
-        samples = self._samples().reshape(len(self._rows), -1, SAMPLE_WIDTH)
-        found = []
-        for left in omitted:
-            some = samples.copy()
-            some[left[self._kept].T] = 0
-            found.append(self._wrong(some.reshape(len(some), -1)) * self._scale)
+        found = [self._without(left[self._kept]) for left in omitted]
         return np.array(found).reshape(-1, PARTS)
+
+    def _without(self, left: Choice) -> Floats:
+        """[PARTS]: what leaving out these of the sampled blocks, [blocks, E], makes wrong."""
+        # Whether a choice is good is asked first, and what it promises afterwards.
+        asked = left.tobytes()
+        if asked not in self._asked:
+            some = self._samples().reshape(len(self._rows), -1, SAMPLE_WIDTH)
+            some[left.T] = 0
+            self._asked[asked] = self._wrong(some.reshape(len(some), -1)) * self._scale
+        return self._asked[asked]
 
     def trial(self, *, shape: bool = True) -> Trial | None:
         """The curve; None where the samples show no update at all.

@@ -6,13 +6,16 @@ full budget do not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 MIN_BLOCK_ELEMS = 4096
 MAX_BLOCK_ELEMS = 1 << 20
 
 Range = tuple[int, int]
+_STOP = itemgetter(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,13 @@ def coalesce(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(out)
 
 
-def clip(ranges: Iterable[Range], start: int, stop: int) -> Iterator[Range]:
-    """The parts of sorted `ranges` inside [start, stop)."""
-    for a, b in ranges:
-        if b > start and a < stop:
-            yield max(a, start), min(b, stop)
+def clip(ranges: Sequence[Range], start: int, stop: int) -> Iterator[Range]:
+    """The parts of sorted, disjoint `ranges` inside [start, stop)."""
+    for number in range(bisect_right(ranges, start, key=_STOP), len(ranges)):
+        a, b = ranges[number]
+        if a >= stop:
+            break
+        yield max(a, start), min(b, stop)
 
 
 def total_elems(ranges: Iterable[Range]) -> int:

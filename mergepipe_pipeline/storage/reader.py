@@ -16,31 +16,35 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.storage.source import RangedFiles
 
 
+class Tally(threading.local):
+    """What the thread that asks has read so far: bytes, and the seconds it took."""
+
+    nbytes = 0
+    read_s = 0.0
+
+
 class BlockReader:
-    """Ranged reads of one checkpoint; `allowed`: element ranges by tensor (None: all)."""
+    """Ranged reads of one checkpoint; `allowed`: element ranges by tensor (None: all).
+
+    Counts into `tally`, which others may share.
+    """
 
     def __init__(
         self,
         source: RangedFiles,
         checkpoint: Checkpoint,
         allowed: Mapping[str, Sequence[Range]] | None,
+        tally: Tally | None = None,
     ) -> None:
         self._source = source
         self._checkpoint = checkpoint
         self._allowed = allowed
-        self._bytes_read = 0
-        self._read_s = 0.0
-        self._lock = threading.Lock()
+        self._tally = tally or Tally()
 
     @property
     def bytes_read(self) -> int:
-        """Bytes delivered so far."""
-        return self._bytes_read
-
-    @property
-    def read_s(self) -> float:
-        """Seconds that reads took so far, added up over threads."""
-        return self._read_s
+        """Bytes delivered so far to the thread that asks."""
+        return self._tally.nbytes
 
     def read_into(
         self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
@@ -61,10 +65,8 @@ class BlockReader:
             )
         began = time.perf_counter()
         self._source.read_into(entry.file, entry.start_byte + start_elem * size, out)
-        took_s = time.perf_counter() - began
-        with self._lock:
-            self._bytes_read += len(out)
-            self._read_s += took_s
+        self._tally.read_s += time.perf_counter() - began
+        self._tally.nbytes += len(out)
 
     def will_need(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
         """Say that elements [start, stop) will be read soon."""

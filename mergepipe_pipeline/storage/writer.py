@@ -79,12 +79,17 @@ class ShardWriter:
             data = data[len(part) :]
             self._close_tensors()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte that the header promises was written."""
+        return self._at == self._nbytes
+
     def finish(self) -> tuple[str, int]:
         """Close the file; SHA-256 (64 hex) and size in bytes.
 
         Raises CorruptionError if bytes are missing.
         """
-        if self._at != self._nbytes:
+        if not self.is_complete:
             raise CorruptionError(
                 "A shard was not written to its end",
                 where=str(self._path),

@@ -224,12 +224,30 @@ def test_a_result_names_the_file_s_bytes_and_every_tensor_s_end(
 def test_layers_of_one_plan_share_readers_and_count_their_own_bytes(
     kinds: Kinds, tmp_path: Path
 ) -> None:
-    plan = merged(kinds, ["low rank"], "task_arithmetic")
-    layers = [replace(plan.layers[0], name=f"layer.{i}") for i in range(2)]
-    with LayerRunner(replace(plan, layers=tuple(layers)), ALL) as runner:
-        results = [runner.run(layer, tmp_path / layer.name) for layer in layers]
-    assert {r.expert_bytes_read for r in results} == {kinds.experts["low rank"].view.nbytes}
-    assert results[0].sha256 == results[1].sha256
+    plan = merged(kinds, ["low rank", "full"], "task_arithmetic")
+    ((task,),) = (layer.tasks for layer in plan.layers)
+    tasks = [replace(task, experts=task.experts[:k]) for k in (1, 2, 1)]
+    layers = [replace(plan.layers[0], name=f"layer.{i}", tasks=(t,)) for i, t in enumerate(tasks)]
+    options = EngineOptions(window_elems=1000, threads=3)
+    with LayerRunner(replace(plan, layers=tuple(layers)), options) as runner:
+        results = list(runner.run_all([(layer, tmp_path / layer.name) for layer in layers]))
+    low, full = (kinds.experts[name].view.nbytes for name in ("low rank", "full"))
+    assert [r.expert_bytes_read for r in results] == [low, low + full, low]
+    assert {r.base_bytes_read for r in results} == {kinds.base.views["w"].nbytes}
+    assert results[0].sha256 == results[2].sha256 != results[1].sha256
+
+
+def test_a_run_that_is_left_in_the_middle_keeps_what_it_finished_and_nothing_else(
+    kinds: Kinds, tmp_path: Path
+) -> None:
+    plan = merged(kinds, ["full"], "task_arithmetic")
+    layers = [replace(plan.layers[0], name=f"layer.{i}") for i in range(3)]
+    options = EngineOptions(window_elems=1000, threads=3)
+    with LayerRunner(replace(plan, layers=tuple(layers)), options) as runner:
+        results = runner.run_all([(layer, tmp_path / layer.name) for layer in layers])
+        next(results)
+        results.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["layer.0"]
 
 
 def test_a_layer_that_reads_other_than_planned_is_refused(kinds: Kinds, tmp_path: Path) -> None:

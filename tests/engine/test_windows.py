@@ -14,38 +14,45 @@ HELD = st.integers(1, 2000)
 
 
 @given(
-    bytes_per_elem=HELD,
+    working=HELD,
+    out=st.sampled_from([2, 4, 8]),
     row_elems=st.integers(1, 100_000),
     window_elems=st.none() | st.integers(1, 100_000),
 )
 def test_a_window_holds_whole_rows_and_at_least_one(
-    bytes_per_elem: int, row_elems: int, window_elems: int | None
+    working: int, out: int, row_elems: int, window_elems: int | None
 ) -> None:
-    n = EngineOptions(window_elems=window_elems).window_for(bytes_per_elem, row_elems)
+    n = EngineOptions(window_elems=window_elems).window_for(working, out, row_elems)
     assert n >= row_elems
     assert n % row_elems == 0
     if window_elems is not None:
         assert n <= max(window_elems, row_elems)
 
 
-@given(bytes_per_elem=HELD, threads=st.integers(1, 16), n_inputs=st.integers(0, 10_000))
+@given(
+    working=HELD,
+    out=st.sampled_from([2, 4, 8]),
+    threads=st.integers(1, 16),
+    n_inputs=st.integers(0, 10_000),
+)
 def test_all_windows_in_flight_fit_the_memory_beside_the_plan(
-    bytes_per_elem: int, threads: int, n_inputs: int
+    working: int, out: int, threads: int, n_inputs: int
 ) -> None:
     options = EngineOptions(threads=threads)
-    n = options.window_for(bytes_per_elem, 1, n_inputs)
-    assert options.slots == threads + 1
-    held = options.slots * bytes_per_elem * n + 3072 * n_inputs
+    n = options.window_for(working, out, 1, n_inputs)
+    assert options.in_flight > threads
+    held = n * (threads * working + options.in_flight * out) + 3072 * n_inputs
     assert n == 4096 or held <= options.memory_bytes
 
 
 def test_a_large_plan_leaves_half_of_the_memory_to_windows() -> None:
     options = EngineOptions(memory_bytes=1 << 20, threads=3)
-    assert options.window_for(4, 1, 1 << 30) == (1 << 19) // 4 // 4 // 4096 * 4096
+    each = 3 * 2 + options.in_flight * 2
+    assert options.window_for(2, 2, 1, 1 << 30) == (1 << 19) // each // 4096 * 4096
 
 
 def test_windows_get_shorter_the_more_an_element_holds() -> None:
-    lengths = [EngineOptions(threads=3).window_for(k) for k in (8, 40, 400, 4000, 100_000)]
+    lengths = [EngineOptions(threads=3).window_for(k, 2) for k in (8, 40, 400, 4000, 100_000)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1] >= 4096
 

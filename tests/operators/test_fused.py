@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.operators import OPERATORS, Window
-from mergepipe_pipeline.operators.fused_kernel import FusedKernel, narrow
+from mergepipe_pipeline.operators.fused_kernel import TILE_ELEMS, FusedKernel, narrow
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.view import TensorView
 
@@ -117,6 +117,24 @@ def test_an_absent_expert_is_one_that_equals_the_base(
     out = np.empty(n, np.float32)
     kernel = kernel_of(task, is_delta=False)
     kernel.run(bits(base), bits(values)[present], present, 0, out)
+    assert_same_bits(out, in_torch(task, base, values, 0))
+
+
+@pytest.mark.parametrize("name", [n for n in FUSED if OPERATORS[n].schema.space == "delta"])
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), tiles=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+def test_outside_its_span_an_expert_equals_the_base_whatever_lies_there(
+    name: str, seed: int, tiles: list[int]
+) -> None:
+    n = 2 * TILE_ELEMS + 99
+    edges = np.minimum(np.array(tiles).reshape(3, 2) * TILE_ELEMS, n)
+    spans = np.sort(edges, axis=1)
+    base, values = drawn(seed, 1, n, odd=False)[0], drawn(seed + 1, 3, n, odd=False)
+    stored = bits(values)
+    for row, (start, stop) in zip(values, spans, strict=True):
+        row[:start], row[stop:] = base[:start], base[stop:]
+    task, out = task_of(name, seed, n, 3), np.empty(n, np.float32)
+    kernel_of(task, is_delta=False).run(bits(base), stored, np.arange(3), 0, out, spans)
     assert_same_bits(out, in_torch(task, base, values, 0))
 
 

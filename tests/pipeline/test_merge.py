@@ -218,9 +218,9 @@ def test_memory_held_does_not_grow_with_the_number_of_experts(
     for k in (1, 2, 20, 100, 400):
         with SourcePool(plan) as sources:
             job = Job(replace(task, experts=(one,) * k), sources)
-        window = options.window_for(job.bytes_per_elem)
+        window = options.window_for(job.working_bytes_per_elem, 2)
         rows = 0 if dtype == "BF16" else 4 * (k + 1)
-        held = window * options.slots * ((k + 1) * (2 if dtype == "BF16" else 4) + rows)
+        held = window * options.threads * ((k + 1) * (2 if dtype == "BF16" else 4) + rows)
         assert held <= options.memory_bytes or window == 4096
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
-from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import LocalSource
 from tests.storage.files import sharded
 
@@ -74,12 +74,19 @@ def test_a_buffer_of_another_size_and_a_range_past_the_tensor_are_refused(folder
             reader.read(checkpoint.by_name["a"], 0, 7)
 
 
-def test_many_threads_are_counted_together(folder: Path) -> None:
-    checkpoint = open_checkpoint(str(folder), "m")
+def test_readers_with_one_tally_count_together_but_every_thread_for_itself(folder: Path) -> None:
+    checkpoint, tally = open_checkpoint(str(folder), "m"), Tally()
     with LocalSource(folder) as source, ThreadPoolExecutor(8) as pool:
-        reader = BlockReader(source, checkpoint, None)
-        list(pool.map(lambda i: reader.read(checkpoint.by_name["abc"[i % 3]], 0, 6), range(300)))
-    assert reader.bytes_read == 300 * 24
+        readers = [BlockReader(source, checkpoint, None, tally) for _ in range(2)]
+
+        def read(i: int) -> int:
+            before = tally.nbytes
+            for reader in readers[: 1 + i % 2]:
+                reader.read(checkpoint.by_name["abc"[i % 3]], 0, 6)
+            return tally.nbytes - before
+
+        assert list(pool.map(read, range(300))) == [24, 48] * 150
+    assert tally.nbytes == 0
 
 
 @pytest.mark.parametrize("change", ["touch", "grow", "replace"])
