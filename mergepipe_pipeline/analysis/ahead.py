@@ -96,17 +96,27 @@ class RunAhead:
 
     def results(self, jobs: Iterator[Job[T]]) -> Iterator[T]:
         """What jobs give, in order; a result may use its buffers until the next one is taken."""
-        hinted: deque[Job[T]] = deque()
+        waiting: deque[Job[T]] = deque()
+        unhinted: list[Job[T]] = []
         running: deque[tuple[Future[T], Buffers]] = deque()
         while True:
-            while len(hinted) < _HINTED and (job := next(jobs, None)) is not None:
-                job.hint()
-                hinted.append(job)
-            while hinted and len(running) <= self._threads:
+            while len(waiting) < _HINTED and (job := next(jobs, None)) is not None:
+                waiting.append(job)
+                unhinted.append(job)
+            while waiting and len(running) <= self._threads:
                 buffers = self._free.pop() if self._free else Buffers()
-                running.append((self._pool.submit(hinted.popleft().run, buffers), buffers))
+                future = self._pool.submit(_run, waiting.popleft(), unhinted, buffers)
+                running.append((future, buffers))
+                unhinted = []
             if not running:
                 return
             future, buffers = running.popleft()
             yield future.result()
             self._free.append(buffers)
+
+
+def _run(job: Job[T], upcoming: list[Job[T]], buffers: Buffers) -> T:
+    """Run a job, after a word about those that come later: finding room for them takes time."""
+    for later in upcoming:
+        later.hint()
+    return job.run(buffers)

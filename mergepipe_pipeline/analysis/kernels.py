@@ -89,11 +89,7 @@ def describe_bfloat16(
     for chunk in range(len(peaks)):
         start = chunk * CHUNK_ELEMS
         here = min(CHUNK_ELEMS, n - start)
-        differing, largest = np.uint16(0), np.uint16(0)
-        for i in range(here):
-            differing |= expert[start + i] ^ base[start + i]
-            largest = max(largest, expert[start + i] & np.uint16(0x7FFF))
-        if differing == 0 and largest < _BF16_INFINITY:  # ∞ − ∞ is not 0
+        if _is_equal(expert[start : start + here], base[start : start + here]):
             histogram[0] += CHUNK_ELEMS
         else:
             subtract(expert[start : start + here], base[start : start + here], delta, below)
@@ -104,6 +100,18 @@ def describe_bfloat16(
             top = _top_bin(peaks[block * per_block : chunk + 1])
             end_block(block, n_aside, even, odd, top, histogram, room)
             n_aside = 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _is_equal(expert: npt.NDArray[np.uint16], base: npt.NDArray[np.uint16]) -> bool:
+    """Whether equal bits mean a difference of zero: ∞ − ∞ is none."""
+    for i in range(len(expert)):
+        if expert[i] != base[i]:
+            return False
+    largest = np.uint16(0)
+    for i in range(len(expert)):
+        largest = max(largest, expert[i] & np.uint16(0x7FFF))
+    return bool(largest < _BF16_INFINITY)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -129,14 +137,18 @@ def _describe_chunk(
             peak[lane] = max(peak[lane], size)
             nonzero[lane] += d != 0
             above[lane] += d > 0
+    total, square, largest, n, n_above = 0.0, 0.0, np.float32(0), 0, 0
     for lane in range(LANES):
-        sums[chunk, 0] += l1[lane]
-        sums[chunk, 1] += l2[lane]
-        peaks[chunk] = max(peaks[chunk], peak[lane])
-        counts[chunk, 0] += nonzero[lane]
-        counts[chunk, 1] += above[lane]
-    if np.isnan(sums[chunk, 1]):  # comparisons skip what is not a number
-        peaks[chunk] = np.nan
+        total += l1[lane]
+        square += l2[lane]
+    for lane in range(LANES):
+        largest = max(largest, peak[lane])
+        n += nonzero[lane]
+        n_above += above[lane]
+    sums[chunk, 0], sums[chunk, 1] = total, square
+    counts[chunk, 0], counts[chunk, 1] = n, n_above
+    # Comparisons skip what is not a number.
+    peaks[chunk] = np.nan if np.isnan(square) else largest
     # Each word's elements are turned by a random number of lanes: else a column of large values
     # would fall into one lane all the way down, and the sketch would be as good as one lane.
     turned = np.zeros(2 * SKETCH_WIDTH, np.float32)

@@ -21,6 +21,9 @@ BINS = 1 << (32 - HIST_SHIFT - 1)
 #: Of so many elements of a block, one may be set aside.
 _OFTEN = 4
 _GROUP = 128
+#: Magnitudes have 31 bits: three digits.
+_DIGIT_BITS = 11
+_DIGITS = 1 << _DIGIT_BITS
 
 Bits = npt.NDArray[np.uint32]
 Table = npt.NDArray[np.int32]
@@ -117,18 +120,18 @@ def _list_bin(bin_: int, n: int, rest: Bits, r: int, at: int, room: Room) -> tup
 
 @numba.njit(nogil=True, cache=True)
 def _sorted(values: Bits, room: Bits) -> Bits:
-    """`values` in order, sorted byte by byte: several times as fast here as a sort by comparing."""
-    n, counts = len(values), np.empty(256, np.int32)
-    other = room[:n]
-    for shift in range(0, 32 if n else 0, 8):
+    """`values` in order, sorted digit by digit: several times as fast here as by comparing."""
+    n, counts = len(values), np.empty(_DIGITS, np.int32)
+    other, last = room[:n], np.uint32(_DIGITS - 1)
+    for shift in range(0, 31 if n else 0, _DIGIT_BITS):
         counts[:] = 0
         for i in range(n):
-            counts[(values[i] >> np.uint32(shift)) & np.uint32(255)] += 1
+            counts[(values[i] >> np.uint32(shift)) & last] += 1
         below = 0
-        for digit in range(256):
+        for digit in range(_DIGITS):
             counts[digit], below = below, below + counts[digit]
         for i in range(n):
-            digit = (values[i] >> np.uint32(shift)) & np.uint32(255)
+            digit = (values[i] >> np.uint32(shift)) & last
             other[counts[digit]] = values[i]
             counts[digit] += 1
         values, other = other, values

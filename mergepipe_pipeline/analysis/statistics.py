@@ -7,9 +7,7 @@ so tensor-level figures do not depend on the block grid, and nothing depends on 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,8 +20,9 @@ from mergepipe_pipeline.analysis.kernels import (
     sample_elems,
 )
 from mergepipe_pipeline.analysis.magnitudes import BINS, room_for
+from mergepipe_pipeline.analysis.ordered import OrderedHash
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, DeltaWindow, Family, WindowReader
-from mergepipe_pipeline.digest import new_hash, sha256_hex
+from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -44,7 +43,7 @@ S = TypeVar("S", bound=np.generic)
 
 @dataclass(frozen=True)
 class _Figures:
-    """What one window adds, per chunk as `kernels.describe` says, and its raw bytes to hash."""
+    """What one window adds, per chunk as `kernels.describe` says."""
 
     window: DeltaWindow
     sums: npt.NDArray[np.float64]
@@ -109,24 +108,26 @@ def _streamed(
     progress: Callable[[int], None] | None,
 ) -> Iterator[tuple[int, list[TensorStats]]]:
     """(family number, statistics per expert), in order; windows of all run as one stream."""
-    keys = [_key(family.base.name) for family in families]
-    gathered: tuple[int, _Gathered] | None = None
+    begun: dict[int, _Gathered] = {}
 
-    def work(family: int) -> Callable[[int, DeltaWindow], _Figures]:
-        numel = families[family].base.numel
-        return lambda _, window: _describe(window, keys[family], grid, numel)
+    def work(number: int) -> Callable[[int, DeltaWindow], _Figures]:
+        gathered = begun.setdefault(number, _Gathered(families[number], grid))
+        return gathered.describe
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as hashers:
+    at: int | None = None
+    try:
         for number, found in reader.families(families, work):
-            if gathered is None or gathered[0] != number:
-                if gathered is not None:
-                    yield gathered[0], gathered[1].stats()
-                gathered = (number, _Gathered(families[number], grid, hashers))
-            gathered[1].add(found)
+            if at is not None and at != number:
+                yield at, begun.pop(at).stats()
+            at = number
+            begun[number].add(found)
             if progress:
                 progress(sum(len(f.window.expert_raw) for f in found))
-        if gathered is not None:
-            yield gathered[0], gathered[1].stats()
+        if at is not None:
+            yield at, begun.pop(at).stats()
+    finally:
+        for gathered in begun.values():
+            gathered.abandon()
 
 
 def _key(base_tensor: str) -> np.uint64:
@@ -137,33 +138,43 @@ def _key(base_tensor: str) -> np.uint64:
 class _Gathered:
     """Gathers the windows of one family."""
 
-    def __init__(self, family: Family, grid: BlockGrid, hashers: Executor) -> None:
-        self._base, self._hashers = family.base, hashers
-        self._hash = new_hash()
+    def __init__(self, family: Family, grid: BlockGrid) -> None:
+        self._base, self._grid, self._key = family.base, grid, _key(family.base.name)
         self._tables = [_Table(view, family.base, grid) for view in family.experts]
-        read = max((v.numel for v in family.experts if v.stands_alone), default=-1)
-        self._is_hashed = family.base.whole is not None and read == family.base.numel
+        self._hashes = [OrderedHash() if view.whole else None for view in family.experts]
+        self._base_hash = OrderedHash()
+        numels = [v.numel if v.stands_alone else -1 for v in family.experts]
+        # The base is hashed with the expert that is compared with all of it.
+        is_hashed = family.base.whole is not None and family.base.numel in numels
+        self._with_base = numels.index(family.base.numel) if is_hashed else None
+
+    def describe(self, number: int, window: DeltaWindow) -> _Figures:
+        """The figures of a window of one expert, in any thread, and its bytes' part in digests."""
+        figures = _describe(window, self._key, self._grid, self._base.numel)
+        if hashed := self._hashes[number]:
+            hashed.update(window.start_elem, window.n, window.expert_raw)
+        if number == self._with_base:
+            self._base_hash.update(window.start_elem, window.n, window.base_raw)
+        return figures
 
     def add(self, found: Sequence[_Figures]) -> None:
-        """Take in the next window.
-
-        Bytes of one tensor are hashed in order, those of several at once: hashing takes as long as
-        all else that is done to them.
-        """
-        hashing: list[Future[None]] = []
-        if self._is_hashed:
-            longest = max((f.window.base_raw for f in found), key=len)
-            hashing.append(self._hashers.submit(self._hash.update, longest))
+        """Take in the next window."""
         for table, figures in zip(self._tables, found, strict=True):
-            hashing.append(self._hashers.submit(table.hash.update, figures.window.expert_raw))
             table.add(figures)
-        for done in hashing:
-            done.result()
+
+    def abandon(self) -> None:
+        """Say that not all windows will come."""
+        for hashed in (*self._hashes, self._base_hash):
+            if hashed:
+                hashed.abandon()
 
     def stats(self) -> list[TensorStats]:
         """The statistics of each expert's tensor."""
-        sha256 = self._hash.hexdigest() if self._is_hashed else ""
-        return [table.stats(sha256) for table in self._tables]
+        base_sha256 = "" if self._with_base is None else self._base_hash.hexdigest()
+        return [
+            table.stats(hashed.hexdigest() if hashed else "", base_sha256)
+            for table, hashed in zip(self._tables, self._hashes, strict=True)
+        ]
 
 
 class _Table:
@@ -171,7 +182,6 @@ class _Table:
 
     def __init__(self, view: TensorView, base: TensorView, grid: BlockGrid) -> None:
         self._view, self._base, self._grid = view, base, grid
-        self.hash = new_hash()
         self._histogram = np.zeros(BINS, dtype=np.int64)
         self._sums, self._counts = [np.zeros((0, 2))], [np.zeros((0, 2), np.int64)]
         self._peaks = [np.zeros(0, np.float32)]
@@ -180,7 +190,7 @@ class _Table:
         self._magnitudes: list[Magnitudes] | None = []
 
     def add(self, figures: _Figures) -> None:
-        """Take in the next window, but for its bytes."""
+        """Take in the next window."""
         self._histogram += figures.histogram
         # Only figures may pile up: bytes and tables are the next window's. A window holds whole
         # blocks (but for the tensor's last one), so its sketches are added up at once.
@@ -194,8 +204,8 @@ class _Table:
         elif self._magnitudes is not None:
             self._magnitudes.append(figures.magnitudes)
 
-    def stats(self, base_sha256: str) -> TensorStats:
-        """The statistics of the whole tensor."""
+    def stats(self, sha256: str, base_sha256: str) -> TensorStats:
+        """The statistics of the whole tensor; of its bytes' digests, empty where none was taken."""
         view, grid = self._view, self._grid
         sums, counts = np.concatenate(self._sums), np.concatenate(self._counts)
         peaks = np.concatenate(self._peaks)
@@ -203,7 +213,7 @@ class _Table:
         return TensorStats(
             tensor=view.name,
             base_tensor=self._base.name,
-            sha256=self.hash.hexdigest() if view.whole else "",
+            sha256=sha256,
             base_sha256=base_sha256,
             dtype=view.dtype,
             base_dtype=self._base.dtype,

@@ -6,12 +6,11 @@ learns first; the experts that the catalog knows already are not read.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from mergepipe_pipeline.begun import begun
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.operators import OPERATORS
@@ -238,26 +237,15 @@ def _facts(
             )
             wanted.setdefault((i.model, t.base.model, fact), []).append(s)
     tables = FactTables()
-    loads = [
+    loads: list[Load] = [
         partial(histograms, home, models[expert], models[base], stats[expert, base].block_elems)
         for expert, base, _ in wanted
     ]
-    with ThreadPoolExecutor(1) as pool:
-        begun = _begun(pool, loads) if with_energies else iter(loads)
-        for ((expert, base, fact), places), load in zip(wanted.items(), begun, strict=True):
-            known = stats[expert, base]
-            finder = ExpertFacts(home, models[expert], models[base], known, load, progress)
-            finder.add(fact, places, tables, in_full=in_full)
-            if with_energies:
-                finder.add_energies(fact, places, tables)
+    known = begun(loads) if with_energies else iter(loads)
+    for ((expert, base, fact), places), load in zip(wanted.items(), known, strict=True):
+        of = models[expert], models[base], stats[expert, base]
+        finder = ExpertFacts(home, *of, load, progress)
+        finder.add(fact, places, tables, in_full=in_full)
+        if with_energies:
+            finder.add_energies(fact, places, tables)
     return tables
-
-
-def _begun(pool: Executor, loads: Sequence[Load]) -> Iterator[Load]:
-    """The same loads, each begun while the one before is made use of."""
-    begun = deque(pool.submit(load) for load in loads[:1])
-    for upcoming in loads[1:]:
-        begun.append(pool.submit(upcoming))
-        yield begun.popleft().result
-    for last in begun:
-        yield last.result
