@@ -33,10 +33,11 @@ def encode_magnitudes(stats: ExpertStats) -> bytes:
     packed = json.dumps({"tensors": pairs}, sort_keys=True).encode()
     schema = MAGNITUDES.with_metadata({FACTS_KEY: packed})
     sink = io.BytesIO()
-    # Upper bytes of sorted numbers are nearly all alike: side by side they take no room.
+    # Upper bytes of sorted numbers are nearly all alike: side by side they take no room. lz4 is
+    # read three times as fast as zstd, which takes two thirds of the room.
     split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in MAGNITUDES.names}
     with pq.ParquetWriter(
-        sink, schema, compression="zstd", use_dictionary=False, column_encoding=split
+        sink, schema, compression="lz4", use_dictionary=False, column_encoding=split
     ) as writer:
         for t in known:
             assert t.block_magnitudes is not None
