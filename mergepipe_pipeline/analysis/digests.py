@@ -1,11 +1,11 @@
-"""SHA-256 of every tensor of a checkpoint: its content, whatever it is called."""
+"""The digest of every tensor of a checkpoint: its content, whatever it is called."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.digest import new_content_hash
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
@@ -16,7 +16,7 @@ _WINDOW_ELEMS = 1 << 21
 def digest_checkpoint(
     checkpoint: Checkpoint, progress: Callable[[int], None] | None = None
 ) -> dict[str, str]:
-    """Tensor name to SHA-256 (64 hex) of its stored bytes; one pass in bounded memory.
+    """Tensor name to digest (64 hex) of its stored bytes; one pass in bounded memory.
 
     Raises CheckpointChangedError if a file changes meanwhile.
     """
@@ -24,7 +24,7 @@ def digest_checkpoint(
         reader = BlockReader(source, checkpoint, None)
 
         def digest(entry: TensorEntry) -> str:
-            running = new_hash()
+            running = new_content_hash()
             for start in range(0, entry.numel, _WINDOW_ELEMS):
                 raw = reader.read(entry, start, min(entry.numel, start + _WINDOW_ELEMS))
                 running.update(raw)

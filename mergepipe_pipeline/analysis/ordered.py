@@ -9,14 +9,14 @@ from __future__ import annotations
 from concurrent.futures import CancelledError
 from threading import Condition
 
-from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.digest import new_content_hash
 
 
 class OrderedHash:
-    """SHA-256 of one tensor's stored bytes. Safe for several threads."""
+    """The content digest of one tensor's stored bytes. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._hash, self._turn = new_hash(), Condition()
+        self._hash, self._turn = new_content_hash(), Condition()
         self._reached, self._is_abandoned = 0, False
 
     def update(self, start_elem: int, n_elems: int, raw: memoryview) -> None:

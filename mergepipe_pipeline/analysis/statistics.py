@@ -170,9 +170,9 @@ class _Gathered:
 
     def stats(self) -> list[TensorStats]:
         """The statistics of each expert's tensor."""
-        base_sha256 = "" if self._with_base is None else self._base_hash.hexdigest()
+        base_digest = "" if self._with_base is None else self._base_hash.hexdigest()
         return [
-            table.stats(hashed.hexdigest() if hashed else "", base_sha256)
+            table.stats(hashed.hexdigest() if hashed else "", base_digest)
             for table, hashed in zip(self._tables, self._hashes, strict=True)
         ]
 
@@ -204,7 +204,7 @@ class _Table:
         elif self._magnitudes is not None:
             self._magnitudes.append(figures.magnitudes)
 
-    def stats(self, sha256: str, base_sha256: str) -> TensorStats:
+    def stats(self, digest: str, base_digest: str) -> TensorStats:
         """The statistics of the whole tensor; of its bytes' digests, empty where none was taken."""
         view, grid = self._view, self._grid
         sums, counts = np.concatenate(self._sums), np.concatenate(self._counts)
@@ -213,8 +213,8 @@ class _Table:
         return TensorStats(
             tensor=view.name,
             base_tensor=self._base.name,
-            sha256=sha256,
-            base_sha256=base_sha256,
+            digest=digest,
+            base_digest=base_digest,
             dtype=view.dtype,
             base_dtype=self._base.dtype,
             numel=view.numel,

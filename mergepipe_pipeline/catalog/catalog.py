@@ -45,8 +45,8 @@ class Registration:
 class Content(NamedTuple):
     """All that statistics follow from: the bytes compared, and the name that draws the signs."""
 
-    sha256: str
-    base_sha256: str
+    digest: str
+    base_digest: str
     dtype: str
     base_dtype: str
     base_tensor: str
@@ -139,11 +139,11 @@ class Catalog:
         return None if data is None else tables.decode_checkpoint(data, str(path), name, root)
 
     def put_digests(self, checkpoint_id: str, digests: Mapping[str, str]) -> None:
-        """Remember the SHA-256 of every tensor of a checkpoint."""
+        """Remember the digest of every tensor of a checkpoint."""
         write_atomic(self._digests(checkpoint_id), tables.encode_digests(digests))
 
     def digests(self, checkpoint_id: str) -> Mapping[str, str] | None:
-        """Tensor name to SHA-256, or None if not known. Raises CorruptionError."""
+        """Tensor name to digest, or None if not known. Raises CorruptionError."""
         path = self._digests(checkpoint_id)
         version = _version(path)
         return None if version is None else _decoded_digests(path, version)
@@ -239,14 +239,14 @@ class Catalog:
         return [(p, p.with_name(p.name.replace(".tensors.", ".blocks."))) for p in paths]
 
     def known_digests(self, base_id: str, model_id: str, block_elems: int) -> dict[str, str]:
-        """Tensor name to SHA-256 as analyses of a model (or of experts of this base) saw them."""
+        """Tensor name to digest as analyses of a model (or of experts of this base) saw them."""
         is_base = base_id == model_id
         owner, name = ("*", "base_tensor") if is_base else (model_id, "tensor")
-        digest = "base_sha256" if is_base else "sha256"
+        digest = "base_digest" if is_base else "digest"
         found: dict[str, str] = {}
         for path in sorted(self._stats(base_id).glob(f"{owner}.b{block_elems}.*.tensors.parquet")):
             rows = tables.decode_rows(path.read_bytes(), str(path), [name, digest])
-            found |= {tensor: sha256 for tensor, sha256 in rows if sha256}
+            found |= {tensor: its for tensor, its in rows if its}
         return found
 
     def contents(self, block_elems: int) -> dict[Content, Source]:
@@ -257,7 +257,7 @@ class Catalog:
             checkpoint_id = path.name.partition(".")[0]
             for tensor, *fields in tables.decode_rows(path.read_bytes(), str(path), columns):
                 content = Content(*fields)
-                if content.sha256 and content.base_sha256:
+                if content.digest and content.base_digest:
                     found[content] = Source(path.parent.name, checkpoint_id, tensor)
         return found
 
@@ -314,11 +314,11 @@ class Catalog:
         return VersionChain(self._folder / "names" / name)
 
     def _digests(self, checkpoint_id: str) -> Path:
-        return self._folder / "digests" / f"{checkpoint_id}.parquet"
+        return self._folder / "digests" / "v2" / f"{checkpoint_id}.parquet"
 
     @property
     def _all_stats(self) -> Path:
-        return self._folder / "block_stats" / "v5"
+        return self._folder / "block_stats" / "v6"
 
     def _stats(self, base_id: str) -> Path:
         return self._all_stats / base_id

@@ -36,13 +36,13 @@ TENSORS = pa.schema(
         ("nbytes", pa.int64()),
     ]
 )
-DIGESTS = pa.schema([("tensor", pa.string()), ("sha256", pa.string())])
+DIGESTS = pa.schema([("tensor", pa.string()), ("digest", pa.string())])
 TENSOR_STATS = pa.schema(
     [
         ("tensor", pa.string()),
         ("base_tensor", pa.string()),
-        ("sha256", pa.string()),
-        ("base_sha256", pa.string()),
+        ("digest", pa.string()),
+        ("base_digest", pa.string()),
         ("dtype", pa.string()),
         ("base_dtype", pa.string()),
         ("numel", pa.int64()),
@@ -175,15 +175,15 @@ def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoi
 
 
 def encode_digests(digests: Mapping[str, str]) -> bytes:
-    """Tensor to SHA-256."""
-    rows = {"tensor": list(digests), "sha256": list(digests.values())}
+    """Tensor to digest."""
+    rows = {"tensor": list(digests), "digest": list(digests.values())}
     return encode(pa.table(rows, schema=DIGESTS), {})
 
 
 def decode_digests(data: bytes, where: str) -> dict[str, str]:
     """The mapping of `encode_digests`. Raises CorruptionError."""
     table, _ = decode(data, where, DIGESTS)
-    return dict(zip(table["tensor"].to_pylist(), table["sha256"].to_pylist(), strict=True))
+    return dict(zip(table["tensor"].to_pylist(), table["digest"].to_pylist(), strict=True))
 
 
 def encode_stats(stats: ExpertStats) -> tuple[bytes, bytes]:

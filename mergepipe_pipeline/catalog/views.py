@@ -55,16 +55,16 @@ FILES = {
         tables.TENSORS, "checkpoints/*.parquet", re.compile(r"(?P<checkpoint_id>[^/]+)\.parquet$")
     ),
     "digest_files": Files(
-        tables.DIGESTS, "digests/*.parquet", re.compile(r"(?P<checkpoint_id>[^/]+)\.parquet$")
+        tables.DIGESTS, "digests/v2/*.parquet", re.compile(r"(?P<checkpoint_id>[^/]+)\.parquet$")
     ),
     "tensor_stat_files": Files(
         tables.TENSOR_STATS,
-        "block_stats/v5/*/*.tensors.parquet",
+        "block_stats/v6/*/*.tensors.parquet",
         re.compile(_STATS + r"\.tensors\.parquet$"),
     ),
     "block_stat_files": Files(
         tables.BLOCK_STATS,
-        "block_stats/v5/*/*.blocks.parquet",
+        "block_stats/v6/*/*.blocks.parquet",
         re.compile(_STATS + r"\.blocks\.parquet$"),
     ),
     "fact_files": Files(
@@ -117,7 +117,7 @@ VIEWS = {
         {
             "checkpoint_id": "the checkpoint (see registrations)",
             "tensor": "its name",
-            "sha256": "digest of its bytes",
+            "digest": "BLAKE3 of its bytes",
         },
         "digest_files",
     ),
@@ -135,8 +135,8 @@ VIEWS = {
             "l2sq": "Σδ²",
             "max_abs": "max |δ|",
             "nonzero": "elements with δ ≠ 0",
-            "sha256": "digest of the expert's bytes, empty if not seen whole",
-            "base_sha256": "the same of the base's",
+            "digest": "BLAKE3 of the expert's bytes, empty if not seen whole",
+            "base_digest": "the same of the base's",
         },
         "tensor_stat_files",
     ),

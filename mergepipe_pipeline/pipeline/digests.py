@@ -1,4 +1,4 @@
-"""SHA-256 of every tensor of a checkpoint: what it holds, whatever it is called."""
+"""The digest of every tensor of a checkpoint: what it holds, whatever it is called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 def ensure_digests(
     home: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None
 ) -> Mapping[str, str]:
-    """SHA-256 of every tensor of a checkpoint, from the catalog or by one pass over it."""
+    """The digest of every tensor of a checkpoint, from the catalog or by one pass over it."""
     catalog = Catalog(home.catalog)
     known = catalog.digests(checkpoint.checkpoint_id)
     if known is not None:

@@ -217,7 +217,7 @@ class ExpertFacts:
         expert = ExpertInput(
             position=s.position,
             view=view,
-            sha256="",
+            digest="",
             params=s.model_params,
             covered=((0, view.numel),),
             read=((0, view.numel),),

@@ -16,7 +16,7 @@ from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model, view_sha256
+from mergepipe_pipeline.spec.model import Model, view_digest
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -120,6 +120,6 @@ def _contents(
     for pair in pairs:
         a, b = expert.views[pair[0]], base.views[pair[1]]
         if a.whole and b.whole:
-            digests = view_sha256(a, mine), view_sha256(b, theirs)
+            digests = view_digest(a, mine), view_digest(b, theirs)
             out[pair] = Content(*digests, a.dtype, b.dtype, b.name)
     return out

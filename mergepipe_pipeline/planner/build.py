@@ -17,7 +17,7 @@ from mergepipe_pipeline.planner.choosing import Question, bought, estimates
 from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts, stored_like
 from mergepipe_pipeline.spec.blocks import BlockGrid, Range
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.spec.model import Model, view_sha256
+from mergepipe_pipeline.spec.model import Model, view_digest
 from mergepipe_pipeline.spec.plan import (
     BaseInput,
     ConfigValue,
@@ -122,9 +122,9 @@ class PlanBuilder:
     def _view(self, model: int, tensor: str) -> TensorView:
         return moved(self._inputs[model].model.views[tensor], self._first_source[model])
 
-    def _sha256(self, model: int, tensor: str) -> str:
+    def _digest(self, model: int, tensor: str) -> str:
         i = self._inputs[model]
-        return view_sha256(i.model.views[tensor], list(i.digests))
+        return view_digest(i.model.views[tensor], list(i.digests))
 
     def _out_dtype(self, like: TensorView) -> str:
         if like.dtype not in FLOATING:
@@ -146,7 +146,7 @@ class PlanBuilder:
                     ExpertInput(
                         position=entry.position,
                         view=view,
-                        sha256=self._sha256(entry.model, entry.tensor),
+                        digest=self._digest(entry.model, entry.tensor),
                         params=part.model_params[i],
                         covered=self._ranges(taken | zero, view.numel) if zero.any() else read,
                         read=read,
@@ -182,7 +182,7 @@ class PlanBuilder:
             operator="copy",
             params=(),
             seed=self._recipe.seed,
-            base=BaseInput(self._view(*source), self._sha256(*source)),
+            base=BaseInput(self._view(*source), self._digest(*source)),
             experts=(),
         )
 
@@ -190,7 +190,7 @@ class PlanBuilder:
         if t.base is None:
             return None
         return BaseInput(
-            self._view(t.base.model, t.base.tensor), self._sha256(t.base.model, t.base.tensor)
+            self._view(t.base.model, t.base.tensor), self._digest(t.base.model, t.base.tensor)
         )
 
     def _ranges(self, taken: Choice, numel: int) -> tuple[Range, ...]:

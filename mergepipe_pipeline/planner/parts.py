@@ -214,7 +214,7 @@ class Parts:
             ExpertInput(
                 position=entry.position,
                 view=self._models[entry.model].views[entry.tensor],
-                sha256="",
+                digest="",
                 params=part.model_params[i],
                 covered=(),
                 read=(),

@@ -48,10 +48,10 @@ class Model:
         return sum(v.nbytes for v in self.views.values())
 
 
-def view_sha256(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
+def view_digest(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
     """64 hex over a view's content; for a whole stored tensor the digest of its bytes.
 
-    `digests[i]` gives tensor name to SHA-256 for source number i.
+    `digests[i]` gives tensor name to digest for source number i.
     """
 
     def of(part: Part) -> str:

@@ -78,7 +78,7 @@ class ExpertInput:
 
     position: int
     view: TensorView
-    sha256: str
+    digest: str
     params: Params
     covered: tuple[Range, ...]
     read: tuple[Range, ...]
@@ -101,7 +101,7 @@ class BaseInput:
     """The base's tensor for one output tensor."""
 
     view: TensorView
-    sha256: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ class TensorTask:
             "operator": self.operator,
             "params": self.params,
             "seed": self.seed,
-            "base": self.base and [self.base.sha256, self.base.view.dtype],
+            "base": self.base and [self.base.digest, self.base.view.dtype],
             "experts": [
                 [
                     e.position,
-                    e.sha256,
+                    e.digest,
                     e.view.dtype,
                     e.params,
                     e.covered,
@@ -298,7 +298,7 @@ def _layer(value: dict[str, Any]) -> LayerTask:
 
 
 def _task(v: dict[str, Any]) -> TensorTask:
-    base = v["base"] and BaseInput(_view(v["base"]["view"]), v["base"]["sha256"])
+    base = v["base"] and BaseInput(_view(v["base"]["view"]), v["base"]["digest"])
     return TensorTask(
         **{
             **v,

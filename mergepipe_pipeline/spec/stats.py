@@ -47,7 +47,7 @@ class Magnitudes:
 class TensorStats:
     """One expert tensor against a tensor of the base.
 
-    `sha256` and `base_sha256` are of the stored bytes, empty where the pass did not see them whole;
+    `digest` and `base_digest` are of the stored bytes, empty where the pass did not see them whole;
     with `dtype` and `base_dtype` (safetensors codes) they say what was compared.
 
     `hist_bins` (uint16, ascending) and `hist_counts` (int64): occupied bins of bits(|δ|) >> 16.
@@ -63,8 +63,8 @@ class TensorStats:
 
     tensor: str
     base_tensor: str
-    sha256: str
-    base_sha256: str
+    digest: str
+    base_digest: str
     dtype: str
     base_dtype: str
     numel: int

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from mergepipe_pipeline.analysis import digests
 from mergepipe_pipeline.analysis.digests import digest_checkpoint
@@ -22,13 +22,13 @@ TENSORS: dict[str, Stored] = {
 }
 
 
-def test_every_tensor_has_the_sha256_of_its_bytes(
+def test_every_tensor_has_the_digest_of_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "_WINDOW_ELEMS", 4096)
     done: list[int] = []
     found = digest_checkpoint(write(tmp_path, "model", TENSORS), done.append)
-    assert found == {n: hashlib.sha256(data).hexdigest() for n, (_, _, data) in TENSORS.items()}
+    assert found == {n: blake3(data).hexdigest() for n, (_, _, data) in TENSORS.items()}
     assert sum(done) == sum(len(data) for _, _, data in TENSORS.values())
 
 

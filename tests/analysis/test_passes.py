@@ -61,7 +61,7 @@ def cores(n: int) -> Iterator[None]:
 
 def without_base_digest(stats: TensorStats) -> dict[str, object]:
     """A pass may see the base whole because of another expert."""
-    return figures(replace(stats, base_sha256=""))
+    return figures(replace(stats, base_digest=""))
 
 
 @given(
@@ -100,7 +100,7 @@ def test_a_pass_that_does_not_read_the_base_whole_gives_no_digest_of_it(tmp_path
     # The first has all rows but needs no base, the second needs the base but has fewer rows.
     wanted = [(kinds.experts[n].model, [("w", "w")]) for n in ("low rank", "short")]
     found = analyze_all(wanted, kinds.base, GRID)
-    assert [s.tensors[0].base_sha256 for s in found] == ["", ""]
+    assert [s.tensors[0].base_digest for s in found] == ["", ""]
 
 
 @pytest.mark.parametrize("k", [1, 2, 7])
@@ -136,7 +136,7 @@ def test_bfloat16_and_what_holds_the_same_values_are_described_alike() -> None:
     for expert, base in (pair, (wide[0], wide[1]), (pair[0], wide[1])):
         with on_disk({"w": expert}, {"w": base}) as (e, b):
             (stats,) = analyze_one(e, b, [("w", "w")], GRID).tensors
-        found.append(figures(replace(stats, sha256="", base_sha256="", dtype="", base_dtype="")))
+        found.append(figures(replace(stats, digest="", base_digest="", dtype="", base_dtype="")))
     assert found[0] == found[1] == found[2]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import tracemalloc
@@ -12,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,8 +78,8 @@ def test_statistics_are_those_of_the_whole_tensor_in_float64(
 
     stats = analyzed(expert, base, BlockGrid(block_elems), window_elems=16384)
 
-    assert stats.sha256 == hashlib.sha256(expert[2]).hexdigest()
-    assert stats.base_sha256 == hashlib.sha256(base[2]).hexdigest()
+    assert stats.digest == blake3(expert[2]).hexdigest()
+    assert stats.base_digest == blake3(base[2]).hexdigest()
     assert (stats.dtype, stats.base_dtype) == (expert_dtype, base_dtype)
     assert stats.numel == n
     assert stats.l1 == pytest.approx(math.fsum(wide), rel=1e-13)
@@ -135,8 +135,8 @@ def test_windows_in_flight_never_share_memory() -> None:
         found = analyze_one(e, b, pairs_of(e, b), GRID).tensors
     for stats in found:
         delta = delta_of(expert[stats.tensor], base[stats.tensor]).astype(np.float64)
-        assert stats.sha256 == hashlib.sha256(expert[stats.tensor][2]).hexdigest()
-        assert stats.base_sha256 == hashlib.sha256(base[stats.tensor][2]).hexdigest()
+        assert stats.digest == blake3(expert[stats.tensor][2]).hexdigest()
+        assert stats.base_digest == blake3(base[stats.tensor][2]).hexdigest()
         assert stats.l1 == pytest.approx(np.abs(delta).sum(), rel=1e-13)
 
 
@@ -154,7 +154,7 @@ def test_figures_do_not_depend_on_windows(dtype: str) -> None:
 def test_an_expert_equal_to_its_base_has_zeros_everywhere() -> None:
     stored = encode(np.arange(20000) % 7, "BF16")
     stats = analyzed(stored, stored)
-    assert stats.sha256 == stats.base_sha256
+    assert stats.digest == stats.base_digest
     assert (stats.l1, stats.l2sq, stats.max_abs, stats.nonzero) == (0, 0, 0, 0)
     assert (stats.hist_bins.tolist(), stats.hist_counts.tolist()) == ([0], [20000])
     assert not stats.block_sketch.any()
@@ -196,7 +196,7 @@ def test_scalars_and_empty_tensors_have_statistics(shape: tuple[int, ...], block
     n = math.prod(shape)
     stats = analyzed(encode(np.full(n, 3.0), "F32", shape), encode(np.full(n, 1.0), "F32", shape))
     assert (stats.numel, stats.l1, len(stats.block_l2sq)) == (n, 2.0 * n, blocks)
-    assert stats.sha256 == hashlib.sha256(np.full(n, 3.0, "<f4").tobytes()).hexdigest()
+    assert stats.digest == blake3(np.full(n, 3.0, "<f4").tobytes()).hexdigest()
 
 
 def test_the_pairs_asked_for_are_compared_and_named_by_both_tensors() -> None:
@@ -244,10 +244,10 @@ def test_digests_are_given_of_tensors_read_whole_and_of_no_others(
     kind = kinds.experts[name]
     (stats,) = analyze_one(kind.model, kinds.base, [("w", "w")], GRID).tensors
     data = kind.stored[0]["w"][2] if name in ("full", "short") else b""
-    assert stats.sha256 == (hashlib.sha256(data).hexdigest() if data else "")
+    assert stats.digest == (blake3(data).hexdigest() if data else "")
     below = Path(kinds.base.checkpoint.root).read_bytes()[-kinds.base.nbytes :]
     whole = name in ("full", "low rank on a full one", "cropped", "gathered")
-    assert stats.base_sha256 == (hashlib.sha256(below).hexdigest() if whole else "")
+    assert stats.base_digest == (blake3(below).hexdigest() if whole else "")
 
 
 def test_a_base_with_an_adapter_on_it_is_what_an_expert_is_compared_with(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_base_with_an_adapter_on_it_is_what_an_expert_is_compared_with(tmp_pat
     base, expert = kinds.experts["low rank on a full one"], kinds.experts["gathered"]
     (stats,) = analyze_one(expert.model, base.model, [("w", "w")], GRID).tensors
     delta = expert.delta.astype(np.float64) - base.delta
-    assert (stats.l1, stats.sha256, stats.base_sha256) == (np.abs(delta).sum(), "", "")
+    assert (stats.l1, stats.digest, stats.base_digest) == (np.abs(delta).sum(), "", "")
 
 
 def test_an_adapter_on_the_base_itself_is_the_whole_difference(tmp_path: Path) -> None:

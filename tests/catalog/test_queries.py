@@ -115,7 +115,7 @@ def test_bad_sql_is_explained_with_the_views(filled: Catalog, query: str) -> Non
 
 
 def test_a_damaged_file_makes_a_query_fail_cleanly(filled: Catalog, tmp_path: Path) -> None:
-    (path,) = tmp_path.rglob("digests/*.parquet")
+    (path,) = tmp_path.rglob("digests/v2/*.parquet")
     path.write_bytes(b"junk")
     with pytest.raises(MergePipeError, match=path.name):
         filled.sql("SELECT * FROM digests")
@@ -158,7 +158,7 @@ HOSTILE = [
 def test_no_query_can_write_a_file_not_even_into_the_catalog(
     filled: Catalog, tmp_path: Path, query: str
 ) -> None:
-    folder = next(tmp_path.rglob("digests"))
+    folder = next(tmp_path.rglob("digests/v2"))
     before = sorted(tmp_path.rglob("*"))
     for target in (folder / "new.parquet", next(folder.iterdir())):
         with pytest.raises(MergePipeError, match=r"query failed.*SQL over the views"):
@@ -250,7 +250,7 @@ def test_exporting_over_an_existing_file_is_refused(filled: Catalog, tmp_path: P
 
 
 def test_an_export_that_fails_leaves_no_file(filled: Catalog, tmp_path: Path) -> None:
-    (path,) = tmp_path.rglob("digests/*.parquet")
+    (path,) = tmp_path.rglob("digests/v2/*.parquet")
     path.write_bytes(b"junk")
     with pytest.raises(MergePipeError, match=f"cannot be exported.*{path.name}"):
         filled.export(tmp_path / "out.duckdb")

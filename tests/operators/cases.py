@@ -105,7 +105,7 @@ def make_job(op: Operator, case: Case) -> Job:
             ExpertInput(
                 position=positions[i],
                 view=view,
-                sha256=f"{i:064x}",
+                digest=f"{i:064x}",
                 params=tuple(case.model_params[i].items()),
                 covered=((0, numel),),
                 read=((0, numel),),

@@ -178,9 +178,9 @@ def test_sources_of_models_with_several_checkpoints_are_numbered_through(family:
 
 def test_an_expert_is_named_by_what_it_holds(family: Family) -> None:
     found = experts_of(family.plan())
-    assert found["full"].sha256 == family.inputs[1].digests[0]["w"]
-    assert len({e.sha256 for e in found.values()}) == len(KINDS)
-    assert all(len(e.sha256) == 64 for e in found.values())
+    assert found["full"].digest == family.inputs[1].digests[0]["w"]
+    assert len({e.digest for e in found.values()}) == len(KINDS)
+    assert all(len(e.digest) == 64 for e in found.values())
 
 
 def test_plans_of_every_kind_of_view_survive_their_json(family: Family) -> None:

@@ -29,8 +29,8 @@ def statistics(delta: Deltas) -> TensorStats:
     return TensorStats(
         tensor="w",
         base_tensor="w",
-        sha256="",
-        base_sha256="",
+        digest="",
+        base_digest="",
         dtype="F32",
         base_dtype="F32",
         numel=len(delta),
