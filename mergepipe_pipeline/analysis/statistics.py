@@ -151,9 +151,10 @@ class _Gathered:
     def describe(self, number: int, window: DeltaWindow) -> _Figures:
         """The figures of a window of one expert, in any thread, and its bytes' part in digests."""
         figures = _describe(window, self._key, self._grid, self._base.numel)
-        if hashed := self._hashes[number]:
+        hashed = self._hashes[number]
+        if hashed and window.n:  # beyond a tensor's end there is nothing to wait for
             hashed.update(window.start_elem, window.n, window.expert_raw)
-        if number == self._with_base:
+        if number == self._with_base and window.n:
             self._base_hash.update(window.start_elem, window.n, window.base_raw)
         return figures
 
@@ -182,7 +183,7 @@ class _Table:
 
     def __init__(self, view: TensorView, base: TensorView, grid: BlockGrid) -> None:
         self._view, self._base, self._grid = view, base, grid
-        self._histogram = np.zeros(BINS, dtype=np.int64)
+        self._histogram: npt.NDArray[np.int64] | None = None
         self._sums, self._counts = [np.zeros((0, 2))], [np.zeros((0, 2), np.int64)]
         self._peaks = [np.zeros(0, np.float32)]
         self._sketches = [np.zeros((0, SKETCH_WIDTH), np.float32)]
@@ -191,6 +192,8 @@ class _Table:
 
     def add(self, figures: _Figures) -> None:
         """Take in the next window."""
+        if self._histogram is None:  # families wait in line, and this is most of what they hold
+            self._histogram = np.zeros(BINS, dtype=np.int64)
         self._histogram += figures.histogram
         # Only figures may pile up: bytes and tables are the next window's. A window holds whole
         # blocks (but for the tensor's last one), so its sketches are added up at once.
@@ -209,7 +212,8 @@ class _Table:
         view, grid = self._view, self._grid
         sums, counts = np.concatenate(self._sums), np.concatenate(self._counts)
         peaks = np.concatenate(self._peaks)
-        occupied, listed = np.flatnonzero(self._histogram), self._magnitudes
+        histogram = np.zeros(0, np.int64) if self._histogram is None else self._histogram
+        occupied, listed = np.flatnonzero(histogram), self._magnitudes
         return TensorStats(
             tensor=view.name,
             base_tensor=self._base.name,
@@ -223,7 +227,7 @@ class _Table:
             max_abs=float(peaks.max(initial=0)),
             nonzero=int(counts[:, 0].sum()),
             hist_bins=occupied.astype(np.uint16),
-            hist_counts=self._histogram[occupied],
+            hist_counts=histogram[occupied],
             block_l2sq=_per_block(sums[:, 1], grid, np.add),
             block_nonzero=_per_block(counts[:, 0], grid, np.add),
             block_positive=_per_block(counts[:, 1], grid, np.add),

@@ -19,9 +19,6 @@ from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
-# The other allocators hold what they once had for each thread: 20 MiB after a plan of 20 experts.
-pa.set_memory_pool(pa.system_memory_pool())
-
 FACTS_KEY = b"mergepipe"
 _NOISE = ("sketch", "sample")
 

@@ -113,7 +113,7 @@ class DeviceDesk(Desk):
             raise DeviceError(
                 "A window does not fit the device's memory",
                 where=f"device {self._device}",
-                expected="room for the windows in flight",
+                expected="room for the windows that are worked on",
                 found=str(error).splitlines()[0],
                 next_step="give less --memory or fewer --threads, or merge on the CPU",
             ) from error

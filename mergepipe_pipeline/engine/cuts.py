@@ -43,7 +43,8 @@ class OpenCuts:
     def stops(self, start_elem: int, stop_elem: int, find: Find) -> Mapping[Which, int]:
         """Up to which element ties are kept by the rules that are cut in [start, stop).
 
-        Waits for the windows before it in their blocks. Raises CancelledError if a window failed.
+        Waits for the windows before it in their blocks. Raises CancelledError if the run is being
+        left.
         """
         found = {}
         for which, rule in self._rules.items():
@@ -69,7 +70,7 @@ class OpenCuts:
             self._turn.notify_all()
 
     def abandon(self) -> None:
-        """Say that a window failed, so that nobody waits for it."""
+        """Say that the run is being left, so that nobody waits for what will not come."""
         with self._turn:
             self._is_abandoned = True
             self._turn.notify_all()

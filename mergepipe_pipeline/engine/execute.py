@@ -45,7 +45,7 @@ class LayerResult:
     """What running a layer gave: the object's digest and size in bytes, and the bytes it cost.
 
     `tensors` are (name, SHA-256 of the file up to the end of that tensor) in file order. Of the
-    workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` to merging;
+    workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` is the rest;
     `write_s` is what this thread spent on hashing and writing. `non_finite` are names of tensors
     with NaN or infinity, and how many elements.
     """
@@ -119,7 +119,9 @@ class LayerRunner:
         described = [(t.name, t.out_dtype, t.shape) for t in layer.tasks]
         with ShardWriter(path, described, {"format": "pt"}) as writer:
             while not writer.is_complete:
-                done = next(merged)
+                done = next(merged, None)
+                if done is None:
+                    break  # `finish` says what is missing
                 read, took_s = read + done.read, took_s + done.took_s
                 if done.non_finite:
                     non_finite[done.tensor] += done.non_finite
@@ -175,17 +177,21 @@ class LayerRunner:
 
     def _merged(self, windows: Iterator[Window[Any]]) -> Generator[_Done]:
         """Windows done, in order, while the next ones are being worked on."""
-        pending: deque[Future[_Done]] = deque()
+        pending: deque[tuple[Window[Any], Future[_Done]]] = deque()
         try:
             for window, later in _with_later(windows):
-                pending.append(self._pool.submit(self._worked, window, later))
+                pending.append((window, self._pool.submit(self._worked, window, later)))
                 if len(pending) == self._options.in_flight:
-                    yield pending.popleft().result()
+                    yield pending.popleft()[1].result()
             while pending:
-                yield pending.popleft().result()
+                yield pending.popleft()[1].result()
         finally:
-            for future in pending:
+            # The first error in order is what is told. Windows behind it may wait for its turn, or
+            # for one that is cancelled here.
+            for _, future in pending:
                 future.cancel()
+            for window, _ in pending:
+                window.abandon()
 
     def _worked(self, window: Window[Any], later: list[Window[Any]]) -> _Done:
         for announced in later:

@@ -88,10 +88,9 @@ class Job:
     def unchanged(self) -> tuple[Readers, TensorView] | None:
         """The stored bytes that are the result as they are, and who may read them.
 
-        They go through a buffer and not from file to file in the kernel, since they must be hashed.
-        Wall and CPU seconds for 1.19 GB, cached: 0.87 and 1.06; if the kernel copies in workers and
-        the copy is read back 0.94 and 1.26, if it copies just before that 1.16 and 1.19; through
-        float32 0.92 and 1.40. Nor can blocks be shared: tensors lie anywhere in a block.
+        They go through a buffer and not from file to file in the kernel: they must be hashed, which
+        would read them back, and they are written past the page cache. Nor can blocks be shared:
+        tensors lie anywhere in a block.
         """
         task = self.task
         if self.is_copy and task.base:

@@ -71,11 +71,11 @@ class Window(Generic[D]):
         Nobody else may use the desk meanwhile.
         """
         self._desk = desk
-        try:
-            return self._run()
-        except BaseException:
-            self._job.cuts.abandon()
-            raise
+        return self._run()
+
+    def abandon(self) -> None:
+        """Say that the run is being left, so that no window of the tensor waits for another."""
+        self._job.cuts.abandon()
 
     def _run(self) -> Bytes:
         job = self._job
@@ -177,7 +177,7 @@ class Window(Generic[D]):
         task = self._job.task
         merged = self._desk.take(self._n * _MERGED_BYTES).view(np.float32)
         if self._job.cuts:
-            kernel = kernel.with_stops(self._stops(base, experts, present))
+            kernel = kernel.with_stops(self._stops(base, experts, present, spans))
         kernel.run(base, experts, present, self._start, merged, spans)
         if task.out_dtype == "BF16":
             return narrowed(merged)
@@ -185,14 +185,22 @@ class Window(Generic[D]):
 
         return to_bytes(torch.from_numpy(merged), task.out_dtype)
 
-    def _stops(self, base: Stored, experts: Stored, present: np.ndarray) -> Mapping[Which, int]:
+    def _stops(
+        self, base: Stored, experts: Stored, present: np.ndarray, spans: np.ndarray | None
+    ) -> Mapping[Which, int]:
         start, places = self._start, {int(k): i for i, k in enumerate(present)}
 
         def find(k: int, bits: int, a: int, b: int, nth: int) -> tuple[int, int]:
             if k not in places:  # equal to the base: no ties
                 return -1, 0
-            below = None if self._job.is_delta[k] else base[a - start : b - start]
-            return _nth(experts[places[k], a - start : b - start], below, bits, nth)
+            row = places[k]
+            low, high = (0, self._n) if spans is None else spans[row]
+            first, last = max(a - start, int(low)), min(b - start, int(high))
+            if first >= last:
+                return -1, 0
+            below = None if self._job.is_delta[k] else base[first:last]
+            place, count = _nth(experts[row, first:last], below, bits, nth)
+            return (place if place < 0 else first + place - (a - start)), count
 
         return self._job.cuts.stops(start, self._stop, find)
 

@@ -19,7 +19,7 @@ _ALIGN = 64
 
 
 class Desk:
-    """The buffers of one window in flight: stored bytes of its inputs, float32 rows to work on."""
+    """The buffers of the window that a worker is on: its inputs as stored, float32 rows."""
 
     def __init__(self) -> None:
         self._bytes: Bytes = np.empty(0, dtype=np.uint8)

@@ -64,7 +64,7 @@ def model_card(
         f"Merged by MergePipe with `{method}` from {len(inputs)} checkpoints, "
         f"under plan `{plan_id[:16]}`.",
         "",
-        "| role | checkpoint | content (SHA-256) |",
+        "| role | checkpoint | content |",
         "|---|---|---|",
         *rows,
         "",

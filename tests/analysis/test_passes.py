@@ -81,6 +81,17 @@ def test_what_is_found_of_an_expert_does_not_depend_on_the_others_in_the_pass(
     assert [without_base_digest(s.tensors[0]) for s in found] == [alone[n] for n in chosen]
 
 
+def test_an_expert_with_fewer_rows_is_done_when_others_still_have_windows(tmp_path: Path) -> None:
+    kinds, grid = make_kinds(tmp_path), BlockGrid(4096)
+    models = [kinds.experts[name].model for name in ("short", "full")]
+    with windows_of(4096), cores(2):
+        found = analyze_all([(m, [("w", "w")]) for m in models], kinds.base, grid)
+        alone = [analyze_one(m, kinds.base, [("w", "w")], grid) for m in models]
+    for together, single in zip(found, alone, strict=True):
+        assert together.tensors[0].digest == single.tensors[0].digest != ""
+        assert without_base_digest(together.tensors[0]) == without_base_digest(single.tensors[0])
+
+
 @pytest.fixture(scope="module")
 def kinds_alone(
     tmp_path_factory: pytest.TempPathFactory,

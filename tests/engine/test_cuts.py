@@ -5,6 +5,7 @@ Against the same plans with closed rules.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.windows import EngineOptions
+from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
+from mergepipe_pipeline.tensors.stored import Bytes
 from tests.engine.plans import merged
 from tests.kinds import KINDS, Kinds, make_kinds
 from tests.stored import Floats
@@ -104,31 +107,60 @@ def test_an_open_rule_costs_no_byte_that_the_plan_does_not_read(
     assert found == digest(closed_plan, tmp_path, EngineOptions(threads=2))
 
 
-def test_windows_behind_one_that_failed_do_not_wait_for_it(
-    kinds: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["_run", "announce"])
+@pytest.mark.parametrize("at", [4000, 5000, 8000])
+def test_a_window_that_fails_stops_the_run_with_its_own_error(
+    kinds: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, at: int
+) -> None:
+    """Those before it are late, those behind it wait for their turn in the block."""
+    delta = kinds.experts["full"].delta
+    opened, _ = open_and_closed(delta, common_value(delta, 1), 1, 5)
+    plan = with_rules(merged(kinds, ["full"], "breadcrumbs", (), [OWN]), [(opened, opened)])
+    real_run, real_step = Window._run, getattr(Window, step)
+
+    def late(self: Window[Desk]) -> Bytes:
+        if self._start < at:
+            time.sleep(0.05)
+        return real_run(self)
+
+    def broken(self: Window[Desk]) -> object:
+        if self._start == at:
+            raise OSError("the disk is gone")
+        return late(self) if step == "_run" else real_step(self)
+
+    monkeypatch.setattr(Window, "_run", late)
+    monkeypatch.setattr(Window, step, broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        digest(plan, tmp_path, EngineOptions(window_elems=1000, threads=3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_left_while_windows_wait_for_each_other_ends(
+    kinds: Kinds, tmp_path: Path
 ) -> None:
     delta = kinds.experts["full"].delta
     opened, _ = open_and_closed(delta, common_value(delta, 1), 1, 5)
     plan = with_rules(merged(kinds, ["full"], "breadcrumbs", (), [OWN]), [(opened, opened)])
-    real = Window._fetch_base
 
-    def broken(self: Window) -> object:
-        if self._start == 1000:
-            raise OSError("the disk is gone")
-        return real(self)
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Window, "_fetch_base", broken)
-    with pytest.raises(OSError, match="the disk is gone"):
-        digest(plan, tmp_path, EngineOptions(window_elems=1000, threads=3))
+    for _ in range(20):
+        with (
+            LayerRunner(plan, EngineOptions(window_elems=100, threads=3)) as runner,
+            pytest.raises(KeyboardInterrupt),
+        ):
+            runner.run(plan.layers[0], tmp_path / "f", stop)
 
 
+@pytest.mark.parametrize("name", ["full", "cropped"])
 def test_of_a_part_of_a_block_the_first_ties_of_that_part_are_kept(
-    kinds: Kinds, tmp_path: Path
+    kinds: Kinds, tmp_path: Path, name: str
 ) -> None:
-    delta = kinds.experts["full"].delta
+    delta = kinds.experts[name].delta
     value = common_value(delta, 1)
     inside = 5000 + np.flatnonzero(np.abs(delta[5000:7000]) == value)
-    plan = merged(kinds, ["full"], "breadcrumbs", (), [OWN], [((5000, 7000),)])
+    plan = merged(kinds, [name], "breadcrumbs", (), [OWN], [((5000, 7000),)])
     rules = TrimRule(bits(value), 4096, 3, 8192), TrimRule(bits(value), int(inside[2]) + 1)
     one, other = (
         digest(with_rules(plan, [(rule, rule)]), tmp_path, EngineOptions(threads=1))
