@@ -90,11 +90,11 @@ class Settler:
 
     def _kept(self, task: TensorTask) -> list[float]:
         """Per expert, the L1 norm of what its drop leaves; 0 where nobody asks."""
-        parts: list[list[float]] = [[] for _ in task.experts]
+        parts: list[list[Sums]] = [[] for _ in task.experts]
         for found in self._each(look.run for look in _looks(task, self._sources)):
             for part, sums in zip(parts, found, strict=True):
-                part += sums.tolist()
-        return [math.fsum(p) for p in parts]
+                part.append(sums)
+        return [math.fsum(x for sums in part for x in sums.tolist()) for part in parts]
 
     def _each(self, looks: Iterable[Callable[[Desk], T]]) -> Iterator[T]:
         """What looks find, in order; as many run at once as there are desks."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 _QUANTUM = 4096
 #: Longer windows are no faster: they drain and fill for longer. From a quarter of a million
 #: elements on, time hardly depends on the length.
-_MOST_ELEMS = 3 << 19
+_MOST_ELEMS = 5 << 18
 #: What the plan holds in memory of one tensor of one expert: places, ranges, rules, a digest.
 _INPUT_NBYTES = 3 << 10
 
