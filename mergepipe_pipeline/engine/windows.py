@@ -15,7 +15,7 @@ _QUANTUM = 4096
 #: elements on, time hardly depends on the length.
 _MOST_ELEMS = 5 << 18
 #: What the plan holds in memory of one tensor of one expert: places, ranges, rules, a digest.
-_INPUT_NBYTES = 3 << 10
+_INPUT_NBYTES = 13 << 8
 
 
 @dataclass(frozen=True, slots=True)
