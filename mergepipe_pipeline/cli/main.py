@@ -66,8 +66,7 @@ def program() -> None:
     # A plan is hundreds of thousands of objects that live until the process ends: searching them
     # for cycles every 700 new ones takes a tenth of planning.
     garbage.set_threshold(100_000, 20, 20)
-    # Nor need they be searched when it ends, which takes a quarter of a second.
-    atexit.register(garbage.freeze)
+    atexit.register(_leave)
     # Numba loads scipy, if it is there, for products of matrices, which no kernel here has: a fifth
     # of a second.
     sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
@@ -75,6 +74,12 @@ def program() -> None:
     # experts, on top of the merge.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     main()
+
+
+def _leave() -> None:
+    """Let the end be short: the plan's objects need not be searched, for a quarter of a second."""
+    if "duckdb" not in sys.modules:  # which complains of objects that nobody collected
+        garbage.freeze()
 
 
 if __name__ == "__main__":

@@ -158,3 +158,10 @@ def test_every_command_has_help_and_json() -> None:
     for name, command in main.commands.items():
         assert command.help, name
         assert {"as_json", "home_dir"} <= {p.name for p in command.params}, name
+
+
+def test_a_query_in_a_process_of_its_own_says_nothing_but_its_answer(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "--home", str(tmp_path / "w")]
+    query = ["sql", "SELECT count(*) AS n FROM digests"]
+    found = subprocess.run([*command, *query], capture_output=True, text=True, check=True)
+    assert (found.stdout.split(), found.stderr) == (["n", "-", "0"], "")
