@@ -1,4 +1,4 @@
-"""Work that is begun while the work before it is made use of: one thread, one step ahead."""
+"""Work begun while the work before it is made use of: in one thread, a step ahead or more."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begun(loads: Iterable[Callable[[], T]]) -> Iterator[Callable[[], T]]:
-    """The same loads in order, each begun when the one before is given.
+def begun(loads: Iterable[Callable[[], T]], steps: int = 1) -> Iterator[Callable[[], T]]:
+    """The same loads in order, one after the other begun so many steps before they are given.
 
     Whoever calls one waits for its result, or gets what it raised.
     """
@@ -20,7 +20,7 @@ def begun(loads: Iterable[Callable[[], T]]) -> Iterator[Callable[[], T]]:
         try:
             for load in loads:
                 waiting.append(pool.submit(load))
-                if len(waiting) > 1:
+                if len(waiting) > steps:
                     yield waiting.popleft().result
             while waiting:
                 yield waiting.popleft().result

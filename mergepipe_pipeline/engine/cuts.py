@@ -7,11 +7,10 @@ before it in that block, so these take turns: to count, not to read or to merge.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError
-from threading import Condition
 
 from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.turns import Turn
 
 #: An expert's number, and which of its rules: 0 for `trim`, 1 for `outliers`.
 Which = tuple[int, int]
@@ -34,8 +33,7 @@ class OpenCuts:
             if rule is not None and rule.is_open and _changes(e, rule)
         }
         self._left = {which: rule.ties_after for which, rule in self._rules.items()}
-        self._reached = {which: rule.tie_stop_elem for which, rule in self._rules.items()}
-        self._turn, self._is_abandoned = Condition(), False
+        self._turns = {which: Turn(rule.tie_stop_elem) for which, rule in self._rules.items()}
 
     def __bool__(self) -> bool:
         return bool(self._rules)
@@ -49,31 +47,20 @@ class OpenCuts:
         found = {}
         for which, rule in self._rules.items():
             a, b = max(start_elem, rule.tie_stop_elem), min(stop_elem, rule.ties_until_elem)
-            if a < b:
-                left = self._left_at(which, a)
-                place, count = find(which[0], rule.threshold_bits, a, b, left) if left else (0, 0)
-                if left:
-                    found[which] = b if place < 0 else a + place + 1
-                self._pass_on(which, b, left - count if place < 0 else 0)
+            if a >= b:
+                continue
+            self._turns[which].wait(a)
+            if left := self._left[which]:
+                place, count = find(which[0], rule.threshold_bits, a, b, left)
+                found[which] = b if place < 0 else a + place + 1
+                self._left[which] = left - count if place < 0 else 0
+            self._turns[which].pass_on(b)
         return found
-
-    def _left_at(self, which: Which, start_elem: int) -> int:
-        with self._turn:
-            self._turn.wait_for(lambda: self._reached[which] == start_elem or self._is_abandoned)
-            if self._is_abandoned:
-                raise CancelledError
-            return self._left[which]
-
-    def _pass_on(self, which: Which, stop_elem: int, left: int) -> None:
-        with self._turn:
-            self._left[which], self._reached[which] = left, stop_elem
-            self._turn.notify_all()
 
     def abandon(self) -> None:
         """Say that the run is being left, so that nobody waits for what will not come."""
-        with self._turn:
-            self._is_abandoned = True
-            self._turn.notify_all()
+        for turn in self._turns.values():
+            turn.abandon()
 
 
 def _changes(e: ExpertInput, rule: TrimRule) -> bool:

@@ -68,7 +68,7 @@ class LayerRunner:
     def __init__(self, plan: MergePlan, options: EngineOptions) -> None:
         self._options = options
         self._sources = SourcePool(plan)
-        self._made, desks = _workshop(options)
+        self._window, desks = _workshop(options)
         self._desks: SimpleQueue[Any] = SimpleQueue()
         for desk in desks:
             self._desks.put(desk)
@@ -165,7 +165,7 @@ class LayerRunner:
                 job.working_bytes_per_elem, itemsize(task.out_dtype), job.row_elems, self._n_inputs
             )
             for start, stop in cut(numel, min(numel, n)) if numel else ():
-                yield self._made(job, start, stop)
+                yield self._window(job, start, stop)
 
     def _load_torch(self) -> None:
         import torch

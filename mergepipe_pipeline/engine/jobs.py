@@ -21,9 +21,10 @@ from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.stored import Readers
 
-#: Bytes per element of a merge before it is cast, and of what an operator in torch computes with
-#: beside its rows.
-_MERGED_BYTES, _OPERATOR_BYTES = 4, 4 * 5
+#: Bytes per element of a merge before it is cast.
+MERGED_BYTES = 4
+#: The same of what an operator in torch computes with beside its rows.
+_OPERATOR_BYTES = 4 * 5
 
 
 class Job:
@@ -60,7 +61,7 @@ class Job:
         """Bytes per element that a window holds while it is worked on: what it reads and needs."""
         if self.unchanged:
             return 0
-        held = self.stored_bytes_per_elem + _MERGED_BYTES
+        held = self.stored_bytes_per_elem + MERGED_BYTES
         if self.is_copy or (self.kernel is not None and self.is_stored_bfloat16):
             return held
         rows = 4 * len(self.sizes)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import prod
 from types import TracebackType
 from typing import TypeVar
@@ -18,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.begun import begun
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.engine.windows import cut
@@ -51,7 +53,7 @@ class Settler:
 
     def __init__(self, sources: SourcePool, threads: int) -> None:
         self._sources = sources
-        self._pool, self._foreman = ThreadPoolExecutor(threads), ThreadPoolExecutor(1)
+        self._pool = ThreadPoolExecutor(threads)
         self._desks = [Desk() for _ in range(threads)]
 
     def __enter__(self) -> Settler:
@@ -63,18 +65,12 @@ class Settler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._foreman.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
     def ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
         """The tasks, settled, in order; the next ones are worked on meanwhile."""
-        pending: deque[Future[TensorTask]] = deque()
-        for task in tasks:
-            pending.append(self._foreman.submit(self.settled, task))
-            if len(pending) > _AHEAD:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        for settled in begun((partial(self.settled, task) for task in tasks), _AHEAD):
+            yield settled()
 
     def settled(self, task: TensorTask) -> TensorTask:
         """The task with every factor known; the same task if none was open."""

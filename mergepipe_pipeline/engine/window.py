@@ -14,7 +14,7 @@ import numpy as np
 
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.cuts import Which
-from mergepipe_pipeline.engine.jobs import Job
+from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.operators.bits_kernel import Floats, Stored
 from mergepipe_pipeline.operators.fused_kernel import TILE_ELEMS, FusedKernel, narrow
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import torch
 
 D = TypeVar("D", bound=Desk)
-#: Bytes per element of a merge before it is cast.
-_MERGED_BYTES = 4
 
 
 class Window(Generic[D]):
@@ -110,7 +108,7 @@ class Window(Generic[D]):
 
     def _clear(self) -> None:
         job = self._job
-        result = max(_MERGED_BYTES, itemsize(job.task.out_dtype))
+        result = max(MERGED_BYTES, itemsize(job.task.out_dtype))
         self._desk.clear(self._n * (job.stored_bytes_per_elem + result), len(job.sizes) + 1)
 
     def _fetch_base(self) -> BaseRow | None:
@@ -175,7 +173,7 @@ class Window(Generic[D]):
         spans: np.ndarray | None = None,
     ) -> Bytes:
         task = self._job.task
-        merged = self._desk.take(self._n * _MERGED_BYTES).view(np.float32)
+        merged = self._desk.take(self._n * MERGED_BYTES).view(np.float32)
         if self._job.cuts:
             kernel = kernel.with_stops(self._stops(base, experts, present, spans))
         kernel.run(base, experts, present, self._start, merged, spans)
