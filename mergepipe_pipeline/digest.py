@@ -2,8 +2,8 @@
 
 SHA-256 for what is written and for ids: CPUs have instructions for it and every tool can check it.
 An id is the digest of a canonical JSON value, so that equal facts have equal ids in every process.
-BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) for the contents of input tensors: an analysis
-hashes all that it reads, a merge its output alone.
+BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) for the contents of input tensors and for the
+catalog's files: an analysis and a plan hash all that they read, a merge its output alone.
 
 Measured with the CPU's SHA instructions, GB per second of one core: SHA-256 1.8; BLAKE3 6.5 in
 cache, 4.8 from memory. SHA-256 of five experts of 0.6B was a quarter of an analysis' CPU time. On a
@@ -37,6 +37,11 @@ def new_content_hash() -> blake3:
 def sha256_hex(data: bytes) -> str:
     """SHA-256 of `data` as 64 hexadecimal characters."""
     return hashlib.sha256(data).hexdigest()
+
+
+def blake3_hex(data: bytes | memoryview) -> str:
+    """BLAKE3 of `data` as 64 hexadecimal characters."""
+    return blake3(data).hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:

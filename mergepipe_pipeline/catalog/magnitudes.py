@@ -6,16 +6,12 @@ question, and nobody else any.
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Collection, Iterator
-from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from mergepipe_pipeline.catalog.tables import FACTS_KEY, corruption_named, meta_of
+from mergepipe_pipeline.catalog.row_groups import RowGroups, encode_groups
 from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
 
 Pair = tuple[str, str]
@@ -27,45 +23,35 @@ MAGNITUDES = pa.schema(
 
 
 def encode_magnitudes(stats: ExpertStats) -> bytes:
-    """Parquet bytes of the magnitudes that are known; equal ones give equal bytes."""
-    known = [t for t in stats.tensors if t.block_magnitudes and len(t.block_magnitudes.edges) > 1]
-    pairs = [(t.tensor, t.base_tensor) for t in known]
-    packed = json.dumps({"tensors": pairs}, sort_keys=True).encode()
-    schema = MAGNITUDES.with_metadata({FACTS_KEY: packed})
-    sink = io.BytesIO()
+    """Bytes for `write_groups` of the magnitudes that are known; equal ones give equal bytes."""
     # Upper bytes of sorted numbers are nearly all alike: side by side they take no room. lz4 is
     # read three times as fast as zstd, which takes two thirds of the room.
     split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in MAGNITUDES.names}
-    with pq.ParquetWriter(
-        sink, schema, compression="lz4", use_dictionary=False, column_encoding=split
-    ) as writer:
-        for t in known:
-            assert t.block_magnitudes is not None
-            edges = pa.array(t.block_magnitudes.edges.astype(np.int32))
-            columns = [
-                pa.ListArray.from_arrays(edges, pa.array(values))
-                for values in (t.block_magnitudes.bits, t.block_magnitudes.counts)
-            ]
-            writer.write_table(pa.table(columns, schema=schema), row_group_size=len(edges))
-    return sink.getvalue()
+    groups = (
+        ((t.tensor, t.base_tensor), _table(t.block_magnitudes))
+        for t in stats.tensors
+        if t.block_magnitudes and len(t.block_magnitudes.edges) > 1
+    )
+    return encode_groups(MAGNITUDES, groups, {}, compression="lz4", encoding=split)
 
 
 def decode_magnitudes(
-    file: BinaryIO, where: str, pairs: Collection[Pair]
+    file: RowGroups, pairs: Collection[Pair]
 ) -> Iterator[tuple[Pair, Magnitudes]]:
-    """Those of `pairs` that an open file of `encode_magnitudes` has, one at a time.
+    """Those of `pairs` that a file of `encode_magnitudes` has, one at a time.
 
-    Raises CorruptionError naming `where`.
+    Raises CorruptionError.
     """
-    with corruption_named(where):
-        parquet = pq.ParquetFile(file)
-        groups = [(a, b) for a, b in meta_of(parquet, MAGNITUDES)["tensors"]]
     wanted = frozenset(pairs)
-    for number, pair in enumerate(groups):
-        if pair in wanted:
-            with corruption_named(where):
-                found = _magnitudes(parquet.read_row_group(number, use_threads=False))
-            yield pair, found
+    for mine, theirs in file.keys:
+        if (mine, theirs) in wanted:
+            yield (mine, theirs), _magnitudes(file.read((mine, theirs)))
+
+
+def _table(m: Magnitudes) -> pa.Table:
+    edges = pa.array(m.edges.astype(np.int32))
+    columns = [pa.ListArray.from_arrays(edges, pa.array(values)) for values in (m.bits, m.counts)]
+    return pa.table(columns, schema=MAGNITUDES)
 
 
 def _magnitudes(table: pa.Table) -> Magnitudes:

@@ -8,7 +8,7 @@ says, since a list of allowed folders would let it write into them.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
 from functools import reduce
 from operator import and_
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from mergepipe_pipeline.catalog.seals import is_good
 from mergepipe_pipeline.catalog.views import FILES, VIEWS, Files, View
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree
@@ -42,16 +43,15 @@ _LOCKED = {
 def run(folder: Path, rows: Rows, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Column names and rows of a query over the views; exact numbers come as int or float.
 
-    Raises MergePipeError for bad SQL, for a statement that would change something, and for a
-    damaged file; an empty query has no columns.
+    A damaged file is said and left out. Raises MergePipeError for bad SQL and for a statement that
+    would change something; an empty query has no columns.
     """
     import duckdb
 
     try:
         with duckdb.connect(":memory:") as connection:
             _refuse_changes(connection, query)
-            named = {name: r for name, r in rows.items() if name in query.lower()}
-            _create_views(connection, folder, named)
+            _create_views(connection, folder, rows, [v for v in VIEWS if v in query.lower()])
             for option, value in _LOCKED.items():
                 connection.execute(f"SET {option} = {value!r}")
             result = connection.execute(query)
@@ -77,7 +77,7 @@ def export(folder: Path, rows: Rows, target: Path) -> None:
     temp = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with duckdb.connect(":memory:") as connection:
-            _create_views(connection, folder, rows)
+            _create_views(connection, folder, rows, VIEWS)
             path = str(temp).replace("'", "''")
             connection.execute(f"ATTACH '{path}' AS out")
             for name in VIEWS:
@@ -90,26 +90,32 @@ def export(folder: Path, rows: Rows, target: Path) -> None:
         remove_tree(temp)
 
 
-def _create_views(connection: duckdb.DuckDBPyConnection, folder: Path, rows: Rows) -> None:
+def _create_views(
+    connection: duckdb.DuckDBPyConnection, folder: Path, rows: Rows, named: Collection[str]
+) -> None:
+    """All views; those that are not `named` are empty."""
+    sources = {VIEWS[name].source for name in named}
     for name, files in FILES.items():
-        connection.register(name, _dataset(folder, files))
+        paths = sorted(folder.glob(files.pattern)) if name in sources else []
+        connection.register(name, _dataset(paths, files))
     for name, view in VIEWS.items():
         source = view.source
         if source is None:
             source = f"{name}_rows"
-            connection.register(source, _table(view, rows[name]() if name in rows else ()))
+            known = rows[name]() if name in named and name in rows else ()
+            connection.register(source, _table(view, known))
         connection.execute(f"CREATE VIEW {name} AS SELECT {', '.join(view.columns)} FROM {source}")
 
 
-def _dataset(folder: Path, files: Files) -> ds.Dataset:
-    """The files as one dataset: what the path says is known without opening a file."""
+def _dataset(paths: Iterable[Path], files: Files) -> ds.Dataset:
+    """The files as one dataset, without those that are damaged; paths tell some columns."""
     import pyarrow.dataset as ds
     from pyarrow.fs import LocalFileSystem
 
     parquet, fragments, local = ds.ParquetFileFormat(), [], LocalFileSystem()
-    for path in sorted(folder.glob(files.pattern)):
+    for path in paths:
         match = files.path.search(path.as_posix())
-        if match is None:
+        if match is None or not is_good(path):
             continue
         values = {k: int(v) if k == "block_elems" else v for k, v in match.groupdict().items()}
         facts = reduce(and_, (ds.field(k) == v for k, v in values.items()))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mergepipe_pipeline.catalog.seals import seal_of
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
@@ -183,8 +184,11 @@ def decode_digests(data: bytes, where: str) -> dict[str, str]:
     return dict(zip(table["tensor"].to_pylist(), table["digest"].to_pylist(), strict=True))
 
 
-def encode_stats(stats: ExpertStats) -> tuple[bytes, bytes]:
-    """Parquet bytes of the tensor rows and of the block rows, in the same order of tensors."""
+def encode_stats(stats: ExpertStats, magnitudes_seal: str | None = None) -> tuple[bytes, bytes]:
+    """Parquet bytes of the tensor rows and of the block rows, in the same order of tensors.
+
+    The tensor rows name the seals of the other files of their analysis.
+    """
     ts = stats.tensors
     meta = {
         "base_id": stats.base_id,
@@ -214,7 +218,21 @@ def encode_stats(stats: ExpertStats) -> tuple[bytes, bytes]:
         else {name: [] for name in BLOCK_STATS.names},
         schema=BLOCK_STATS,
     )
-    return encode(tensors, meta), encode(blocks, meta)
+    packed = encode(blocks, meta)
+    seals = {"blocks": seal_of(packed), "magnitudes": magnitudes_seal}
+    return encode(tensors, meta | seals), packed
+
+
+def decode_pairs(data: bytes, where: str) -> tuple[frozenset[tuple[str, str]], str, str | None]:
+    """The (expert's tensor, base's tensor) of tensor rows, and two seals that they name.
+
+    These are of the files of blocks and of magnitudes, if any. Raises CorruptionError.
+    """
+    columns = ("tensor", "base_tensor")
+    table, meta = decode(data, where, TENSOR_STATS, columns)
+    mine, theirs = (table[c].to_pylist() for c in columns)
+    with corruption_named(where):
+        return frozenset(zip(mine, theirs, strict=True)), meta["blocks"], meta["magnitudes"]
 
 
 def decode_stats(

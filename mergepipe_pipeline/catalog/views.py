@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS, TENSOR_FACTS
 
-_STATS = r"(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/.]+)\.b(?P<block_elems>\d+)\.[^/.]+"
+_STATS = r"(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/.]+)\.b(?P<block_elems>\d+)"
+_SEALED = r"\.[0-9a-f]{32}\.parquet$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +54,29 @@ class View:
 
 FILES = {
     "tensor_files": Files(
-        tables.TENSORS, "checkpoints/*.parquet", re.compile(r"(?P<checkpoint_id>[^/]+)\.parquet$")
+        tables.TENSORS,
+        f"{CHECKPOINTS}/*.parquet",
+        re.compile(r"(?P<checkpoint_id>[^/.]+)" + _SEALED),
     ),
     "digest_files": Files(
-        tables.DIGESTS, "digests/v2/*.parquet", re.compile(r"(?P<checkpoint_id>[^/]+)\.parquet$")
+        tables.DIGESTS,
+        f"{DIGESTS}/*.parquet",
+        re.compile(r"(?P<checkpoint_id>[^/.]+)" + _SEALED),
     ),
     "tensor_stat_files": Files(
         tables.TENSOR_STATS,
-        "block_stats/v6/*/*.tensors.parquet",
-        re.compile(_STATS + r"\.tensors\.parquet$"),
+        f"{BLOCK_STATS}/*/*.tensors.*.parquet",
+        re.compile(_STATS + r"\.tensors" + _SEALED),
     ),
     "block_stat_files": Files(
         tables.BLOCK_STATS,
-        "block_stats/v6/*/*.blocks.parquet",
-        re.compile(_STATS + r"\.blocks\.parquet$"),
+        f"{BLOCK_STATS}/*/*.blocks.*.parquet",
+        re.compile(_STATS + r"\.blocks" + _SEALED),
     ),
     "fact_files": Files(
         tables.FACTS,
-        "tensor_facts/v2/*/*/*.parquet",
-        re.compile(r"(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/]+)/(?P<key>[^/]+)\.[^/.]+\.parquet$"),
+        f"{TENSOR_FACTS}/*/*/*.parquet",
+        re.compile(r"(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/]+)/(?P<key>[^/]+)" + _SEALED),
     ),
 }
 

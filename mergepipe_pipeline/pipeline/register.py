@@ -58,7 +58,7 @@ def look(
     catalog = Catalog(home.catalog)
     if text in catalog.names():
         if revision is None:
-            return open_checkpoint(catalog.get(text).checkpoint.root, text)
+            return open_checkpoint(catalog.root(text), text)
         return _as_registered(_revision(catalog, text, revision), revision)
     for folder in (Path.cwd(), relative_to):
         if folder is not None and (folder / _expanded(text)).exists():
@@ -149,7 +149,7 @@ def _free_name(
     plain = plain.lstrip(".-_") or "checkpoint"
     owner = taken.get(plain)
     if owner is None and plain in catalog.names():
-        owner = catalog.get(plain).checkpoint.root
+        owner = catalog.root(plain)
     if owner not in (None, str(root)):
         return f"{plain}-{sha256_hex(str(root).encode())[:6]}"
     return plain

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Content, Source
+from mergepipe_pipeline.catalog.analyses import Content, Source
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.spec.blocks import BlockGrid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import tempfile
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from tests.catalog.facts import checkpoint, checkpoints, same, some_stats
 
@@ -85,25 +86,18 @@ def test_an_unknown_name_gets_the_nearest_ones(catalog: Catalog) -> None:
         catalog.history("zzz")
 
 
-def test_a_damaged_checkpoint_file_is_corruption_and_is_named(
-    catalog: Catalog, tmp_path: Path
+@pytest.mark.parametrize("damage", [b"junk", None])
+def test_a_checkpoint_record_that_is_damaged_or_lost_is_made_again_by_registering(
+    catalog: Catalog, tmp_path: Path, damage: bytes | None
 ) -> None:
     c = checkpoint()
     catalog.register(c, None)
-    path = tmp_path / "catalog" / "checkpoints" / f"{c.checkpoint_id}.parquet"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(CorruptionError, match=rf"{c.checkpoint_id}\.parquet"):
+    (path,) = (tmp_path / "catalog" / "checkpoints").rglob(f"{c.checkpoint_id}.*.parquet")
+    path.unlink() if damage is None else path.write_bytes(damage)
+    with pytest.raises(NotFoundError, match=r"not known any more.*mergepipe register /models/m"):
         catalog.get("m")
-
-
-def test_a_lost_checkpoint_file_is_corruption_and_is_named(
-    catalog: Catalog, tmp_path: Path
-) -> None:
-    c = checkpoint()
-    catalog.register(c, None)
-    (tmp_path / "catalog" / "checkpoints" / f"{c.checkpoint_id}.parquet").unlink()
-    with pytest.raises(CorruptionError, match=rf"{c.checkpoint_id}\.parquet.*register it again"):
-        catalog.get("m")
+    assert catalog.root("m") == c.root
+    assert catalog.history("m") == []
     assert catalog.register(c, None).version == 1
     assert catalog.get("m").checkpoint == c
 
@@ -151,25 +145,33 @@ def test_statistics_whose_blocks_are_not_there_yet_are_not_known(
     catalog.put_stats(some_stats(names=["u"]))
     (lost,) = [
         path
-        for path in (tmp_path / "catalog").rglob("*.tensors.parquet")
+        for path in (tmp_path / "catalog").rglob("*.tensors.*.parquet")
         if "u" in pq.read_table(path)["tensor"].to_pylist()
     ]
-    lost.with_name(lost.name.replace("tensors", "blocks")).unlink()
+    named = json.loads(pq.read_schema(lost).metadata[b"mergepipe"])["blocks"]
+    (blocks,) = lost.parent.glob(f"*.blocks.{named}.parquet")
+    blocks.unlink()
     found = catalog.stats("b" * 24, "c" * 24, 4096)
     assert found is not None
     assert same(found, some_stats())
 
 
 @pytest.mark.parametrize("part", ["tensors", "blocks"])
-def test_damaged_statistics_are_corruption_and_are_named(
-    catalog: Catalog, tmp_path: Path, part: str
+def test_damaged_statistics_are_said_and_unknown_until_they_are_put_again(
+    catalog: Catalog, tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     stats = some_stats()
+    ids = stats.base_id, stats.checkpoint_id, 4096
     catalog.put_stats(stats)
-    (path,) = (tmp_path / "catalog").rglob(f"*.{part}.parquet")
+    (path,) = (tmp_path / "catalog").rglob(f"*.{part}.*.parquet")
     path.write_bytes(b"PAR1")
-    with pytest.raises(CorruptionError, match=rf"b4096\.[0-9a-f]{{12}}\.{part}\.parquet"):
-        catalog.stats(stats.base_id, stats.checkpoint_id, 4096)
+    assert catalog.known_pairs(*ids) == set()
+    assert [str(path) in m for m in caplog.messages] == [True]
+    catalog.put_stats(stats)
+    assert catalog.known_pairs(*ids) == set(stats.by_pair)
+    found = catalog.stats(*ids)
+    assert found is not None
+    assert same(found, stats)
 
 
 def test_facts_of_one_key_are_united_and_keys_do_not_mix(catalog: Catalog) -> None:
@@ -193,12 +195,18 @@ def test_facts_of_experts_and_of_groups_hold_any_count_of_numbers(catalog: Catal
     assert catalog.fact("b", "c", "gram-delta") == {"w": (2.0,)}
 
 
-def test_a_damaged_fact_is_corruption_and_is_named(catalog: Catalog, tmp_path: Path) -> None:
-    catalog.put_fact("b", "c", "trim-0.2", {"w": (1, 2, 0.0)})
+def test_a_damaged_fact_is_said_and_unknown_until_it_is_put_again(
+    catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = {"w": (1.0, 2.0, 0.0)}
+    catalog.put_fact("b", "c", "trim-0.2", facts)
     (path,) = (tmp_path / "catalog").rglob("trim*.parquet")
     path.write_bytes(b"junk")
-    with pytest.raises(CorruptionError, match=r"trim-0\.2\..*\.parquet"):
-        catalog.fact("b", "c", "trim-0.2")
+    for _ in range(2):
+        assert catalog.fact("b", "c", "trim-0.2") == {}
+    assert [str(path) in m for m in caplog.messages] == [True]
+    catalog.put_fact("b", "c", "trim-0.2", facts)
+    assert catalog.fact("b", "c", "trim-0.2") == facts
 
 
 def _put(folder: str, times: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.catalog.magnitudes import decode_magnitudes, encode_magnitudes
-from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.catalog.magnitudes import MAGNITUDES, decode_magnitudes, encode_magnitudes
+from mergepipe_pipeline.catalog.row_groups import RowGroups, write_groups
 from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
 from tests.catalog.facts import same, some_stats
 
@@ -58,7 +58,11 @@ def test_magnitudes_that_are_asked_for_come_back_to_the_bit(
     data = encode_magnitudes(stats)
     assert data == encode_magnitudes(stats)
     pairs = {(name, name) for name in asked}
-    found = dict(decode_magnitudes(io.BytesIO(data), "here", pairs))
+    with (
+        tempfile.TemporaryDirectory() as tmp,
+        RowGroups(write_groups(Path(tmp), "m", data), MAGNITUDES) as file,
+    ):
+        found = dict(decode_magnitudes(file, pairs))
     assert set(found) == (pairs - {("v", "v")} if blocks else set())
     for pair, magnitudes in found.items():
         wanted = stats.by_pair[pair].block_magnitudes
@@ -74,7 +78,7 @@ def test_statistics_come_without_magnitudes_and_these_of_several_analyses(tmp_pa
     assert found is not None
     assert all(t.block_magnitudes is None for t in found.tensors)
     pairs = [("w", "w"), ("u", "u"), ("x", "x")]
-    assert [pair for pair, _ in catalog.magnitudes(*IDS, pairs)] == pairs[:2]
+    assert {pair for pair, _ in catalog.magnitudes(*IDS, pairs)} == set(pairs[:2])
     assert list(catalog.magnitudes("b" * 24, "d" * 24, 4096, pairs)) == []
 
 
@@ -100,7 +104,7 @@ def test_only_the_tensors_in_question_are_read(
 def test_an_analysis_without_magnitudes_is_read_as_before(tmp_path: Path) -> None:
     catalog, stats = Catalog(tmp_path), some_stats()
     catalog.put_stats(stats)
-    assert not list(tmp_path.rglob("*.magnitudes.parquet"))
+    assert not list(tmp_path.rglob("*.magnitudes.*.parquet"))
     found = catalog.stats(*IDS)
     assert found is not None
     assert same(found, stats)
@@ -108,20 +112,27 @@ def test_an_analysis_without_magnitudes_is_read_as_before(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1", b"x" * 500])
-def test_a_damaged_file_of_magnitudes_is_named(tmp_path: Path, damage: bytes) -> None:
-    catalog = Catalog(tmp_path)
-    catalog.put_stats(listed())
-    (file,) = tmp_path.rglob("*.magnitudes.parquet")
+def test_damaged_magnitudes_are_said_and_their_analysis_is_made_again(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog, stats = Catalog(tmp_path), listed()
+    catalog.put_stats(stats)
+    (file,) = tmp_path.rglob("*.magnitudes.*.parquet")
     file.write_bytes(damage)
-    with pytest.raises(CorruptionError, match=r"cannot be read.*magnitudes\.parquet"):
-        list(catalog.magnitudes(*IDS, [("w", "w")]))
+    assert list(catalog.magnitudes(*IDS, [("w", "w")])) == []
+    assert [str(file) in m for m in caplog.messages] == [True]
+    assert catalog.known_pairs(*IDS) == set()
+    catalog.put_stats(stats)
+    assert [pair for pair, _ in catalog.magnitudes(*IDS, [("w", "w")])] == [("w", "w")]
+    assert catalog.known_pairs(*IDS) == set(stats.by_pair)
 
 
-def test_a_file_with_other_columns_counts_as_damaged(tmp_path: Path) -> None:
+def test_magnitudes_of_another_analysis_are_not_taken(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     catalog.put_stats(listed())
-    (file,) = tmp_path.rglob("*.magnitudes.parquet")
-    (other,) = tmp_path.rglob("*.blocks.parquet")
-    file.write_bytes(other.read_bytes())
-    with pytest.raises(CorruptionError, match="columns tensor, base_tensor"):
-        list(catalog.magnitudes(*IDS, [("w", "w")]))
+    (own,) = tmp_path.rglob("*.magnitudes.*.parquet")
+    catalog.put_stats(listed(seed=9))
+    (other,) = set(tmp_path.rglob("*.magnitudes.*.parquet")) - {own}
+    own.write_bytes(other.read_bytes())
+    ((_, found),) = catalog.magnitudes(*IDS, [("w", "w")])
+    assert arrays(found) == arrays(some_magnitudes(3, 9))

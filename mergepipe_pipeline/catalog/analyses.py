@@ -1,0 +1,202 @@
+"""What analyses found: statistics and magnitudes of experts against bases, in files by base.
+
+An analysis is up to three files: of tensors, of blocks, of magnitudes. The first is written last
+and names the seals of the others, so that it says that all is there and no other is taken for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.catalog.formats import BLOCK_STATS
+from mergepipe_pipeline.catalog.magnitudes import MAGNITUDES, decode_magnitudes, encode_magnitudes
+from mergepipe_pipeline.catalog.row_groups import RowGroups, groups_seal, write_groups
+from mergepipe_pipeline.catalog.seals import (
+    drop,
+    find_sealed,
+    known,
+    sealed_path,
+    write_sealed,
+)
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes, TensorStats
+
+Pair = tuple[str, str]
+
+
+class Content(NamedTuple):
+    """All that statistics follow from: the bytes compared, and the name that draws the signs."""
+
+    digest: str
+    base_digest: str
+    dtype: str
+    base_dtype: str
+    base_tensor: str
+
+
+class Source(NamedTuple):
+    """An expert's tensor that was analysed, by the ids of base and expert."""
+
+    base_id: str
+    checkpoint_id: str
+    tensor: str
+
+
+class _Analysis(NamedTuple):
+    """The files of one analysis, and the (expert's tensor, base's tensor) in them."""
+
+    tensors: Path
+    blocks: Path
+    magnitudes: Path | None
+    pairs: frozenset[Pair]
+
+
+class Analyses:
+    """The folder of block statistics of a catalog."""
+
+    def __init__(self, folder: Path) -> None:
+        self._all = folder / BLOCK_STATS
+
+    def put_stats(self, stats: ExpertStats) -> None:
+        """Remember an analysis; earlier ones of other tensors stay.
+
+        Blocks and magnitudes first: the tensors' file says that it is whole.
+        """
+        folder, stem = self._all / stats.base_id, _stem(stats.checkpoint_id, stats.block_elems)
+        seal = None
+        if any(t.block_magnitudes for t in stats.tensors):
+            magnitudes = encode_magnitudes(stats)
+            seal = groups_seal(magnitudes)
+            write_groups(folder, f"{stem}.magnitudes", magnitudes)
+        tensors, blocks = tables.encode_stats(stats, seal)
+        write_sealed(folder, f"{stem}.blocks", blocks)
+        write_sealed(folder, f"{stem}.tensors", tensors)
+
+    def stats(
+        self, base_id: str, checkpoint_id: str, block_elems: int, *, without: Collection[str] = ()
+    ) -> ExpertStats | None:
+        """What is known of an expert against a base but for magnitudes, or None.
+
+        `without` "sketch", "sample" or "hist" these are left empty: they are most of what there is.
+        """
+        found: dict[Pair, TensorStats] = {}
+        analyses = self._of(base_id, checkpoint_id, block_elems)
+        for one in analyses:
+            blocks = known(one.blocks, bytes)
+            tensors = None if blocks is None else known(one.tensors, bytes)
+            if blocks is not None and tensors is not None:
+                where = str(one.tensors), str(one.blocks)
+                found |= tables.decode_stats(tensors, blocks, *where, without).by_pair
+        if not analyses:
+            return None
+        return ExpertStats(base_id, checkpoint_id, block_elems, tuple(found.values()))
+
+    def magnitudes(
+        self, base_id: str, checkpoint_id: str, block_elems: int, pairs: Collection[Pair]
+    ) -> Iterator[tuple[Pair, Magnitudes]]:
+        """The magnitudes of those of `pairs` (expert's tensor, base's tensor) that have them.
+
+        One is held at a time: all of them are near a hundredth of the expert.
+        """
+        missing = set(pairs)
+        for one in self._of(base_id, checkpoint_id, block_elems):
+            if one.magnitudes is None or missing.isdisjoint(one.pairs):
+                continue
+            try:
+                with RowGroups(one.magnitudes, MAGNITUDES) as file:
+                    for pair, found in decode_magnitudes(file, missing):
+                        missing.remove(pair)
+                        yield pair, found
+            except FileNotFoundError:
+                continue
+            except CorruptionError as error:
+                drop(one.magnitudes, error)
+
+    def known_pairs(self, base_id: str, checkpoint_id: str, block_elems: int) -> set[Pair]:
+        """The (expert's tensor, base's tensor) of which all files of their analysis are there."""
+        found: set[Pair] = set()
+        for one in self._of(base_id, checkpoint_id, block_elems):
+            listed = one.magnitudes is None or one.magnitudes.exists()
+            if listed and _is_whole(one.blocks, version(one.blocks)):
+                found |= one.pairs
+        return found
+
+    def known_digests(self, base_id: str, model_id: str, block_elems: int) -> dict[str, str]:
+        """Tensor name to digest as analyses of a model (or of experts of this base) saw them."""
+        is_base = base_id == model_id
+        name, digest = ("base_tensor", "base_digest") if is_base else ("tensor", "digest")
+        found: dict[str, str] = {}
+        for path in self._files(base_id, None if is_base else model_id, block_elems):
+            rows = known(path, partial(_rows, path, (name, digest)))
+            found |= {tensor: its for tensor, its in rows or () if its}
+        return found
+
+    def contents(self, block_elems: int) -> dict[Content, Source]:
+        """Where statistics of a content can be had, of all that was analysed."""
+        found: dict[Content, Source] = {}
+        columns = ("tensor", *Content._fields)
+        bases = sorted(self._all.iterdir()) if self._all.is_dir() else []
+        for path in (p for base in bases for p in self._files(base.name, None, block_elems)):
+            checkpoint_id = path.name.partition(".")[0]
+            rows = known(path, partial(_rows, path, columns))
+            for tensor, *fields in rows or ():
+                content = Content(*fields)
+                if content.digest and content.base_digest:
+                    found[content] = Source(path.parent.name, checkpoint_id, tensor)
+        return found
+
+    def _files(self, base_id: str, checkpoint_id: str | None, block_elems: int) -> list[Path]:
+        """Files of tensors against a base, of one expert or of all."""
+        folder = self._all / base_id
+        if checkpoint_id is not None:
+            return find_sealed(folder, f"{_stem(checkpoint_id, block_elems)}.tensors")
+        return [p for p in find_sealed(folder) if f"{_stem('', block_elems)}.tensors." in p.name]
+
+    def _of(self, base_id: str, checkpoint_id: str, block_elems: int) -> list[_Analysis]:
+        files = self._files(base_id, checkpoint_id, block_elems)
+        found = (_analysis(path, version(path)) for path in files)
+        return [one for one in found if one is not None]
+
+
+def _rows(path: Path, columns: Sequence[str], data: bytes) -> list[tuple[Any, ...]]:
+    return tables.decode_rows(data, str(path), columns)
+
+
+def _stem(checkpoint_id: str, block_elems: int) -> str:
+    return f"{checkpoint_id}.b{block_elems}"
+
+
+def version(path: Path) -> tuple[int, int] | None:
+    """What tells a file from one that took its place; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+# One verb asks for these several times, of every expert.
+@lru_cache(maxsize=512)
+def _analysis(path: Path, version: tuple[int, int] | None) -> _Analysis | None:
+    """What a file of tensors tells of its analysis; None if it is damaged."""
+
+    def decode(data: bytes) -> _Analysis:
+        pairs, blocks, magnitudes = tables.decode_pairs(data, str(path))
+        stem = path.name.partition(".tensors.")[0]
+        return _Analysis(
+            path,
+            sealed_path(path.parent, f"{stem}.blocks", blocks),
+            sealed_path(path.parent, f"{stem}.magnitudes", magnitudes) if magnitudes else None,
+            pairs,
+        )
+
+    return known(path, decode)
+
+
+@lru_cache(maxsize=512)
+def _is_whole(path: Path, version: tuple[int, int] | None) -> bool:
+    return known(path, lambda _: True) is not None

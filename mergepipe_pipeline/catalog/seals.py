@@ -1,0 +1,158 @@
+"""A file of the catalog carries its seal in its name: `STEM.SEAL.parquet`; one reader checks it.
+
+The seal is BLAKE3 over the file's bytes, or, of a file that is read in parts (see `row_groups`),
+over its footer. A file that is not what its name says counts as unknown: what it told can be found
+again from the weights, and equal facts have equal names, so that the next writer mends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from mergepipe_pipeline.digest import blake3_hex, new_content_hash
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
+
+_LOG = logging.getLogger("mergepipe")
+_SEALED = re.compile(r"(?P<stem>.+)\.(?P<seal>[0-9a-f]{32})\.parquet")
+#: Read at once by who only checks.
+_PART_NBYTES = 1 << 20
+#: Damaged files that were told of and are still there.
+_said: set[Path] = set()
+
+T = TypeVar("T")
+
+
+def seal_of(data: bytes | memoryview) -> str:
+    """What a file of these bytes is named by: the first 32 hexadecimal characters of BLAKE3."""
+    return blake3_hex(data)[:32]
+
+
+def sealed_path(folder: Path, stem: str, seal: str) -> Path:
+    """Where a file of this seal is or would be."""
+    return folder / f"{stem}.{seal}.parquet"
+
+
+def write_sealed(folder: Path, stem: str, data: bytes, seal: str | None = None) -> Path:
+    """Write a file under its seal (default: that of all its bytes); mends a damaged equal one.
+
+    Raises StorageFullError.
+    """
+    path = sealed_path(folder, stem, seal or seal_of(data))
+    write_atomic(path, data)
+    return path
+
+
+def find_sealed(folder: Path, stem: str | None = None) -> list[Path]:
+    """The sealed files of a folder, of one stem or of all; sorted, empty without the folder."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    matches = (_SEALED.fullmatch(name) for name in names)
+    return sorted(folder / m.string for m in matches if m and stem in (None, m["stem"]))
+
+
+def name_parts(path: Path) -> tuple[str, str]:
+    """Stem and seal of a sealed file's name. Raises CorruptionError for another name."""
+    match = _SEALED.fullmatch(path.name)
+    if match is None:
+        raise damaged(path, "STEM.SEAL.parquet as the name", path.name)
+    return match["stem"], match["seal"]
+
+
+def read_sealed(path: Path) -> bytes:
+    """All bytes of a file. Raises CorruptionError if they are not those that its name tells.
+
+    Raises FileNotFoundError if there is none.
+    """
+    with readable(path):
+        data = path.read_bytes()
+    _, seal = name_parts(path)
+    if seal_of(data) != seal:
+        raise damaged(path, f"BLAKE3 {seal}", seal_of(data))
+    return data
+
+
+class readable:
+    """Turns what the disk says of a file that is there into a CorruptionError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise damaged(self._path, "a file that can be read", str(error)) from error
+
+
+def damaged(path: Path, expected: str, found: str) -> CorruptionError:
+    """The error for a file that is not what its name says."""
+    return CorruptionError(
+        "A catalog file was changed after it was written",
+        where=str(path),
+        expected=expected,
+        found=found,
+        next_step="delete the file; what it told is found again where it is needed",
+    )
+
+
+def known(path: Path, decode: Callable[[bytes], T]) -> T | None:
+    """What a sealed file says; None if there is none, or if it is damaged: see `drop`."""
+    try:
+        return decode(read_sealed(path))
+    except FileNotFoundError:
+        return None
+    except CorruptionError as error:
+        drop(path, error)
+        return None
+
+
+def drop(path: Path, error: CorruptionError) -> None:
+    """Say that a file is damaged and remove it, so that what it told is found again."""
+    said(path, error)
+    with suppress(OSError):  # a warehouse that may only be read
+        remove_tree(path)
+        _said.discard(path)
+
+
+def is_good(path: Path) -> bool:
+    """Whether a file of `write_sealed` is as it was written; says it if not, and leaves it."""
+    try:
+        with readable(path), path.open("rb") as file:
+            hasher = new_content_hash()
+            while part := file.read(_PART_NBYTES):
+                hasher.update(part)
+        _, seal = name_parts(path)
+        found = hasher.hexdigest()[: len(seal)]
+        if found != seal:
+            raise damaged(path, f"BLAKE3 {seal}", found)
+    except FileNotFoundError:
+        return False
+    except CorruptionError as error:
+        said(path, error)
+        return False
+    return True
+
+
+def said(path: Path, error: CorruptionError) -> None:
+    """Warn of a damaged file that is left out, once."""
+    if path in _said:
+        return
+    _said.add(path)
+    told = CorruptionError(
+        error.what,
+        where=error.where,
+        expected=error.expected,
+        found=error.found,
+        next_step="nothing; it is left out, and what it told is found again where it is needed",
+    )
+    _LOG.warning("%s", told)

@@ -1,0 +1,93 @@
+"""Sealed files: a flipped bit anywhere is seen, whether a file is read whole or in parts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.catalog.row_groups import RowGroups, encode_groups, write_groups
+from mergepipe_pipeline.catalog.seals import find_sealed, read_sealed, write_sealed
+from mergepipe_pipeline.errors import CorruptionError
+
+SCHEMA = pa.schema([("run", pa.int64()), ("digest", pa.binary(16))])
+
+
+def table(seed: int, rows: int) -> pa.Table:
+    digests = [bytes([(seed + r) % 256]) * 16 for r in range(rows)]
+    return pa.table({"run": range(rows), "digest": digests}, schema=SCHEMA)
+
+
+GROUPS = [((f"t{n}", "x"), table(n, 3 + n)) for n in range(4)]
+PARTS = encode_groups(SCHEMA, GROUPS, {"elems": 8}, encoding={"run": "DELTA_BINARY_PACKED"})
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    at, mask = bit // 8, 1 << bit % 8
+    return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_a_flipped_bit_is_seen_when_a_file_is_read(data: bytes, draw: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as tmp:
+        path = write_sealed(Path(tmp), "a.b", data)
+        assert read_sealed(path) == data
+        path.write_bytes(flipped(data, draw.draw(st.integers(0, 8 * len(data) - 1))))
+        with pytest.raises(CorruptionError, match="changed after it was written"):
+            read_sealed(path)
+        assert write_sealed(Path(tmp), "a.b", data) == path
+        assert read_sealed(path) == data
+
+
+def test_files_are_found_by_exactly_their_stem(tmp_path: Path) -> None:
+    paths = {s: write_sealed(tmp_path, s, s.encode()) for s in ("k-0.2", "k-0.2.5", "k-0", "k")}
+    (tmp_path / "k.parquet").write_bytes(b"")
+    assert {s: find_sealed(tmp_path, s) for s in paths} == {s: [p] for s, p in paths.items()}
+    assert find_sealed(tmp_path) == sorted(paths.values())
+    assert find_sealed(tmp_path / "nothing") == []
+
+
+def test_row_groups_come_back_equal_and_equal_ones_are_equal_bytes(tmp_path: Path) -> None:
+    again = encode_groups(SCHEMA, GROUPS, {"elems": 8}, encoding={"run": "DELTA_BINARY_PACKED"})
+    assert again == PARTS
+    with RowGroups(write_groups(tmp_path, "m", PARTS), SCHEMA) as file:
+        assert file.meta == {"elems": 8}
+        assert file.keys == tuple(key for key, _ in GROUPS)
+        for key, rows in reversed(GROUPS):
+            assert file.read(key).equals(rows)
+
+
+def test_a_file_of_no_row_group_is_one(tmp_path: Path) -> None:
+    with RowGroups(write_groups(tmp_path, "m", encode_groups(SCHEMA, [], {})), SCHEMA) as file:
+        assert file.keys == ()
+
+
+@given(st.integers(0, 8 * len(PARTS) - 1))
+def test_a_flipped_bit_is_seen_by_whoever_reads_the_part_it_is_in(bit: int) -> None:
+    seen = 0
+    with tempfile.TemporaryDirectory() as tmp:
+        path = write_groups(Path(tmp), "m", PARTS)
+        path.write_bytes(flipped(PARTS, bit))
+        try:
+            with RowGroups(path, SCHEMA) as file:
+                for key, rows in GROUPS:
+                    try:
+                        assert file.read(key).equals(rows)
+                    except CorruptionError:
+                        seen += 1
+        except CorruptionError:
+            seen += 1
+    assert seen == 1
+
+
+@given(st.integers(0, len(PARTS) - 1))
+def test_a_file_that_was_cut_is_seen_at_once(nbytes: int) -> None:
+    with tempfile.TemporaryDirectory() as tmp:
+        path = write_groups(Path(tmp), "m", PARTS)
+        path.write_bytes(PARTS[:nbytes])
+        with pytest.raises(CorruptionError, match=r"m\..*parquet"):
+            RowGroups(path, SCHEMA)
