@@ -90,3 +90,34 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
         )
     assert isinstance(value, dict)
     return value
+
+
+def seal_line(line: bytes) -> bytes:
+    """File bytes of one line of any length, with its digest on a second.
+
+    For JSON that is too long to be laid out twice, as `seal` does. `head -n 1 FILE | sha256sum`
+    gives the digest.
+    """
+    return line + b"\n" + _line_seal(line)
+
+
+def unseal_line(data: bytes, where: str) -> bytes:
+    """The line of `seal_line`. Any flipped bit raises CorruptionError."""
+    line, _, stated = data.partition(b"\n")
+    found = _line_seal(line)
+    if stated != found:
+        raise CorruptionError(
+            "A sealed line was changed after it was written",
+            where=where,
+            expected=stated[: len(found)].decode(errors="replace").strip() or "a second line",
+            found=found.decode().strip(),
+            next_step="restore the file, or delete it and run again",
+        )
+    return line
+
+
+def _line_seal(line: bytes) -> bytes:
+    digest = new_hash()
+    digest.update(line)
+    digest.update(b"\n")
+    return canonical_json({SEAL_KEY: digest.hexdigest()}) + b"\n"

@@ -7,13 +7,13 @@ twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
-from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_stats, grid_for
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards, uses
 from mergepipe_pipeline.pipeline.commit import commit
@@ -165,8 +165,16 @@ def plan_recipe(home: Warehouse, card: RecipeCard, progress: Progress | None = N
 
 
 def current_plan(home: Warehouse, recipe: str) -> MergePlan:
-    """The plan that `plan_recipe` made last. Raises NotFoundError."""
-    return load_plan(home, _current(home, recipe)["plan_id"])
+    """The plan that `plan_recipe` made last. Raises NotFoundError, CorruptionError."""
+    return _planned(home, recipe, _current(home, recipe))
+
+
+def _planned(home: Warehouse, recipe: str, state: Mapping[str, Any]) -> MergePlan:
+    try:
+        return load_plan(home, state["plan_id"])
+    except (CorruptionError, NotFoundError) as error:
+        error.next_step = f"materialize {recipe}/plan: it plans anew"
+        raise
 
 
 def _current(home: Warehouse, recipe: str) -> dict[str, Any]:
@@ -188,7 +196,7 @@ def merge_recipe(
     state = _current(home, recipe)
     costs: dict[str, Any] = dict(state["layers"])
     try:
-        for done in merge_layers(home, load_plan(home, state["plan_id"]), layers, knobs=knobs):
+        for done in merge_layers(home, _planned(home, recipe, state), layers, knobs=knobs):
             costs[done.name] = asdict(Realised.of([done]))
             yield done
     finally:
@@ -203,7 +211,7 @@ def snapshot_recipe(home: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
     state = _current(home, recipe)
     costs = [Realised(**cost) for cost in state["layers"].values()]
     realised = Realised.total(costs)
-    snapshot = commit(home, load_plan(home, state["plan_id"]), realised)
+    snapshot = commit(home, _planned(home, recipe, state), realised)
     write_atomic(
         home.current_plan_path(recipe), seal({**state, "snapshot_id": snapshot.snapshot_id})
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.pipeline.ask import Asked, ask_again
 from mergepipe_pipeline.pipeline.check import load_recipe
 from mergepipe_pipeline.pipeline.compare import Comparison, full_plan_id, known_comparison
 from mergepipe_pipeline.pipeline.inspect import plan_of, shares, snapshot_of
-from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
+from mergepipe_pipeline.pipeline.plan import checked_plan, load_plan, make_plan, stored_plans
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.pipeline.query import first_versions, provenance
 from mergepipe_pipeline.planner.choosing import bought
@@ -209,20 +208,13 @@ def _appearances(home: Warehouse, name: str) -> Iterator[Appearance]:
     versions = first_versions(Catalog(home.catalog))
     told = [(provenance(s.path), s) for s in list_snapshots(home.snapshots)]
     told.sort(key=lambda pair: pair[0]["created"], reverse=True)
-    plans = dict(_plans(home))
+    plans = dict(stored_plans(home, checked_plan))
     for _, snapshot in told:
         plan = plans.get(snapshot.manifest.plan_id)
         if plan is not None:
             yield from _appearance(plan, "snapshot", snapshot.snapshot_id, name, versions)
     for plan_id, plan in plans.items():
         yield from _appearance(plan, "plan", plan_id, name, versions)
-
-
-def _plans(home: Warehouse) -> Iterator[tuple[str, MergePlan]]:
-    """All plans by id, without those of other versions of this program."""
-    for path in sorted(home.plans.glob("*.json")):
-        with suppress(CorruptionError):
-            yield path.stem, load_plan(home, path.stem)
 
 
 def _appearance(

@@ -5,7 +5,6 @@ Brings the rows that are in no Parquet file; how queries are answered is in `cat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.queries import Rows
 from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.pipeline.plan import stored_plans
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
@@ -41,26 +41,29 @@ def rows_of(home: Warehouse) -> Rows:
 
 
 def _plans(home: Warehouse) -> Iterator[_Row]:
-    for path in sorted(home.plans.glob("*.json")):
-        plan = json.loads(path.read_bytes())
-        e = plan["estimates"]
-        yield (
-            path.stem,
-            plan["recipe_name"],
-            plan["method"],
-            e["strategy"],
-            plan["ref"],
-            e["budget_bytes"],
-            e["expert_bytes_total"],
-            e["expert_bytes_planned"],
-            e["blocks_total"],
-            e["blocks_bought"],
-            e["blocks_zero"],
-            e.get("reads"),
-            e.get("predicted_error"),
-            e["error_bound"],
-            e["update_norm"],
-        )
+    for _, row in stored_plans(home, _plan_row):
+        yield row
+
+
+def _plan_row(plan_id: str, plan: Any) -> _Row:
+    e = plan["estimates"]
+    return (
+        plan_id,
+        plan["recipe_name"],
+        plan["method"],
+        e["strategy"],
+        plan["ref"],
+        e["budget_bytes"],
+        e["expert_bytes_total"],
+        e["expert_bytes_planned"],
+        e["blocks_total"],
+        e["blocks_bought"],
+        e["blocks_zero"],
+        e.get("reads"),
+        e.get("predicted_error"),
+        e["error_bound"],
+        e["update_norm"],
+    )
 
 
 def _snapshots(home: Warehouse) -> Iterator[_Row]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.catalog.row_groups import RowGroups, encode_groups, write_groups
 from mergepipe_pipeline.catalog.seals import find_sealed, read_sealed, write_sealed
 from mergepipe_pipeline.errors import CorruptionError
+from tests.catalog.flips import flipped
 
 SCHEMA = pa.schema([("run", pa.int64()), ("digest", pa.binary(16))])
 
@@ -24,11 +25,6 @@ def table(seed: int, rows: int) -> pa.Table:
 
 GROUPS = [((f"t{n}", "x"), table(n, 3 + n)) for n in range(4)]
 PARTS = encode_groups(SCHEMA, GROUPS, {"elems": 8}, encoding={"run": "DELTA_BINARY_PACKED"})
-
-
-def flipped(data: bytes, bit: int) -> bytes:
-    at, mask = bit // 8, 1 << bit % 8
-    return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.digest import canonical_json, seal, seal_line
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.query import query
 from mergepipe_pipeline.snapshots.refs import RefStore
@@ -40,7 +39,7 @@ def home(tmp_path: Path) -> Warehouse:
 def publish(home: Warehouse, base: Checkpoint, expert: Checkpoint, plan_id: str) -> str:
     """A plan and a snapshot as `plan` and `merge` would leave them; the snapshot's id."""
     plan = {"recipe_name": "r", "method": "ties", "ref": "prod", "estimates": ESTIMATES}
-    home.plan_path(plan_id).write_text(json.dumps(plan))
+    home.plan_path(plan_id).write_bytes(seal_line(canonical_json(plan)))
     inputs = [("base", base), ("expert", expert)]
     manifest = Manifest(
         plan_id,
