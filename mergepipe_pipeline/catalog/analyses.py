@@ -54,6 +54,11 @@ class _Analysis(NamedTuple):
     magnitudes: Path | None
     pairs: frozenset[Pair]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether all its files are there, damaged or not."""
+        return self.blocks.exists() and (self.magnitudes is None or self.magnitudes.exists())
+
 
 class Analyses:
     """The folder of block statistics of a catalog."""
@@ -120,8 +125,7 @@ class Analyses:
         """The (expert's tensor, base's tensor) of which all files of their analysis are there."""
         found: set[Pair] = set()
         for one in self._of(base_id, checkpoint_id, block_elems):
-            listed = one.magnitudes is None or one.magnitudes.exists()
-            if listed and _is_whole(one.blocks, version(one.blocks)):
+            if one.is_there and _is_whole(one.blocks, version(one.blocks)):
                 found |= one.pairs
         return found
 
@@ -141,6 +145,9 @@ class Analyses:
         columns = ("tensor", *Content._fields)
         bases = sorted(self._all.iterdir()) if self._all.is_dir() else []
         for path in (p for base in bases for p in self._files(base.name, None, block_elems)):
+            one = _analysis(path, version(path))
+            if one is None or not one.is_there:
+                continue
             checkpoint_id = path.name.partition(".")[0]
             rows = known(path, partial(_rows, path, columns))
             for tensor, *fields in rows or ():

@@ -8,12 +8,13 @@ catalog lists, the rest by a pass over the tensor, and remembered in the catalog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Fact
 from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
+from mergepipe_pipeline.pipeline.analyze import ensure_stats, missing_pairs
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -21,7 +22,7 @@ from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Fact as Kind
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
 from mergepipe_pipeline.warehouse import Warehouse
 
 Pair = tuple[str, str]
@@ -82,7 +83,7 @@ class ExpertFacts:
         load: Load,
         progress: Progress | None,
     ) -> None:
-        self._catalog = Catalog(home.catalog)
+        self._home, self._catalog = home, Catalog(home.catalog)
         self._expert, self._base, self._stats = expert, base, stats
         self._load = load
         self._grid = BlockGrid(stats.block_elems)
@@ -176,11 +177,23 @@ class ExpertFacts:
                 yield s, rule
             else:
                 left.setdefault(s.pair, []).append(s)
-        ids, block_elems = (self._base.model_id, self._expert.model_id), self._stats.block_elems
-        for pair, magnitudes in self._catalog.magnitudes(*ids, block_elems, left):
+        for pair, magnitudes in self._magnitudes(left):
             for s in left[pair]:
                 known = self._with_histograms.by_pair[pair]
-                yield s, open_rule(known, magnitudes, keeps[s], block_elems)
+                yield s, open_rule(known, magnitudes, keeps[s], self._stats.block_elems)
+
+    def _magnitudes(self, pairs: Collection[Pair]) -> Iterator[tuple[Pair, Magnitudes]]:
+        """The magnitudes of those of `pairs` that have them; what is damaged is found again."""
+        ids = self._base.model_id, self._expert.model_id, self._stats.block_elems
+        left = set(pairs)
+        for pair, magnitudes in self._catalog.magnitudes(*ids, pairs):
+            left.remove(pair)
+            yield pair, magnitudes
+        every = list(self._stats.by_pair)
+        if left and missing_pairs(self._home, self._expert, self._base, every, self._grid):
+            wanted = [(self._expert, every)]
+            ensure_stats(self._home, wanted, self._base, self._grid, self._progress)
+            yield from self._catalog.magnitudes(*ids, left)
 
     def _leave_scales_open(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
         for s in wanted:

@@ -76,7 +76,9 @@ class TakeOver:
             if entries > _MOST_ENTRIES:
                 yield tuple(held)
                 held, entries = [], 0
-        yield (*held, *chain.from_iterable(by_source.values()))
+        # Magnitudes that turned out to be damaged are not left out of a copy: they are read again.
+        whole = self._catalog.known_pairs(*key)
+        yield (*held, *chain.from_iterable(ts for p, ts in by_source.items() if p in whole))
 
     def _is_expected(self, expert: Model) -> bool:
         """Whether an earlier version of the name is known, or a checkpoint that looks the same."""
