@@ -1,43 +1,93 @@
-"""The digest of every tensor of a checkpoint: its content, whatever it is called."""
+"""The digests of a checkpoint's tensors and of their segments, by one pass over the files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
-from mergepipe_pipeline.digest import new_content_hash
+from mergepipe_pipeline.digest import segment_digests
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments, Segments
+from mergepipe_pipeline.spec.view import TensorView, view_of
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.tensors.stored import read_stored
+from mergepipe_pipeline.tensors.verified import Verifier
 
+#: A multiple of all segments.
 _WINDOW_ELEMS = 1 << 21
 
 
 def digest_checkpoint(
-    checkpoint: Checkpoint, progress: Callable[[int], None] | None = None
-) -> dict[str, str]:
-    """Tensor name to digest (64 hex) of its stored bytes; one pass in bounded memory.
+    checkpoint: Checkpoint,
+    progress: Callable[[int], None] | None = None,
+    *,
+    levels: Sequence[int] = (COARSE_ELEMS,),
+    names: Collection[str] | None = None,
+) -> dict[str, tuple[Segments, ...]]:
+    """Tensor name to the digests of its segments, per level; one pass in bounded memory.
 
-    Raises CheckpointChangedError if a file changes meanwhile.
+    `levels`: lengths of segments in elements. `names`: which tensors (None: all). Raises
+    CheckpointChangedError if a file changes meanwhile.
     """
+    wanted = [t for t in checkpoint.tensors if names is None or t.name in names]
     with open_source(checkpoint.root) as source, ThreadPoolExecutor(2) as pool:
         reader = BlockReader(source, checkpoint, None)
 
-        def digest(entry: TensorEntry) -> str:
-            running = new_content_hash()
+        def digest(entry: TensorEntry) -> tuple[Segments, ...]:
+            found: list[list[bytes]] = [[] for _ in levels]
             for start in range(0, entry.numel, _WINDOW_ELEMS):
                 raw = reader.read(entry, start, min(entry.numel, start + _WINDOW_ELEMS))
-                running.update(raw)
+                for parts, n in zip(found, levels, strict=True):
+                    parts.append(segment_digests(memoryview(raw), n * itemsize(entry.dtype)))
                 if progress:
                     progress(len(raw))
-            return running.hexdigest()
+            return tuple(Segments(n, b"".join(p)) for n, p in zip(levels, found, strict=True))
 
-        found = dict(
-            zip(
-                (t.name for t in checkpoint.tensors),
-                pool.map(digest, checkpoint.tensors),
-                strict=True,
-            )
-        )
+        taken = dict(zip((t.name for t in wanted), pool.map(digest, wanted), strict=True))
         reader.verify_unchanged()
-    return found
+    return taken
+
+
+def digest_view(
+    view: TensorView,
+    checkpoints: Mapping[int, Checkpoint],
+    segment_elems: int,
+    known: KnownSegments,
+) -> Segments:
+    """The digests of a view's own segments: its runs put stored elements in another order.
+
+    The stored tensors are read twice, once to verify them against `known` segments. `checkpoints`
+    are by source number. Raises CorruptionError, CheckpointChangedError.
+    """
+    with ExitStack() as stack:
+        readers = {
+            number: BlockReader(stack.enter_context(open_source(c.root)), c, None)
+            for number, c in checkpoints.items()
+        }
+        for part in view.stored:
+            whole = view_of(part.entry, part.source)
+            verifier = Verifier(whole, known.of_part(part))
+            for _ in _windows(readers, whole, verifier):
+                pass
+        digests = b"".join(
+            segment_digests(raw, segment_elems * itemsize(view.dtype))
+            for raw in _windows(readers, view, None)
+        )
+        for reader in readers.values():
+            reader.verify_unchanged()
+    return Segments(segment_elems, digests)
+
+
+def _windows(
+    readers: Mapping[int, BlockReader], view: TensorView, verifier: Verifier | None
+) -> Iterator[memoryview]:
+    """The stored bytes of a view, each window valid until the next."""
+    room = bytearray(min(view.numel, _WINDOW_ELEMS) * itemsize(view.dtype))
+    for start in range(0, view.numel, _WINDOW_ELEMS):
+        stop = min(view.numel, start + _WINDOW_ELEMS)
+        raw = memoryview(room)[: (stop - start) * itemsize(view.dtype)]
+        read_stored(readers.__getitem__, view, start, stop, raw, verifier)
+        yield raw

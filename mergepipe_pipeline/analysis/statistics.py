@@ -20,13 +20,14 @@ from mergepipe_pipeline.analysis.kernels import (
     sample_elems,
 )
 from mergepipe_pipeline.analysis.magnitudes import BINS, room_for
-from mergepipe_pipeline.analysis.ordered import OrderedHash
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, DeltaWindow, Family, WindowReader
-from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.digest import segment_digests, sha256_hex
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.segments import Segments, levels_for
 from mergepipe_pipeline.spec.stats import (
     SAMPLE_WIDTH,
     SKETCH_WIDTH,
@@ -41,9 +42,13 @@ Pair = tuple[str, str]
 S = TypeVar("S", bound=np.generic)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Figures:
-    """What one window adds, per chunk as `kernels.describe` says."""
+    """What one window adds, per chunk as `kernels.describe` says.
+
+    `segments` are the digests of its bytes and of the base's, one per level; empty where those of
+    the tensor are not taken.
+    """
 
     window: DeltaWindow
     sums: npt.NDArray[np.float64]
@@ -53,6 +58,8 @@ class _Figures:
     samples: npt.NDArray[np.uint16]
     histogram: npt.NDArray[np.int64]
     magnitudes: Magnitudes | None
+    segments: tuple[bytes, ...] = ()
+    base_segments: tuple[bytes, ...] = ()
 
 
 def analyze_experts(
@@ -115,19 +122,15 @@ def _streamed(
         return gathered.describe
 
     at: int | None = None
-    try:
-        for number, found in reader.families(families, work):
-            if at is not None and at != number:
-                yield at, begun.pop(at).stats()
-            at = number
-            begun[number].add(found)
-            if progress:
-                progress(sum(len(f.window.expert_raw) for f in found))
-        if at is not None:
+    for number, found in reader.families(families, work):
+        if at is not None and at != number:
             yield at, begun.pop(at).stats()
-    finally:
-        for gathered in begun.values():
-            gathered.abandon()
+        at = number
+        begun[number].add(found)
+        if progress:
+            progress(sum(len(f.window.expert_raw) for f in found))
+    if at is not None:
+        yield at, begun.pop(at).stats()
 
 
 def _key(base_tensor: str) -> np.uint64:
@@ -141,41 +144,46 @@ class _Gathered:
     def __init__(self, family: Family, grid: BlockGrid) -> None:
         self._base, self._grid, self._key = family.base, grid, _key(family.base.name)
         self._tables = [_Table(view, family.base, grid) for view in family.experts]
-        self._hashes = [OrderedHash() if view.whole else None for view in family.experts]
-        self._base_hash = OrderedHash()
+        self._levels = levels_for(grid.block_elems)
+        self._base_segments: list[tuple[bytes, ...]] = []
+        self._experts = family.experts
         numels = [v.numel if v.stands_alone else -1 for v in family.experts]
         # The base is hashed with the expert that is compared with all of it.
         is_hashed = family.base.whole is not None and family.base.numel in numels
         self._with_base = numels.index(family.base.numel) if is_hashed else None
 
     def describe(self, number: int, window: DeltaWindow) -> _Figures:
-        """The figures of a window of one expert, in any thread, and its bytes' part in digests."""
+        """The figures of a window of one expert, in any thread, and its bytes' digests."""
         figures = _describe(window, self._key, self._grid, self._base.numel)
-        hashed = self._hashes[number]
-        if hashed and window.n:  # beyond a tensor's end there is nothing to wait for
-            hashed.update(window.start_elem, window.n, window.expert_raw)
-        if number == self._with_base and window.n:
-            self._base_hash.update(window.start_elem, window.n, window.base_raw)
+        if view := self._experts[number].whole:
+            figures.segments = self._digested(window.expert_raw, view.dtype)
+        if number == self._with_base:
+            figures.base_segments = self._digested(window.base_raw, self._base.dtype)
         return figures
+
+    def _digested(self, raw: memoryview, dtype: str) -> tuple[bytes, ...]:
+        """Of the bytes of a window, which begins with a segment, per level."""
+        return tuple(segment_digests(raw, n * itemsize(dtype)) for n in self._levels)
 
     def add(self, found: Sequence[_Figures]) -> None:
         """Take in the next window."""
         for table, figures in zip(self._tables, found, strict=True):
             table.add(figures)
-
-    def abandon(self) -> None:
-        """Say that not all windows will come."""
-        for hashed in (*self._hashes, self._base_hash):
-            if hashed:
-                hashed.abandon()
+        if self._with_base is not None:
+            self._base_segments.append(found[self._with_base].base_segments)
 
     def stats(self) -> list[TensorStats]:
         """The statistics of each expert's tensor."""
-        base_digest = "" if self._with_base is None else self._base_hash.hexdigest()
+        base = self._joined(self._base_segments) if self._with_base is not None else ()
         return [
-            table.stats(hashed.hexdigest() if hashed else "", base_digest)
-            for table, hashed in zip(self._tables, self._hashes, strict=True)
+            table.stats(self._joined(table.segments) if view.whole else (), base)
+            for table, view in zip(self._tables, self._experts, strict=True)
         ]
+
+    def _joined(self, windows: Sequence[tuple[bytes, ...]]) -> tuple[Segments, ...]:
+        """Per level, those of all windows."""
+        joined = (b"".join(parts) for parts in zip(*windows, strict=True))
+        return tuple(Segments(n, part) for n, part in zip(self._levels, joined, strict=True))
 
 
 class _Table:
@@ -189,6 +197,7 @@ class _Table:
         self._sketches = [np.zeros((0, SKETCH_WIDTH), np.float32)]
         self._samples = [np.zeros((0, SAMPLE_WIDTH), np.uint16)]
         self._magnitudes: list[Magnitudes] | None = []
+        self.segments: list[tuple[bytes, ...]] = []
 
     def add(self, figures: _Figures) -> None:
         """Take in the next window."""
@@ -202,13 +211,16 @@ class _Table:
         self._counts.append(figures.counts)
         self._sketches.append(_per_block(figures.sketches, self._grid, np.add))
         self._samples.append(figures.samples)
+        self.segments.append(figures.segments)
         if figures.magnitudes is None:
             self._magnitudes = None
         elif self._magnitudes is not None:
             self._magnitudes.append(figures.magnitudes)
 
-    def stats(self, digest: str, base_digest: str) -> TensorStats:
-        """The statistics of the whole tensor; of its bytes' digests, empty where none was taken."""
+    def stats(
+        self, segments: tuple[Segments, ...], base_segments: tuple[Segments, ...]
+    ) -> TensorStats:
+        """The statistics of the whole tensor; the segments are empty where none were taken."""
         view, grid = self._view, self._grid
         sums, counts = np.concatenate(self._sums), np.concatenate(self._counts)
         peaks = np.concatenate(self._peaks)
@@ -217,8 +229,8 @@ class _Table:
         return TensorStats(
             tensor=view.name,
             base_tensor=self._base.name,
-            digest=digest,
-            base_digest=base_digest,
+            digest=segments[0].content if segments else "",
+            base_digest=base_segments[0].content if base_segments else "",
             dtype=view.dtype,
             base_dtype=self._base.dtype,
             numel=view.numel,
@@ -235,6 +247,8 @@ class _Table:
             block_sketch=narrowed(np.concatenate(self._sketches)),
             block_sample=np.concatenate(self._samples),
             block_magnitudes=None if listed is None else Magnitudes.joined(listed),
+            segments=segments,
+            base_segments=base_segments,
         )
 
 

@@ -15,3 +15,5 @@ DIGESTS = "digests/v3"
 BLOCK_STATS = "block_stats/v7"
 #: Facts of whole tensors, by base, owner and key.
 TENSOR_FACTS = "tensor_facts/v3"
+#: Digests of segments of a checkpoint's tensors, by its id.
+SEGMENTS = "segments/v1"

@@ -30,6 +30,7 @@ from mergepipe_pipeline.engine.windows import EngineOptions, cut
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.storage.finite import count_non_finite
 from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.storage.source import ANNOUNCED
@@ -63,11 +64,16 @@ class LayerResult:
 
 
 class LayerRunner:
-    """Runs the layers of one plan with shared readers, threads and buffers; a context manager."""
+    """Runs the layers of one plan with shared readers, threads and buffers; a context manager.
 
-    def __init__(self, plan: MergePlan, options: EngineOptions) -> None:
+    What it reads is verified against `known` segments (None: not at all).
+    """
+
+    def __init__(
+        self, plan: MergePlan, options: EngineOptions, known: KnownSegments | None = None
+    ) -> None:
         self._options = options
-        self._sources = SourcePool(plan)
+        self._sources = SourcePool(plan, known)
         self._window, desks = _workshop(options)
         self._desks: SimpleQueue[Any] = SimpleQueue()
         for desk in desks:
@@ -103,7 +109,7 @@ class LayerRunner:
 
         A layer's result comes when its file is complete; the next one is being worked on then.
         Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full
-        disk, CorruptionError if the bytes read are not the bytes planned.
+        disk, CorruptionError if the bytes read are not the bytes planned, or not those analysed.
         """
         with closing(self._merged(self._windows([layer for layer, _ in layers]))) as merged:
             for layer, path in layers:
@@ -128,6 +134,8 @@ class LayerRunner:
                 began = time.perf_counter()
                 writer.write(done.out.data)
                 write_s += time.perf_counter() - began
+                if done.last:
+                    done.last.finish()
                 if progress:
                     progress(len(done.out))
             sha256, nbytes = writer.finish()
@@ -204,7 +212,8 @@ class LayerRunner:
             self._desks.put(desk)
         non_finite = count_non_finite(out, task.out_dtype)
         read = self._sources.read_here() - before
-        return _Done(task.name, out, non_finite, read, time.perf_counter() - began)
+        last = window if window.is_last else None
+        return _Done(task.name, out, non_finite, read, time.perf_counter() - began, last)
 
 
 def _in_file_order(layer: LayerTask) -> list[TensorTask]:
@@ -230,13 +239,17 @@ def _with_later(windows: Iterator[Window[Any]]) -> Iterator[tuple[Window[Any], l
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A window's output bytes, how many elements are not finite, and what it read and took."""
+    """A window's output bytes, how many elements are not finite, and what it read and took.
+
+    `last`: the window itself, if a tensor ends with it.
+    """
 
     tensor: str
     out: Bytes
     non_finite: int
     read: Read
     took_s: float
+    last: Window[Any] | None
 
 
 def _workshop(options: EngineOptions) -> tuple[type[Window[Any]], Sequence[Desk]]:

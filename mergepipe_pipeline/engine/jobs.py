@@ -6,7 +6,7 @@ kernel on stored bfloat16 or on float32 rows, or the operator in torch.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from mergepipe_pipeline.dtypes import itemsize
@@ -19,7 +19,8 @@ from mergepipe_pipeline.spec.blocks import clip, coalesce, total_elems
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
-from mergepipe_pipeline.tensors.stored import Readers
+from mergepipe_pipeline.tensors.stored import Readers, read_stored
+from mergepipe_pipeline.tensors.verified import Verifier
 
 #: Bytes per element of a merge before it is cast.
 MERGED_BYTES = 4
@@ -32,17 +33,34 @@ class Job:
 
     def __init__(self, task: TensorTask, sources: SourcePool) -> None:
         self.task, self.sources = task, sources
+        known, experts = sources.known, task.experts
         self.operator: Operator | None = OPERATORS.get(task.operator)
         #: Bytes per stored element of each expert, and of the base at the end.
         self.sizes = [itemsize(e.view.dtype) for e in task.experts]
         self.sizes += [itemsize(task.base.view.dtype)] if task.base else []
         self.updates = [
-            LowRankUpdate(sources.expert, e.view.low_rank) if e.view.low_rank else None
+            LowRankUpdate(sources.expert, e.view.low_rank, known) if e.view.low_rank else None
             for e in task.experts
         ]
         low_rank = task.base and task.base.view.low_rank
-        self.base_update = LowRankUpdate(sources.base, low_rank) if low_rank else None
+        self.base_update = LowRankUpdate(sources.base, low_rank, known) if low_rank else None
+        self.verifiers = [sources.verifier(e.view, e.digest) if e.read else None for e in experts]
+        base = task.base
+        self.base_verifier = sources.verifier(base.view, base.digest) if base else None
         self.cuts = OpenCuts(task)
+
+    def finish(self) -> None:
+        """Verify what windows read in part, when all of them are done. Raises CorruptionError.
+
+        Of the base the rest of a segment is read: it is not budgeted. Of experts whole blocks are
+        read, which are whole segments.
+        """
+        for verifier in self.verifiers:
+            if verifier:
+                verifier.finish()
+        if self.base_verifier and self.task.base:
+            view = self.task.base.view
+            self.base_verifier.finish(partial(read_stored, self.sources.base_before, view))
 
     @property
     def needs_torch(self) -> bool:
@@ -86,8 +104,8 @@ class Job:
         return self.as_delta and not any(e.read for e in self.task.experts)
 
     @cached_property
-    def unchanged(self) -> tuple[Readers, TensorView] | None:
-        """The stored bytes that are the result as they are, and who may read them.
+    def unchanged(self) -> tuple[Readers, TensorView, Verifier | None] | None:
+        """The stored bytes that are the result as they are, who may read and who verifies them.
 
         They go through a buffer and not from file to file in the kernel: they must be hashed, which
         would read them back, and they are written past the page cache. Nor can blocks be shared:
@@ -95,17 +113,17 @@ class Job:
         """
         task = self.task
         if self.is_copy and task.base:
-            readers, view = self.sources.base, task.base.view
+            readers, view, verifier = self.sources.base, task.base.view, self.base_verifier
         # Passed through, 64 bits become those of a float32.
         elif is_unscaled(task) and task.out_dtype != "F64":
-            readers, view = self.sources.expert, task.experts[0].view
+            readers, view, verifier = self.sources.expert, task.experts[0].view, self.verifiers[0]
             if coalesce(task.experts[0].read) != ((0, view.numel),):
                 return None
         else:
             return None
         is_stored = view.stands_alone and not view.low_rank
         is_same = (view.dtype, view.numel) == (task.out_dtype, prod(task.shape))
-        return (readers, view) if is_stored and is_same else None
+        return (readers, view, verifier) if is_stored and is_same else None
 
     def needs_base(self, start_elem: int, stop_elem: int) -> bool:
         """Whether the base's elements [start, stop) take part in the result."""

@@ -12,14 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
-from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
-from mergepipe_pipeline.spec.view import Part
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments
+from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
+from mergepipe_pipeline.tensors.verified import Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,12 @@ class Read:
 class SourcePool:
     """Readers for the sources of one plan; a context manager that closes their files.
 
+    What is read for the merge is compared with the segments that are `known`; None: with nothing.
     Raises CheckpointChangedError when a checkpoint is not the one that was planned.
     """
 
-    def __init__(self, plan: MergePlan) -> None:
+    def __init__(self, plan: MergePlan, known: KnownSegments | None = None) -> None:
+        self.known = known
         self._stack = ExitStack()
         self._readers: dict[tuple[int, bool], BlockReader] = {}
         self._before: dict[tuple[int, bool], BlockReader] = {}
@@ -92,6 +96,24 @@ class SourcePool:
     def base_before(self, source: int) -> BlockReader:
         """As `base`, for bytes that the merge itself will read and count."""
         return self._reader(source, gated=False, before=True)
+
+    def verifier(self, view: TensorView, digest: str) -> Verifier | None:
+        """What compares one reading of a view with its segments.
+
+        Raises CorruptionError if these are not of the content that the plan names.
+        """
+        if self.known is None or not view.stored:
+            return None
+        known = self.known.of_view(view)
+        if view.whole and known.segment_elems == COARSE_ELEMS and known.content != digest:
+            raise CorruptionError(
+                "What the catalog knows of a tensor is not what the plan was made from",
+                where=f"{known.where}, tensor {view.name}",
+                expected=f"content {digest[:16]}",
+                found=f"content {known.content[:16]}",
+                next_step="run the same command again: it plans anew",
+            )
+        return Verifier(view, known)
 
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if any file read so far is not the planned one any more."""

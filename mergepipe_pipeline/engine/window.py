@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from mergepipe_pipeline.tensors.stored import (
     read_stored,
     torch_dtype,
 )
+from mergepipe_pipeline.tensors.verified import Verifier
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +72,15 @@ class Window(Generic[D]):
         """
         self._desk = desk
         return self._run()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the tensor ends with it."""
+        return self._stop == prod(self.task.shape)
+
+    def finish(self) -> None:
+        """Verify what is left of the tensor, when all its windows have run."""
+        self._job.finish()
 
     def abandon(self) -> None:
         """Say that the run is being left, so that no window of the tensor waits for another."""
@@ -116,7 +127,7 @@ class Window(Generic[D]):
         if base is None or not job.needs_base(self._start, self._stop):
             return None
         buffer = self._desk.take(self._n * job.sizes[-1])
-        row = BaseRow(job.sources.base, base.view, buffer, job.base_update)
+        row = BaseRow(job.sources.base, base.view, buffer, job.base_update, job.base_verifier)
         row.fetch(self._start, self._stop)
         return row
 
@@ -124,9 +135,10 @@ class Window(Generic[D]):
         """Put all experts into `rows` [K, n] float32: δ or T, as the operator wants them."""
         job, task = self._job, self._job.task
         experts = []
-        for e, size, update in zip(task.experts, job.sizes, job.updates, strict=False):
+        helpers = zip(job.updates, job.verifiers, strict=True)
+        for e, size, both in zip(task.experts, job.sizes, helpers, strict=False):
             buffer = self._desk.take(self._n * size)
-            expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, update)
+            expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, *both)
             expert.fetch(self._start, self._stop)
             experts.append(expert)
         for row, expert in zip(rows, experts, strict=True):
@@ -160,7 +172,8 @@ class Window(Generic[D]):
             for a, b in parts:
                 piece = row[a:b].view(np.uint8)
                 first = self._start + a
-                read_stored(job.sources.expert, e.view, first, first + b - a, piece.data)
+                part, verifier = (first, first + b - a, piece.data), job.verifiers[k]
+                read_stored(job.sources.expert, e.view, *part, verifier)
         numbers = np.array(present, np.int64)
         return below, bits[: len(present)], numbers, np.array(spans, np.int64).reshape(-1, 2)
 
@@ -202,9 +215,9 @@ class Window(Generic[D]):
 
         return self._job.cuts.stops(start, self._stop, find)
 
-    def _stored(self, readers: Readers, view: TensorView) -> Bytes:
+    def _stored(self, readers: Readers, view: TensorView, verifier: Verifier | None) -> Bytes:
         raw = np.empty(self._n * itemsize(view.dtype), np.uint8)
-        read_stored(readers, view, self._start, self._stop, raw.data)
+        read_stored(readers, view, self._start, self._stop, raw.data, verifier)
         return raw
 
 

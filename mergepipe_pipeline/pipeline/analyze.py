@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
-from mergepipe_pipeline.pipeline.digests import ensure_digests
+from mergepipe_pipeline.pipeline.digests import ensure_digests, put_taken
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.pipeline.register import resolve
@@ -21,6 +21,7 @@ from mergepipe_pipeline.pipeline.takeover import TakeOver
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.segments import Segments
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -181,7 +182,7 @@ def ensure_stats(
     take_over = TakeOver(home, base, grid, progress)
     missing = [(m, take_over.rest(m, pairs)) for m, pairs in missing if pairs]
     for batch in _batches([(m, pairs) for m, pairs in missing if pairs]):
-        _analyze(catalog, batch, base, grid, progress or Silent())
+        _analyze(home, batch, base, grid, progress or Silent())
     for model in (base, *(m for m, _ in wanted)):
         _put_known_digests(catalog, model, base, grid)
 
@@ -202,7 +203,7 @@ def _batches(
 
 
 def _analyze(
-    catalog: Catalog,
+    home: Warehouse,
     batch: Sequence[tuple[Model, Sequence[Pair]]],
     base: Model,
     grid: BlockGrid,
@@ -210,7 +211,9 @@ def _analyze(
 ) -> None:
     from mergepipe_pipeline.analysis.statistics import analyze_experts
 
+    catalog = Catalog(home.catalog)
     found: list[list[TensorStats]] = [[] for _ in batch]
+    digested: dict[str, dict[str, tuple[Segments, ...]]] = {}
     unsaved_nbytes = 0
     saving: list[Future[None]] = []
 
@@ -222,6 +225,9 @@ def _analyze(
                 stats = ExpertStats(base.model_id, model.model_id, grid.block_elems, tuple(tensors))
                 saving.append(keeper.submit(catalog.put_stats, stats))
                 tensors.clear()
+        for checkpoint_id, taken in digested.items():
+            saving.append(keeper.submit(put_taken, home, checkpoint_id, taken))
+        digested.clear()
 
     nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
     names = ", ".join(m.name for m, _ in batch[:3]) + (", …" if len(batch) > 3 else "")
@@ -232,6 +238,15 @@ def _analyze(
         for done in analyze_experts(batch, base, grid, progress=advance):
             for number, stats in done:
                 found[number].append(stats)
+                model = batch[number][0]
+                for of, name, taken in (
+                    (model, stats.tensor, stats.segments),
+                    (base, stats.base_tensor, stats.base_segments),
+                ):
+                    if taken:
+                        part = of.views[name].stored[0]
+                        checkpoint_id = of.checkpoints[part.source].checkpoint_id
+                        digested.setdefault(checkpoint_id, {})[part.entry.name] = taken
                 unsaved_nbytes += batch[number][0].views[stats.tensor].stored_nbytes
             if unsaved_nbytes >= _SAVE_NBYTES:
                 save(keeper)

@@ -1,13 +1,28 @@
-"""The digest of every tensor of a checkpoint: what it holds, whatever it is called."""
+"""The digest of every tensor of a checkpoint: what it holds, whatever it is called.
+
+And of its segments, so that whoever reads a part later can compare it: `inputs` does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.segment_files import put_segments
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
+from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, levels_for
 from mergepipe_pipeline.warehouse import Warehouse
+
+
+class Known(NamedTuple):
+    """A checkpoint under the id by which the catalog knows it."""
+
+    checkpoint_id: str
+    checkpoint: Checkpoint
 
 
 def ensure_digests(
@@ -21,6 +36,53 @@ def ensure_digests(
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
     with (progress or Silent()).task(f"digest {checkpoint.name}", checkpoint.nbytes) as advance:
-        digests = digest_checkpoint(checkpoint, advance)
+        levels = levels_for(BlockGrid.for_numel(checkpoint.numel).block_elems)
+        taken = digest_checkpoint(checkpoint, advance, levels=levels)
+    put_taken(home, checkpoint.checkpoint_id, taken)
+    digests = {name: segments.content for name, (segments, *_) in taken.items()}
     catalog.put_digests(checkpoint.checkpoint_id, digests)
     return digests
+
+
+def put_taken(
+    home: Warehouse, checkpoint_id: str, taken: Mapping[str, tuple[Segments, ...]]
+) -> None:
+    """Remember segments of tensors, all levels."""
+    by_level: dict[int, dict[str, bytes]] = {}
+    for name, levels in taken.items():
+        for segments in levels:
+            by_level.setdefault(segments.segment_elems, {})[name] = segments.digests
+    for segment_elems, digests in by_level.items():
+        put_segments(home.catalog, checkpoint_id, segment_elems, digests)
+
+
+def take_segments(
+    home: Warehouse,
+    known: Known,
+    segment_elems: int,
+    names: Collection[str],
+    progress: Progress | None = None,
+) -> None:
+    """Take the segments of some tensors of a checkpoint from its files, and remember them.
+
+    Raises CorruptionError if the files hold other bytes than were analysed.
+    """
+    from mergepipe_pipeline.analysis.digests import digest_checkpoint
+
+    checkpoint_id, checkpoint = known
+    levels = tuple(dict.fromkeys((COARSE_ELEMS, segment_elems)))
+    nbytes = sum(t.nbytes for t in checkpoint.tensors if t.name in names)
+    with (progress or Silent()).task(f"digest {checkpoint.name}", nbytes) as advance:
+        taken = digest_checkpoint(checkpoint, advance, levels=levels, names=names)
+    analysed = Catalog(home.catalog).digests(checkpoint_id) or {}
+    for name, (segments, *_) in taken.items():
+        if analysed.get(name, segments.content) != segments.content:
+            raise CorruptionError(
+                "An input's bytes are not those that were analysed",
+                where=f"{checkpoint.root}, tensor {name}",
+                expected=f"content {analysed[name][:16]}",
+                found=f"{segments.content[:16]}, in a file of the same size and time",
+                next_step="copy the file again; if the change is meant, `touch` it, so that it is "
+                "analysed anew",
+            )
+    put_taken(home, checkpoint_id, taken)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.pipeline.commit import commit, object_store
 from mergepipe_pipeline.pipeline.cost import Begun, LayerOutcome, Realised, Times
+from mergepipe_pipeline.pipeline.inputs import Inputs
 from mergepipe_pipeline.pipeline.memory import release_freed
 from mergepipe_pipeline.pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.objects import StoredObject
@@ -182,7 +183,7 @@ class _LayerMerger:
         """Run layers in order; the result of each is there when it is safe."""
         if not layers:
             return
-        runner, staging = self._engine()
+        runner, staging = self._engine(tuple(layers))
         work = [(layer, staging / f"{layer.name}.safetensors") for layer in layers]
         with closing(runner.run_all(work, self._advance)) as results:
             for (layer, path), result in zip(work, results, strict=True):
@@ -206,7 +207,7 @@ class _LayerMerger:
             result.write_s,
         )
 
-    def _engine(self) -> tuple[LayerRunner, Path]:
+    def _engine(self, layers: tuple[LayerTask, ...]) -> tuple[LayerRunner, Path]:
         from mergepipe_pipeline.engine.execute import LayerRunner
         from mergepipe_pipeline.engine.windows import EngineOptions
 
@@ -214,7 +215,8 @@ class _LayerMerger:
         given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
         staging = self._home.new_staging("merge")
         self._stack.callback(remove_tree, staging)
-        runner = LayerRunner(self._plan, EngineOptions(**given))
+        known = self._stack.enter_context(Inputs(self._home, self._plan, layers))
+        runner = LayerRunner(self._plan, EngineOptions(**given), known)
         return self._stack.enter_context(runner), staging
 
 

@@ -7,11 +7,13 @@ float32(base), elementwise; sums in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+
+from mergepipe_pipeline.spec.segments import Segments
 
 #: Width of a block's sketch: the inner product of two blocks is estimated with a standard error of
 #: at most ‖a‖‖b‖·sqrt(2/width), and errors of different blocks are independent.
@@ -58,7 +60,8 @@ class TensorStats:
     works element by element can be tried on them. Both are bfloat16 as uint16; see `widened`.
 
     `block_magnitudes` are known of what analysis just found, where nearly all |δ| are bfloat16
-    numbers; the catalog gives them only to who asks.
+    numbers; the catalog gives them only to who asks. `segments` and `base_segments`, likewise, are
+    of the bytes that the digests are of, one per level of `segments.levels_for`.
     """
 
     tensor: str
@@ -81,6 +84,8 @@ class TensorStats:
     block_sketch: npt.NDArray[np.uint16]
     block_sample: npt.NDArray[np.uint16]
     block_magnitudes: Magnitudes | None = None
+    segments: tuple[Segments, ...] = field(default=(), compare=False)
+    base_segments: tuple[Segments, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mergepipe_pipeline.spec.view import LowRank, Part
-from mergepipe_pipeline.tensors.stored import Readers, as_float32
+from mergepipe_pipeline.spec.segments import KnownSegments
+from mergepipe_pipeline.spec.view import LowRank, Part, view_of
+from mergepipe_pipeline.tensors.stored import Readers, as_float32, read_stored
+from mergepipe_pipeline.tensors.verified import Verifier
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +25,15 @@ _TILE_ELEMS = 1 << 16
 
 
 class LowRankUpdate:
-    """The update of one tensor; factors are read once, when first needed. Safe for threads."""
+    """The update of one tensor; factors are read once, when first needed. Safe for threads.
 
-    def __init__(self, readers: Readers, low_rank: LowRank) -> None:
-        self._readers = readers
+    With `known` segments the factors' bytes are verified.
+    """
+
+    def __init__(
+        self, readers: Readers, low_rank: LowRank, known: KnownSegments | None = None
+    ) -> None:
+        self._readers, self._known = readers, known
         self._spec = low_rank
         self._lock = threading.Lock()
         self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -62,5 +69,10 @@ class LowRankUpdate:
     def _read(self, part: Part) -> torch.Tensor:
         entry = part.entry
         raw = np.empty(entry.nbytes, dtype=np.uint8)
-        self._readers(part.source).read_into(entry, 0, entry.numel, raw.data)
+        view = view_of(entry, part.source)
+        known = self._known and self._known.of_part(part)
+        verifier = Verifier(view, known) if known else None
+        read_stored(self._readers, view, 0, entry.numel, raw.data, verifier)
+        if verifier:
+            verifier.finish()
         return as_float32(raw, entry.dtype).view(entry.shape)

@@ -17,6 +17,7 @@ from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.stored import Bytes, Readers, read_stored, typed
+from mergepipe_pipeline.tensors.verified import Verifier
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 class ExpertRow:
     """A row of an expert: `read` are the element ranges that may be fetched.
 
-    `buffer` holds one window of stored bytes; `update` is shared by all windows of the tensor.
+    `buffer` holds one window of stored bytes; `update` and `verifier` are shared by all windows of
+    the tensor.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class ExpertRow:
         read: Sequence[Range],
         buffer: Bytes,
         update: LowRankUpdate | None,
+        verifier: Verifier | None = None,
     ) -> None:
         self._readers, self._view, self._read = readers, view, read
+        self._verifier = verifier
         self._itemsize = itemsize(view.dtype)
         self._raw = buffer
         self._update = update if read else None
@@ -52,7 +56,7 @@ class ExpertRow:
             return
         self._parts = tuple(clip(self._read, start_elem, min(stop_elem, self._view.numel)))
         for a, b in self._parts:
-            read_stored(self._readers, self._view, a, b, self._bytes(a, b).data)
+            read_stored(self._readers, self._view, a, b, self._bytes(a, b).data, self._verifier)
 
     def delta(self, row: torch.Tensor, base: torch.Tensor | None) -> None:
         """Fill `row` [n] with δ: T − B where read, the stored Δ, plus the update; 0 elsewhere."""
@@ -111,9 +115,14 @@ class BaseRow:
     """The base's part of a window; `buffer` holds one window of it."""
 
     def __init__(
-        self, readers: Readers, view: TensorView, buffer: Bytes, update: LowRankUpdate | None
+        self,
+        readers: Readers,
+        view: TensorView,
+        buffer: Bytes,
+        update: LowRankUpdate | None,
+        verifier: Verifier | None = None,
     ) -> None:
-        self._readers, self._view = readers, view
+        self._readers, self._view, self._verifier = readers, view, verifier
         self._buffer = buffer
         self._update = update
         self._start = self._n = 0
@@ -123,7 +132,8 @@ class BaseRow:
         self._start, self._n = start_elem, stop_elem - start_elem
         if self._update:
             self._update.load()
-        read_stored(self._readers, self._view, start_elem, stop_elem, self.raw.data)
+        raw = self.raw.data
+        read_stored(self._readers, self._view, start_elem, stop_elem, raw, self._verifier)
 
     @property
     def raw(self) -> Bytes:

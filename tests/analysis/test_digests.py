@@ -1,4 +1,4 @@
-"""Tensor digests are SHA-256 of the stored bytes, wherever the windows fall."""
+"""A tensor's digest is over those of its segments, wherever the windows fall."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from blake3 import blake3
 
 from mergepipe_pipeline.analysis import digests
 from mergepipe_pipeline.analysis.digests import digest_checkpoint
+from mergepipe_pipeline.digest import content_digest
 from mergepipe_pipeline.errors import CheckpointChangedError
-from tests.stored import Stored, encode, write
+from tests.analysis.conftest import SEGMENT_ELEMS
+from tests.stored import Stored, content_of, encode, write
 
 TENSORS: dict[str, Stored] = {
     "long": encode(np.arange(10000), "BF16"),
@@ -25,10 +26,14 @@ TENSORS: dict[str, Stored] = {
 def test_every_tensor_has_the_digest_of_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "_WINDOW_ELEMS", 4096)
+    monkeypatch.setattr(digests, "_WINDOW_ELEMS", 2 * SEGMENT_ELEMS)
     done: list[int] = []
-    found = digest_checkpoint(write(tmp_path, "model", TENSORS), done.append)
-    assert found == {n: blake3(data).hexdigest() for n, (_, _, data) in TENSORS.items()}
+    levels = (SEGMENT_ELEMS, SEGMENT_ELEMS // 8)
+    found = digest_checkpoint(write(tmp_path, "model", TENSORS), done.append, levels=levels)
+    for name, stored in TENSORS.items():
+        coarse, fine = found[name]
+        assert coarse.content == content_of(stored, SEGMENT_ELEMS)
+        assert content_digest(fine.digests) == content_of(stored, SEGMENT_ELEMS // 8)
     assert sum(done) == sum(len(data) for _, _, data in TENSORS.values())
 
 

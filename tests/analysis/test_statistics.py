@@ -11,7 +11,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
+from tests.analysis.conftest import SEGMENT_ELEMS
 from tests.analysis.pairs import (
     analyze_all,
     analyze_one,
@@ -31,7 +31,7 @@ from tests.analysis.pairs import (
     windows_of,
 )
 from tests.kinds import KINDS, make_kinds
-from tests.stored import Stored, encode, low_rank_of, model_of
+from tests.stored import Stored, content_of, encode, low_rank_of, model_of
 
 DTYPES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
 GRID = BlockGrid(4096)
@@ -78,8 +78,8 @@ def test_statistics_are_those_of_the_whole_tensor_in_float64(
 
     stats = analyzed(expert, base, BlockGrid(block_elems), window_elems=16384)
 
-    assert stats.digest == blake3(expert[2]).hexdigest()
-    assert stats.base_digest == blake3(base[2]).hexdigest()
+    assert stats.digest == content_of(expert, SEGMENT_ELEMS)
+    assert stats.base_digest == content_of(base, SEGMENT_ELEMS)
     assert (stats.dtype, stats.base_dtype) == (expert_dtype, base_dtype)
     assert stats.numel == n
     assert stats.l1 == pytest.approx(math.fsum(wide), rel=1e-13)
@@ -135,8 +135,8 @@ def test_windows_in_flight_never_share_memory() -> None:
         found = analyze_one(e, b, pairs_of(e, b), GRID).tensors
     for stats in found:
         delta = delta_of(expert[stats.tensor], base[stats.tensor]).astype(np.float64)
-        assert stats.digest == blake3(expert[stats.tensor][2]).hexdigest()
-        assert stats.base_digest == blake3(base[stats.tensor][2]).hexdigest()
+        assert stats.digest == content_of(expert[stats.tensor], SEGMENT_ELEMS)
+        assert stats.base_digest == content_of(base[stats.tensor], SEGMENT_ELEMS)
         assert stats.l1 == pytest.approx(np.abs(delta).sum(), rel=1e-13)
 
 
@@ -196,7 +196,7 @@ def test_scalars_and_empty_tensors_have_statistics(shape: tuple[int, ...], block
     n = math.prod(shape)
     stats = analyzed(encode(np.full(n, 3.0), "F32", shape), encode(np.full(n, 1.0), "F32", shape))
     assert (stats.numel, stats.l1, len(stats.block_l2sq)) == (n, 2.0 * n, blocks)
-    assert stats.digest == blake3(np.full(n, 3.0, "<f4").tobytes()).hexdigest()
+    assert stats.digest == content_of(encode(np.full(n, 3.0), "F32"), SEGMENT_ELEMS)
 
 
 def test_the_pairs_asked_for_are_compared_and_named_by_both_tensors() -> None:
@@ -244,10 +244,12 @@ def test_digests_are_given_of_tensors_read_whole_and_of_no_others(
     kind = kinds.experts[name]
     (stats,) = analyze_one(kind.model, kinds.base, [("w", "w")], GRID).tensors
     data = kind.stored[0]["w"][2] if name in ("full", "short") else b""
-    assert stats.digest == (blake3(data).hexdigest() if data else "")
+    stored = kind.model.views["w"].dtype, (), data
+    assert stats.digest == (content_of(stored, SEGMENT_ELEMS) if data else "")
     below = Path(kinds.base.checkpoint.root).read_bytes()[-kinds.base.nbytes :]
     whole = name in ("full", "low rank on a full one", "cropped", "gathered")
-    assert stats.base_digest == (blake3(below).hexdigest() if whole else "")
+    stored = kinds.base.views["w"].dtype, (), below
+    assert stats.base_digest == (content_of(stored, SEGMENT_ELEMS) if whole else "")
 
 
 def test_a_base_with_an_adapter_on_it_is_what_an_expert_is_compared_with(tmp_path: Path) -> None:

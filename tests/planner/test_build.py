@@ -17,6 +17,7 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput, Side
 from mergepipe_pipeline.planner.parts import Method, TensorFacts
 from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.operator import Choosing
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
 from mergepipe_pipeline.spec.recipe import (
@@ -38,15 +39,18 @@ PARTIAL = ["magnitude", "hash", "drop-experts"]
 METHODS = {n: Method(o.schema, o.coefficients, o.response) for n, o in OPERATORS.items()}
 
 
+def digests_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """The digest of every tensor."""
+    return {name: taken[0].content for name, taken in digest_checkpoint(checkpoint).items()}
+
+
 class Family:
     """Experts of every kind, analysed once; model 0 is the base."""
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
         self.models = [kinds.base, *(kinds.experts[name].model for name in KINDS)]
-        self.inputs = [
-            PlanInput(m, [digest_checkpoint(c) for c in m.checkpoints]) for m in self.models
-        ]
+        self.inputs = [PlanInput(m, [digests_of(c) for c in m.checkpoints]) for m in self.models]
         self.stats = {
             (i, 0): analyze_one(m, kinds.base, [("w", "w")], GRID)
             for i, m in enumerate(self.models)

@@ -1,0 +1,95 @@
+"""Digests of segments in files, by checkpoint; a row group holds those of some tensors.
+
+A merge asks for one tensor after the other in the checkpoint's order: it holds one row group of
+each input. `spec.segments` says what a segment is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+
+from mergepipe_pipeline.catalog.formats import SEGMENTS
+from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, write_groups
+from mergepipe_pipeline.catalog.seals import drop, find_sealed
+from mergepipe_pipeline.errors import CorruptionError
+
+_SCHEMA = pa.schema([("tensor", pa.string()), ("digests", pa.binary())])
+#: Of digests in a row group: those of 1 GiB of bfloat16.
+_GROUP_NBYTES = 1 << 18
+
+
+def put_segments(
+    folder: Path, owner_id: str, segment_elems: int, digests: Mapping[str, bytes]
+) -> None:
+    """Remember the digests of tensors' segments; earlier ones of other tensors stay.
+
+    `folder` is the catalog's, `owner_id` that of a checkpoint. Raises StorageFullError.
+    """
+    if digests:
+        data = encode_groups(_SCHEMA, _groups(digests), {}, compression="none")
+        write_groups(folder / SEGMENTS, _stem(owner_id, segment_elems), data)
+
+
+def _groups(digests: Mapping[str, bytes]) -> Iterator[tuple[Key, pa.Table]]:
+    names: list[str] = []
+    nbytes = 0
+    for number, (name, its) in enumerate(digests.items(), 1):
+        names.append(name)
+        nbytes += len(its)
+        if nbytes >= _GROUP_NBYTES or number == len(digests):
+            rows = {"tensor": names, "digests": [digests[n] for n in names]}
+            yield tuple(names), pa.table(rows, schema=_SCHEMA)
+            names, nbytes = [], 0
+
+
+class SegmentFiles:
+    """The digests of one checkpoint's segments; a context manager. Safe for several threads."""
+
+    def __init__(self, folder: Path, owner_id: str, segment_elems: int) -> None:
+        self._stack, self._lock = ExitStack(), threading.Lock()
+        self._places: dict[str, tuple[RowGroups, Key]] = {}
+        self._held: tuple[Key, dict[str, bytes]] = ((), {})
+        for path in find_sealed(folder / SEGMENTS, _stem(owner_id, segment_elems)):
+            try:
+                file = self._stack.enter_context(RowGroups(path, _SCHEMA))
+                for key in file.keys:
+                    file.read(key)  # a damaged one is not known, and found again before a merge
+                    self._places |= dict.fromkeys(key, (file, key))
+            except FileNotFoundError:
+                continue
+            except CorruptionError as error:
+                drop(path, error)
+
+    def __enter__(self) -> SegmentFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._places
+
+    def __getitem__(self, tensor: str) -> bytes:
+        """Those of a tensor, one after the other. Raises KeyError, CorruptionError."""
+        with self._lock:
+            if tensor not in self._held[1]:
+                file, key = self._places[tensor]
+                table = file.read(key)
+                values = (table[c].to_pylist() for c in _SCHEMA.names)
+                self._held = (key, dict(zip(*values, strict=True)))
+            return self._held[1][tensor]
+
+
+def _stem(owner_id: str, segment_elems: int) -> str:
+    return f"{owner_id}.e{segment_elems}"

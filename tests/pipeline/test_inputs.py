@@ -1,0 +1,158 @@
+"""Every input byte that is merged is compared with what was analysed, or there is no snapshot."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.pipeline.check import parse
+from mergepipe_pipeline.pipeline.merge import EngineKnobs, MergeOutcome, merge
+from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.snapshots.load import list_snapshots
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+METHODS = {
+    "ties": "{weight: 0.5, density: 0.5}",
+    "linear": "{weight: 0.5}",
+    "dare_ties": "{weight: 0.5, density: 0.5}",
+    "slerp": "{t: 0.5}",
+    "model_stock": "{filter_wise: true}",
+    "passthrough": "",
+}
+
+
+def flip(root: Path, tensor: str, at: float, bit: int = 3) -> None:
+    """Turn one bit of a tensor's data; size and time stay."""
+    entry = open_checkpoint(str(root), "x").by_name[tensor]
+    path = root / entry.file
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(entry.start_byte + int(at * entry.nbytes))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ (1 << bit)]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, family: Path) -> Path:
+    """A copy of base and experts that may be damaged."""
+    return Path(shutil.copytree(family, tmp_path / "family"))
+
+
+def run(
+    home: Warehouse, text: str, budget: str | None = None, window_elems: int | None = None
+) -> MergeOutcome:
+    plan = make_plan(home, parse(text, name="r", where="r"), budget=budget, block_elems=4096)
+    return merge(home, plan, knobs=EngineKnobs(window_elems=window_elems))
+
+
+def recipe(inputs: Path, method: str, parameters: str) -> str:
+    experts = {"slerp": 1, "passthrough": 1}.get(method, 2)
+    lines = [f"merge_method: {method}"]
+    lines += [] if method in ("linear", "passthrough") else [f"base_model: {inputs / 'base'}"]
+    lines += ["models:"]
+    lines += [f"- model: {inputs / f'expert_{i:02d}'}" for i in range(experts)]
+    if method == "slerp":
+        lines += [f"- model: {inputs / 'base'}"]
+    return "\n".join([*lines, *([f"parameters: {parameters}"] if parameters else []), ""])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("window_elems", [None, 5000])
+def test_a_bit_that_flips_after_the_analysis_is_named_and_nothing_is_merged_from_it(
+    home: Warehouse, inputs: Path, method: str, window_elems: int | None
+) -> None:
+    text = recipe(inputs, method, METHODS[method])
+    plan = make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
+    source = next(s for s, role in zip(plan.sources, plan.roles, strict=True) if role == "expert")
+    name = next(
+        e.view.name
+        for layer in plan.layers
+        for t in layer.tasks
+        for e in t.experts
+        if plan.sources[e.view.stored[0].source] == source and e.view.numel > 20000
+    )
+    flip(Path(source.root), name, 0.3)
+    with pytest.raises(CorruptionError, match="not those that were analysed") as error:
+        run(home, text, window_elems=window_elems)
+    assert name in str(error.value)
+    assert "elements" in str(error.value)
+    assert list_snapshots(home.snapshots) == []
+    flip(Path(source.root), name, 0.3)
+    mended = run(home, text)
+    clean = run(Warehouse.at(home.root.parent / "clean").ensure(), text)
+    assert mended.snapshot.snapshot_id == clean.snapshot.snapshot_id
+
+
+@pytest.mark.parametrize("budget", ["0", "30%", None])
+def test_a_bit_of_the_base_is_seen_where_it_is_merged_and_where_it_is_copied(
+    home: Warehouse, inputs: Path, budget: str | None
+) -> None:
+    text = recipe(inputs, "ties", METHODS["ties"])
+    plan = make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
+    largest = max((t for lay in plan.layers for t in lay.tasks), key=lambda t: t.out_nbytes)
+    flip(inputs / "base", largest.name, 0.1)
+    with pytest.raises(CorruptionError, match=largest.name):
+        run(home, text, budget)
+    flip(inputs / "base", largest.name, 0.1)
+    run(home, text, budget)
+
+
+def test_under_a_budget_exactly_the_flips_in_what_is_read_are_seen(
+    home: Warehouse, inputs: Path
+) -> None:
+    text = recipe(inputs, "ties", METHODS["ties"])
+    expected = run(home, text, "30%").snapshot.snapshot_id
+    plan = make_plan(home, parse(text, name="r", where="r"), budget="30%", block_elems=4096)
+    shutil.rmtree(home.actions)
+    places = [
+        (plan.sources[e.view.stored[0].source].root, e)
+        for layer in plan.layers
+        for t in layer.tasks
+        for e in t.experts
+    ]
+    seen = 0
+    for root, e in random.Random(0).sample(places, 12):
+        at = random.Random(e.view.name).random()
+        elem = int(at * e.view.numel * 2) // 2
+        is_read = any(a <= elem < b for a, b in e.read)
+        flip(Path(root), e.view.name, at)
+        # A probe may fall on the flipped byte: then it is another checkpoint, not a damaged one.
+        same = open_checkpoint(root, "x").checkpoint_id
+        if all(s.checkpoint_id != same for s in plan.sources):
+            flip(Path(root), e.view.name, at)
+            continue
+        shutil.rmtree(home.actions, ignore_errors=True)
+        if is_read:
+            seen += 1
+            with pytest.raises(CorruptionError, match="not those that were analysed"):
+                run(home, text, "30%")
+        else:
+            assert run(home, text, "30%").snapshot.snapshot_id == expected
+        flip(Path(root), e.view.name, at)
+    assert seen
+
+
+def test_segments_that_the_catalog_lost_are_taken_again_and_only_from_what_was_analysed(
+    home: Warehouse, inputs: Path, recipe_text: Callable[..., str]
+) -> None:
+    text = recipe(inputs, "ties", METHODS["ties"])
+    expected = run(home, text).snapshot.snapshot_id
+    for folder in (home.actions, home.catalog / "segments"):
+        shutil.rmtree(folder)
+    assert run(home, text).snapshot.snapshot_id == expected
+    for folder in (home.actions, home.catalog / "segments"):
+        shutil.rmtree(folder)
+    plan = make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
+    name = max((t for layer in plan.layers for t in layer.tasks), key=lambda t: t.out_nbytes).name
+    flip(inputs / "expert_01", name, 0.3)
+    with pytest.raises(CorruptionError, match=name):
+        run(home, text)
