@@ -9,14 +9,15 @@ from __future__ import annotations
 import platform
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.pipeline.cost import Realised, Times
 from mergepipe_pipeline.snapshots.commit import commit_snapshot
@@ -37,8 +38,8 @@ from mergepipe_pipeline.spec.snapshot import (
     SideFile,
     Snapshot,
 )
-from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.storage.checkpoint import side_files
+from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
+from mergepipe_pipeline.storage.side_files import CONFIG, pieces, side_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
 from mergepipe_pipeline.warehouse import Warehouse
@@ -78,20 +79,23 @@ def commit(
             )
         )
     inputs, operators = _lineage(home, plan), operator_counts(plan)
-    files = _side_files(plan, shards, inputs, operators)
-    manifest = Manifest(
-        plan_id=plan.plan_id,
-        method=plan.method,
-        inputs=inputs,
-        operators=operators,
-        shards=tuple(shards),
-        side_files=tuple(
-            SideFile(name, sha256_hex(data), len(data)) for name, data in sorted(files.items())
-        ),
-    )
+    made = _made_files(plan, shards, inputs, operators)
     staging = home.new_staging("commit")
     try:
-        staged = stage_snapshot(staging, manifest, store, files, _provenance(plan, realised, times))
+        copied = _copied_files(plan, staging, made)
+        own = [SideFile(name, sha256_hex(data), len(data)) for name, data in made.items()]
+        manifest = Manifest(
+            plan_id=plan.plan_id,
+            method=plan.method,
+            inputs=inputs,
+            operators=operators,
+            shards=tuple(shards),
+            side_files=tuple(sorted((*own, *copied), key=lambda side: side.file)),
+        )
+        files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
+        staged = stage_snapshot(
+            staging, manifest, store, made | files, _provenance(plan, realised, times)
+        )
         return commit_snapshot(staged, home.snapshots)
     finally:
         remove_tree(staging)
@@ -116,29 +120,40 @@ def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
     return tuple((*which, n) for which, n in sorted(found.items()))
 
 
-def _side_files(
+def _made_files(
     plan: MergePlan,
     shards: Sequence[ShardEntry],
     inputs: Sequence[LineageEntry],
     operators: Sequence[OperatorCount],
 ) -> dict[str, bytes]:
-    """Everything beside weights: the template's files, changed config, tokenizer, index, card."""
+    """What the template's folder does not have as it is: config, tokenizer, index, card."""
+    files = {name: b64decode(text) for name, text in plan.side.files or ()}
     root = plan.sources[plan.side.template].root
-    files = {}
-    replaced = dict(plan.side.files) if plan.side.files is not None else None
     with open_source(root) as source:
-        for name in side_files(root):
-            if replaced is None or name not in TOKENIZER_FILES:
-                files[name] = source.read_range(name, 0, source.size(name))
-    files |= {name: b64decode(text) for name, text in (replaced or {}).items()}
-    dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
-    if "config.json" in files:
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
-        files["config.json"] = config_json(files["config.json"], dtype, plan.side.config)
+        nbytes = side_files(source, root).get(CONFIG)
+        if nbytes is not None:
+            dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
+            dtype = dtypes.pop() if len(dtypes) == 1 else None
+            original = source.read_range(CONFIG, 0, nbytes)
+            files[CONFIG] = config_json(original, dtype, plan.side.config)
     total = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
     files["model.safetensors.index.json"] = index_json(shards, total)
     files["README.md"] = model_card(plan.method, plan.plan_id, inputs, operators)
     return files
+
+
+def _copied_files(plan: MergePlan, staging: Path, made: Collection[str]) -> list[SideFile]:
+    """Copy the template's other side files to `staging`, a piece at a time; what was written."""
+    root = plan.sources[plan.side.template].root
+    replaced = frozenset(() if plan.side.files is None else TOKENIZER_FILES)
+    copied = []
+    with open_source(root) as source:
+        for name, nbytes in side_files(source, root).items():
+            if name not in made and name not in replaced:
+                digest = new_hash()
+                write_atomic(staging / name, pieces(source, name, nbytes, digest.update))
+                copied.append(SideFile(name, digest.hexdigest(), nbytes))
+    return copied
 
 
 def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None) -> dict[str, Any]:

@@ -6,7 +6,6 @@ reference names another model (`model+adapter`). Headers only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     CheckpointError,
     IncompatibleCheckpointsError,
-    IncompleteCheckpointError,
     MergePipeError,
 )
 from mergepipe_pipeline.pipeline.register import exists, look
@@ -97,7 +95,6 @@ class _Opener:
             return self._pending[text]
         found = look(self._home, text, self._relative_to, self._taken, revision)
         self._taken[found.name] = found.root
-        _refuse_broken_config(found)
         return found
 
 
@@ -109,25 +106,6 @@ def _no_revision(stage: str, revision: str) -> CheckpointError:
         found=f"the stage {stage!r} of this file",
         next_step="leave the revision out, or rename the stage if another model is meant",
     )
-
-
-def _refuse_broken_config(checkpoint: Checkpoint) -> None:
-    """Raise IncompleteCheckpointError if there is a config.json that is no JSON object."""
-    if checkpoint.config is None:
-        return
-    try:
-        value = json.loads(checkpoint.config)
-        found = f"a {type(value).__name__}"
-    except (ValueError, RecursionError) as error:
-        value, found = None, str(error)
-    if not isinstance(value, dict):
-        raise IncompleteCheckpointError(
-            "A model's config cannot be read",
-            where=f"{checkpoint.root}, config.json",
-            expected="a JSON object",
-            found=found,
-            next_step="copy config.json again",
-        )
 
 
 def _base_model(text: str, checkpoints: tuple[Checkpoint, ...]) -> Model:

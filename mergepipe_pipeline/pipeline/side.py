@@ -5,7 +5,6 @@ Decided from the recipe, the models' configs and the output's tensors; written b
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,8 @@ from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
-from mergepipe_pipeline.storage.checkpoint import side_files
+from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
 from mergepipe_pipeline.tokenizer.model import FILE_NAMES, ModelTokenizer, read_tokenizer
@@ -61,8 +61,8 @@ def tokenizer_files_of(model: Model) -> dict[str, bytes]:
         return dict(model.checkpoint.tokenizer_files)
     root = model.checkpoint.root
     with open_source(root) as source:
-        names = [n for n in side_files(root) if n in FILE_NAMES]
-        return {n: source.read_range(n, 0, source.size(n)) for n in names}
+        found = side_files(source, root)
+        return {n: source.read_range(n, 0, found[n]) for n in found if n in FILE_NAMES}
 
 
 def tokenizer_of(model: Model, n_rows: int) -> ModelTokenizer:
@@ -89,11 +89,8 @@ def _config(
 
 
 def _parsed(model: Model) -> dict[str, Any]:
-    try:
-        value = json.loads(model.checkpoint.config or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    where = f"{model.checkpoint.root}, config.json"
+    return load_object(model.checkpoint.config or "{}", where, "A model's config")
 
 
 def _places(config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:

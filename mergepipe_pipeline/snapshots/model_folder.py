@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from mergepipe_pipeline.dtypes import TORCH_NAME
 from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.snapshot import LineageEntry, OperatorCount, ShardEntry
+from mergepipe_pipeline.storage.json_text import load_object
 
 
 def shard_name(number: int, count: int) -> str:
@@ -33,9 +34,9 @@ def config_json(
 ) -> bytes:
     """The template's config.json with the dtype of the merged weights; every other key is kept.
 
-    `dtype` None leaves it; `changes` are (dotted key, value).
+    `dtype` None leaves it; `changes` are (dotted key, value). Raises CheckpointError for no config.
     """
-    config = json.loads(original)
+    config = load_object(original, "config.json", "A model's config")
     if dtype is not None:
         keys = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
         config.update(dict.fromkeys(keys, TORCH_NAME[dtype]))

@@ -9,7 +9,7 @@ from typing import Any
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.spec.snapshot import Manifest
-from mergepipe_pipeline.storage.atomic import link_file, write_atomic
+from mergepipe_pipeline.storage.atomic import adopt_file, link_file, write_atomic
 
 MANIFEST = "manifest.json"
 PROVENANCE = "provenance.json"
@@ -19,11 +19,12 @@ def stage_snapshot(
     staging: Path,
     manifest: Manifest,
     objects: ObjectStore,
-    side_files: Mapping[str, bytes],
+    side_files: Mapping[str, bytes | Path],
     provenance: dict[str, Any],
 ) -> Path:
     """The folder `staging/<snapshot_id>`: hard-linked shards, side files, provenance, manifest.
 
+    A side file is its bytes, or a file in staging, which is moved.
     Raises StorageFullError; FileNotFoundError if an object of the manifest is not in the store.
     """
     folder = staging / manifest.snapshot_id
@@ -31,7 +32,10 @@ def stage_snapshot(
     for shard in manifest.shards:
         link_file(objects.path_of(shard.sha256), folder / shard.file)
     for name, data in side_files.items():
-        write_atomic(folder / name, data)
+        if isinstance(data, bytes):
+            write_atomic(folder / name, data)
+        else:
+            adopt_file(data, folder / name)
     write_atomic(folder / PROVENANCE, seal(provenance))
     write_atomic(folder / MANIFEST, seal(manifest.to_json()))
     return folder

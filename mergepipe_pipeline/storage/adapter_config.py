@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any, TypeVar
 
-from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
+from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.storage.json_text import load_object
 
 _LARGEST = 3.4028234663852886e38  # of float32, in which updates are computed
 _Number = TypeVar("_Number", int, float)
 
-CONFIG = "adapter_config.json"
+CONFIG, KIND = "adapter_config.json", "An adapter's config"
 _MERGE_WITH_PEFT = "merge the adapter with peft (merge_and_unload) and give the full checkpoint"
 
 #: Keys that must be absent or falsy: with them, values are not base + scale · B·A.
@@ -112,7 +113,7 @@ def parse_adapter_config(text: str, where: str) -> AdapterConfig:
 
     Source: LoraConfig of peft 0.21 (https://huggingface.co/docs/peft/package_reference/lora).
     """
-    value = load_object(text, where)
+    value = load_object(text, where, KIND)
     _refuse_other_methods(value, where)
     _refuse_changed_bases(value.get("init_lora_weights", True), where)
     return AdapterConfig(
@@ -129,25 +130,6 @@ def parse_adapter_config(text: str, where: str) -> AdapterConfig:
             for k, v in _pattern(value, "alpha_pattern", where)
         ),
     )
-
-
-def load_object(text: str, where: str) -> dict[str, Any]:
-    """The JSON object in a text. Raises IncompleteCheckpointError if there is none."""
-    try:
-        value = json.loads(text)
-        if not isinstance(value, dict):
-            raise ValueError(f"{type(value).__name__} instead of an object")
-        # An escaped half of a surrogate pair is valid JSON for Python and no text for anyone.
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise IncompleteCheckpointError(
-            "An adapter's config cannot be read",
-            where=where,
-            expected="a JSON object",
-            found=str(error)[:200],
-            next_step="copy adapter_config.json again",
-        ) from error
-    return value
 
 
 def _refuse_other_methods(value: Mapping[str, Any], where: str) -> None:

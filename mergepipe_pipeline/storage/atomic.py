@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,8 +25,8 @@ _NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUP
 crash_hook: Callable[[str], None] | None = None
 
 
-def write_atomic(path: str | Path, data: bytes) -> None:
-    """Make `path` hold exactly `data`: readers see the old file or the new one.
+def write_atomic(path: str | Path, data: bytes | Iterable[bytes]) -> None:
+    """Make `path` hold exactly `data`, whole or in pieces: readers see the old file or the new one.
 
     Raises StorageFullError.
     """
@@ -126,14 +126,14 @@ def _copy_bytes(source: str | Path, target: str | Path) -> None:
 
 
 @contextmanager
-def _temp_file(final: Path, data: bytes) -> Iterator[Path]:
+def _temp_file(final: Path, data: bytes | Iterable[bytes]) -> Iterator[Path]:
     """A durable temporary file beside `final`, gone afterwards whatever happens."""
     final.parent.mkdir(parents=True, exist_ok=True)
     _step("write")
     handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.writelines((data,) if isinstance(data, bytes) else data)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())

@@ -8,7 +8,6 @@ how to convert. What an adapter's config means is for `adapter`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from mergepipe_pipeline.digest import sha256_hex
@@ -20,32 +19,20 @@ from mergepipe_pipeline.spec.checkpoint import (
     TensorEntry,
 )
 from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
-from mergepipe_pipeline.storage.adapter_config import load_object
+from mergepipe_pipeline.storage.adapter_config import KIND as ADAPTER_CONFIG_KIND
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
+from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.storage.regular import text_of, too_large
+from mergepipe_pipeline.storage.side_files import CONFIG, MAX_JSON_NBYTES, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Key and value in a safetensors file's metadata that make its tensors differences from a base.
 KIND_KEY, KIND_DELTA = "mergepipe", "delta"
-_MAX_JSON_NBYTES = 64 << 20
 #: Bytes of one sample, and samples of one file: what makes up a file's probe.
 _SAMPLE_NBYTES, _MAX_SAMPLES = 256, 1024
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
-_SIDE_PREFIXES = (
-    "tokenizer",
-    "special_tokens",
-    "added_tokens",
-    "vocab",
-    "merges",
-    "chat_template",
-    "generation_config",
-    "preprocessor_config",
-    "processor_config",
-    "spiece",
-    "sentencepiece",
-    "video_preprocessor",
-)
 
 
 def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
@@ -84,8 +71,9 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
             tensors += found
         _check_names(tensors, weight_map, uri)
         config = None
-        if "config.json" in present:
-            config = _json_text(source, "config.json", uri)
+        if CONFIG in side_files(source, uri):
+            config = _json_text(source, CONFIG, uri)
+            load_object(config, f"{uri}, {CONFIG}", "A model's config")
     kind = "adapter" if adapter_config else _full_or_delta(marks, uri)
     return Checkpoint(name, uri, tuple(entries), tuple(tensors), config, kind, adapter_config)
 
@@ -99,18 +87,15 @@ def is_complete(uri: str) -> str | None:
     return None
 
 
-def side_files(uri: str) -> list[str]:
-    """Names of the files that a model folder needs beside weights."""
-    with open_source(uri) as source:
-        return [
-            f
-            for f in source.list()
-            if f == "config.json"
-            or (f.startswith(_SIDE_PREFIXES) and not f.endswith(".safetensors"))
-        ]
-
-
 def _refuse_what_is_not_there(uri: str) -> None:
+    if text_of(uri) != uri:
+        raise CheckpointError(
+            "A checkpoint's path is no text",
+            where=text_of(uri),
+            expected="a path in UTF-8",
+            found="bytes that are no UTF-8",
+            next_step="rename it",
+        )
     if "://" not in uri and not Path(uri).exists():
         raise CheckpointError(
             "A checkpoint is not there",
@@ -131,7 +116,7 @@ def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> s
             "A folder holds an adapter and other weights",
             where=uri,
             expected=f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} alone, or no adapter",
-            found=", ".join(others[:3]),
+            found=text_of(", ".join(others[:3])),
             next_step="move the adapter into a folder of its own",
         )
     missing = ADAPTER_CONFIG if ADAPTER_WEIGHTS in present else ADAPTER_WEIGHTS
@@ -146,7 +131,7 @@ def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> s
             next_step="let the copy finish, or copy the missing file",
         )
     text = _json_text(source, ADAPTER_CONFIG, uri)
-    load_object(text, f"{uri}, {ADAPTER_CONFIG}")
+    load_object(text, f"{uri}, {ADAPTER_CONFIG}", ADAPTER_CONFIG_KIND)
     return text
 
 
@@ -170,9 +155,9 @@ def _full_or_delta(marks: dict[str, str | None], uri: str) -> CheckpointKind:
 def _pickled(files: list[str], expected: str, uri: str) -> CheckpointError:
     return CheckpointError(
         "This format is never read: loading it can run code",
-        where=f"{uri}, {files[0]}",
+        where=f"{uri}, {text_of(files[0])}",
         expected=expected,
-        found=", ".join(files[:3]),
+        found=text_of(", ".join(files[:3])),
         next_step="load it with the library that wrote it and save it as safetensors: "
         "model.save_pretrained(folder, safe_serialization=True)",
     )
@@ -180,6 +165,15 @@ def _pickled(files: list[str], expected: str, uri: str) -> CheckpointError:
 
 def _weight_files(present: list[str], uri: str) -> list[str]:
     files = [f for f in present if f.endswith(".safetensors")]
+    for file in files:
+        if text_of(file) != file:
+            raise CheckpointError(
+                "A weight file's name is no text",
+                where=f"{uri}, {text_of(file)}",
+                expected="a name in UTF-8",
+                found="bytes that are no UTF-8",
+                next_step="rename it",
+            )
     if files:
         return files
     pickles = [f for f in present if f.endswith(_PICKLES)]
@@ -189,7 +183,7 @@ def _weight_files(present: list[str], uri: str) -> list[str]:
         "A folder holds no weights",
         where=uri,
         expected="*.safetensors",
-        found=", ".join(present[:5]) or "an empty folder",
+        found=text_of(", ".join(present[:5])) or "an empty folder",
         next_step="give the folder that holds the model's weight files",
     )
 
@@ -198,32 +192,24 @@ def _weight_map(source: CheckpointSource, present: list[str], uri: str) -> dict[
     if INDEX not in present or "model.safetensors" in present:
         return {}
     where = f"{uri}, {INDEX}"
-    try:
-        weight_map = json.loads(_json_text(source, INDEX, uri))["weight_map"]
-        if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
-            raise TypeError("weight_map holds something else than names")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    weight_map = load_object(_json_text(source, INDEX, uri), where, "A shard index").get(
+        "weight_map"
+    )
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise IncompleteCheckpointError(
             "A shard index cannot be read",
             where=where,
-            expected="an object with weight_map",
-            found=str(error)[:200],
+            expected="an object with weight_map, of tensors to files",
+            found=f"{type(weight_map).__name__} of something else",
             next_step="copy the index again",
-        ) from error
-    assert isinstance(weight_map, dict)
+        )
     return weight_map
 
 
 def _json_text(source: CheckpointSource, file: str, uri: str) -> str:
     nbytes = source.size(file)
-    if nbytes > _MAX_JSON_NBYTES:
-        raise CheckpointError(
-            "A JSON file is absurdly large",
-            where=f"{uri}, {file}",
-            expected=f"at most {_MAX_JSON_NBYTES} bytes",
-            found=f"{nbytes} bytes",
-            next_step="get the checkpoint again",
-        )
+    if nbytes > MAX_JSON_NBYTES:
+        raise too_large(f"{uri}, {file}", MAX_JSON_NBYTES, nbytes)
     try:
         return source.read_range(file, 0, nbytes).decode("utf-8")
     except UnicodeDecodeError as error:

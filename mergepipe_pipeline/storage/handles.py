@@ -11,7 +11,6 @@ import resource
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(slots=True, eq=False)
@@ -36,14 +35,16 @@ class Handles:
         self._files: dict[tuple[object, str], OpenFile] = {}
         self._lock = threading.Lock()
 
-    def take(self, owner: object, name: str, place: Callable[[str], Path]) -> OpenFile:
-        """The file at `place(name)`, which stays open until it is given back. Raises OSError."""
+    def take(self, owner: object, name: str, opened: Callable[[str], int]) -> OpenFile:
+        """The file whose descriptor `opened(name)` is, open until it is given back.
+
+        Raises what `opened` does.
+        """
         with self._lock:
             file = self._files.pop((owner, name), None)
             if file is None:
-                path = place(name)
                 self._close_idle(self._limit() - 1)
-                file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                file = OpenFile(opened(name))
             file.users += 1
             self._files[owner, name] = file
             return file

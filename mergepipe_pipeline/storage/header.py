@@ -1,7 +1,9 @@
 """The safetensors format: 8 bytes of length, a JSON header, one buffer without holes.
 
-Parses, validates and builds headers; touches no file. Accepts and refuses what the safetensors
-library does (https://github.com/huggingface/safetensors), plus it refuses sub-byte types by name.
+Parses, validates and builds headers; touches no file. Accepts nothing that the safetensors library
+refuses (https://github.com/huggingface/safetensors), and less where two readers could see two
+files: a key twice, an unknown field, a blank before the brace, tensors as lists; and types below
+one byte.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 from mergepipe_pipeline.dtypes import ITEMSIZE
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.storage.json_text import parse_json
 
 LENGTH_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
@@ -138,22 +141,11 @@ def build_header(tensors: Sequence[Described], metadata: dict[str, str]) -> byte
 
 
 def _load(raw: bytes, file: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen = dict(pairs)
-        if len(seen) != len(pairs):
-            raise ValueError("a key occurs twice")
-        # An escaped half of a surrogate pair is valid JSON for Python and no text for anyone.
-        "".join(k + v if isinstance(v, str) else k for k, v in pairs).encode()
-        return seen
-
-    def refuse(token: str) -> Any:
-        raise ValueError(f"{token} is not JSON")
-
     try:
         if raw[:1] != b"{":
             raise ValueError("it does not start with '{'")
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(raw, _whole)
+    except ValueError as error:
         raise CheckpointError(
             "A safetensors header is not valid JSON",
             where=file,
@@ -163,6 +155,12 @@ def _load(raw: bytes, file: str) -> dict[str, Any]:
         ) from error
     assert isinstance(header, dict)
     return header
+
+
+def _whole(text: str) -> int:
+    if text == "-0":  # the library reads it as a float, and refuses it
+        raise ValueError("-0 is no natural number")
+    return int(text)
 
 
 def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:

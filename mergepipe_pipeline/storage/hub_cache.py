@@ -10,11 +10,19 @@ import os
 import re
 from pathlib import Path
 
+from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.storage.regular import read_small
+
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+_COMMIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def cached_model(name: str, revision: str | None = None) -> Path | None:
-    """The snapshot folder of `org/model` at a branch, tag or commit (default `main`), or None."""
+    """The snapshot folder of `org/model` at a branch, tag or commit (default `main`), or None.
+
+    Raises CheckpointError for a branch whose file in the cache is damaged.
+    """
     if not _REPO.fullmatch(name):
         return None
     repo = _cache() / f"models--{name.replace('/', '--')}"
@@ -22,9 +30,23 @@ def cached_model(name: str, revision: str | None = None) -> Path | None:
     if "/" in wanted or ".." in wanted:
         return None
     ref = repo / "refs" / wanted
-    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else wanted
+    commit = _commit(ref) if ref.is_file() else wanted
     snapshot = repo / "snapshots" / commit
     return snapshot if snapshot.is_dir() else None
+
+
+def _commit(ref: Path) -> str:
+    """The commit that a branch or tag of the cache names."""
+    text = read_small(ref, 4096).decode("utf-8", "replace").strip()
+    if not _COMMIT.fullmatch(text):
+        raise CheckpointError(
+            "A ref of the hub's cache names no commit",
+            where=str(ref),
+            expected="a commit's digest",
+            found=repr(text[:80]),
+            next_step="download the model again",
+        )
+    return text
 
 
 def _cache() -> Path:

@@ -12,6 +12,13 @@ from typing import Literal, Protocol, Self
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.storage.handles import HANDLES, OpenFile
+from mergepipe_pipeline.storage.regular import (
+    open_regular,
+    places_of,
+    refusals_named,
+    stat_regular,
+    text_of,
+)
 from mergepipe_pipeline.storage.uncached import read_uncached
 
 #: What storage may do beside what is asked for: fetch on; nothing; nor keep it in the page cache.
@@ -44,7 +51,7 @@ class CheckpointSource(RangedFiles, Protocol):
     """The files, and what there are of them; a context manager that closes what it opened."""
 
     def list(self) -> list[str]:
-        """Relative paths of all files, sorted."""
+        """Names of what there is at the top, of whatever kind, sorted."""
         ...
 
     def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
@@ -69,19 +76,36 @@ class CheckpointSource(RangedFiles, Protocol):
 
 
 class LocalSource:
-    """A folder, or a single weight file, on a mounted file system. Safe for several threads."""
+    """A folder, or a single weight file, on a mounted file system. Safe for several threads.
+
+    Every file is opened as `regular` says: a regular one, in the folder or the hub cache's blobs.
+    """
 
     def __init__(self, root: str | Path, reading: Reading = "ahead") -> None:
         path = Path(root)
         self._reading = reading
         self._only = path.name if path.is_file() else None
         self._folder = path.parent if self._only else path
+        self._places = places_of(path)
 
     def list(self) -> list[str]:
-        """Relative paths of all files at the top of the folder, sorted."""
+        """Names of what there is at the top of the folder, of whatever kind, sorted.
+
+        Raises CheckpointError for what is no folder or cannot be read.
+        """
         if self._only:
             return [self._only]
-        return sorted(p.name for p in self._folder.iterdir() if p.is_file())
+        try:
+            with refusals_named(self._folder):
+                return sorted(os.listdir(self._folder))
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                "A checkpoint is neither a folder nor a file",
+                where=text_of(self._folder),
+                expected="a folder with safetensors files, or one such file",
+                found="something else, or nothing",
+                next_step="give the folder that holds the model's weight files",
+            ) from error
 
     def size(self, path: str) -> int:
         """Size in bytes. Raises CheckpointError if the file is not there."""
@@ -153,7 +177,7 @@ class LocalSource:
         if relative.is_absolute() or ".." in relative.parts or "\0" in path:
             raise CheckpointError(
                 "A file name leaves its checkpoint",
-                where=str(self._folder),
+                where=text_of(self._folder),
                 expected="a file inside the folder",
                 found=repr(path),
                 next_step="do not use this checkpoint before you know who made it",
@@ -162,20 +186,23 @@ class LocalSource:
 
     def _stat(self, path: str) -> os.stat_result:
         try:
-            return os.stat(self._resolve(path))
+            return stat_regular(self._resolve(path), self._places)
         except FileNotFoundError:
             raise self._absent(path) from None
 
     def _take(self, path: str) -> OpenFile:
         try:
-            return HANDLES.take(self, path, self._resolve)
+            return HANDLES.take(self, path, self._open)
         except FileNotFoundError:
             raise self._absent(path) from None
+
+    def _open(self, path: str) -> int:
+        return open_regular(self._resolve(path), self._places)
 
     def _absent(self, path: str) -> CheckpointError:
         return CheckpointError(
             "A file of a checkpoint is not there",
-            where=str(self._resolve(path)),
+            where=text_of(self._resolve(path)),
             found="no such file",
             next_step="check the path, or copy the checkpoint again",
         )

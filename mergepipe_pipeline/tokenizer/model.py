@@ -6,12 +6,12 @@ text. `build` makes the output's tokenizer from several of these.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.storage.json_text import load_object
 
 TOKENIZER, CONFIG, SPECIAL_MAP = (
     "tokenizer.json",
@@ -130,13 +130,7 @@ def json_object(files: Mapping[str, bytes], file: str, name: str) -> dict[str, A
     """The JSON object in a file, empty if the file is not there. Raises CheckpointError."""
     if file not in files:
         return {}
-    try:
-        value = json.loads(_text(files, file, name))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(f"{name}/{file}", "JSON", str(error)) from error
-    if not isinstance(value, dict):
-        raise _damaged(f"{name}/{file}", "a JSON object", type(value).__name__)
-    return value
+    return load_object(files[file], f"{name}/{file}", "A tokenizer file")
 
 
 def _text(files: Mapping[str, bytes], file: str, name: str) -> str:
@@ -163,7 +157,7 @@ def _plain_of(document: dict[str, Any], name: str) -> dict[str, int]:
 def _ids(value: dict[str, Any], where: str) -> dict[str, int]:
     for token, id_ in value.items():
         if not isinstance(token, str) or type(id_) is not int or not 0 <= id_ < 2**31:
-            raise _damaged(where, "ids from 0 to 2^31 - 1", f"{token!r}: {id_!r}")
+            raise _damaged(where, "ids from 0 to 2^31 - 1", f"{token!r:.80}: {id_!r:.80}")
     return value
 
 
@@ -197,7 +191,9 @@ def _configured(files: Mapping[str, bytes], config: dict[str, Any], name: str) -
     named: dict[str, Any] = dict(config)
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
-        by_id = _ids({i: int(i) if i.isdecimal() else -1 for i in decoder}, f"{name}/{CONFIG}")
+        # Python reads no number of thousands of digits: longer ones are refused like other texts.
+        numbers = {i: int(i) if i.isdecimal() and len(i) <= 10 else -1 for i in decoder}
+        by_id = _ids(numbers, f"{name}/{CONFIG}")
         entries = [decoder[i] for i in sorted(decoder, key=by_id.__getitem__)]
         out += _added_of(entries, name, CONFIG)
     else:

@@ -12,8 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
-from mergepipe_pipeline.storage.checkpoint import is_complete, open_checkpoint, side_files
-from mergepipe_pipeline.storage.source import LocalSource
+from mergepipe_pipeline.storage.checkpoint import is_complete, open_checkpoint
 from tests.storage.files import sharded, write_index
 
 ONE = "model-00001-of-00002.safetensors"
@@ -254,22 +253,3 @@ def test_a_config_that_is_no_text_is_refused_with_its_name(tmp_path: Path) -> No
     (folder / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         open_checkpoint(str(folder), "m")
-
-
-def test_side_files_are_what_a_model_needs_beside_weights(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m")
-    wanted = ["config.json", "merges.txt", "tokenizer.model", "tokenizer_config.json", "vocab.json"]
-    for name in [*wanted, "README.md", "training_args.bin", "optimizer.pt"]:
-        (folder / name).write_text(json.dumps(name))
-    assert side_files(str(folder)) == wanted
-
-
-def test_links_as_the_hub_cache_uses_them_are_followed(tmp_path: Path) -> None:
-    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
-    folder.mkdir()
-    save_file({"w": np.ones(3, np.float32)}, blobs / "abc")
-    (folder / "model.safetensors").symlink_to(blobs / "abc")
-    assert [t.name for t in open_checkpoint(str(folder), "m").tensors] == ["w"]
-    with LocalSource(folder) as source:
-        assert source.list() == ["model.safetensors"]

@@ -61,7 +61,7 @@ def test_what_is_read_stays_open_and_of_the_rest_no_more_than_allowed(
 ) -> None:
     handles, reading, seen = Handles(most), [], set()
     for n, done_at_once in steps:
-        file = handles.take("owner", str(n), folder.joinpath)
+        file = handles.take("owner", str(n), lambda name: os.open(folder / name, os.O_RDONLY))
         seen.add(file)
         if done_at_once:
             handles.give_back(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,6 +141,10 @@ REFUSED = {
     "NaN": (raw_file(b'{"a":NaN}'), "NaN is not JSON"),
     "deep nesting": (raw_file(b'{"a":' + b"[" * 200_000), "not valid JSON"),
     "a number of 5000 digits": (raw_file(GOOD.replace(b"[2", b"[" + b"9" * 5000), DATA), "JSON"),
+    "a zero with a sign": (
+        raw_file(GOOD.replace(b"[0,8]", b"[-0,8]"), DATA),
+        "-0 is no natural number",
+    ),
     "a negative offset": (raw_file({"a": described(offsets=[-8, 0])}, DATA), "ascending offsets"),
     "descending offsets": (raw_file({"a": described(offsets=[8, 0])}, DATA), "ascending offsets"),
     "three offsets": (raw_file({"a": described(offsets=[0, 8, 8])}, DATA), "ascending offsets"),
@@ -245,6 +250,79 @@ def test_a_header_with_random_damage_is_refused_cleanly_or_read_as_the_library_r
     theirs = {n: (v["dtype"], tuple(v["shape"])) for n, v in deserialize(bytes(file))}
     assert {e.name for e in entries} == set(theirs)
     assert {e.name: e.shape for e in entries} == {n: shape for n, (_, shape) in theirs.items()}
+
+
+#: What a header is written with, and what looks like it.
+TOKENS = [
+    *(
+        "0",
+        "1",
+        "2",
+        "4",
+        "8",
+        "-0",
+        "-8",
+        "8.0",
+        "8e0",
+        "0.8e1",
+        "08",
+        "+8",
+        "0x8",
+        "0.0",
+        "1e400",
+    ),
+    *("true", "null", "Infinity", "NaN", str(1 << 63), str(1 << 64), "9" * 4400),
+    *("{", "}", "[", "]", ":", ",", " ", "\n", "\t", "\f", "\0", "\u00a0", "\ufeff", "//", "'a'"),
+    *('"a"', '"b"', '""', r'"\u0061"', r'"\ud83d\ude00"', r'"\ud800"', r'"\/"', r'"\x"', '"\x01"'),
+    *('"F32"', '"I8"', '"F4"', '"f32"', r'"F3\u0032"', '"dtype"', '"shape"', '"data_offsets"'),
+    '"__metadata__"',
+]
+SOUND = [
+    ({"a": described(), "b": described("I8", [], [8, 9])}, 9),
+    ({"__metadata__": {"x": "1"}, "a": described(shape=[2, 0], offsets=[0, 0])}, 0),
+]
+
+
+def pieces_of(header: object) -> list[str]:
+    """The header's text, cut where an edit may change its meaning."""
+    return re.findall(r'"[^"]*"|\d+|[^"\d]', json.dumps(header, separators=(",", ":")))
+
+
+def is_as_strict_as_the_library(header: str, nbytes: int) -> bool:
+    """Refused, or accepted by both with the same tensors."""
+    file = raw_file(header.encode(), bytes(nbytes))
+    try:
+        found = {e.name: (e.dtype, list(e.shape)) for e in parse(file)}
+    except CheckpointError:
+        return True
+    try:
+        return found == {n: (v["dtype"], v["shape"]) for n, v in deserialize(file)}
+    except SafetensorError:
+        return False
+
+
+@pytest.mark.parametrize(("header", "nbytes"), SOUND)
+def test_no_edit_of_a_header_is_accepted_that_the_library_refuses(
+    header: object, nbytes: int
+) -> None:
+    pieces = pieces_of(header)
+    assert is_as_strict_as_the_library("".join(pieces), nbytes)
+    edits = [
+        "".join([*pieces[:at], token, *pieces[at + gone :]])
+        for at in range(len(pieces) + 1)
+        for token in ["", *TOKENS]
+        for gone in (0, 1)
+    ]
+    assert [e for e in edits if not is_as_strict_as_the_library(e, nbytes)] == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(SOUND), st.lists(st.tuples(st.integers(0, 99), st.sampled_from(TOKENS))))
+def test_nor_are_several(sound: tuple[object, int], edits: list[tuple[int, str]]) -> None:
+    pieces = pieces_of(sound[0])
+    for at, token in edits:
+        pieces[at % len(pieces)] = token
+    assert is_as_strict_as_the_library("".join(pieces), sound[1])
 
 
 @settings(max_examples=40, deadline=None)

@@ -82,8 +82,8 @@ def test_a_sentencepiece_file_alone_is_refused_with_the_way_to_convert_it() -> N
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"{", "expected JSON|Expected JSON"),
-        (b"\xff", "UTF-8"),
+        (b"{", "a JSON object, found Expecting"),
+        (b"\xff", "utf-8"),
         (b"[]", "a JSON object, found list"),
         (b"{}", "found NoneType"),
         (b'{"model": []}', "found NoneType"),
@@ -96,7 +96,7 @@ def test_a_sentencepiece_file_alone_is_refused_with_the_way_to_convert_it() -> N
         (b'{"model": {"vocab": [[[], 0.0]]}}', "found list"),
         (b'{"model": {"vocab": {"x": 0}}, "added_tokens": {"y": 1}}', "a list, found dict"),
         (b'{"model": {"vocab": {"x": 0}}, "added_tokens": [{"id": 1}]}', "with `content`"),
-        (b"[" * 100_000, "expected JSON|Expected JSON"),
+        (b"[" * 100_000, "a JSON object, found it is nested"),
     ],
 )
 def test_a_damaged_file_is_refused_with_its_name(data: bytes, message: str) -> None:
@@ -126,3 +126,12 @@ def test_any_json_is_read_or_refused_on_purpose(value: Any, file: str) -> None:
     files = {**files_of(document({"x": 0})), file: json.dumps(value).encode()}
     with suppress(CheckpointError):
         assert read_tokenizer("m", files, 1).vocab
+
+
+@pytest.mark.parametrize("id_", ["9" * 5000, "\N{SUPERSCRIPT TWO}", "-1", "x" * 5000])
+def test_an_id_of_the_configuration_that_is_none_is_refused_in_few_words(id_: str) -> None:
+    files = {"vocab.json": b'{"x": 0}'}
+    files["tokenizer_config.json"] = json.dumps({"added_tokens_decoder": {id_: "y"}}).encode()
+    with pytest.raises(CheckpointError, match=r"m/tokenizer_config\.json.*ids from 0") as caught:
+        read_tokenizer("m", files, 1)
+    assert len(str(caught.value)) < 500

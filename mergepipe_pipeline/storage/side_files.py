@@ -1,0 +1,69 @@
+"""What a model folder needs beside its weights: files by known names, each of a sane size.
+
+A name that is not known here is never copied: a folder may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mergepipe_pipeline.storage.regular import too_large
+from mergepipe_pipeline.storage.source import CheckpointSource
+
+CONFIG = "config.json"
+MAX_JSON_NBYTES = 64 << 20
+_MAX_TOKENIZER_NBYTES = 256 << 20
+_PIECE_NBYTES = 1 << 20
+
+#: As transformers writes them, with the most bytes that each may have.
+_MOST_NBYTES = dict.fromkeys(
+    (
+        "added_tokens.json",
+        "merges.txt",
+        "sentencepiece.bpe.model",
+        "sentencepiece.model",
+        "spiece.model",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer.model.v3",
+        "vocab.bpe",
+        "vocab.json",
+        "vocab.txt",
+    ),
+    _MAX_TOKENIZER_NBYTES,
+) | dict.fromkeys(
+    (
+        CONFIG,
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "special_tokens_map.json",
+        "tokenizer_config.json",
+        "video_preprocessor_config.json",
+    ),
+    MAX_JSON_NBYTES,
+)
+
+
+def side_files(source: CheckpointSource, uri: str) -> dict[str, int]:
+    """Name to size in bytes of the side files there are, by name.
+
+    Raises CheckpointError for one of an absurd size, or that may not be opened.
+    """
+    found = {name: source.size(name) for name in source.list() if name in _MOST_NBYTES}
+    for name, nbytes in found.items():
+        if nbytes > _MOST_NBYTES[name]:
+            raise too_large(f"{uri}, {name}", _MOST_NBYTES[name], nbytes)
+    return found
+
+
+def pieces(
+    source: CheckpointSource, name: str, nbytes: int, told: Callable[[bytes], object]
+) -> Iterator[bytes]:
+    """The first `nbytes` bytes of a file, a piece at a time; `told` gets each (to hash it)."""
+    for start_byte in range(0, nbytes, _PIECE_NBYTES):
+        piece = source.read_range(name, start_byte, min(_PIECE_NBYTES, nbytes - start_byte))
+        told(piece)
+        yield piece

@@ -1,0 +1,1 @@
+"""Folders that must not get in."""
