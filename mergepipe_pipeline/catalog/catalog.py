@@ -28,7 +28,7 @@ from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.queries import Rows
 
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 #: The numbers of one fact, as its maker orders them.
 Fact = tuple[float, ...]
 
@@ -58,7 +58,7 @@ class Catalog(Analyses):
 
         Raises MergePipeError for a name that cannot be one.
         """
-        if not _NAME.fullmatch(checkpoint.name):
+        if not NAME.fullmatch(checkpoint.name):
             raise MergePipeError(
                 "Not a name for a checkpoint",
                 where="name",
@@ -109,7 +109,7 @@ class Catalog(Analyses):
         return str(self._current(name)[1]["root"])
 
     def _current(self, name: str) -> tuple[int, dict[str, Any]]:
-        current = self._chain(name).current() if _NAME.fullmatch(name) else None
+        current = self._chain(name).current() if NAME.fullmatch(name) else None
         if current is None:
             near = get_close_matches(name, self.names(), n=3)
             raise NotFoundError(
