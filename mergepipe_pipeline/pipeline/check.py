@@ -25,12 +25,14 @@ from mergepipe_pipeline.planner.build import Side
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipes, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
+from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.snapshots.model_folder import config_json
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.storage.regular import read_small, text_of
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -71,16 +73,16 @@ def load_recipe(path: str | Path) -> RawRecipe:
     """Parse a recipe file. Raises RecipeError with all problems, also for a lost file."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_small(file, MAX_NBYTES).decode()
+    except (OSError, UnicodeDecodeError, CheckpointError) as error:
         raise RecipeError(
             "A recipe cannot be read",
-            where=str(path),
-            expected="a YAML file in UTF-8",
-            found=str(error),
+            where=text_of(path),
+            expected=f"a YAML file in UTF-8, of at most {MAX_NBYTES} bytes",
+            found=str(error.found if isinstance(error, CheckpointError) else error),
             next_step="check the path",
         ) from error
-    return parse(text, name=file.stem, where=str(path))
+    return parse(text, name=text_of(file.stem), where=text_of(path))
 
 
 def parse(text: str, *, name: str, where: str) -> RawRecipe:
