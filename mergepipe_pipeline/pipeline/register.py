@@ -5,6 +5,7 @@ Also the one place that decides what a model text in a recipe means: a registere
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -30,7 +31,7 @@ def register(
     catalog = Catalog(home.catalog)
     if base is not None:
         base = resolve(home, base).name
-    root = _expanded(path).resolve()
+    root = Path(os.path.realpath(_expanded(path)))
     chosen = name or _free_name(catalog, root, {})
     return catalog.register(open_checkpoint(str(root), chosen), base)
 
@@ -61,7 +62,7 @@ def look(
             return open_checkpoint(catalog.root(text), text)
         return _as_registered(_revision(catalog, text, revision), revision)
     for folder in (Path.cwd(), relative_to):
-        if folder is not None and (folder / _expanded(text)).exists():
+        if folder is not None and os.path.exists(folder / _expanded(text)):
             root = (folder / _expanded(text)).resolve()
             found = open_checkpoint(str(root), _free_name(catalog, root, taken or {}))
             _refuse_revision(found, revision)
@@ -85,7 +86,7 @@ def look(
 def exists(home: Warehouse, text: str, relative_to: Path | None = None) -> bool:
     """Whether a text as it stands is a registered name or a path."""
     folders = [f for f in (Path.cwd(), relative_to) if f is not None]
-    here = any((folder / _expanded(text)).exists() for folder in folders)
+    here = any(os.path.exists(folder / _expanded(text)) for folder in folders)
     return here or text in Catalog(home.catalog).names()
 
 
@@ -144,7 +145,7 @@ def _free_name(
     catalog: Catalog, root: Path, taken: Mapping[str, str], text: str | None = None
 ) -> str:
     """The folder's name (or `text`), or with a digest of the path if another checkpoint has it."""
-    stem = text or (root.stem if root.is_file() else root.name)
+    stem = text or (root.stem if os.path.isfile(root) else root.name)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
     plain = plain.lstrip(".-_") or "checkpoint"
     owner = taken.get(plain)

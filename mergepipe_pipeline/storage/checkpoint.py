@@ -8,7 +8,7 @@ how to convert. What an adapter's config means is for `adapter`.
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
@@ -96,12 +96,12 @@ def _refuse_what_is_not_there(uri: str) -> None:
             found="bytes that are no UTF-8",
             next_step="rename it",
         )
-    if "://" not in uri and not Path(uri).exists():
+    if "://" not in uri and not os.path.exists(uri):
         raise CheckpointError(
             "A checkpoint is not there",
             where=uri,
             expected="a folder with safetensors files",
-            found="nothing at this path",
+            found="nothing at this path that may be read",
             next_step="check the path; hub models must be downloaded first",
         )
 

@@ -84,7 +84,7 @@ class LocalSource:
     def __init__(self, root: str | Path, reading: Reading = "ahead") -> None:
         path = Path(root)
         self._reading = reading
-        self._only = path.name if path.is_file() else None
+        self._only = path.name if os.path.isfile(path) else None
         self._folder = path.parent if self._only else path
         self._places = places_of(path)
 

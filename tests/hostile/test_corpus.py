@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,3 +84,19 @@ def test_a_hostile_folder_is_refused_in_inbox_register_and_check(
 
 def test_the_corpus_is_large_and_its_names_are_its_own() -> None:
     assert len({name for name, _ in CORPUS}) == len(CORPUS) >= 60
+
+
+@pytest.mark.parametrize(
+    "path", ["loop", "x" * 5000, "x/" * 3000, "pipe", "b\udcff", "gone", "/dev/zero"]
+)
+def test_a_path_that_cannot_be_a_model_s_is_refused(
+    home: Warehouse, inbox: Path, tmp_path: Path, path: str
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    recipe = recipe_of(home, tmp_path / (path if path.isascii() else "gone"))
+    with at_once():
+        for words in (["register", str(tmp_path / path)], ["check", str(recipe)]):
+            result = CliRunner().invoke(main, [*words, "--home", str(home.root)])
+            assert result.exit_code == 12, result.output
+    assert written(home) == []

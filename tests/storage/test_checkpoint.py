@@ -242,7 +242,7 @@ def test_files_that_disagree_on_what_they_hold_are_refused(
 
 
 def test_a_path_that_is_not_there_and_a_scheme_nobody_serves_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nothing at this path"):
+    with pytest.raises(CheckpointError, match="nothing at this path that may be read"):
         open_checkpoint(str(tmp_path / "no"), "m")
     with pytest.raises(CheckpointError, match="found s3://"):
         open_checkpoint("s3://bucket/model", "m")
