@@ -26,7 +26,7 @@ from mergepipe_pipeline.storage.chain import VersionChain
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.catalog.queries import Rows
+    from mergepipe_pipeline.catalog.queries import Limits, Rows
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 #: The numbers of one fact, as its maker orders them.
@@ -190,16 +190,17 @@ class Catalog(Analyses):
             out |= known(path, partial(_decoded_facts, path)) or {}
         return out
 
-    def sql(self, query: str, rows: Rows | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
+    def sql(
+        self, query: str, rows: Rows | None = None, limits: Limits | None = None
+    ) -> tuple[list[str], list[tuple[Any, ...]]]:
         """Column names and rows of a query over the views of `views.VIEWS`.
 
         `rows` are of the views that the catalog does not know; without, those are empty.
         """
         from mergepipe_pipeline.catalog import queries
 
-        return queries.run(
-            self._folder, {"registrations": self.registrations, **(rows or {})}, query
-        )
+        known = {"registrations": self.registrations, **(rows or {})}
+        return queries.run(self._folder, known, query, limits)
 
     def export(self, target: Path, rows: Rows | None = None) -> None:
         """Write everything, and `rows` as in `sql`, as tables of one new DuckDB file."""

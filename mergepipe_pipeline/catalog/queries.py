@@ -7,12 +7,16 @@ says, since a list of allowed folders would let it write into them.
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import reduce
 from operator import and_
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -40,28 +44,94 @@ _LOCKED = {
 }
 
 
-def run(folder: Path, rows: Rows, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+_AGAIN_S = 0.05
+_BATCH_ROWS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one query may take. `memory_nbytes` is DuckDB's; rows are limited beside it."""
+
+    timeout_s: float = 60.0
+    memory_nbytes: int = 1 << 30
+    threads: int = 4
+    rows: int = 1_000_000
+
+
+def run(
+    folder: Path, rows: Rows, query: str, limits: Limits | None = None
+) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Column names and rows of a query over the views; exact numbers come as int or float.
 
-    A damaged file is said and left out. Raises MergePipeError for bad SQL and for a statement that
-    would change something; an empty query has no columns.
+    A damaged file is said and left out. Raises MergePipeError for bad SQL, for a statement that
+    would change something, and for a query beyond its limits; an empty query has no columns.
     """
     import duckdb
 
+    limits = limits or Limits()
+    query.encode()  # DuckDB's answer to half a character is of no use
     try:
         with duckdb.connect(":memory:") as connection:
             _refuse_changes(connection, query)
             _create_views(connection, folder, rows, [v for v in VIEWS if v in query.lower()])
-            for option, value in _LOCKED.items():
+            for option, value in (_bounds(limits) | _LOCKED).items():
                 connection.execute(f"SET {option} = {value!r}")
-            result = connection.execute(query)
-            # DuckDB answers a text without any statement with None.
-            if result is None:
-                return [], []
-            columns = [d[0] for d in result.description or []]
-            return columns, [tuple(map(_plain, row)) for row in result.fetchall()]
-    except (duckdb.Error, pa.ArrowException, OSError) as error:
+            with _interrupted_after(connection, limits.timeout_s) as is_late:
+                try:
+                    return _answer(connection, query, limits.rows)
+                except Exception as error:
+                    if is_late():
+                        raise _too_much(f"{limits.timeout_s:g} s", "time", "--timeout") from error
+                    raise
+    except duckdb.OutOfMemoryException as error:
+        raise _too_much(f"{limits.memory_nbytes >> 20} MiB", "memory", "--memory") from error
+    # Values that Python has no type for come as the last ones.
+    except (duckdb.Error, pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise _bad_query(str(error)) from error
+
+
+def _answer(
+    connection: duckdb.DuckDBPyConnection, query: str, most: int
+) -> tuple[list[str], list[tuple[Any, ...]]]:
+    result = connection.execute(query)
+    # DuckDB answers a text without any statement with None.
+    if result is None:
+        return [], []
+    found: list[tuple[Any, ...]] = []
+    while batch := result.fetchmany(_BATCH_ROWS):
+        found += (tuple(map(_plain, row)) for row in batch)
+        if len(found) > most:
+            raise _bad_query(f"more than {most} rows: add LIMIT, or aggregate")
+    return [d[0] for d in result.description or []], found
+
+
+@contextmanager
+def _interrupted_after(
+    connection: duckdb.DuckDBPyConnection, timeout_s: float
+) -> Iterator[Callable[[], bool]]:
+    """Interrupt what the connection does after `timeout_s`; gives whether that time is over."""
+    done, late = Event(), Event()
+
+    def watch() -> None:
+        if not done.wait(timeout_s):
+            late.set()
+            while not done.wait(_AGAIN_S):  # one does not stop what begins after it
+                connection.interrupt()
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        yield late.is_set
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _bounds(limits: Limits) -> dict[str, Any]:
+    return {
+        "memory_limit": f"{limits.memory_nbytes}B",
+        "threads": min(limits.threads, os.cpu_count() or 1),
+    }
 
 
 def export(folder: Path, rows: Rows, target: Path) -> None:
@@ -130,11 +200,13 @@ def _table(view: View, rows: Iterable[Sequence[Any]]) -> pa.Table:
 
 
 def _refuse_changes(connection: duckdb.DuckDBPyConnection, query: str) -> None:
-    for statement in connection.extract_statements(query):
-        if statement.type.name not in _READING:
-            raise _bad_query(
-                f"{statement.type.name} where only SELECT is answered: the catalog is read-only"
-            )
+    try:
+        kinds = [statement.type.name for statement in connection.extract_statements(query)]
+    except ValueError:  # statements that DuckDB's own Python has no name for
+        kinds = ["a statement without a name"]
+    for kind in kinds:
+        if kind not in _READING:
+            raise _bad_query(f"{kind} where only SELECT is answered: the catalog is read-only")
 
 
 def _plain(value: Any) -> Any:
@@ -150,6 +222,15 @@ def _bad_query(found: str) -> MergePipeError:
         found=found,
         expected="SQL over the views " + ", ".join(VIEWS),
         next_step="run `mergepipe sql` without a query to see them",
+    )
+
+
+def _too_much(most: str, what: str, option: str) -> MergePipeError:
+    return MergePipeError(
+        f"A query needs too much {what}",
+        where="sql",
+        expected=f"at most {most}",
+        next_step=f"select less, or raise {option}",
     )
 
 

@@ -110,9 +110,26 @@ def ls(console: Console) -> None:
 
 @click.command()
 @click.argument("query", required=False)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.IntRange(min=1),
+    default=60,
+    show_default=True,
+    help="Seconds that the query may take.",
+)
+@click.option(
+    "--memory",
+    "memory_mib",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="MiB that the query may take.",
+)
 @verb
-def sql(console: Console, query: str | None) -> None:
+def sql(console: Console, query: str | None, timeout_s: int, memory_mib: int) -> None:
     """Query the catalog with SQL; without a query, list the views and their columns."""
+    from mergepipe_pipeline.catalog.queries import Limits
     from mergepipe_pipeline.catalog.views import VIEWS
     from mergepipe_pipeline.pipeline.query import query as run
 
@@ -123,7 +140,7 @@ def sql(console: Console, query: str | None) -> None:
             f'for example: mergepipe sql "{_EXAMPLE}"',
         )
         return
-    columns, rows = run(console.home, query)
+    columns, rows = run(console.home, query, Limits(timeout_s, memory_mib << 20))
     console.show([dict(zip(columns, row, strict=True)) for row in rows], *table(columns, rows))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.catalog.queries import Rows
+from mergepipe_pipeline.catalog.queries import Limits, Rows
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.pipeline.plan import stored_plans
 from mergepipe_pipeline.snapshots.load import list_snapshots
@@ -22,12 +22,12 @@ from mergepipe_pipeline.warehouse import Warehouse
 _Row = tuple[Any, ...]
 
 
-def query(home: Warehouse, sql: str) -> tuple[list[str], list[_Row]]:
+def query(home: Warehouse, sql: str, limits: Limits | None = None) -> tuple[list[str], list[_Row]]:
     """Column names and rows of a query. Raises MergePipeError for a query that cannot be answered.
 
     Plans and snapshots are read only if the query names their views.
     """
-    return Catalog(home.catalog).sql(sql, rows_of(home))
+    return Catalog(home.catalog).sql(sql, rows_of(home), limits)
 
 
 def rows_of(home: Warehouse) -> Rows:
