@@ -153,3 +153,15 @@ class BusyError(MergePipeError):
     """Another process does the same work right now."""
 
     exit_code = 22
+
+
+class ResourceError(MergePipeError):
+    """The system gives less memory or fewer threads than the work needs."""
+
+    exit_code = 24
+
+
+class DefectError(MergePipeError):
+    """An exception that nobody foresaw left a verb."""
+
+    exit_code = 70

@@ -8,6 +8,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from mergepipe_pipeline.errors import MergePipeError
+
 ENVIRONMENT = "MERGEPIPE_HOME"
 DEFAULT = "warehouse"
 
@@ -20,9 +22,23 @@ class Warehouse:
 
     @staticmethod
     def at(root: str | Path | None = None) -> Warehouse:
-        """The warehouse at `root`, or where MERGEPIPE_HOME says, or `./warehouse`; absolute."""
-        chosen = root or os.environ.get(ENVIRONMENT) or DEFAULT
-        return Warehouse(Path(chosen).expanduser().resolve())
+        """The warehouse at `root`, or where MERGEPIPE_HOME says, or `./warehouse`; absolute.
+
+        Raises MergePipeError for a place that cannot be, as an empty name or `~nobody`.
+        """
+        chosen = os.environ.get(ENVIRONMENT, DEFAULT) if root is None else root
+        try:
+            if not str(chosen):
+                raise RuntimeError("an empty name")
+            return Warehouse(Path(chosen).expanduser().resolve())
+        except RuntimeError as error:  # from pathlib, for ~ of a user that is not there, and loops
+            raise MergePipeError(
+                "The warehouse has no place",
+                where=f"--home or {ENVIRONMENT}, {chosen}",
+                expected="a folder",
+                found=str(error),
+                next_step="give another folder",
+            ) from error
 
     def ensure(self) -> Warehouse:
         """Create the folders that are missing; returns itself."""

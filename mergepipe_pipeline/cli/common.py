@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-import errno
 import functools
-import json
+import logging
 import os
 import sys
 import time
@@ -18,19 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from mergepipe_pipeline.errors import MergePipeError, StorageFullError
-from mergepipe_pipeline.storage.atomic import FULL, write_atomic
+from mergepipe_pipeline.cli.ending import as_error, traced
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.text import in_one_line, json_text, visible
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.pipeline.progress import Advance
     from mergepipe_pipeline.warehouse import Warehouse
-
-_NEXT = {
-    errno.ENOENT: "check the path; if another program removed it meanwhile (`mergepipe gc`?), run "
-    "the same command again: finished work is kept",
-    errno.EMFILE: "raise `ulimit -n`, then run again",
-    errno.EFBIG: "raise `ulimit -f`, then run again",
-}
 
 
 @dataclass(frozen=True)
@@ -45,20 +39,16 @@ class Console:
     began_s: float = field(default_factory=time.monotonic)
 
     @functools.cached_property
-    def home(self) -> Warehouse:
-        """The warehouse, created if it is not there."""
+    def place(self) -> Warehouse:
+        """The warehouse, which may not be there. Raises MergePipeError if it cannot be."""
         from mergepipe_pipeline.warehouse import Warehouse
 
-        try:
-            return Warehouse.at(self.home_dir).ensure()
-        except RuntimeError as error:  # from pathlib, for ~ of a user that is not there
-            raise MergePipeError(
-                "The warehouse has no place",
-                where=f"--home or MERGEPIPE_HOME, {self.home_dir}",
-                expected="a folder",
-                found=str(error),
-                next_step="give another folder",
-            ) from error
+        return Warehouse.at(self.home_dir)
+
+    @functools.cached_property
+    def home(self) -> Warehouse:
+        """The warehouse, created if it is not there."""
+        return self.place.ensure()
 
     @property
     def progress(self) -> Bars:
@@ -68,15 +58,34 @@ class Console:
     def show(self, data: Any, *lines: str) -> None:
         """Print `data` as JSON, or the lines for people."""
         if self.as_json:
-            click.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+            click.echo(json_text(data))
         else:
             for line in lines:
-                click.echo(line)
+                click.echo(visible(line))
 
     def warn(self, lines: Sequence[str]) -> None:
         """Print warnings to stderr."""
         for line in lines:
-            click.echo(f"warning: {line}", err=True)
+            click.echo(f"warning: {visible(line)}", err=True)
+
+    @contextmanager
+    def logged_warnings(self) -> Iterator[None]:
+        """Show what the core logs meanwhile as warnings."""
+        log, handler = logging.getLogger("mergepipe"), _Warner(self)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+
+
+class _Warner(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.warn([record.getMessage()])
 
 
 class Bars:
@@ -102,14 +111,14 @@ class Bars:
         )
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=RichConsole(stderr=True)) as bars:
-            bar = bars.add_task(label, total=total_nbytes)
+            bar = bars.add_task(in_one_line(label), total=total_nbytes)
             yield lambda nbytes: bars.advance(bar, nbytes)
 
 
@@ -127,36 +136,21 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     @click.pass_context
     @functools.wraps(function)
     def run(ctx: click.Context, /, home_dir: str | None, as_json: bool, **options: Any) -> None:
-        chosen = home_dir or (ctx.obj or {}).get("home_dir") or os.environ.get("MERGEPIPE_HOME")
-        console = Console(chosen, as_json)
+        above = (ctx.obj or {}).get("home_dir")
+        console = Console(above if home_dir is None else home_dir, as_json)
         try:
-            function(console, **options)
-        except MergePipeError as error:
-            fail(error, as_json)
+            with console.logged_warnings():
+                function(console, **options)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
         except BrokenPipeError:
             # Who reads has seen enough; what is still buffered has nowhere to go.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except OSError as error:
-            fail(from_os_error(error), as_json)
+        except Exception as error:
+            click.echo(visible(traced(error)), nl=False, err=True)
+            fail(as_error(error), as_json)
 
     return run
-
-
-def from_os_error(error: OSError) -> MergePipeError:
-    """An operating system's refusal in the project's words."""
-    if error.errno in FULL:
-        return StorageFullError(
-            "The disk is full",
-            where=str(error.filename or "the warehouse, or where the output goes"),
-            found=str(error.strerror),
-            next_step="free space and run the same command again; nothing is lost",
-        )
-    return MergePipeError(
-        "The operating system refused",
-        where=str(error.filename or "unknown file"),
-        found=str(error.strerror or error),
-        next_step=_NEXT.get(error.errno or 0, "check the path and its permissions, then run again"),
-    )
 
 
 def fail(error: MergePipeError, as_json: bool) -> NoReturn:
@@ -165,8 +159,8 @@ def fail(error: MergePipeError, as_json: bool) -> NoReturn:
         body = {k: v for k, v in vars(error).items() if v}
         shown = {"error": {"class": type(error).__name__, **body}, "exit_code": error.exit_code}
         with suppress(OSError):  # a full disk may be where stdout goes
-            click.echo(json.dumps(shown, indent=2))
-    click.echo(f"error: {error}", err=True)
+            click.echo(json_text(shown))
+    click.echo(f"error: {visible(str(error))}", err=True)
     sys.exit(error.exit_code)
 
 
@@ -188,7 +182,7 @@ def percent(share: float | None) -> str:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Lines of a plain left-aligned table, numbers right-aligned."""
-    cells = [[str(c) for c in row] for row in rows]
+    cells = [[in_one_line(str(c)) for c in row] for row in rows]
     widths = [max([len(h), *(len(r[i]) for r in cells)]) for i, h in enumerate(headers)]
     numeric = [
         all(not isinstance(r[i], str) for r in rows) and bool(rows) for i in range(len(headers))
@@ -214,7 +208,7 @@ def write_csv(path: str | Path, records: Sequence[Mapping[str, Any]]) -> None:
         writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
-    write_file(path, out.getvalue().encode())
+    write_file(path, out.getvalue().encode(errors="backslashreplace"))
 
 
 def write_file(path: str | Path, content: bytes) -> None:

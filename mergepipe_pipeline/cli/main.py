@@ -6,6 +6,8 @@ import atexit
 import gc as garbage
 import os
 import sys
+from contextlib import suppress
+from io import TextIOWrapper
 
 import click
 
@@ -16,6 +18,7 @@ from mergepipe_pipeline.cli.compare import compare
 from mergepipe_pipeline.cli.conflicts import conflicts
 from mergepipe_pipeline.cli.curve import curve
 from mergepipe_pipeline.cli.demo import demo
+from mergepipe_pipeline.cli.ending import Stopped, stop_by_signals
 from mergepipe_pipeline.cli.explain import explain
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
@@ -73,7 +76,16 @@ def program() -> None:
     # Arrow's own allocators keep what they once had for each thread: 20 MiB after a plan of twenty
     # experts, on top of the merge.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    main()
+    stop_by_signals()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # None, where the caller closed it
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        main()
+    except Stopped as stopped:
+        with suppress(OSError):  # the terminal may be what is gone
+            click.echo(f"error: {stopped}", err=True)
+        sys.exit(128 + stopped.number)
 
 
 def _leave() -> None:

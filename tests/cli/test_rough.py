@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from mergepipe_pipeline.cli.common import from_os_error
+from mergepipe_pipeline.cli.ending import from_os_error
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.storage import atomic
 

@@ -1,0 +1,144 @@
+"""How a command ends: any exception as an error in the project's words, a signal in order."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from mergepipe_pipeline.errors import DefectError, MergePipeError, ResourceError, StorageFullError
+from mergepipe_pipeline.storage.atomic import FULL
+
+#: Set to 1, it shows where an error comes from.
+TRACEBACK = "MERGEPIPE_TRACEBACK"
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SHORT = (errno.ENOMEM, errno.EAGAIN)
+#: What libraries say, in small letters, where memory or threads are short.
+_SHORT_TEXTS = (
+    "can't start new thread",
+    "allocate memory",
+    "out of memory",
+    "failed to map segment",
+    "resource temporarily unavailable",
+)
+_NEXT = {
+    errno.ENOENT: "check the path; if another program removed it meanwhile (`mergepipe gc`?), run "
+    "the same command again: finished work is kept",
+    errno.EMFILE: "raise `ulimit -n`, then run again",
+    errno.EFBIG: "raise `ulimit -f`, then run again",
+}
+_received: list[int] = []
+
+
+class Stopped(BaseException):
+    """A signal asks the process to end; `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        name = signal.Signals(self.number).name
+        return f"stopped by {name}; what was finished is kept: run the same command again"
+
+
+def stop_by_signals() -> None:
+    """Let the first SIGINT, SIGTERM or SIGHUP raise Stopped, and any second one end at once.
+
+    One that is ignored, as under `nohup`, stays so.
+    """
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for other in _SIGNALS:
+        if signal.getsignal(other) is _stop:
+            signal.signal(other, signal.SIG_DFL)
+    _received.append(number)
+    raise Stopped(number)
+
+
+def as_error(error: Exception) -> MergePipeError:
+    """The exception as an error for users. Raises Stopped if it is what became of a signal."""
+    if _received:  # a library may turn it into an exception of its own
+        raise Stopped(_received[0]) from error
+    if isinstance(error, MergePipeError):
+        return error
+    told = str(error)
+    if any(map(_is_short, _chain(error))):
+        return ResourceError(
+            "The system gives no more memory or threads",
+            found=told or type(error).__name__,
+            next_step="raise the limit (`ulimit -v`, `ulimit -u`, the container's) or close other "
+            "programs, then run again: finished work is kept",
+        )
+    if isinstance(error, OSError):
+        return from_os_error(error)
+    if isinstance(error, UnicodeError):
+        text = error.object if isinstance(error, UnicodeEncodeError | UnicodeDecodeError) else told
+        return MergePipeError(
+            "A text is not Unicode",
+            where=repr(text[:60]),
+            expected="text, or a file name, in UTF-8",
+            found=told,
+            next_step="rename the file, or write the text in UTF-8",
+        )
+    if isinstance(error, RecursionError):
+        return MergePipeError(
+            "A file is nested too deeply", found=told, next_step="look at JSON and YAML files"
+        )
+    return DefectError(
+        "mergepipe meets what it does not foresee",
+        where=_place(error),
+        found=f"{type(error).__name__}: {told}" if told else type(error).__name__,
+        next_step=f"this is a defect of mergepipe: run again with {TRACEBACK}=1, and report what "
+        "is printed",
+    )
+
+
+def traced(error: BaseException) -> str:
+    """The error's traceback if the user wants to see it, else an empty text."""
+    if os.environ.get(TRACEBACK) != "1":
+        return ""
+    return "".join(traceback.format_exception(error))
+
+
+def from_os_error(error: OSError) -> MergePipeError:
+    """An operating system's refusal in the project's words."""
+    if error.errno in FULL:
+        return StorageFullError(
+            "The disk is full",
+            where=str(error.filename or "the warehouse, or where the output goes"),
+            found=str(error.strerror),
+            next_step="free space and run the same command again; nothing is lost",
+        )
+    return MergePipeError(
+        "The operating system refused",
+        where=str(error.filename or "unknown file"),
+        found=str(error.strerror or error),
+        next_step=_NEXT.get(error.errno or 0, "check the path and its permissions, then run again"),
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_short(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORT):
+        return True
+    return any(text in str(error).lower() for text in _SHORT_TEXTS)
+
+
+def _place(error: Exception) -> str | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else None

@@ -1,0 +1,60 @@
+"""Text from outside as it may be shown: harmless in a terminal, in JSON and in Markdown.
+
+Names, reasons and messages may hold what steers a terminal, turns the order of letters around, or
+is half of a character (a file name that is not UTF-8).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+#: Controls (C0 but the newline, DEL, C1), marks and overrides of direction, other ends of lines,
+#: halves of characters.
+_UNSAFE = re.compile(
+    "[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_MARKDOWN = re.compile(r"([\\`|*\[\]<>&~]|(?<=:)//|(?<=www)\.)", re.IGNORECASE)
+
+
+def visible(text: str) -> str:
+    """Text for a terminal: what steers it is escaped, and lines after the first are indented.
+
+    So no name can look like a line of its own.
+    """
+    return re.sub(r"\n(?! )", "\n  ", _UNSAFE.sub(_escape, text))
+
+
+def in_one_line(text: str) -> str:
+    """As `visible`, for a cell of a table: newlines are escaped too."""
+    return _UNSAFE.sub(_escape, text).replace("\n", "\\n")
+
+
+def json_text(data: Any) -> str:
+    """JSON for machines: NaN and infinity are null, half characters are escaped, what JSON does not
+    know is its text.
+    """
+    text = json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    return _UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
+
+
+def markdown(text: str) -> str:
+    """Text as Markdown shows it letter by letter, in a cell of a table too."""
+    return _MARKDOWN.sub(r"\\\1", in_one_line(text))
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
+
+
+def _plain(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    return data
