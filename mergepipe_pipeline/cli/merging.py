@@ -227,17 +227,14 @@ def merge(
     **planning: Any,
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
-    from pathlib import Path
-
     from mergepipe_pipeline.pipeline.audit import merged_non_finite, non_finite_warning
     from mergepipe_pipeline.pipeline.export import check_out, export
     from mergepipe_pipeline.pipeline.merge import EngineKnobs
     from mergepipe_pipeline.pipeline.merge import merge as run
 
-    if out:
-        check_out(Path(out))
     knobs = EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20, device)
     knobs.check()
+    folder = None if out is None else check_out(out, console.place.root)
     made, begun = _begin(console, recipe, planning)
     console.warn(made.warnings)
     outcome = run(console.home, made, knobs=knobs, progress=console.progress, begun=begun)
@@ -245,9 +242,9 @@ def merge(
     summary["non_finite"] = merged_non_finite(console.home, made)
     console.warn(non_finite_warning(summary["non_finite"], made))
     lines = _merged_lines(outcome)
-    if out:
-        export(console.home, outcome.snapshot.snapshot_id, Path(out))
-        summary["path"] = summary["out"] = str(Path(out).resolve())
+    if folder is not None:
+        export(console.home, outcome.snapshot.snapshot_id, folder)
+        summary["path"] = summary["out"] = str(folder)
         lines.append(f"  folder        {summary['out']}")
     if publish_ref:
         from mergepipe_pipeline.pipeline.publish import publish

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergepipe_pipeline.digest import unseal
-from mergepipe_pipeline.snapshots.export import check_out, export_snapshot
+from mergepipe_pipeline.snapshots.export import RECIPE_FILE, export_snapshot
 from mergepipe_pipeline.snapshots.load import load_snapshot
-from mergepipe_pipeline.snapshots.stage import PROVENANCE
+from mergepipe_pipeline.snapshots.out_folder import check_out
 from mergepipe_pipeline.warehouse import Warehouse
 
 __all__ = ["RECIPE_FILE", "check_out", "export"]
 
-RECIPE_FILE = "mergepipe_recipe.yml"
-
 
 def export(home: Warehouse, snapshot_id: str, out: Path) -> None:
     """Copy a snapshot to `out`. Raises what `snapshots.export` raises."""
-    snapshot = load_snapshot(home.snapshots, snapshot_id)
-    path = Path(snapshot.path) / PROVENANCE
-    recipe = str(unseal(path.read_bytes(), str(path)).get("recipe", ""))
-    export_snapshot(snapshot, out, {RECIPE_FILE: recipe.encode()})
+    export_snapshot(load_snapshot(home.snapshots, snapshot_id), out)

@@ -1,4 +1,8 @@
-"""Copies a snapshot out into a plain model folder that its owner may edit."""
+"""Copies a snapshot out into a plain model folder that its owner may edit.
+
+Every byte is hashed on the way, and an earlier export is compared file by file: what is there after
+a success is the snapshot, or nothing is.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +14,80 @@ from contextlib import ExitStack, contextmanager
 from glob import escape
 from pathlib import Path
 
+from mergepipe_pipeline.digest import new_hash, seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.load import read_manifest
+from mergepipe_pipeline.snapshots.out_folder import check_folder, staging_name
+from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import copy_file, publish_dir, remove_tree, write_atomic
 
+RECIPE_FILE = "mergepipe_recipe.yml"
 
-def check_out(out: Path) -> None:
-    """Refuse an output folder that holds something else, before any work is done."""
-    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _snapshot_in(out))):
-        raise MergePipeError(
-            "The output folder is not empty",
-            where=str(out),
-            expected="no such folder, an empty one, or one written by mergepipe",
-            found="other files",
-            next_step="choose another --out, or empty the folder",
+_CHUNK_NBYTES = 1 << 22
+#: Differences that an error names.
+_MOST_NAMED = 5
+
+
+def export_snapshot(snapshot: Snapshot, out: Path) -> None:
+    """Make `out` a copy of the snapshot with the recipe beside it, by one rename at the end.
+
+    A folder that holds the same snapshot, whole, is left as it is; one that differs in a file or
+    holds anything else is refused with MergePipeError. Raises CorruptionError if a file of the
+    snapshot is damaged (then nothing appears at `out`), StorageFullError.
+    """
+    if _is_there(snapshot, out):
+        return
+    folder = Path(snapshot.path)
+    provenance, recipe = _provenance(folder)
+    with _staging_beside(out) as staged:
+        for name, sha256 in _digests(snapshot).items():
+            _copy(folder / name, staged / name, sha256)
+        write_atomic(staged / PROVENANCE, provenance)
+        write_atomic(staged / RECIPE_FILE, recipe)
+        if not publish_dir(staged, out):
+            _is_there(snapshot, out)
+
+
+def _digests(snapshot: Snapshot) -> dict[str, str]:
+    """File name to SHA-256 of all that the snapshot's id covers."""
+    manifest = snapshot.manifest
+    return {
+        MANIFEST: sha256_hex(seal(manifest.to_json())),
+        **{shard.file: shard.sha256 for shard in manifest.shards},
+        **{side.file: side.sha256 for side in manifest.side_files},
+    }
+
+
+def _provenance(folder: Path) -> tuple[bytes, bytes]:
+    """The folder's provenance, and the recipe that it holds. Raises CorruptionError."""
+    path = _present(folder / PROVENANCE)
+    data = path.read_bytes()
+    return data, str(unseal(data, str(path)).get("recipe", "")).encode()
+
+
+def _copy(source: Path, target: Path, sha256: str) -> None:
+    # The copy is hashed, not the source: the kernel may copy without a byte passing through here.
+    copy_file(_present(source), target)
+    if (found := _sha256(target)) != sha256:
+        raise CorruptionError(
+            "A file of the snapshot is damaged, and nothing was written",
+            where=str(source),
+            expected=f"sha256 {sha256[:16]}",
+            found=f"sha256 {found[:16]}",
+            next_step="run `mergepipe verify` on the snapshot to see where; remove its folder and "
+            "the object that the file links to, then merge again",
         )
 
 
-def export_snapshot(snapshot: Snapshot, out: Path, extra: Mapping[str, bytes]) -> None:
-    """Make `out` a copy of the snapshot plus `extra` files, by one rename at the end.
+def _is_there(snapshot: Snapshot, out: Path) -> bool:
+    """Whether `out` is the whole snapshot already. Raises MergePipeError if it is something else.
 
-    A folder that holds this snapshot already is left as it is; one that holds another snapshot is
-    refused, like any other content, with MergePipeError. Raises StorageFullError.
+    Provenance is of the run that wrote the folder: its seal counts, and the recipe that it holds.
     """
-    check_out(out)
-    existing = _snapshot_in(out)
-    if existing == snapshot.snapshot_id:
-        return
-    if existing is not None:
+    existing = check_folder(out)
+    if existing is None:
+        return False
+    if existing != snapshot.snapshot_id:
         raise MergePipeError(
             "The output folder holds another snapshot",
             where=str(out),
@@ -46,13 +95,57 @@ def export_snapshot(snapshot: Snapshot, out: Path, extra: Mapping[str, bytes]) -
             found=existing,
             next_step="choose another --out, or remove the folder",
         )
-    with _staging_beside(out) as staged:
-        for file in sorted(Path(snapshot.path).iterdir()):
-            copy_file(file, staged / file.name)
-        for name, data in extra.items():
-            write_atomic(staged / name, data)
-        if not publish_dir(staged, out):
-            check_out(out)
+    wrong = list(_differences(_digests(snapshot), out))
+    if wrong:
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise MergePipeError(
+            "The output folder is not what was exported there",
+            where=str(out),
+            expected=f"snapshot {snapshot.snapshot_id} unchanged",
+            found=", ".join(wrong[:_MOST_NAMED]) + more,
+            next_step="choose another --out, or remove the folder",
+        )
+    return True
+
+
+def _differences(digests: Mapping[str, str], out: Path) -> Iterator[str]:
+    """Each file that is missing, edited, or not of the snapshot."""
+    expected = dict(digests)
+    try:
+        expected[RECIPE_FILE] = sha256_hex(_provenance(out)[1])
+    except CorruptionError:  # then the recipe has nothing to be compared with
+        if (out / PROVENANCE).is_file():
+            yield f"{PROVENANCE} is edited"
+    known = {*expected, PROVENANCE, RECIPE_FILE}
+    found = {entry.name: entry for entry in os.scandir(out)}
+    for name in sorted(known):
+        if name not in found:
+            yield f"{name} is missing"
+        elif not found[name].is_file(follow_symlinks=False):
+            yield f"{name} is no file of its own"
+        elif name in expected and _sha256(out / name) != expected[name]:
+            yield f"{name} is edited"
+    yield from (f"{name} is not of it" for name in sorted({*found} - known))
+
+
+def _sha256(path: Path) -> str:
+    running = new_hash()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            running.update(chunk)
+    return running.hexdigest()
+
+
+def _present(path: Path) -> Path:
+    if not path.is_file():
+        raise CorruptionError(
+            "A file of the snapshot is missing, and nothing was written",
+            where=str(path),
+            expected="a file",
+            found="none",
+            next_step="remove the snapshot's folder, then merge again: layers are reused",
+        )
+    return path
 
 
 @contextmanager
@@ -62,10 +155,10 @@ def _staging_beside(out: Path) -> Iterator[Path]:
     An export that lives holds a lock on its folder, which the system takes from one that is killed.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    staged = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
+    staged = out.parent / staging_name(out, uuid.uuid4().hex[:8])
     with ExitStack() as ours:
         with _lock(out.parent, wait=True):  # none is seen between its making and its locking
-            for old in out.parent.glob(f".{escape(out.name)}.????????.tmp/"):
+            for old in out.parent.glob(f"{staging_name(Path(escape(out.name)), '?' * 8)}/"):
                 with _lock(old, wait=False) as is_dead:
                     if is_dead:
                         remove_tree(old)
@@ -89,10 +182,3 @@ def _lock(folder: Path, *, wait: bool) -> Iterator[bool]:
         except OSError:
             locked = False
         yield locked
-
-
-def _snapshot_in(out: Path) -> str | None:
-    try:
-        return read_manifest(out).snapshot_id
-    except CorruptionError:
-        return None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.export import check_out, export_snapshot
+from mergepipe_pipeline.snapshots.export import RECIPE_FILE, export_snapshot
 from mergepipe_pipeline.snapshots.gc import collect
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
@@ -109,19 +109,20 @@ def test_gc_stops_at_a_damaged_manifest_before_it_removes_anything(store: Store)
     assert len(store.objects.all_objects()) == 1
 
 
-def test_an_export_is_an_editable_copy_and_repeating_it_changes_nothing(
+def test_an_export_is_a_copy_with_the_recipe_and_repeating_it_changes_nothing(
     store: Store, tmp_path: Path
 ) -> None:
     made = store.commit((1, 2))
     out = tmp_path / "deep" / "out"
-    export_snapshot(made, out, {"recipe.yaml": b"x"})
+    export_snapshot(made, out)
     names = {p.name for p in Path(made.path).iterdir()}
-    assert {p.name for p in out.iterdir()} == names | {"recipe.yaml"}
+    assert {p.name for p in out.iterdir()} == names | {RECIPE_FILE}
     for name in names:
         assert (out / name).read_bytes() == Path(made.path, name).read_bytes()
+    before = {p.name: p.stat().st_ino for p in out.iterdir()}
+    export_snapshot(made, out)
+    assert {p.name: p.stat().st_ino for p in out.iterdir()} == before
     (out / "model-1.safetensors").write_bytes(b"edited")
-    export_snapshot(made, out, {})
-    assert (out / "model-1.safetensors").read_bytes() == b"edited"
     verify_snapshot(Path(made.path))
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
@@ -136,25 +137,24 @@ def test_an_export_refuses_foreign_folders_files_and_other_snapshots(
     file.write_text("x")
     for out in (foreign, file):
         with pytest.raises(MergePipeError, match="output folder is not empty"):
-            export_snapshot(made, out, {})
+            export_snapshot(made, out)
     assert (foreign / "thesis.tex").read_text() == "years of work"
-    export_snapshot(made, tmp_path / "out", {})
-    check_out(tmp_path / "out")
+    export_snapshot(made, tmp_path / "out")
     with pytest.raises(MergePipeError, match="holds another snapshot"):
-        export_snapshot(other, tmp_path / "out", {})
+        export_snapshot(other, tmp_path / "out")
 
 
 def test_an_export_that_crashes_shows_nothing_and_can_be_repeated(
     store: Store, tmp_path: Path
 ) -> None:
     made = store.commit((1,))
-    steps = count_steps(lambda: export_snapshot(made, tmp_path / "calm", {"r": b"x"}))
+    steps = count_steps(lambda: export_snapshot(made, tmp_path / "calm"))
     for step in range(steps - 1):  # the last one is the removal of staging
         out = tmp_path / f"out{step}"
         crash_at(step)
         with pytest.raises(Crash, match=r"\w"):
-            export_snapshot(made, out, {"r": b"x"})
+            export_snapshot(made, out)
         atomic.crash_hook = None
         assert not out.exists()
-        export_snapshot(made, out, {"r": b"x"})
-        assert (out / "r").read_bytes() == b"x"
+        export_snapshot(made, out)
+        assert (out / RECIPE_FILE).exists()
