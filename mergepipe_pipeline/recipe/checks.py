@@ -91,6 +91,10 @@ def _check_kind(parameter: Parameter, setting: Setting, path: KeyPath, problems:
         elif isinstance(value, str):
             want = "true or false" if parameter.kind == "bool" else "a number"
             problems.add(path, f"expected {want}, found {shown(value)}")
+        elif isinstance(value, bool) and parameter.kind != "bool":
+            problems.add(
+                path, f"expected a number, found {shown(value)}; write 1 or 0 if you mean it"
+            )
         elif parameter.least is not None and value < parameter.least:
             problems.add(path, f"expected a number from {parameter.least:g} up, found {value:g}")
 

@@ -89,7 +89,7 @@ def _params(
             else:
                 text = f"the required parameter `{p.name}`{owner} has no value"
                 repeated.add(levels[0].path, text, tensor)
-        elif p.kind == "int" and not isinstance(value, str) and not value.is_integer():
+        elif p.kind == "int" and not isinstance(value, str) and not float(value).is_integer():
             text = f"`{p.name}`{owner} must be a whole number, found {value:g}"
             repeated.add((*_place(p.name, levels), p.name), text, tensor)
         else:

@@ -1,24 +1,27 @@
 """What a parameter's value may be and what it is worth for one tensor, as in mergekit.
 
 A value is a number or a text, a gradient (list of numbers over the layers), or a list of
-`{filter, value}` whose first match wins. Booleans and numeric texts count as numbers. A bare
-`{filter, value}` is read as a list of one, with a warning, where older mergekits fail. Which
-parameters exist, and which of them take a text, is the business of `checks`.
+`{filter, value}` whose first match wins. Numeric texts count as numbers. A bare `{filter, value}`
+is read as a list of one, with a warning, where older mergekits fail. Which parameters exist, and
+which of them take a text or a boolean, is the business of `checks`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
 
-#: Parameters that mean a share, whatever the method: 1 or more keeps all, less than 0 is nothing.
+#: Parameters that mean a share, whatever the method.
 SHARES = frozenset({"density"})
 
 _RULE_KEYS = ("filter", "value")
-_LARGEST = 3.4028234663852886e38  # of float32, in which everything is computed
+_DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.ASCII | re.IGNORECASE)
+#: No weight, factor or number of rounds comes near; a slip of the keys does.
+_LARGEST = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +157,17 @@ def _parse_anchors(
 
 
 def _parse_scalar(raw: object, path: KeyPath, problems: Problems) -> float | str:
+    if isinstance(raw, bool):
+        return raw
     number = None
-    if isinstance(raw, bool | int | float | str):
+    if isinstance(raw, int | float | str):
         try:
             number = float(raw)
         except ValueError:
             return str(raw)
+        # Python reads 1_000 and the digits of any script as well.
+        if isinstance(raw, str) and math.isfinite(number) and not _DECIMAL.fullmatch(raw.strip()):
+            return raw
     if number is None:
         problems.add(path, f"expected a number or a text, found {shown(raw)}")
         return 0.0
@@ -167,7 +175,7 @@ def _parse_scalar(raw: object, path: KeyPath, problems: Problems) -> float | str
         problems.add(path, f"expected a finite number, found {shown(raw)}")
         return 0.0
     if abs(number) > _LARGEST:
-        problems.add(path, f"expected a number that float32 can hold, found {shown(raw)}")
+        problems.add(path, f"expected a number from -1e6 to 1e6, found {shown(raw)}")
         return 0.0
     return number
 
@@ -175,5 +183,6 @@ def _parse_scalar(raw: object, path: KeyPath, problems: Problems) -> float | str
 def _check_share(name: str, setting: Setting, path: KeyPath, problems: Problems) -> None:
     if name not in SHARES:
         return
-    for value in (a for rule in setting for a in rule.anchors if not isinstance(a, str) and a < 0):
-        problems.add(path, f"`{name}` is a share from 0 up, found {value:g}")
+    for value in (a for rule in setting for a in rule.anchors if not isinstance(a, str)):
+        if not 0 <= value <= 1:
+            problems.add(path, f"`{name}` is a share from 0 to 1, found {value:g}")

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.recipe.cron import cron_problem
 from mergepipe_pipeline.recipe.outline import layer_range
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
@@ -32,8 +33,6 @@ PARAMETER_NAMES = frozenset(
 CONTENTS = ("models", "slices", "modules")
 
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
-_CRON_PART = re.compile(r"(?:\*|([0-9]{1,2})(?:-([0-9]{1,2}))?)(?:/([0-9]{1,2}))?", re.ASCII)
-_CRON_LIMITS = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 
 
 def _refuse(kind: str, text: str) -> PydanticCustomError:
@@ -88,30 +87,13 @@ def _block_size(value: int) -> int:
 
 
 def _schedule(value: str) -> str:
-    fields = value.split()
-    if len(fields) != len(_CRON_LIMITS) or not all(
-        _is_cron_field(field, *limits) for field, limits in zip(fields, _CRON_LIMITS, strict=True)
-    ):
+    problem = cron_problem(value)
+    if problem is not None:
         raise _refuse(
             "schedule",
-            "expected five cron fields in numbers (minute hour day month weekday) like "
-            f"{DEFAULT_SCHEDULE!r}, found {shown(value)}",
+            f"expected a cron schedule like {DEFAULT_SCHEDULE!r}, found {shown(value)}: {problem}",
         )
     return value
-
-
-def _is_cron_field(field: str, lowest: int, highest: int) -> bool:
-    for part in field.split(","):
-        match = _CRON_PART.fullmatch(part)
-        if match is None:
-            return False
-        first, last, step = (int(g) if g else None for g in match.groups())
-        bounds = [n for n in (first, last) if n is not None]
-        if any(not lowest <= n <= highest for n in bounds) or bounds != sorted(bounds):
-            return False
-        if step == 0 or (step is not None and len(bounds) == 1):
-            return False
-    return True
 
 
 Model = Annotated[Any, AfterValidator(_model)]

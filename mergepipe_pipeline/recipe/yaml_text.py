@@ -6,6 +6,7 @@ aliases cannot blow a small text up. What the keys mean is the business of `sche
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,6 +30,14 @@ _CONSTRUCTORS = {
     "bool": SafeConstructor.construct_yaml_bool,
     "int": SafeConstructor.construct_yaml_int,
     "float": SafeConstructor.construct_yaml_float,
+}
+#: How a number may be written: other forms (1:30, 0x10, 017, 1_000) mean one thing in YAML 1.1,
+#: another in 1.2.
+_DECIMAL = {
+    "int": re.compile("[-+]?(0|[1-9][0-9]*)"),
+    "float": re.compile(
+        r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.inf|\.nan", re.IGNORECASE
+    ),
 }
 #: Dates and the odd `=` stay the text they are written as.
 _TEXTS = {"str", "timestamp", "value", "merge"}
@@ -181,6 +190,13 @@ class _Reader:
             return self._refuse(node, path, f"{shown(node.value)} is no Unicode text")
         if kind in _TEXTS:
             return node.value
+        if kind in _DECIMAL and not _DECIMAL[kind].fullmatch(node.value):
+            return self._refuse(
+                node,
+                path,
+                f"{shown(node.value)} is a number to some readers of YAML and a text to others; "
+                "write a number in decimal digits, a text in quotes",
+            )
         try:
             value = _CONSTRUCTORS[kind](self._constructor, node)
         except (ValueError, LookupError, OverflowError):

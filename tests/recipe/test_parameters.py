@@ -66,7 +66,9 @@ def test_the_only_layer_stands_at_the_end() -> None:
     ("raw", "value"),
     [(2, 2.0), ("0.5", 0.5), (" 1e-3 ", 0.001), (True, 1.0), (False, 0.0), (["1", True], 1.0)],
 )
-def test_numbers_texts_and_booleans_are_numbers(raw: object, value: float) -> None:
+def test_numbers_and_numeric_texts_are_numbers_and_booleans_are_one_or_zero(
+    raw: object, value: float
+) -> None:
     assert evaluate(_read(raw), "any", 0.5) == value
 
 
@@ -124,15 +126,17 @@ def test_a_bare_filter_entry_is_a_list_of_one_with_a_warning() -> None:
         (float("nan"), "expected a finite number, found nan"),
         ("-inf", "expected a finite number, found '-inf'"),
         ("1e999", "expected a finite number, found '1e999'"),
+        (1.5e6, "expected a number from -1e6 to 1e6, found 1500000.0"),
     ],
 )
 def test_what_is_no_value_is_refused_at_its_place(raw: object, problem: str) -> None:
     assert problem in _refusals(raw)[0]
 
 
-def test_a_density_is_negative_at_no_anchor_and_above_one_it_keeps_all() -> None:
+def test_a_density_is_a_share_at_every_anchor() -> None:
     assert _refusals([0.5, 1.5, -1], "density") == (
-        "parameters.density: `density` is a share from 0 up, found -1",
+        "parameters.density: `density` is a share from 0 to 1, found 1.5",
+        "parameters.density: `density` is a share from 0 to 1, found -1",
     )
 
 
