@@ -6,6 +6,8 @@ has its objects, which the engine asks for by the YAML name. No torch here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mergepipe_pipeline.errors import RecipeError
 
 #: Bytes per element, by safetensors code. Sub-byte types are refused by the header parser.
@@ -30,8 +32,17 @@ ITEMSIZE: dict[str, int] = {
     "U8": 1,
     "BOOL": 1,
 }
+#: Bits of exponent and of fraction of the floating-point types, the narrowest first.
+_FORMATS: dict[str, tuple[int, int]] = {
+    "F8_E4M3": (4, 3),
+    "F8_E5M2": (5, 2),
+    "F16": (5, 10),
+    "BF16": (8, 7),
+    "F32": (8, 23),
+    "F64": (11, 52),
+}
 #: Codes whose elements a merge can do arithmetic on.
-FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+FLOATING = frozenset(_FORMATS)
 
 TORCH_NAME: dict[str, str] = {
     "F64": "float64",
@@ -61,6 +72,16 @@ _FROM_NAME |= {"float": "F32", "half": "F16", "double": "F64"}
 def itemsize(code: str) -> int:
     """Bytes per element of a safetensors dtype code; KeyError for an unknown one."""
     return ITEMSIZE[code]
+
+
+def promoted(codes: Iterable[str]) -> str:
+    """The narrowest floating-point type that has every number of all of `codes`, at least one.
+
+    As torch promotes (bf16 with f16 gives f32), and for float8 too, which torch does not promote.
+    """
+    formats = [_FORMATS[code] for code in codes]
+    exponent, fraction = (max(bits) for bits in zip(*formats, strict=True))
+    return next(c for c, (e, f) in _FORMATS.items() if e >= exponent and f >= fraction)
 
 
 def code_from_name(name: str, where: str) -> str:

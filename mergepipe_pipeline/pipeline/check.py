@@ -22,6 +22,7 @@ from mergepipe_pipeline.pipeline.side import side_of, template_of
 from mergepipe_pipeline.pipeline.tokens import Reindexer, build_for
 from mergepipe_pipeline.pipeline.vocabulary import fit_rows
 from mergepipe_pipeline.planner.build import Side
+from mergepipe_pipeline.planner.parts import out_dtype
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipes, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
@@ -182,8 +183,7 @@ def check_stage(
     if strategy is not None:
         recipe = replace(recipe, strategy=known_strategy(strategy, "--strategy"))
     grid = grid_for(template, block_elems or raw.block_elems)
-    outputs = [(like, out_dtype(recipe, like)) for like in _outputs(recipe, models)]
-    cost = estimate(home, recipe, models, outputs, grid)
+    cost = estimate(home, recipe, models, _outputs(recipe, models), grid)
     return Checked(recipe, tuple(models), grid, cost, tuple(originals), side, tokenizer)
 
 
@@ -207,21 +207,15 @@ def resolve_stage(
 
 
 def output_view(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
-    """The view that gives an output tensor its shape and stored dtype: the base's, or the first."""
+    """The view that gives an output tensor its shape: the base's, or the first."""
     if t.base is not None:
         return models[t.base.model].views[t.base.tensor]
     return models[t.inputs[0].model].views[t.inputs[0].tensor]
 
 
-def _outputs(recipe: Recipe, models: Sequence[Model]) -> list[TensorView]:
-    return [output_view(t, models) for t in recipe.tensors]
-
-
-def out_dtype(recipe: Recipe, like: TensorView) -> str:
-    """The dtype (safetensors code) in which an output tensor is written."""
-    if like.dtype not in FLOATING:
-        return like.dtype
-    return recipe.out_dtype or recipe.dtype or like.dtype
+def _outputs(recipe: Recipe, models: Sequence[Model]) -> list[tuple[TensorView, str]]:
+    """What each output tensor is like, and the dtype it is written in."""
+    return [(output_view(t, models), out_dtype(recipe, t, models)) for t in recipe.tensors]
 
 
 def foreseen(recipe: Recipe, models: Sequence[Model], side: Side | None = None) -> Checkpoint:
@@ -230,8 +224,8 @@ def foreseen(recipe: Recipe, models: Sequence[Model], side: Side | None = None) 
     `side` None: config and tokenizer are its template's as they are.
     """
     entries = tuple(
-        TensorEntry(t.name, out_dtype(recipe, like), like.shape, "", 0)
-        for t, like in zip(recipe.tensors, _outputs(recipe, models), strict=True)
+        TensorEntry(t.name, dtype, like.shape, "", 0)
+        for t, (like, dtype) in zip(recipe.tensors, _outputs(recipe, models), strict=True)
     )
     template = models[template_of(recipe, models)].checkpoint
     config, files = template.config, template.tokenizer_files
@@ -256,7 +250,8 @@ def _completed(model: Model, number: int, recipe: Recipe, models: Sequence[Model
 def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
     """Raise OperatorError if the method's parameters cannot work for some tensor."""
     operator = OPERATORS[recipe.method]
-    for t, like in zip(recipe.tensors, _outputs(recipe, models), strict=True):
+    for t in recipe.tensors:
+        like = output_view(t, models)
         if t.inputs and like.dtype in FLOATING and like.numel:
             operator.validate(t.name, like.shape, t.params, [i.params for i in t.inputs])
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.choosing import Question, bought, estimates
-from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts, stored_like
+from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts, out_dtype, stored_like
 from mergepipe_pipeline.spec.blocks import BlockGrid, Range
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.model import Model, view_digest
@@ -126,11 +125,6 @@ class PlanBuilder:
         i = self._inputs[model]
         return view_digest(i.model.views[tensor], list(i.digests))
 
-    def _out_dtype(self, like: TensorView) -> str:
-        if like.dtype not in FLOATING:
-            return like.dtype
-        return self._recipe.out_dtype or self._recipe.dtype or like.dtype
-
     def _merged_tasks(self, candidates: Candidates, chosen: Choice) -> dict[str, TensorTask]:
         slices = iter(candidates.row_slices())
         out = {}
@@ -159,7 +153,7 @@ class PlanBuilder:
             out[t.name] = TensorTask(
                 name=t.name,
                 shape=part.shape,
-                out_dtype=self._out_dtype(stored_like(t, self._models)),
+                out_dtype=out_dtype(self._recipe, t, self._models),
                 operator=part.operator,
                 params=part.params if experts else (),
                 seed=self._recipe.seed,
@@ -178,7 +172,7 @@ class PlanBuilder:
         return TensorTask(
             name=t.name,
             shape=like.shape,
-            out_dtype=self._out_dtype(like),
+            out_dtype=out_dtype(self._recipe, t, self._models),
             operator="copy",
             params=(),
             seed=self._recipe.seed,

@@ -22,6 +22,7 @@ from mergepipe_pipeline.planner.rehearsal import Rehearsal, Rehearse, Stage
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Choosing, OperatorSchema, Response
+from mergepipe_pipeline.spec.output import promoted_dtype
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.recipe import Params, Recipe, TensorRecipe
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, ExpertStats, TensorStats
@@ -77,11 +78,21 @@ class Part:
 
 
 def stored_like(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
-    """The view that gives an output tensor its shape and dtype: the base's, or the first."""
+    """The view that gives an output tensor its shape: the base's, or the first."""
     if t.base is not None:
         return models[t.base.model].views[t.base.tensor]
     first = t.inputs[0]
     return models[first.model].views[first.tensor]
+
+
+def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
+    """The dtype (safetensors code) in which an output tensor is written: decided here alone."""
+    like, asked = stored_like(t, models), recipe.out_dtype or recipe.dtype
+    if like.dtype not in FLOATING:
+        return like.dtype
+    if t.base is not None and is_kept(recipe.budget, t.name):
+        return asked or like.dtype
+    return asked or promoted_dtype(t, [m.views for m in models])
 
 
 class Parts:

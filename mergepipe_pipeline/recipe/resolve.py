@@ -34,6 +34,7 @@ from mergepipe_pipeline.recipe.traps import (
 )
 from mergepipe_pipeline.spec.layers import embedding_like, is_buffer, stack_counts
 from mergepipe_pipeline.spec.operator import OperatorSchema
+from mergepipe_pipeline.spec.output import promoted_dtype
 from mergepipe_pipeline.spec.recipe import BaseTensor, Params, Recipe, TensorInput, TensorRecipe
 
 
@@ -76,7 +77,8 @@ def resolve_recipe(
     used |= {t.base.model for t in computed if t.base}
     stored = [entry.dtype for model in sorted(used) for entry in tables[model].values()]
     warnings += [*resolver.warnings, *mixed_shapes(tensors, tables, raw.references)]
-    warnings += dtype_warnings(raw.dtype, stored)
+    made = [promoted_dtype(t, tables) for t in computed]
+    warnings += dtype_warnings(raw.dtype, made if raw.dtype is None else stored)
     return Recipe(
         name=raw.name,
         text=raw.text,

@@ -17,6 +17,9 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
         f"{_NUMBERS}::"
         "test_arithmetic_is_in_float32_where_mergekit_rounds_inputs_and_steps_to_dtype",
     ),
+    "arcee_fusion, ramplus_tl without `dtype`": (
+        "test_dtypes.py::test_a_mask_makes_every_weight_float32_in_mergekit_and_none_here",
+    ),
     "equal magnitudes at a trim": (
         f"{_NUMBERS}::test_of_equal_magnitudes_we_keep_the_lowest_indices_and_mergekit_others",
     ),

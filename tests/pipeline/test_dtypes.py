@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mergepipe_pipeline.dtypes import TORCH_NAME, code_from_name, promoted
 from mergepipe_pipeline.pipeline.analyze import analyze
 from mergepipe_pipeline.pipeline.check import check, parse
 from mergepipe_pipeline.pipeline.plan import make_plan
@@ -39,6 +40,20 @@ FORMATS = {
     "bfloat16": (8, 7),
     "float8_e4m3fn": (4, 3),
     "float8_e5m2": (5, 2),
+}
+#: As `torch.promote_types` says; of float8, which torch does not promote, what holds both.
+PROMOTED = {
+    ("float64", "float8_e5m2"): "float64",
+    ("float64", "bfloat16"): "float64",
+    ("float64", "float32"): "float64",
+    ("float32", "float8_e4m3fn"): "float32",
+    ("float32", "float16"): "float32",
+    ("float16", "float8_e4m3fn"): "float16",
+    ("float16", "float8_e5m2"): "float16",
+    ("float16", "bfloat16"): "float32",
+    ("bfloat16", "float8_e4m3fn"): "bfloat16",
+    ("bfloat16", "float8_e5m2"): "bfloat16",
+    ("float8_e4m3fn", "float8_e5m2"): "float16",
 }
 INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
 WEIGHTS = (0.5, 0.25, 2.0)
@@ -133,17 +148,80 @@ def test_the_judge_decodes_and_rounds_as_the_formats_define(dtype: str) -> None:
         np.testing.assert_array_equal(decoded(codes)[finite], codes.double().numpy()[finite])
 
 
-@pytest.mark.parametrize("base", FLOATS)
-@pytest.mark.parametrize("shift", range(3))
-def test_models_of_three_dtypes_merge_to_the_exact_sum_rounded_once_to_the_bases(
-    home: Warehouse, models: dict[str, Path], base: str, shift: int
+@pytest.mark.parametrize(("one", "other"), PROMOTED)
+def test_two_dtypes_merge_to_the_exact_sum_rounded_once_to_what_holds_both(
+    home: Warehouse, models: dict[str, Path], one: str, other: str
 ) -> None:
-    others = [FLOATS[(FLOATS.index(base) + shift + i) % len(FLOATS)] for i in (1, 3)]
-    experts = [models[f"{dtype} too"] for dtype in (base, *others)]
-    outcome = run(home, recipe("task_arithmetic", models[base], experts))
-    assert_exact(outcome.snapshot.path, summed(models[base], experts), base)
+    base, experts = models[other], [models[f"{other} too"], models[f"{one} too"]]
+    raw = parse(recipe("task_arithmetic", base, experts), name="t", where="t")
+    outcome = run(home, raw.text)
+    expected = summed(base, experts)
+    assert_exact(outcome.snapshot.path, expected, PROMOTED[one, other])
     read = sum(v.numel() * v.element_size() for e in experts for v in tensors(e).values())
     assert outcome.summary()["expert_bytes_read"] == read
+    size = getattr(torch, PROMOTED[one, other]).itemsize
+    assert check(home, raw).cost.output_bytes == size * sum(v.size for v in expected.values())
+    config = json.loads((Path(outcome.snapshot.path) / "config.json").read_text())
+    assert PROMOTED[one, other] in (config.get("torch_dtype"), config.get("dtype"))
+
+
+@pytest.mark.parametrize("one", FLOATS)
+@pytest.mark.parametrize("other", FLOATS)
+def test_dtypes_are_promoted_as_torch_does_and_in_any_order(one: str, other: str) -> None:
+    codes = [code_from_name(name, "") for name in (one, other)]
+    assert promoted(codes) == promoted(reversed(codes))
+    if one == other:
+        assert promoted(codes) == codes[0]
+    elif not any("float8" in name for name in (one, other)):
+        wanted = torch.promote_types(getattr(torch, one), getattr(torch, other))
+        assert TORCH_NAME[promoted(codes)] == str(wanted).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("wide", ["float32", "float16"])
+def test_each_weight_has_the_dtype_of_its_own_inputs(
+    home: Warehouse, models: dict[str, Path], tmp_path: Path, wide: str
+) -> None:
+    mixed = tensors(models["bfloat16 too"])
+    name = next(iter(mixed))
+    mixed[name] = mixed[name].to(getattr(torch, wide))
+    write_model(tmp_path / "mixed", mixed, **SIZES)
+    for order in (
+        (models["bfloat16"], tmp_path / "mixed"),
+        (tmp_path / "mixed", models["bfloat16"]),
+    ):
+        found = tensors(run(home, recipe("linear", None, order)).snapshot.path)
+        wanted = {n: torch.float32 if n == name else torch.bfloat16 for n in mixed}
+        assert {n: v.dtype for n, v in found.items()} == wanted
+
+
+def test_what_a_recipe_keeps_has_the_bytes_of_the_base(
+    home: Warehouse, models: dict[str, Path]
+) -> None:
+    text = recipe("task_arithmetic", models["bfloat16"], [models["float32"]])
+    text += "budget: {keep: ['*embed_tokens*']}\n"
+    found, below = tensors(run(home, text).snapshot.path), tensors(models["bfloat16"])
+    for name, value in found.items():
+        kept = "embed_tokens" in name
+        assert value.dtype == (torch.bfloat16 if kept else torch.float32)
+        assert torch.equal(value, below[name]) is kept
+
+
+def test_an_update_of_low_rank_has_the_dtype_of_the_weight_it_is_added_to(
+    home: Warehouse, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The factors are in float32, as PEFT saves them; PEFT and mergekit write the base's dtype."""
+    name = next(n for n in tensors(models["bfloat16"]) if n.endswith("q_proj.weight"))
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    factors = {f"{module}.lora_A.weight": torch.ones(2, 32)}
+    factors[f"{module}.lora_B.weight"] = torch.ones(32, 2) / 8
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    for model in (str(tmp_path), f"{models['bfloat16']}+{tmp_path}"):
+        text = recipe("task_arithmetic", models["bfloat16"], [Path(model)])
+        found = tensors(run(home, text).snapshot.path)
+        assert {v.dtype for v in found.values()} == {torch.bfloat16}
+        assert not torch.equal(found[name], tensors(models["bfloat16"])[name])
 
 
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])
@@ -159,17 +237,17 @@ def test_every_dtype_can_be_asked_for_and_is_in_the_config(
     assert {config.get("torch_dtype", dtype), config.get("dtype", dtype)} == {dtype}
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_without_a_base_the_first_model_gives_the_dtype(
-    home: Warehouse, models: dict[str, Path], dtype: str
+@pytest.mark.parametrize(("one", "other"), PROMOTED)
+def test_without_a_base_the_order_of_the_models_does_not_decide_the_dtype(
+    home: Warehouse, models: dict[str, Path], one: str, other: str
 ) -> None:
-    merged = [models[dtype], models["float8_e4m3fn too"], models["float64 too"]]
+    merged = [models[one], models[f"{other} too"]]
     values = [{n: decoded(t) for n, t in tensors(m).items()} for m in merged]
-    mean = {
-        n: sum(w * v[n] for w, v in zip((0.5, 0.25, 0.25), values, strict=True)) for n in values[0]
-    }
-    text = recipe("linear", None, merged).replace("weight: 2.0", "weight: 0.25")
-    assert_exact(run(home, text).snapshot.path, mean, dtype)
+    mean = {n: (values[0][n] + values[1][n]) / 2 for n in values[0]}
+    text = recipe("linear", None, merged).replace("weight: 0.25", "weight: 0.5")
+    assert_exact(run(home, text).snapshot.path, mean, PROMOTED[one, other])
+    turned = recipe("linear", None, merged[::-1]).replace("weight: 0.25", "weight: 0.5")
+    assert_exact(run(home, turned).snapshot.path, mean, PROMOTED[one, other])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
