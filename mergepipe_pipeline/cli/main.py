@@ -18,6 +18,7 @@ from mergepipe_pipeline.cli.compare import compare
 from mergepipe_pipeline.cli.conflicts import conflicts
 from mergepipe_pipeline.cli.curve import curve
 from mergepipe_pipeline.cli.demo import demo
+from mergepipe_pipeline.cli.diff import diff
 from mergepipe_pipeline.cli.ending import Stopped, stop_by_signals
 from mergepipe_pipeline.cli.explain import explain
 from mergepipe_pipeline.cli.merging import check, merge, plan
@@ -55,6 +56,7 @@ for command in (
     verify,
     explain,
     compare,
+    diff,
     ls,
     sql,
     calibrate,

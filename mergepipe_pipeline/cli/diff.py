@@ -1,0 +1,95 @@
+"""The command `diff`: what changed from one snapshot to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mergepipe_pipeline.cli.common import Console, percent, table, verb, write_csv
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.pipeline.diff import Changed, Difference, LayerChange, TensorChange
+
+_COLUMNS = ("state", "tensors", "elements changed", "distance (L2)", "of before", "largest")
+
+
+@click.command()
+@click.argument("before")
+@click.argument("after")
+@click.option("--by", type=click.Choice(["layer", "tensor"]), default="layer", show_default=True)
+@click.option("--csv", "csv_file", type=click.Path(), help="Write every tensor that differs here.")
+@verb
+def diff(console: Console, before: str, after: str, by: str, csv_file: str | None) -> None:
+    """Show what changed from snapshot BEFORE to AFTER: inputs, settings, files, weights.
+
+    Each is an id, a prefix, a ref, REF@VERSION, or the folder of a snapshot. Layers that both share
+    are not read.
+    """
+    from mergepipe_pipeline.pipeline.diff import diff as run
+
+    found = run(console.home, before, after, console.progress)
+    tensors = [_record(t) for t in found.tensors]
+    if csv_file:
+        write_csv(csv_file, tensors)
+    shown = {
+        **asdict(found),
+        **{
+            kind: [{**asdict(c), "state": c.state} for c in getattr(found, kind)]
+            for kind in ("inputs", "settings", "files")
+        },
+        "layers": [_record(x) for x in found.layers],
+        "tensors": tensors,
+        "whole": _record(found.whole),
+    }
+    console.show(shown, *_lines(found, by))
+
+
+def _record(row: LayerChange | TensorChange) -> dict[str, Any]:
+    return {**asdict(row), "relative": row.relative}
+
+
+def _lines(found: Difference, by: str) -> list[str]:
+    rows: list[Any] = list(found.layers)
+    if by == "tensor":
+        rows = [t for t in found.tensors if t.state != "same"]
+    same = sum(x.state == "same" for x in found.layers)
+    return [
+        f"{found.before[:16]} -> {found.after[:16]}: {same} of {len(found.layers)} layers are the "
+        "same bytes",
+        *_changed(found.inputs, 16),
+        *_changed(found.settings, 40),
+        *_changed(found.files, 16),
+        *(f"  {line}" for line in found.recipe),
+        "",
+        *table((by, *_COLUMNS), [_row(x) for x in (*rows, found.whole)]),
+    ]
+
+
+def _changed(rows: Sequence[Changed], width: int) -> list[str]:
+    return [
+        f"  {r.kind:8} {r.state:8} {r.name}: {(r.before or '-')[:width]} -> "
+        f"{(r.after or '-')[:width]}"
+        for r in rows
+    ]
+
+
+def _row(x: Any) -> tuple[str, ...]:
+    """A layer or a tensor as cells."""
+    is_layer = hasattr(x, "tensors")
+    share = x.changed_elems / x.numel if x.numel else 0.0
+    return (
+        x.layer if is_layer else x.tensor,
+        x.state,
+        f"{x.tensors_changed} of {x.tensors}" if is_layer else "1",
+        f"{x.changed_elems} ({percent(share)})",
+        _number(x.l2),
+        percent(x.relative),
+        _number(x.max_abs),
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
