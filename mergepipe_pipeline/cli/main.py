@@ -23,6 +23,7 @@ from mergepipe_pipeline.cli.ending import Stopped, stop_by_signals
 from mergepipe_pipeline.cli.explain import explain
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
+from mergepipe_pipeline.cli.replay import replay
 from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback, verify
 
 
@@ -57,6 +58,7 @@ for command in (
     explain,
     compare,
     diff,
+    replay,
     ls,
     sql,
     calibrate,

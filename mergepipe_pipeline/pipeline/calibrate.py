@@ -97,6 +97,12 @@ def calibrate(
     return Calibration(profile, observations)
 
 
+def keep_seek(home: Warehouse, seek_nbytes: int) -> None:
+    """Let plans in this warehouse count so many bytes for a seek, as plans elsewhere did."""
+    profile = StorageProfile(float(seek_nbytes), 1.0, 1.0, "", "")
+    write_atomic(home.profile_path, seal({"storage": profile.to_json()}))
+
+
 def storage_profile(home: Warehouse) -> StorageProfile | None:
     """What was measured last in this warehouse, or None. Raises CorruptionError."""
     try:

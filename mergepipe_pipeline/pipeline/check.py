@@ -32,6 +32,7 @@ from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
+from mergepipe_pipeline.spec.request import AS_WRITTEN, Request
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.regular import read_small, text_of
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild
@@ -46,7 +47,7 @@ class Checked:
 
     `models` are in the order of `recipe.models`, fitted to each other; `originals` are the same
     before the output's tokenizer was applied. `side` stands beside the result's weights; `before`
-    are the stages before it.
+    are the stages before it. `request` says what overruled the recipe.
     """
 
     recipe: Recipe
@@ -57,6 +58,7 @@ class Checked:
     side: Side
     tokenizer: TokenizerBuild | None = None
     before: tuple[Checked, ...] = ()
+    request: Request = AS_WRITTEN
 
     @property
     def base(self) -> Model | None:
@@ -184,7 +186,10 @@ def check_stage(
         recipe = replace(recipe, strategy=known_strategy(strategy, "--strategy"))
     grid = grid_for(template, block_elems or raw.block_elems)
     cost = estimate(home, recipe, models, _outputs(recipe, models), grid)
-    return Checked(recipe, tuple(models), grid, cost, tuple(originals), side, tokenizer)
+    request = Request(budget, strategy, block_elems)
+    return Checked(
+        recipe, tuple(models), grid, cost, tuple(originals), side, tokenizer, request=request
+    )
 
 
 def resolve_stage(

@@ -29,7 +29,7 @@ from mergepipe_pipeline.snapshots.model_folder import (
 )
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.stage import stage_snapshot
-from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.snapshot import (
     LineageEntry,
     Manifest,
@@ -166,6 +166,8 @@ def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None)
         "recipe_name": plan.recipe_name,
         "recipe": plan.recipe_text,
         "ref": plan.ref,
+        "request": asdict(plan.request),
+        "engine_version": ENGINE_VERSION,
         "estimates": asdict(plan.estimates),
         "warnings": list(plan.warnings),
         **({"choices": chosen} if chosen else {}),

@@ -24,7 +24,8 @@ from mergepipe_pipeline.spec.view import TensorView, moved, view_of
 from mergepipe_pipeline.storage.adapter import adapter_views, delta_views
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: Models that are not there yet (results of earlier stages) by the text that names them.
+#: Models that nobody is to look for, by the text (`model@revision` with one) that names them:
+#: results of earlier stages, which are not there yet, and inputs of a merge that is replayed.
 Pending = Mapping[str, Checkpoint]
 
 
@@ -89,16 +90,17 @@ class _Opener:
         return (model, adapter)
 
     def _look(self, text: str, revision: str | None) -> Checkpoint:
+        given = self._pending.get(text if revision is None else f"{text}@{revision}")
+        if given is not None:
+            return given
         if text in self._pending:
-            if revision is not None:
-                raise _no_revision(text, revision)
-            return self._pending[text]
+            raise _no_revision(text, revision)
         found = look(self._home, text, self._relative_to, self._taken, revision)
         self._taken[found.name] = found.root
         return found
 
 
-def _no_revision(stage: str, revision: str) -> CheckpointError:
+def _no_revision(stage: str, revision: str | None) -> CheckpointError:
     return CheckpointError(
         "The result of a stage has no revisions",
         where=f"{stage}@{revision}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -18,10 +19,12 @@ from mergepipe_pipeline.pipeline.check import Checked, Planning, check, check_st
 from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.learn import learn
 from mergepipe_pipeline.pipeline.progress import Progress
+from mergepipe_pipeline.pipeline.request import requested
 from mergepipe_pipeline.pipeline.stages import run_stages
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.request import RequestedModel
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -53,14 +56,19 @@ def ready(
 ) -> tuple[Checked, Mapping[str, Checkpoint]]:
     """The last stage, checked, and the results of those before it, which are merged now."""
 
+    models: list[RequestedModel] = []
+
     def plan_stage(stage: RawRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
         checked = check_stage(home, stage, pending, **planning)
-        return plan_checked(home, checked, progress, unnamed=pending)
+        plan = plan_checked(home, checked, progress, unnamed=pending)
+        models.extend(plan.request.models)
+        return plan
 
     if raw.before:
         check(home, raw, **planning)
     results = run_stages(home, raw, plan_stage, progress)
-    return check_stage(home, raw, results, **planning), results
+    checked = check_stage(home, raw, results, **planning)
+    return replace(checked, request=replace(checked.request, models=tuple(models))), results
 
 
 def plan_checked(
@@ -73,7 +81,8 @@ def plan_checked(
     """The plan of a checked recipe, stored. Checkpoints in `unnamed` are not registered."""
     learned = learn(home, checked, progress, unnamed=unnamed)
     digests = [[ensure_digests(home, c, progress) for c in m.checkpoints] for m in learned.models]
-    plan = learned.builder(digests).build()
+    request = requested(checked, learned.models, digests, unnamed or {})
+    plan = replace(learned.builder(digests).build(), request=request)
     store_plan(home, plan)
     return plan
 

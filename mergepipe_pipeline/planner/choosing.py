@@ -176,6 +176,7 @@ def estimates(q: Question, budget: Budget, purchase: Purchase) -> Estimates:
         predicted_error=_finite(found[0].error) if found else None,
         predicted_margin=found[0].margin if found else None,
         update_norm=_finite(found[1].error) if found else None,
+        seek_nbytes=q.seek_nbytes,
     )
 
 

@@ -18,6 +18,7 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.blocks import Range, total_elems
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.recipe import Params
+from mergepipe_pipeline.spec.request import AS_WRITTEN, Request
 from mergepipe_pipeline.spec.view import LowRank, Part, Run, TensorView
 
 #: Part of every layer key: raised when the engine or an operator changes its bits.
@@ -232,6 +233,7 @@ class MergePlan:
     estimates: Estimates
     ref: str
     warnings: tuple[str, ...] = ()
+    request: Request = AS_WRITTEN
 
     @cached_property
     def plan_id(self) -> str:
@@ -260,6 +262,7 @@ class MergePlan:
                 "side": _side(value["side"]),
                 "estimates": Estimates(**value["estimates"]),
                 "warnings": tuple(value["warnings"]),
+                "request": Request.from_json(value.get("request") or {"models": []}),
             },
         )
 

@@ -1,0 +1,44 @@
+"""How a merge was asked for: all that the recipe's text leaves open, so that it can be replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedModel:
+    """What a model text of a recipe, with its revision, stood for: a checkpoint and its content.
+
+    `text` is the model's or the adapter's part of a reference (the whole reference where a folder
+    has that name).
+    """
+
+    text: str
+    name: str
+    root: str
+    checkpoint_id: str
+    content_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What overruled the recipe (None: nothing did), and the models of all stages.
+
+    `budget` is an amount as in recipes, `block_elems` elements of a block. No id covers it.
+    """
+
+    budget: str | None = None
+    strategy: str | None = None
+    block_elems: int | None = None
+    models: tuple[RequestedModel, ...] = ()
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Request:
+        """The request of which `value` is the `asdict`."""
+        models = tuple(RequestedModel(**m) for m in value["models"])
+        return Request(**{**value, "models": models})
+
+
+#: Nothing overrules the recipe, no model is known yet.
+AS_WRITTEN = Request()
