@@ -16,6 +16,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from mergepipe_pipeline.storage.uncached import new_room
+
 #: Bytes of one write; a multiple of what disks ask offsets and addresses to be aligned to.
 _PIECE_NBYTES = 4 << 20
 _ALIGN = 4096
@@ -118,7 +120,7 @@ class DirectFile:
 def _piece() -> mmap.mmap:
     """Aligned room for a piece, of which some is kept: fresh pages cost more than the copy."""
     with _lock:
-        return _free.pop() if _free else mmap.mmap(-1, _PIECE_NBYTES)
+        return _free.pop() if _free else new_room(_PIECE_NBYTES)
 
 
 def _give_back(piece: mmap.mmap) -> None:

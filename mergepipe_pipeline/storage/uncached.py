@@ -70,6 +70,11 @@ def read_uncached(descriptor: int, start_byte: int, out: memoryview) -> int:
     return n
 
 
+def new_room(nbytes: int) -> mmap.mmap:
+    """Aligned memory of this process alone: a shared one would be its forks' too."""
+    return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def cached_nbytes(descriptor: int, start_byte: int, nbytes: int) -> int | None:
     """Bytes of the pages of a range that are in the page cache; None where Linux is before 6.5."""
     where, pages = _Range(start_byte, nbytes), _Pages()
@@ -89,6 +94,6 @@ def _libc() -> ctypes.CDLL:
 def _room(nbytes: int) -> memoryview:
     """Aligned room of this thread, used again for its next read."""
     if len(getattr(_local, "room", b"")) < nbytes:
-        _local.room = memoryview(mmap.mmap(-1, nbytes))
+        _local.room = memoryview(new_room(nbytes))
     room: memoryview = _local.room
     return room[:nbytes]

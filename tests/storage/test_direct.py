@@ -127,3 +127,28 @@ def test_rooms_are_used_again(tmp_path: Path) -> None:
     for name in "abc":
         write(tmp_path / name, noise(7 * PIECE), PIECE)
     assert 1 <= len(direct._free) <= 4
+
+
+def test_a_process_and_its_fork_write_what_is_theirs(tmp_path: Path) -> None:
+    first = DirectFile(tmp_path / "first", 4)  # whose room is used again
+    first.append(memoryview(b"done"))
+    first.close()
+    to_child, to_parent = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            theirs = DirectFile(tmp_path / "theirs", 4)
+            os.read(to_child[0], 1)
+            theirs.append(memoryview(b"xxxx"))
+            os.write(to_parent[1], b"x")
+        finally:
+            os._exit(0)
+    ours = DirectFile(tmp_path / "ours", 4)
+    ours.append(memoryview(b"ours"))
+    os.write(to_child[1], b"x")
+    os.read(to_parent[0], 1)
+    os.waitpid(child, 0)
+    ours.close()
+    for end in (*to_child, *to_parent):
+        os.close(end)
+    assert (tmp_path / "ours").read_bytes() == b"ours"

@@ -124,3 +124,13 @@ def test_a_file_that_ends_early_is_named_however_it_is_read(tmp_path: Path, cold
 def test_what_fits_the_page_cache_is_at_most_half_of_what_is_free() -> None:
     assert fits_page_cache(0)
     assert not fits_page_cache(1 << 60)
+
+
+def test_what_a_forked_process_reads_does_not_reach_its_parent() -> None:
+    room = uncached.new_room(4096)
+    child = os.fork()
+    if child == 0:
+        room[:4] = b"read"
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert room[:4] == bytes(4)
