@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.storage.atomic import make_dirs
 
 ENVIRONMENT = "MERGEPIPE_HOME"
 DEFAULT = "warehouse"
@@ -42,7 +43,7 @@ class Warehouse:
 
     def ensure(self) -> Warehouse:
         """Create the folders that are missing; returns itself."""
-        for folder in (
+        make_dirs(
             self.inbox,
             self.recipes,
             self.catalog,
@@ -53,8 +54,7 @@ class Warehouse:
             self.refs,
             self.staging,
             self.releases,
-        ):
-            folder.mkdir(parents=True, exist_ok=True)
+        )
         return self
 
     @property

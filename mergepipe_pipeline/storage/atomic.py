@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 from mergepipe_pipeline.errors import StorageFullError
@@ -50,7 +51,7 @@ def adopt_file(temp: str | Path, final: str | Path) -> None:
     """Give a finished file its final name, durably; replaces an equal one."""
     final = Path(final)
     with _full_disk_named(final):
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_dirs(final.parent)
         _fsync_file(Path(temp))
         _step("adopt")
         os.replace(temp, final)
@@ -69,7 +70,7 @@ def publish_dir(staged: str | Path, final: str | Path) -> bool:
             for name in files:
                 _fsync_file(Path(folder) / name)
             _fsync_dir(Path(folder))
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_dirs(final.parent)
         _step("publish")
         try:
             os.rename(staged, final)
@@ -79,6 +80,13 @@ def publish_dir(staged: str | Path, final: str | Path) -> bool:
             raise
         _fsync_dir(final.parent)
         return True
+
+
+def make_dirs(*folders: str | Path) -> None:
+    """Make folders, with those above them, durably; those that are there are left as they are."""
+    parents = {parent: None for folder in folders for parent in _make_missing(Path(folder))}
+    for parent in parents:
+        _fsync_dir(parent)
 
 
 def link_file(source: str | Path, target: str | Path) -> None:
@@ -128,7 +136,7 @@ def _copy_bytes(source: str | Path, target: str | Path) -> None:
 @contextmanager
 def _temp_file(final: Path, data: bytes | Iterable[bytes]) -> Iterator[Path]:
     """A durable temporary file beside `final`, gone afterwards whatever happens."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(final.parent)
     _step("write")
     handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
     try:
@@ -140,6 +148,14 @@ def _temp_file(final: Path, data: bytes | Iterable[bytes]) -> Iterator[Path]:
         yield Path(name)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _make_missing(folder: Path) -> list[Path]:
+    """Make a folder and what is missing above it; the folders that got a new name in them."""
+    missing = list(takewhile(lambda p: not p.is_dir(), (folder, *folder.parents)))
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+    return [new.parent for new in missing]
 
 
 def _fsync_file(path: Path) -> None:

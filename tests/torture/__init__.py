@@ -1,0 +1,1 @@
+"""Campaigns against the whole product: faults, kills, flips, hostile inputs, states."""
