@@ -1,0 +1,127 @@
+"""`python -m tests.torture [CAMPAIGN …] [--seed N] [--short]`: prints a table, exit 1 if it finds.
+
+Campaigns: faults, kills, flips, hostile, states; without one, all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tests.torture.faults import Faults
+from tests.torture.scenes import RECIPES, learn_ids
+from tests.torture.tally import COLUMNS, Problem, Tally
+from tests.torture.world import make_world, state_of
+
+CAMPAIGNS = {"faults": Faults}
+_SHOWN = 12
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the campaigns; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
+    parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", default=list(CAMPAIGNS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--short", action="store_true", help="a sample, for `make test`")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--only", default="", help="tries whose description contains this")
+    given = parser.parse_args(argv)
+    wanted = CAMPAIGNS if given.campaigns == ["all"] else given.campaigns
+    if unknown := set(wanted) - set(CAMPAIGNS):
+        parser.error(f"no such campaign: {', '.join(unknown)}")
+    root = Path(tempfile.mkdtemp(prefix="torture-"))
+    try:
+        world = make_world(root / "world")
+        _warm_up(world)
+        learn_ids(world, root / "oracle")
+        tallies = [_run(name, world, root / name, given) for name in wanted]
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    _show(tallies, argv)
+    return int(any(t.problems for t in tallies))
+
+
+def _warm_up(world: Path) -> None:
+    """Load and compile what verbs need, once: a child then starts in milliseconds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
+    os.environ.pop("MERGEPIPE_HOME", None)
+    sys.modules.setdefault("scipy", None)  # as the program does
+    import torch
+
+    from mergepipe_pipeline.cli.main import main as cli
+
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    place = world.parent / "warm" / "w"
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        for args in (
+            *(("merge", str(world / f"{name}.yml"), "--publish") for name in RECIPES),
+            ("rollback", "full", "--to", "1"),
+            ("gc", "--older-than", "0"),
+        ):
+            cli([*args, "--home", str(place)], standalone_mode=False)
+        state_of(place.parent)
+
+
+_campaign: Any = None
+_folder = Path()
+
+
+def _run(name: str, world: Path, folder: Path, given: argparse.Namespace) -> Tally:
+    global _campaign, _folder
+    began = time.monotonic()
+    _folder, tally = folder, Tally(name)
+    _campaign = CAMPAIGNS[name](world, folder)
+    tries = [t for t in _campaign.tries(given.seed, short=given.short) if given.only in str(t)]
+    with get_context("fork").Pool(given.jobs) as pool:  # which inherit the campaign
+        for number, (kind, problems) in enumerate(pool.imap_unordered(_judge, enumerate(tries))):
+            tally.add(kind, problems)
+            if sys.stderr.isatty():
+                print(f"\r{name}: {number + 1} of {len(tries)}", end="", file=sys.stderr)
+    tally.seconds = time.monotonic() - began
+    return tally
+
+
+def _judge(numbered: tuple[int, Any]) -> tuple[str, list[Problem]]:
+    number, one = numbered
+    folder = _folder / f"try-{number}"
+    folder.mkdir(parents=True)
+    try:
+        kind, problems = _campaign.judge(one, folder)
+        return kind, problems
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _show(tallies: Sequence[Tally], argv: Sequence[str]) -> None:
+    rows = [("campaign", "tried", *COLUMNS, "seconds"), *(t.row() for t in tallies)]
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    print(f"python -m tests.torture {' '.join(argv)}")
+    for row in rows:
+        print(
+            "  ".join(
+                c.rjust(w) if i else c.ljust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
+        )
+    for tally in tallies:
+        print(f"{tally.campaign}: {', '.join(f'{n} {k}' for k, n in sorted(tally.tried.items()))}")
+        for problem in tally.problems[:_SHOWN]:
+            print(f"  {problem.column}: {problem.where}\n    {problem.what}")
+        if len(tally.problems) > _SHOWN:
+            print(f"  … and {len(tally.problems) - _SHOWN} more")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

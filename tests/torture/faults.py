@@ -1,0 +1,86 @@
+"""Every change of the file system of every verb goes wrong once, in every way."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tests.torture import child, judge
+from tests.torture.scenes import VERBS, Scene, scene_of
+from tests.torture.shim import KINDS, Fault, Shim
+from tests.torture.tally import Problem
+from tests.torture.world import copy_place
+
+_SHORT = 24
+
+
+@dataclass(frozen=True)
+class Try:
+    """One fault in one scene; says how to see it again."""
+
+    scene: int
+    fault: Fault
+
+    def __str__(self) -> str:
+        f = self.fault
+        return f"{VERBS[self.scene].name}: {f.kind} at step {f.at}, seed {f.seed}"
+
+
+class Faults:
+    """The campaign over one world; scenes are made before the workers are."""
+
+    name = "faults"
+
+    def __init__(self, world: Path, folder: Path) -> None:
+        self._world = world
+        self.scenes: list[Scene] = [
+            scene_of(verb, world, folder / f"scene-{n}") for n, verb in enumerate(VERBS)
+        ]
+
+    def tries(self, seed: int, *, short: bool) -> Iterator[Try]:
+        """Each step of each verb in one of the ways, and power loss after each verb's end.
+
+        Seeds draw the ways, so that as many runs find them all; of one, a sample if `short`.
+        """
+        draw = Random(seed)
+        every = [
+            Try(number, Fault(draw.choice(KINDS), at, draw.randrange(1 << 30)))
+            for number, scene in enumerate(self.scenes)
+            for at in range(len(scene.steps))
+        ]
+        every += [
+            Try(number, Fault("power", len(scene.steps), seed))
+            for number, scene in enumerate(self.scenes)
+            for seed in range(3)
+        ]
+        return iter(draw.sample(every, _SHORT) if short else every)
+
+    def judge(self, one: Try, folder: Path) -> tuple[str, list[Problem]]:
+        """Run the verb with the fault, look at what is left, run it again without."""
+        scene, fault = self.scenes[one.scene], one.fault
+        place, logs, where = folder / "place", folder / "logs", str(one)
+        copy_place(scene.place, place)
+        shim = Shim(place, fault)
+
+        def ended() -> None:
+            if fault.kind == "power":
+                shim.power_off()
+
+        args = scene.verb.at(self._world, place)
+        done = child.run(args, logs, before=shim.install, after=ended)
+        problems = judge.ending(done, where) if done.code != -9 or done.hung else []
+        if (lost := folder / "lost").exists():
+            shutil.rmtree(place)
+            lost.rename(place)
+        now, damage = judge.read(place, where)
+        problems += damage
+        problems += judge.between(now, scene.old, scene.new, where)
+        took_effect = now.results == scene.new.results and now.out == scene.new.out
+        if done.code == 0 and not took_effect:
+            problems.append(Problem("lost", where, "the verb said that it was done"))
+        is_done = not scene.verb.repeats and took_effect
+        problems += judge.again(args, place, logs, scene.new, where, is_done=is_done)
+        return fault.kind, problems
