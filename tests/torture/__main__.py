@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.torture.faults import Faults
+from tests.torture.flips import Flips
+from tests.torture.hostile import Hostile
+from tests.torture.kills import Kills
 from tests.torture.scenes import RECIPES, learn_ids
 from tests.torture.tally import COLUMNS, Problem, Tally
 from tests.torture.world import make_world, state_of
 
-CAMPAIGNS = {"faults": Faults}
+CAMPAIGNS = {"faults": Faults, "kills": Kills, "flips": Flips, "hostile": Hostile}
 _SHOWN = 12
 
 

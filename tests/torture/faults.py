@@ -32,8 +32,6 @@ class Try:
 class Faults:
     """The campaign over one world; scenes are made before the workers are."""
 
-    name = "faults"
-
     def __init__(self, world: Path, folder: Path) -> None:
         self._world = world
         self.scenes: list[Scene] = [
@@ -71,16 +69,7 @@ class Faults:
 
         args = scene.verb.at(self._world, place)
         done = child.run(args, logs, before=shim.install, after=ended)
-        problems = judge.ending(done, where) if done.code != -9 or done.hung else []
         if (lost := folder / "lost").exists():
             shutil.rmtree(place)
             lost.rename(place)
-        now, damage = judge.read(place, where)
-        problems += damage
-        problems += judge.between(now, scene.old, scene.new, where)
-        took_effect = now.results == scene.new.results and now.out == scene.new.out
-        if done.code == 0 and not took_effect:
-            problems.append(Problem("lost", where, "the verb said that it was done"))
-        is_done = not scene.verb.repeats and took_effect
-        problems += judge.again(args, place, logs, scene.new, where, is_done=is_done)
-        return fault.kind, problems
+        return fault.kind, judge.verdict(scene, args, place, logs, done, where)

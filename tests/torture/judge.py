@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.torture import child
 from tests.torture.child import Done
+from tests.torture.scenes import Scene
 from tests.torture.tally import Problem
 from tests.torture.world import State, leftovers, state_of
 
@@ -16,7 +18,7 @@ def ending(done: Done, where: str) -> list[Problem]:
     if done.hung:
         return [Problem("hangs", where, f"after {done.seconds:.0f} s")]
     if done.has_traceback:
-        return [Problem("tracebacks", where, done.err[-2000:])]
+        return [Problem("tracebacks", where, done.err[-700:])]
     if done.code > 0 and "error:" not in done.err.lower():
         return [Problem("tracebacks", where, f"exit {done.code} without an error: {done.err}")]
     return []
@@ -35,7 +37,23 @@ def _state(place: Path, strict: bool) -> State:
     return state_of(place, strict=strict)
 
 
-def between(now: State, old: State, new: State, where: str) -> list[Problem]:
+def verdict(
+    scene: Scene, args: Sequence[str], place: Path, logs: Path, done: Done, where: str
+) -> list[Problem]:
+    """All that is wrong after a disturbed verb, and after the same verb undisturbed."""
+    killed = done.code == -signal.SIGKILL and not done.hung
+    problems = [] if killed else ending(done, where)
+    now, damage = read(place, where)
+    problems += damage
+    problems += _between(now, scene.old, scene.new, where)
+    took_effect = now.results == scene.new.results and now.out == scene.new.out
+    if done.code == 0 and not took_effect:
+        problems.append(Problem("lost", where, "the verb said that it was done"))
+    is_done = not scene.verb.repeats and took_effect
+    return problems + _again(args, place, logs, scene.new, where, is_done=is_done)
+
+
+def _between(now: State, old: State, new: State, where: str) -> list[Problem]:
     """Each result is as it was before the verb, or as after it; none is gone that both have."""
     problems = []
     for what, found in now.results.items():
@@ -54,7 +72,7 @@ def between(now: State, old: State, new: State, where: str) -> list[Problem]:
     return problems
 
 
-def again(
+def _again(
     args: Sequence[str], place: Path, logs: Path, new: State, where: str, *, is_done: bool
 ) -> list[Problem]:
     """The same verb succeeds and leaves what it leaves undisturbed; then gc leaves no rest.

@@ -87,7 +87,8 @@ def scene_of(verb: Verb, world: Path, folder: Path) -> Scene:
     args = verb.at(world, after)
     _must(child.run(args, logs, before=shim.install, after=lambda: _save(steps, shim.steps)))
     told = [Step(*line.split("\t")) for line in steps.read_text().splitlines()]
-    return Scene(verb, place, child.call(state_of, place), child.call(state_of, after), tuple(told))
+    old, new = child.call(state_of, place), child.call(state_of, after)
+    return Scene(verb, place, old, new, tuple(told))
 
 
 def _save(path: Path, steps: Sequence[Step]) -> None:

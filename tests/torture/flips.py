@@ -1,0 +1,272 @@
+"""One flipped bit in one file, of the warehouse or of its inputs; size and time stay.
+
+The flow that uses the file must then end in the right snapshot, or in a named error. What is
+published or verified without an error is compared byte by byte with an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tests.torture import child, judge
+from tests.torture.child import Done
+from tests.torture.scenes import RECIPES
+from tests.torture.tally import Problem
+from tests.torture.world import State, copy_place, make_world, state_of
+
+_SHORT, _LONG = 16, 2200
+_INPUTS = ("base", "expert_00", "expert_01", "adapter")
+
+
+@dataclass(frozen=True)
+class Try:
+    """One flip; the numbers draw kind, file and bit, and do so again in any run."""
+
+    seed: int
+
+    def __str__(self) -> str:
+        return f"flip, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A world of this process, its warehouse after some work, and what comes of more work."""
+
+    world: Path
+    place: Path
+    ids: dict[str, str]
+    state: State
+
+
+class Flips:
+    """The campaign; each worker makes a world of its own, since flipped inputs lie in it."""
+
+    def __init__(self, world: Path, folder: Path) -> None:
+        self._folder = folder
+        self._mine: dict[int, Undisturbed] = {}
+
+    def tries(self, seed: int, *, short: bool) -> Iterator[Try]:
+        """Flips drawn from `seed`."""
+        draw = Random(seed)
+        return (Try(draw.randrange(1 << 40)) for _ in range(_SHORT if short else _LONG))
+
+    def judge(self, one: Try, folder: Path) -> tuple[str, list[Problem]]:
+        """Flip a bit, use what it is in, and compare."""
+        ours = self._undisturbed()
+        place, draw = folder / "place", Random(one.seed)
+        copy_place(ours.place, place)
+        kinds = _files(place / "w", ours.world)
+        kind = draw.choice(sorted(kinds))
+        path = draw.choice(kinds[kind])
+        data = path.read_bytes()
+        bit = draw.randrange(8 * _end(kind, data)) if data else 0
+        where = f"{one}: bit {bit} of {path.name} ({kind})"
+        flip = bytearray(data)
+        flip[bit // 8] ^= 1 << bit % 8
+        _put(path, bytes(flip))
+        flow = _Flow(ours, place, folder, where)
+        try:
+            flow.run(kind, path)
+            return kind, flow.problems()
+        finally:
+            if ours.world in path.parents:
+                _put(path, data)
+
+    def _undisturbed(self) -> Undisturbed:
+        if os.getpid() not in self._mine:
+            folder = self._folder / f"world-{os.getpid()}"
+            self._mine[os.getpid()] = _prepare(folder)
+        return self._mine[os.getpid()]
+
+
+class _Flow:
+    """Runs verbs on a place and remembers what they said."""
+
+    def __init__(self, ours: Undisturbed, place: Path, folder: Path, where: str) -> None:
+        self._ours, self._place, self._folder, self._where = ours, place, folder, where
+        self._said = False
+        self._problems: list[Problem] = []
+
+    def run(self, kind: str, path: Path) -> None:
+        """The verbs that use a file of this kind."""
+        recipe = "adapted" if "adapter" in path.parent.name else "full"
+        if kind.startswith(("plans", "releases", "recipes")):
+            self._deploy()
+        if kind.startswith("refs"):
+            self._verb("history", path.parent.name)
+            self._verb("rollback", path.parent.name)
+        if kind.startswith("profile"):
+            self._verb("check", str(self._ours.world / "full.yml"))
+        self._merge(f"{recipe}, 30%", recipe, "--budget", "30%")
+        self._merge(recipe, recipe, "--publish")
+        for snapshot_id in sorted(p.name for p in (self._place / "w" / "snapshots").iterdir()):
+            self._verb("verify", snapshot_id)
+
+    def problems(self) -> list[Problem]:
+        """What was found, and each snapshot that is not what it should be, if nobody said so."""
+        now, _ = judge.read(self._place, self._where, strict=False)
+        known = self._ours.state.snapshots
+        for snapshot_id, digest in now.snapshots.items():
+            if known.get(snapshot_id, digest) != digest and not self._said:
+                self._add("wrong", f"snapshot {snapshot_id} has other bytes and nobody says so")
+        return self._problems
+
+    def _merge(self, expected: str, recipe: str, *more: str) -> None:
+        args = ("merge", str(self._ours.world / f"{recipe}.yml"), "--json", *more)
+        done = self._verb(*args)
+        if done.code:
+            return
+        found = json.loads(done.out)["snapshot_id"]
+        if found != self._ours.ids[expected] and found != self._fresh(args):
+            self._add("wrong", f"{' '.join(args)} gives {found}, not {self._ours.ids[expected]}")
+
+    def _fresh(self, args: tuple[str, ...]) -> str:
+        """What the inputs as they are now give in an empty warehouse."""
+        place = self._folder / "fresh"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        done = child.run([*args, "--home", str(place / "w")], self._folder / "logs")
+        return "" if done.code else str(json.loads(done.out)["snapshot_id"])
+
+    def _verb(self, *args: str) -> Done:
+        done = child.run([*args, "--home", str(self._place / "w")], self._folder / "logs")
+        self._problems += judge.ending(done, f"{self._where}, {args[0]}")
+        self._said |= done.code != 0
+        return done
+
+    def _deploy(self) -> None:
+        try:
+            found = child.call(_deploy, self._place, False)
+        except TimeoutError:
+            self._add("hangs", "the standing recipe")
+        except RuntimeError as error:
+            self._add("tracebacks", str(error))
+        else:
+            self._said |= found.startswith("error")
+            if not found.startswith("error") and found != self._ours.ids["full"]:
+                self._add("wrong", f"the standing recipe gives {found}")
+
+    def _add(self, column: str, what: str) -> None:
+        self._problems.append(Problem(column, self._where, what))
+
+
+def _prepare(folder: Path) -> Undisturbed:
+    """A warehouse in which everything has been used once, and what further merges give."""
+    world, place, after = make_world(folder / "world"), folder / "place", folder / "after"
+    place.mkdir()
+    for name in ("base", "expert_00", "expert_01", "adapter"):
+        _ok(child.run(["register", str(world / name), "--home", f"{place}/w"], folder))
+    ids = {name: _id_of(place, folder, world, name, "--publish") for name in RECIPES}
+    _ok(child.run(["publish", ids["other"], "--ref", "full", "--home", f"{place}/w"], folder))
+    shutil.copy(world / "full.yml", place / "w" / "recipes" / "full.yml")
+    _profile(place / "w")
+    found = child.call(_deploy, place, True)
+    assert found == ids["full"], found
+    copy_place(place, after)
+    for name in ("full", "adapted"):
+        ids[f"{name}, 30%"] = _id_of(after, folder, world, name, "--budget", "30%")
+    state: State = child.call(state_of, after)
+    assert not state.damage, state.damage
+    return Undisturbed(world, place, ids, state)
+
+
+def _id_of(place: Path, folder: Path, world: Path, recipe: str, *more: str) -> str:
+    args = ["merge", str(world / f"{recipe}.yml"), "--json", *more, "--home", f"{place}/w"]
+    return str(json.loads(_ok(child.run(args, folder)).out)["snapshot_id"])
+
+
+def _ok(done: Done) -> Done:
+    if done.code:
+        raise RuntimeError(done.err)
+    return done
+
+
+def _profile(home: Path) -> None:
+    """What `calibrate` would measure in some seconds."""
+    from mergepipe_pipeline.warehouse import Warehouse
+    from tests.paces import settle_in
+
+    settle_in(Warehouse(home))
+
+
+def _deploy(place: Path, plan: bool) -> str:
+    """What a standing recipe's steps give: a snapshot, or an error of the product."""
+    from mergepipe_pipeline.errors import MergePipeError
+    from mergepipe_pipeline.pipeline import deploy
+    from mergepipe_pipeline.pipeline.cards import recipe_cards
+    from mergepipe_pipeline.pipeline.merge import EngineKnobs
+    from mergepipe_pipeline.warehouse import Warehouse
+
+    home = Warehouse(place / "w")
+    try:
+        (card,) = recipe_cards(home)
+        if plan:
+            deploy.plan_recipe(home, card)
+        names = [layer.name for layer in deploy.current_plan(home, card.name).layers]
+        list(deploy.merge_recipe(home, card.name, names, EngineKnobs()))
+        snapshot, _ = deploy.snapshot_recipe(home, card.name)
+        deploy.release_recipe(home, card)
+        deploy.last_release(home, card.name)
+    except MergePipeError as error:
+        return f"error: {error}"
+    return snapshot.snapshot_id
+
+
+def _files(home: Path, world: Path) -> dict[str, list[Path]]:
+    """Kind to files: of the warehouse by folder, of snapshots by role, of inputs by role."""
+    kinds: dict[str, list[Path]] = {}
+
+    def add(kind: str, path: Path) -> None:
+        if path.stat().st_size:
+            kinds.setdefault(kind, []).append(path)
+
+    for path in sorted(p for p in home.rglob("*") if p.is_file()):
+        parts = path.relative_to(home).parts
+        kind = "/".join(parts[:2]) if parts[0] == "catalog" else parts[0]
+        if parts[:2] == ("catalog", "block_stats"):
+            kind = f"catalog/{next(k for k in path.name.split('.')[::-1] if k in _STATS)}"
+        if parts[0] == "snapshots":
+            kind = f"snapshots/{_role(path)}"
+        add(kind, path)
+    for name in _INPUTS:
+        for path in sorted((world / name).iterdir()):
+            role = _role(path)
+            add(f"inputs/{role}", path)
+            if role == "weights":
+                add("inputs/header", path)
+    return kinds
+
+
+_STATS = ("tensors", "blocks", "magnitudes", "block_stats")
+_ROLES = {
+    "manifest.json": "manifest",
+    "provenance.json": "provenance",
+    "config.json": "config",
+    "adapter_config.json": "adapter config",
+    "model.safetensors.index.json": "index",
+}
+
+
+def _role(path: Path) -> str:
+    return "weights" if path.suffix == ".safetensors" else _ROLES.get(path.name, "side file")
+
+
+def _end(kind: str, data: bytes) -> int:
+    """Bytes from the start that count: all, or a header's."""
+    return 8 + int.from_bytes(data[:8], "little") if kind == "inputs/header" else len(data)
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Change bytes in place, as a disk does: size, times and links stay."""
+    found = path.stat()
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.write(data)
+    path.chmod(found.st_mode & 0o777)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))

@@ -1,0 +1,63 @@
+"""kill -9 of a process that runs a verb, at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tests.torture import child, judge
+from tests.torture.scenes import VERBS, Scene, scene_of
+from tests.torture.tally import Problem
+from tests.torture.world import copy_place
+
+_SHORT, _LONG = 10, 350
+
+
+@dataclass(frozen=True)
+class Try:
+    """One kill; `share` of the verb's time has passed then."""
+
+    scene: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"{VERBS[self.scene].name}: killed after {self.share:.3f} of its time"
+
+
+class Kills:
+    """The campaign over one world; merges work in small windows, so that they last longer."""
+
+    def __init__(self, world: Path, folder: Path) -> None:
+        self._world = world
+        self.scenes: list[Scene] = [
+            scene_of(verb, world, folder / f"scene-{n}") for n, verb in enumerate(VERBS)
+        ]
+        self._seconds = [
+            self._run(scene, folder / f"timed-{n}", None).seconds
+            for n, scene in enumerate(self.scenes)
+        ]
+
+    def tries(self, seed: int, *, short: bool) -> Iterator[Try]:
+        """Moments all over verbs, each as often as it lasts long."""
+        draw = Random(seed)
+        for _ in range(_SHORT if short else _LONG):
+            (scene,) = draw.choices(range(len(VERBS)), self._seconds)
+            yield Try(scene, draw.random())
+
+    def judge(self, one: Try, folder: Path) -> tuple[str, list[Problem]]:
+        """Run the verb, kill it, look at what is left, run it again."""
+        scene, place = self.scenes[one.scene], folder / "place"
+        done = self._run(scene, folder, one.share * self._seconds[one.scene])
+        args = scene.verb.at(self._world, place)
+        kind = "killed" if done.code < 0 else "ended before"
+        return kind, judge.verdict(scene, args, place, folder / "logs", done, str(one))
+
+    def _run(self, scene: Scene, folder: Path, kill_after_s: float | None) -> child.Done:
+        place = folder / "place"
+        place.parent.mkdir(exist_ok=True)
+        copy_place(scene.place, place)
+        args = scene.verb.at(self._world, place)
+        more = ["--window-size", "64"] if args[0] == "merge" else []
+        return child.run([*args, *more], folder / "logs", kill_after_s=kill_after_s)
