@@ -24,10 +24,11 @@ from tests.torture.flips import Flips
 from tests.torture.hostile import Hostile
 from tests.torture.kills import Kills
 from tests.torture.scenes import RECIPES, learn_ids
-from tests.torture.tally import COLUMNS, Problem, Tally
+from tests.torture.states import States
+from tests.torture.tally import COLUMNS, Outcome, Tally
 from tests.torture.world import make_world, state_of
 
-CAMPAIGNS = {"faults": Faults, "kills": Kills, "flips": Flips, "hostile": Hostile}
+CAMPAIGNS = {"faults": Faults, "kills": Kills, "flips": Flips, "hostile": Hostile, "states": States}
 _SHOWN = 12
 
 
@@ -88,21 +89,21 @@ def _run(name: str, world: Path, folder: Path, given: argparse.Namespace) -> Tal
     _campaign = CAMPAIGNS[name](world, folder)
     tries = [t for t in _campaign.tries(given.seed, short=given.short) if given.only in str(t)]
     with get_context("fork").Pool(given.jobs) as pool:  # which inherit the campaign
-        for number, (kind, problems) in enumerate(pool.imap_unordered(_judge, enumerate(tries))):
-            tally.add(kind, problems)
+        for number, outcome in enumerate(pool.imap_unordered(_judge, enumerate(tries))):
+            tally.add(outcome)
             if sys.stderr.isatty():
                 print(f"\r{name}: {number + 1} of {len(tries)}", end="", file=sys.stderr)
     tally.seconds = time.monotonic() - began
     return tally
 
 
-def _judge(numbered: tuple[int, Any]) -> tuple[str, list[Problem]]:
+def _judge(numbered: tuple[int, Any]) -> Outcome:
     number, one = numbered
     folder = _folder / f"try-{number}"
     folder.mkdir(parents=True)
     try:
-        kind, problems = _campaign.judge(one, folder)
-        return kind, problems
+        outcome: Outcome = _campaign.judge(one, folder)
+        return outcome
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -120,6 +121,8 @@ def _show(tallies: Sequence[Tally], argv: Sequence[str]) -> None:
         )
     for tally in tallies:
         print(f"{tally.campaign}: {', '.join(f'{n} {k}' for k, n in sorted(tally.tried.items()))}")
+        if tally.states:
+            print(f"{tally.campaign}: {len(tally.states)} distinct states")
         for problem in tally.problems[:_SHOWN]:
             print(f"  {problem.column}: {problem.where}\n    {problem.what}")
         if len(tally.problems) > _SHOWN:

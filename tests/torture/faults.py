@@ -11,7 +11,7 @@ from random import Random
 from tests.torture import child, judge
 from tests.torture.scenes import VERBS, Scene, scene_of
 from tests.torture.shim import KINDS, Fault, Shim
-from tests.torture.tally import Problem
+from tests.torture.tally import Outcome
 from tests.torture.world import copy_place
 
 _SHORT = 24
@@ -56,7 +56,7 @@ class Faults:
         ]
         return iter(draw.sample(every, _SHORT) if short else every)
 
-    def judge(self, one: Try, folder: Path) -> tuple[str, list[Problem]]:
+    def judge(self, one: Try, folder: Path) -> Outcome:
         """Run the verb with the fault, look at what is left, run it again without."""
         scene, fault = self.scenes[one.scene], one.fault
         place, logs, where = folder / "place", folder / "logs", str(one)
@@ -72,4 +72,4 @@ class Faults:
         if (lost := folder / "lost").exists():
             shutil.rmtree(place)
             lost.rename(place)
-        return fault.kind, judge.verdict(scene, args, place, logs, done, where)
+        return Outcome.of(fault.kind, judge.verdict(scene, args, place, logs, done, where))

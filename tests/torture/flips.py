@@ -17,7 +17,7 @@ from random import Random
 from tests.torture import child, judge
 from tests.torture.child import Done
 from tests.torture.scenes import RECIPES
-from tests.torture.tally import Problem
+from tests.torture.tally import Outcome, Problem
 from tests.torture.world import State, copy_place, make_world, state_of
 
 _SHORT, _LONG = 16, 2200
@@ -56,7 +56,7 @@ class Flips:
         draw = Random(seed)
         return (Try(draw.randrange(1 << 40)) for _ in range(_SHORT if short else _LONG))
 
-    def judge(self, one: Try, folder: Path) -> tuple[str, list[Problem]]:
+    def judge(self, one: Try, folder: Path) -> Outcome:
         """Flip a bit, use what it is in, and compare."""
         ours = self._undisturbed()
         place, draw = folder / "place", Random(one.seed)
@@ -73,7 +73,7 @@ class Flips:
         flow = _Flow(ours, place, folder, where)
         try:
             flow.run(kind, path)
-            return kind, flow.problems()
+            return Outcome.of(kind, flow.problems())
         finally:
             if ours.world in path.parents:
                 _put(path, data)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.recipe.test_fuzz import TRAPS
 from tests.torture import child, judge
-from tests.torture.tally import Problem
+from tests.torture.tally import Outcome, Problem
 from tests.torture.world import recipes
 
 try:
@@ -67,7 +67,7 @@ class Hostile:
         for number in range(_SHORT if short else _LONG):
             yield Try(kinds[number % len(kinds)], draw.randrange(1 << 40))
 
-    def judge(self, one: Try, folder: Path) -> tuple[str, list[Problem]]:
+    def judge(self, one: Try, folder: Path) -> Outcome:
         """Give it to every verb that takes one; what is refused leaves nothing published."""
         draw, model = Random(one.number), folder / "model"
         recipe = folder / "r.yml"
@@ -99,7 +99,7 @@ class Hostile:
         if one.kind == "header" and codes[0] == 0 and not child.call(_library_takes, model):
             problems.append(Problem("wrong", str(one), "the safetensors library refuses it"))
         kind = "corpus" if one.kind == "corpus" else f"{one.kind}, {_told(codes[-1])}"
-        return kind, problems
+        return Outcome.of(kind, problems)
 
 
 def _told(code: int) -> str:

@@ -9,7 +9,7 @@ from random import Random
 
 from tests.torture import child, judge
 from tests.torture.scenes import VERBS, Scene, scene_of
-from tests.torture.tally import Problem
+from tests.torture.tally import Outcome
 from tests.torture.world import copy_place
 
 _SHORT, _LONG = 10, 350
@@ -46,13 +46,13 @@ class Kills:
             (scene,) = draw.choices(range(len(VERBS)), self._seconds)
             yield Try(scene, draw.random())
 
-    def judge(self, one: Try, folder: Path) -> tuple[str, list[Problem]]:
+    def judge(self, one: Try, folder: Path) -> Outcome:
         """Run the verb, kill it, look at what is left, run it again."""
         scene, place = self.scenes[one.scene], folder / "place"
         done = self._run(scene, folder, one.share * self._seconds[one.scene])
         args = scene.verb.at(self._world, place)
         kind = "killed" if done.code < 0 else "ended before"
-        return kind, judge.verdict(scene, args, place, folder / "logs", done, str(one))
+        return Outcome.of(kind, judge.verdict(scene, args, place, folder / "logs", done, str(one)))
 
     def _run(self, scene: Scene, folder: Path, kill_after_s: float | None) -> child.Done:
         place = folder / "place"

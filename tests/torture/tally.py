@@ -17,6 +17,20 @@ class Problem:
     what: str
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a try did to the product, by kind, what it found, and the states it came through."""
+
+    counts: Counter[str]
+    problems: list[Problem]
+    states: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(kind: str, problems: list[Problem]) -> Outcome:
+        """The outcome of a try that did one thing."""
+        return Outcome(Counter([kind]), problems)
+
+
 @dataclass
 class Tally:
     """A row of the table; `tried` counts what was done to the product, by kind."""
@@ -24,12 +38,14 @@ class Tally:
     campaign: str
     tried: Counter[str] = field(default_factory=Counter)
     problems: list[Problem] = field(default_factory=list)
+    states: set[str] = field(default_factory=set)
     seconds: float = 0.0
 
-    def add(self, kind: str, problems: list[Problem]) -> None:
+    def add(self, outcome: Outcome) -> None:
         """Count one try and what it found."""
-        self.tried[kind] += 1
-        self.problems += problems
+        self.tried += outcome.counts
+        self.problems += outcome.problems
+        self.states |= outcome.states
 
     def row(self) -> tuple[str, ...]:
         """Campaign, count, the four columns, seconds."""
