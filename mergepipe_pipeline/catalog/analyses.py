@@ -20,6 +20,7 @@ from mergepipe_pipeline.catalog.seals import (
     find_sealed,
     known,
     sealed_path,
+    version,
     write_sealed,
 )
 from mergepipe_pipeline.errors import CorruptionError
@@ -111,6 +112,7 @@ class Analyses:
         for one in self._of(base_id, checkpoint_id, block_elems):
             if one.magnitudes is None or missing.isdisjoint(one.pairs):
                 continue
+            seen = version(one.magnitudes)
             try:
                 with RowGroups(one.magnitudes, MAGNITUDES) as file:
                     for pair, found in decode_magnitudes(file, missing):
@@ -119,7 +121,7 @@ class Analyses:
             except FileNotFoundError:
                 continue
             except CorruptionError as error:
-                drop(one.magnitudes, error)
+                drop(one.magnitudes, error, seen)
 
     def known_pairs(self, base_id: str, checkpoint_id: str, block_elems: int) -> set[Pair]:
         """The (expert's tensor, base's tensor) of which all files of their analysis are there."""
@@ -175,15 +177,6 @@ def _rows(path: Path, columns: Sequence[str], data: bytes) -> list[tuple[Any, ..
 
 def _stem(checkpoint_id: str, block_elems: int) -> str:
     return f"{checkpoint_id}.b{block_elems}"
-
-
-def version(path: Path) -> tuple[int, int] | None:
-    """What tells a file from one that took its place; None where there is none."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_mtime_ns, found.st_size
 
 
 # One verb asks for these several times, of every expert.

@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog import tables
-from mergepipe_pipeline.catalog.analyses import Analyses, version
+from mergepipe_pipeline.catalog.analyses import Analyses
 from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, TENSOR_FACTS
-from mergepipe_pipeline.catalog.seals import find_sealed, known, write_sealed
+from mergepipe_pipeline.catalog.seals import find_sealed, known, version, write_sealed
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, NotFoundError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint

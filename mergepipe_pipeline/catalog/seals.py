@@ -7,11 +7,12 @@ again from the weights, and equal facts have equal names, so that the next write
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +22,8 @@ from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 
 _LOG = logging.getLogger("mergepipe")
 _SEALED = re.compile(r"(?P<stem>.+)\.(?P<seal>[0-9a-f]{32})\.parquet")
+#: What is said of sectors, checksums and names that are not what they were.
+_DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR})
 #: Read at once by who only checks.
 _PART_NBYTES = 1 << 20
 #: Damaged files that were told of and are still there.
@@ -80,18 +83,18 @@ def read_sealed(path: Path) -> bytes:
     return data
 
 
-class readable:
-    """Turns what the disk says of a file that is there into a CorruptionError."""
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what the disk says of damaged data into a CorruptionError.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            raise damaged(self._path, "a file that can be read", str(error)) from error
+    Other errors, such as too many open files, say nothing about the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise
+        raise damaged(path, "a file that can be read", str(error)) from error
 
 
 def damaged(path: Path, expected: str, found: str) -> CorruptionError:
@@ -105,23 +108,45 @@ def damaged(path: Path, expected: str, found: str) -> CorruptionError:
     )
 
 
-def known(path: Path, decode: Callable[[bytes], T]) -> T | None:
-    """What a sealed file says; None if there is none, or if it is damaged: see `drop`."""
+def version(path: Path) -> tuple[int, int] | None:
+    """What tells a file from one that took its place; None where there is none."""
     try:
-        return decode(read_sealed(path))
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def known(path: Path, decode: Callable[[bytes], T]) -> T | None:
+    """What a sealed file says; None if there is none, or if it is damaged: see `drop`.
+
+    A file that is as it was written but cannot be decoded is said and left.
+    """
+    seen = version(path)
+    try:
+        data = read_sealed(path)
     except FileNotFoundError:
         return None
     except CorruptionError as error:
-        drop(path, error)
+        drop(path, error, seen)
+        return None
+    try:
+        return decode(data)
+    except CorruptionError as error:
+        said(path, error)
         return None
 
 
-def drop(path: Path, error: CorruptionError) -> None:
-    """Say that a file is damaged and remove it, so that what it told is found again."""
+def drop(path: Path, error: CorruptionError, seen: tuple[int, int] | None) -> None:
+    """Say that a file is damaged and remove it, so that what it told is found again.
+
+    `seen` is its version as it was read: what another process has mended since stays.
+    """
     said(path, error)
-    with suppress(OSError):  # a warehouse that may only be read
-        remove_tree(path)
-        _said.discard(path)
+    if version(path) == seen:
+        with suppress(OSError):  # a warehouse that may only be read
+            remove_tree(path)
+            _said.discard(path)
 
 
 def is_good(path: Path) -> bool:

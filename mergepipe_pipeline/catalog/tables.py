@@ -118,6 +118,8 @@ def corruption_named(where: str) -> Iterator[None]:
     """Turn what a damaged file makes its readers say into a CorruptionError that names `where`."""
     try:
         yield
+    except pa.ArrowMemoryError:  # which says nothing about the file
+        raise
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise CorruptionError(
             "A catalog file cannot be read",

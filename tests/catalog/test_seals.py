@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.catalog.row_groups import RowGroups, encode_groups, write_groups
-from mergepipe_pipeline.catalog.seals import find_sealed, read_sealed, write_sealed
+from mergepipe_pipeline.catalog.seals import (
+    drop,
+    find_sealed,
+    known,
+    read_sealed,
+    version,
+    write_sealed,
+)
 from mergepipe_pipeline.errors import CorruptionError
 from tests.catalog.flips import flipped
 
@@ -87,3 +95,43 @@ def test_a_file_that_was_cut_is_seen_at_once(nbytes: int) -> None:
         path.write_bytes(PARTS[:nbytes])
         with pytest.raises(CorruptionError, match=r"m\..*parquet"):
             RowGroups(path, SCHEMA)
+
+
+def test_a_file_that_could_not_be_opened_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sealed(tmp_path, "a", b"facts")
+
+    def refuse(_: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            known(path, bytes)
+    assert known(path, bytes) == b"facts"
+
+
+def test_what_another_process_mended_meanwhile_stays(tmp_path: Path) -> None:
+    path = write_sealed(tmp_path, "a", b"facts")
+    path.write_bytes(b"other")
+    seen = version(path)
+    with pytest.raises(CorruptionError) as told:
+        read_sealed(path)
+    write_sealed(tmp_path, "a", b"facts")
+    drop(path, told.value, seen)
+    assert known(path, bytes) == b"facts"
+
+
+def test_a_disk_that_cannot_read_a_sector_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_sealed(tmp_path, "a", b"facts")
+
+    def fail(_: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert known(path, bytes) is None
+    assert [str(path) in m for m in caplog.messages] == [True]
+    assert not path.exists()
