@@ -1,5 +1,7 @@
 """A file of the catalog carries its seal in its name: `STEM.SEAL.parquet`; one reader checks it.
 
+Rows that are made for tokens are weights: `STEM.SEAL.safetensors`.
+
 The seal is BLAKE3 over the file's bytes, or, of a file that is read in parts (see `row_groups`),
 over its footer. A file that is not what its name says counts as unknown: what it told can be found
 again from the weights, and equal facts have equal names, so that the next writer mends it.
@@ -21,7 +23,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 
 _LOG = logging.getLogger("mergepipe")
-_SEALED = re.compile(r"(?P<stem>.+)\.(?P<seal>[0-9a-f]{32})\.parquet")
+_SEALED = re.compile(r"(?P<stem>.+)\.(?P<seal>[0-9a-f]{32})\.(parquet|safetensors)")
 #: What is said of sectors, checksums and names that are not what they were.
 _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR})
 #: Read at once by who only checks.
@@ -37,17 +39,19 @@ def seal_of(data: bytes | memoryview) -> str:
     return blake3_hex(data)[:32]
 
 
-def sealed_path(folder: Path, stem: str, seal: str) -> Path:
+def sealed_path(folder: Path, stem: str, seal: str, suffix: str = "parquet") -> Path:
     """Where a file of this seal is or would be."""
-    return folder / f"{stem}.{seal}.parquet"
+    return folder / f"{stem}.{seal}.{suffix}"
 
 
-def write_sealed(folder: Path, stem: str, data: bytes, seal: str | None = None) -> Path:
+def write_sealed(
+    folder: Path, stem: str, data: bytes, seal: str | None = None, suffix: str = "parquet"
+) -> Path:
     """Write a file under its seal (default: that of all its bytes); mends a damaged equal one.
 
     Raises StorageFullError.
     """
-    path = sealed_path(folder, stem, seal or seal_of(data))
+    path = sealed_path(folder, stem, seal or seal_of(data), suffix)
     write_atomic(path, data)
     return path
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.catalog.seals import find_sealed, known, write_sealed
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
 from mergepipe_pipeline.pipeline.side import tokenizer_of
@@ -22,7 +23,6 @@ from mergepipe_pipeline.spec.layers import embedding_like, is_post
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.spec.view import Part, Run, TensorView
-from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.header import build_header
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
@@ -146,15 +146,15 @@ class Reindexer:
             sha256_hex(rows.own.tobytes()),
             rows.mean_rows.tolist(),
         ]
-        folder = self._home.token_rows / digest_json(identity)[:24]
-        path = folder / "model.safetensors"
-        if not path.exists():
+        folder, stem = self._home.token_rows, digest_json(identity)[:24]
+        path = next((p for p in find_sealed(folder, stem) if known(p, len)), None)
+        if path is None:
             values = _row_values(self._original, m, name, rows, made, names)
             shape = (len(made), *view.shape[1:])
             header = build_header([(name, view.dtype, shape)], {"format": "pt"})
-            write_atomic(path, header + values)
+            path = write_sealed(folder, stem, header + values, suffix="safetensors")
         # The name enters snapshots' lineage, where only content may.
-        return open_checkpoint(str(folder), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
+        return open_checkpoint(str(path), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
 
 
 def _runs(

@@ -16,6 +16,7 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeErr
 from mergepipe_pipeline.pipeline.check import check, parse
 from mergepipe_pipeline.pipeline.plan import make_plan
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.catalog.flips import flipped
 from tests.family import tensors_of, write_model
 from tests.pipeline.test_merge import run, tensors
 from tests.tokenizer.test_mergekit import piece_family, word_family
@@ -240,6 +241,21 @@ def test_a_second_run_makes_no_row_again_and_merges_nothing(
     assert made == {p: p.stat().st_mtime_ns for p in home.token_rows.rglob("*") if p.is_file()}
     assert again.snapshot.snapshot_id == first.snapshot.snapshot_id
     assert again.summary()["layers_executed"] == 0
+
+
+def test_a_flipped_bit_in_made_rows_is_said_and_they_are_made_again(
+    home: Warehouse, families: Folders, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = text_of(WISHES["task arithmetic, union"], families)
+    wanted = run(home, text).plan
+    paths = sorted(p for p in home.token_rows.rglob("*") if p.is_file())
+    for path in paths:
+        data = path.read_bytes()
+        path.write_bytes(flipped(data, 8 * len(data) - 1))
+    again = run(home, text)
+    assert [sum(str(p) in m for m in caplog.messages) for p in paths] == [1] * len(paths)
+    assert [again.plan.plan_id, again.plan.roles] == [wanted.plan_id, wanted.roles]
+    assert [s.name for s in again.plan.sources] == [s.name for s in wanted.sources]
 
 
 def test_ids_are_the_same_in_every_warehouse_and_for_every_window(
