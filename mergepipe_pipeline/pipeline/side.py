@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.planner.build import Side
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index
 from mergepipe_pipeline.spec.model import Model
@@ -118,13 +119,28 @@ def _per_layer_lists(
         source = t.base or (t.inputs[0] if t.inputs else None)
         if here is None or here in found or source is None:
             continue
-        own = _parsed(models[source.model])
-        kinds = [_at(own, place) for place in _places(own, ("layer_types",))]
+        kinds = _layer_types(models[source.model])
         there = layer_index(source.tensor)
-        if kinds and there is not None and there < len(kinds[0]):
-            found[here] = kinds[0][there]
+        if there is not None and there < len(kinds):
+            found[here] = kinds[there]
     types = tuple(found[k] for k in sorted(found))
     return [(place, types) for place in _places(config, ("layer_types",)) if types]
+
+
+def _layer_types(model: Model) -> list[str]:
+    config = _parsed(model)
+    for place in _places(config, ("layer_types",)):
+        kinds = _at(config, place)
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise CheckpointError(
+                "A model's config is not valid",
+                where=f"{model.checkpoint.root}/config.json, {place}",
+                expected="a list of texts, one per layer",
+                found=repr(kinds)[:80],
+                next_step="mend config.json, or get the model again",
+            )
+        return kinds
+    return []
 
 
 def _vocabulary_rows(recipe: Recipe, models: Sequence[Model]) -> int | None:

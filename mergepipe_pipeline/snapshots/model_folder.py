@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 
 from mergepipe_pipeline.dtypes import TORCH_NAME
+from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.snapshot import LineageEntry, OperatorCount, ShardEntry
 from mergepipe_pipeline.storage.json_text import load_object
@@ -34,7 +35,8 @@ def config_json(
 ) -> bytes:
     """The template's config.json with the dtype of the merged weights; every other key is kept.
 
-    `dtype` None leaves it; `changes` are (dotted key, value). Raises CheckpointError for no config.
+    `dtype` None leaves it; `changes` are (dotted key, value). Raises CheckpointError for no
+    config, CheckpointChangedError for one without a place for a change.
     """
     config = load_object(original, "config.json", "A model's config")
     if dtype is not None:
@@ -45,6 +47,14 @@ def config_json(
         part = config
         for name in above:
             part = part.setdefault(name, {})
+            if not isinstance(part, dict):
+                raise CheckpointChangedError(
+                    "A model's config is not the one that was planned with",
+                    where=f"config.json, {place}",
+                    expected="an object with this key",
+                    found=type(part).__name__,
+                    next_step="plan again with the config as it is",
+                )
         part[key] = list(value) if isinstance(value, tuple) else value
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 

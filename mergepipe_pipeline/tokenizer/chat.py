@@ -59,8 +59,9 @@ def template_of(model: ModelTokenizer) -> str | None:
             ) from error
     stated: Any = json_object(model.files, CONFIG, model.name).get("chat_template")
     if isinstance(stated, list):
-        stated = {e.get("name"): e.get("template") for e in stated if isinstance(e, dict)}
-    if isinstance(stated, dict):
+        named = [e for e in stated if isinstance(e, dict) and e.get("name") == "default"]
+        stated = named[-1].get("template") if named else None
+    elif isinstance(stated, dict):
         stated = stated.get("default")
     return stated if isinstance(stated, str) and stated else None
 

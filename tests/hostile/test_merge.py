@@ -68,6 +68,19 @@ def test_a_side_file_that_becomes_a_link_after_planning_is_not_published(
     assert list(home.snapshots.iterdir()) == list(home.staging.iterdir()) == []
 
 
+@pytest.mark.parametrize("config", ["[]", '{"x": "\\ud800"}', '{"text_config": 5}'])
+def test_a_config_that_is_replaced_after_planning_is_refused(
+    home: Warehouse, base: Path, text: str, config: str
+) -> None:
+    (base / CONFIG).write_text('{"text_config": {"vocab_size": 1}}')
+    plan = make_plan(home, parse(text, name="t", where="t"))
+    assert plan.side.config[0][0] == "text_config.vocab_size"
+    (base / CONFIG).write_text(config)
+    with pytest.raises(CheckpointError, match=r"config.*config\.json"):
+        merge(home, plan)
+    assert list(home.snapshots.iterdir()) == list(home.staging.iterdir()) == []
+
+
 @pytest.mark.parametrize("extra", ["tokenizer_source: union", "chat_template: chatml"])
 @pytest.mark.parametrize("what", TEXTS)
 def test_a_hostile_tokenizer_is_refused_by_check_where_it_is_used(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.pipeline.check import check, parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
@@ -35,6 +36,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_model(folder / name, values, **sizes)
         change_config(folder / name, tie_word_embeddings=False)
     return folder
+
+
+@pytest.mark.parametrize("kinds", [4, "abcd", {"0": "x"}, [1, 2, 3, 4], [[], [], [], []]])
+def test_layer_types_that_are_no_list_of_texts_are_refused(
+    home: Warehouse, pair: Path, tmp_path: Path, kinds: object
+) -> None:
+    shutil.copytree(pair / "a", tmp_path / "a")
+    change_config(tmp_path / "a", layer_types=kinds)
+    text = stacked([(tmp_path / "a", 0, 3), (tmp_path / "a", 1, 4)])
+    with pytest.raises(CheckpointError, match=r"a/config\.json, layer_types.*list of texts"):
+        check(home, parse(text, name="t", where="t"))
 
 
 def test_layers_of_other_widths_are_warned_of(home: Warehouse, pair: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
+from mergepipe_pipeline.tokenizer.chat import chat_template, template_of, with_chat_template
 from mergepipe_pipeline.tokenizer.model import ModelTokenizer, read_tokenizer
 from tests.tokenizer.models import document, files_of, words
 
@@ -68,6 +68,13 @@ def test_a_jinja_file_goes_before_the_configuration() -> None:
     assert chat_template("auto", [read_tokenizer("m", both, 1)]) == "{{ 2 }}"
     with pytest.raises(CheckpointError, match="chat template cannot be read"):
         chat_template("auto", [read_tokenizer("m", {"chat_template.jinja": b"\xff"}, 1)])
+
+
+@pytest.mark.parametrize(
+    "stated", [[{"name": [], "template": "x"}], [1], {"default": 1}, {"default": {}}, 5, [[]]]
+)
+def test_a_stated_template_of_another_kind_is_none(stated: object) -> None:
+    assert template_of(model(chat_template=stated)) is None
 
 
 def test_a_text_of_twenty_characters_with_a_brace_is_a_template() -> None:
