@@ -54,6 +54,8 @@ class Warehouse:
             self.refs,
             self.staging,
             self.releases,
+            self.leases,
+            self.stages,
         )
         return self
 
@@ -133,6 +135,16 @@ class Warehouse:
         path = self.staging / f"{label}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
         path.mkdir(parents=True)
         return path
+
+    @property
+    def leases(self) -> Path:
+        """What living processes need."""
+        return self.root / "leases"
+
+    @property
+    def stages(self) -> Path:
+        """Which snapshots are results that somebody asked for, and which are stages of others."""
+        return self.root / "stages"
 
     @property
     def profile_path(self) -> Path:

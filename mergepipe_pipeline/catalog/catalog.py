@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache, partial
@@ -20,9 +21,14 @@ from mergepipe_pipeline.catalog.analyses import Analyses
 from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, TENSOR_FACTS
 from mergepipe_pipeline.catalog.seals import find_sealed, known, version, write_sealed
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.errors import CheckpointError, MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import (
+    CheckpointError,
+    CorruptionError,
+    MergePipeError,
+    NotFoundError,
+)
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.storage.chain import VersionChain
+from mergepipe_pipeline.storage.chain import VersionChain, chain_names, read_chains
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
@@ -68,7 +74,9 @@ class Catalog(Analyses):
             )
         chain = self._chain(checkpoint.name)
         value = {"checkpoint_id": checkpoint.checkpoint_id, "root": checkpoint.root, "base": base}
-        current = chain.current()
+        current = None
+        with suppress(CorruptionError):  # the next version gets past a damaged one
+            current = chain.current()
         if current and base is None:
             value["base"] = current[1]["base"]
         records = find_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id)
@@ -79,12 +87,8 @@ class Catalog(Analyses):
         return Registration(checkpoint.name, chain.append(value), checkpoint, value["base"])
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
-        folder = self._folder / "names"
-        if not folder.is_dir():
-            return []
-        # A crash may leave a name's folder without its first version.
-        return sorted(p.name for p in folder.iterdir() if VersionChain(p).versions())
+        """All registered names, sorted; those with damaged versions among them."""
+        return chain_names(self._folder / "names")
 
     def get(self, name: str) -> Registration:
         """The current version of a name.
@@ -131,12 +135,15 @@ class Catalog(Analyses):
         return [registration for registration in found if registration is not None]
 
     def registrations(self) -> Iterator[tuple[str, int, str, str | None, str]]:
-        """Name, version, checkpoint id, base and root of every version of every name, in order."""
-        for name in self.names():
-            chain = self._chain(name)
-            for n in chain.versions():
-                value = chain.get(n)
+        """Name, version, checkpoint id, base and root of every readable version, in order."""
+        for name, n, value in read_chains(self._folder / "names"):
+            if not isinstance(value, CorruptionError):
                 yield (name, n, value["checkpoint_id"], value["base"], value["root"])
+
+    def damaged(self) -> list[CorruptionError]:
+        """What is wrong with the versions that `registrations` leaves out."""
+        found = read_chains(self._folder / "names")
+        return [value for *_, value in found if isinstance(value, CorruptionError)]
 
     def checkpoint(self, checkpoint_id: str, name: str, root: str) -> Checkpoint | None:
         """A checkpoint by its id, whether its files are still there or not; None if not known.

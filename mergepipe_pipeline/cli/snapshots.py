@@ -81,16 +81,19 @@ def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float) -> f
     callback=_finite,
     default=3600.0,
     show_default=True,
-    help="Keep unreferenced files younger than this many seconds. Under what a merge takes, a "
-    "merge that runs now may fail, and succeed when it is run again.",
+    help="Keep what nobody needs for this many seconds after its last use, so that a merge that is "
+    "run again finds it. Merges that run now keep what they need, at any age.",
 )
 @verb
 def gc(console: Console, dry_run: bool, older_than_s: float) -> None:
-    """Remove what no snapshot needs: old staging, unreferenced objects and actions."""
+    """Remove what nobody needs: old staging, stages, unreferenced objects and actions."""
     from mergepipe_pipeline.pipeline.gc import collect
 
     done = collect(console.home, older_than_s=older_than_s, dry_run=dry_run)
+    console.warn(done.notes)
+    verb_done = "would remove" if dry_run else "removed"
     console.show(
         asdict(done),
-        f"{'would remove' if dry_run else 'removed'} {done.files} files, {size(done.nbytes)}",
+        f"{verb_done} {done.files} files, {size(done.nbytes)}",
+        *(f"  stage {snapshot_id}" for snapshot_id in done.snapshots),
     )

@@ -20,7 +20,9 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.pipeline.cost import Realised, Times
+from mergepipe_pipeline.pipeline.leases import staging as staging_of
 from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import (
     config_json,
     index_json,
@@ -38,7 +40,7 @@ from mergepipe_pipeline.spec.snapshot import (
     SideFile,
     Snapshot,
 )
-from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
+from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.side_files import CONFIG, pieces, side_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
@@ -50,11 +52,13 @@ def commit(
     plan: MergePlan,
     realised: Realised | None = None,
     times: Times | None = None,
+    *,
+    is_stage: bool = False,
 ) -> Snapshot:
     """Build the snapshot of a plan whose layers are all in the object store, and commit it.
 
-    `realised` and `times` go to the provenance. Raises NotFoundError naming the first layer
-    that is not merged yet.
+    `realised` and `times` go to the provenance; `is_stage` as in `merge`. Raises
+    NotFoundError naming the first layer that is not merged yet.
     """
     store = object_store(home)
     shards = []
@@ -80,8 +84,7 @@ def commit(
         )
     inputs, operators = _lineage(home, plan), operator_counts(plan)
     made = _made_files(plan, shards, inputs, operators)
-    staging = home.new_staging("commit")
-    try:
+    with staging_of(home, "commit") as staging:
         copied = _copied_files(plan, staging, made)
         own = [SideFile(name, sha256_hex(data), len(data)) for name, data in made.items()]
         manifest = Manifest(
@@ -93,12 +96,13 @@ def commit(
             side_files=tuple(sorted((*own, *copied), key=lambda side: side.file)),
         )
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
+        is_new = not (home.snapshots / manifest.snapshot_id).exists()
         staged = stage_snapshot(
             staging, manifest, store, made | files, _provenance(plan, realised, times)
         )
-        return commit_snapshot(staged, home.snapshots)
-    finally:
-        remove_tree(staging)
+        snapshot = commit_snapshot(staged, home.snapshots)
+        Marks(home.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
+        return snapshot
 
 
 def object_store(home: Warehouse) -> ObjectStore:

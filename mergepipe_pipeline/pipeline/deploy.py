@@ -19,6 +19,7 @@ from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards, uses
 from mergepipe_pipeline.pipeline.commit import commit
 from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
 from mergepipe_pipeline.pipeline.digests import ensure_digests
+from mergepipe_pipeline.pipeline.leases import lease
 from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge_layers
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
@@ -195,10 +196,12 @@ def merge_recipe(
     """Run or reuse layers of the recipe's current plan, and remember what they cost."""
     state = _current(home, recipe)
     costs: dict[str, Any] = dict(state["layers"])
+    plan = _planned(home, recipe, state)
     try:
-        for done in merge_layers(home, _planned(home, recipe, state), layers, knobs=knobs):
-            costs[done.name] = asdict(Realised.of([done]))
-            yield done
+        with lease(home, plan):
+            for done in merge_layers(home, plan, layers, knobs=knobs):
+                costs[done.name] = asdict(Realised.of([done]))
+                yield done
     finally:
         write_atomic(home.current_plan_path(recipe), seal({**state, "layers": costs}))
 
@@ -211,7 +214,9 @@ def snapshot_recipe(home: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
     state = _current(home, recipe)
     costs = [Realised(**cost) for cost in state["layers"].values()]
     realised = Realised.total(costs)
-    snapshot = commit(home, _planned(home, recipe, state), realised)
+    plan = _planned(home, recipe, state)
+    with lease(home, plan):
+        snapshot = commit(home, plan, realised)
     write_atomic(
         home.current_plan_path(recipe), seal({**state, "snapshot_id": snapshot.snapshot_id})
     )

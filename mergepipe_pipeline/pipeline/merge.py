@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 from mergepipe_pipeline.pipeline.commit import commit, object_store
 from mergepipe_pipeline.pipeline.cost import Begun, LayerOutcome, Realised, Times
 from mergepipe_pipeline.pipeline.inputs import Inputs
+from mergepipe_pipeline.pipeline.leases import lease
+from mergepipe_pipeline.pipeline.leases import staging as staging_of
 from mergepipe_pipeline.pipeline.memory import release_freed
 from mergepipe_pipeline.pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.objects import StoredObject
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
-from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -95,18 +96,22 @@ def merge(
     knobs: EngineKnobs | None = None,
     progress: Progress | None = None,
     begun: Begun | None = None,
+    is_stage: bool = False,
 ) -> MergeOutcome:
     """Execute a plan and commit its snapshot; publishes nothing. `begun`: the verb, before now.
+
+    `is_stage`: nobody asked for the result but a later stage, so that `gc` may remove it.
 
     Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on
     a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
     begun = begun or Begun(started)
-    realised = Realised.of(merge_layers(home, plan, knobs=knobs, progress=progress))
-    merging_s = time.monotonic() - started
-    times = Times(begun.predicted, started - begun.at_s, merging_s)
-    snapshot = commit(home, plan, realised, times)
+    with lease(home, plan):
+        realised = Realised.of(merge_layers(home, plan, knobs=knobs, progress=progress))
+        merging_s = time.monotonic() - started
+        times = Times(begun.predicted, started - begun.at_s, merging_s)
+        snapshot = commit(home, plan, realised, times, is_stage=is_stage)
     return MergeOutcome(snapshot, plan, realised, time.monotonic() - started, times)
 
 
@@ -213,8 +218,7 @@ class _LayerMerger:
 
         release_freed()
         given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
-        staging = self._home.new_staging("merge")
-        self._stack.callback(remove_tree, staging)
+        staging = self._stack.enter_context(staging_of(self._home, "merge"))
         known = self._stack.enter_context(Inputs(self._home, self._plan, layers))
         runner = LayerRunner(self._plan, EngineOptions(**given), known)
         return self._stack.enter_context(runner), staging

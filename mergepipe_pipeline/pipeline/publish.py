@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.snapshots.leases import Leases, Need
 from mergepipe_pipeline.snapshots.load import load_snapshot
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
@@ -23,10 +24,12 @@ def publish(
     `expected` is the version the caller has seen; another one raises CommitConflictError. Raises
     NotFoundError for an unknown snapshot, CorruptionError for a damaged one.
     """
-    snapshot = load_snapshot(home.snapshots, snapshot_id)
-    if audit:
-        verify_snapshot(home.snapshots / snapshot.snapshot_id)
-    return RefStore(home.refs).publish(ref, snapshot.snapshot_id, reason, expected)
+    found_id = load_snapshot(home.snapshots, snapshot_id).snapshot_id
+    with Leases(home.leases).hold(Need(snapshot_ids=frozenset([found_id])), "publish"):
+        snapshot = load_snapshot(home.snapshots, found_id)
+        if audit:
+            verify_snapshot(home.snapshots / snapshot.snapshot_id)
+        return RefStore(home.refs).publish(ref, snapshot.snapshot_id, reason, expected)
 
 
 def history(home: Warehouse, ref: str) -> tuple[Ref, ...]:

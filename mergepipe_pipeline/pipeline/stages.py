@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mergepipe_pipeline.pipeline.leases import lease_until_exit
 from mergepipe_pipeline.pipeline.merge import merge
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
@@ -30,6 +31,7 @@ def run_stages(
     for stage in raw.before:
         name = stage.stage or stage.name
         plan = plan_stage(stage, results)
-        snapshot = merge(home, plan, progress=progress).snapshot
+        lease_until_exit(home, plan)
+        snapshot = merge(home, plan, progress=progress, is_stage=True).snapshot
         results[name] = open_checkpoint(snapshot.path, name)
     return results

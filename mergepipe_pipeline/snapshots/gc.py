@@ -1,29 +1,59 @@
-"""Removes what nobody needs: old staging, what a killed process left half-written, and objects and
-actions that no snapshot names.
+"""Removes what nobody needs: old staging, what a killed process left half-written, stages that
+nothing reads, and objects and actions that neither a snapshot nor a living process names.
 
-Young files stay, since a merge in progress may be about to use them.
+What is in doubt stays: the objects that a damaged snapshot links to, and what appeared since the
+oldest living lease was taken.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from stat import S_ISREG
 
-from mergepipe_pipeline.snapshots.load import list_snapshots
+from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.snapshots.leases import Living, Need
+from mergepipe_pipeline.snapshots.load import DamagedSnapshot, scan_snapshots
+from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.objects import ObjectStore
-from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
+from mergepipe_pipeline.storage.locks import is_held
+
+_NOBODY = Living(Need(), frozenset(), None, (), (), judged_by_age=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What was, or would be, removed."""
+    """What was, or would be, removed; `snapshots` are stages among it, by id.
+
+    `notes` are sentences about what stays because it is in doubt.
+    """
 
     files: int
     nbytes: int
     paths: tuple[str, ...]
+    snapshots: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """What must stay, beside snapshots that are results.
+
+    `marks` None: no snapshot may be removed. `notes` become those of `Collected`.
+    """
+
+    need: Need = field(default_factory=Need)
+    living: Living = _NOBODY
+    marks: Marks | None = None
+    notes: tuple[str, ...] = ()
 
 
 def collect(
@@ -31,41 +61,160 @@ def collect(
     snapshots: Path,
     staging: Path,
     written: Sequence[Path] = (),
+    roots: Roots | None = None,
     *,
     older_than_s: float,
     dry_run: bool,
 ) -> Collected:
-    """Remove what is older than `older_than_s` and unreferenced; of `written` only files without
+    """Remove what is older than `older_than_s` and not needed; of `written` only files without
     their final name.
 
-    Raises CorruptionError (manifests).
-
-    Actions go before objects, so that no action ever names an object that is gone for good.
+    No lease may be taken meanwhile. Actions go before objects, so that no action ever names an
+    object that is gone for good.
     """
-    used = [s for snapshot in list_snapshots(snapshots) for s in snapshot.manifest.shards]
-    keys, digests = {s.layer_key for s in used}, {s.sha256 for s in used}
-    doomed = [p for p in objects.all_actions() if p.stem not in keys]
-    doomed += [p for p in objects.all_objects() if p.name not in digests]
-    doomed += sorted(staging.iterdir()) if staging.is_dir() else []
-    doomed += [p for folder in written for p in sorted(folder.rglob(".*.tmp"))]
+    roots = roots or Roots()
     limit = time.time() - older_than_s
-    old = [p for p in doomed if _last_use(p) <= limit]
-    nbytes = sum(_nbytes(p) for p in old)
+    need = roots.need | roots.living.need
+    whole, damaged = scan_snapshots(snapshots)
+    stages = _idle_stages(whole, need, roots.marks, limit)
+    left = [s for s in whole if s not in stages]
+    old = [Path(s.path) for s in stages]
+    old += [
+        path
+        for path in (
+            *(_idle_layers(objects, left, damaged, need, roots.living)),
+            *_idle_staging(staging, roots.living),
+            *(p for folder in written for p in sorted(folder.rglob(".*.tmp")) if not is_held(p)),
+        )
+        if _last_use(path) <= limit
+    ]
+    old += roots.living.dead
+    nbytes = _freed_nbytes(old)
     if not dry_run:
+        for stage in stages:
+            _retire(stage, staging, roots.marks)
         for path in old:
             remove_tree(path)
-    return Collected(len(old), nbytes, tuple(str(p) for p in old))
+    notes = (*roots.notes, *(_stays(d) for d in damaged))
+    ids = tuple(s.snapshot_id for s in stages)
+    return Collected(len(old), nbytes, tuple(str(p) for p in old), ids, notes)
+
+
+def _idle_stages(
+    whole: Sequence[Snapshot], need: Need, marks: Marks | None, limit: float
+) -> list[Snapshot]:
+    if marks is None:
+        return []
+    stages = marks.stages()
+    return [
+        s
+        for s in whole
+        if s.snapshot_id in stages
+        and s.snapshot_id not in need.snapshot_ids
+        and s.manifest.plan_id not in need.plan_ids
+        and _last_use(marks.path_of(s.snapshot_id)) <= limit
+    ]
+
+
+def _retire(stage: Snapshot, staging: Path, marks: Marks | None) -> None:
+    """Remove a snapshot: first by one rename, so that nobody sees a part of it."""
+    aside = staging / f"collected-{stage.snapshot_id}"
+    remove_tree(aside)
+    publish_dir(stage.path, aside)
+    remove_tree(aside)
+    if marks is not None:
+        marks.forget(stage.snapshot_id)
+
+
+def _idle_layers(
+    objects: ObjectStore,
+    whole: Sequence[Snapshot],
+    damaged: Sequence[DamagedSnapshot],
+    need: Need,
+    living: Living,
+) -> Iterator[Path]:
+    """Actions, then objects."""
+    if living.unreadable:
+        return
+    used = [s for snapshot in whole for s in snapshot.manifest.shards]
+    keys = {s.layer_key for s in used} | need.layer_keys
+    linked = _linked(damaged)
+    digests = {s.sha256 for s in used}
+    digests |= {p.name for p in objects.all_objects() if linked and _inode(p) in linked}
+    actions = objects.all_actions()
+    for path in actions:
+        named = _object_of(path) if linked or path.stem in need.layer_keys else None
+        if named is not None and path.stem in need.layer_keys:
+            digests.add(named)
+        elif path.stem not in keys and (named is None or named not in digests):
+            yield path
+    for path in objects.all_objects():
+        # A layer becomes an object before its action says so.
+        if path.name not in digests and not _appeared_since(path, living.since_ns):
+            yield path
+
+
+def _idle_staging(staging: Path, living: Living) -> list[Path]:
+    if not staging.is_dir():
+        return []
+    return [p for p in sorted(staging.iterdir()) if p.name not in living.names]
+
+
+def _object_of(action: Path) -> str | None:
+    with suppress(OSError, CorruptionError, KeyError):
+        return str(unseal(action.read_bytes(), str(action))["object"])
+    return None
+
+
+def _linked(damaged: Sequence[DamagedSnapshot]) -> set[tuple[int, int]]:
+    """The files of damaged snapshots, whose objects may be all that is left of them."""
+    found = set[tuple[int, int]]()
+    for snapshot in damaged:
+        with suppress(OSError):
+            found |= {_inode(p) for p in snapshot.folder.iterdir()}
+    return found
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return (0, 0)
+    return found.st_dev, found.st_ino
+
+
+def _appeared_since(path: Path, since_ns: int | None) -> bool:
+    try:
+        return since_ns is not None and path.lstat().st_ctime_ns >= since_ns
+    except FileNotFoundError:
+        return False
+
+
+def _stays(damaged: DamagedSnapshot) -> str:
+    return f"a damaged snapshot stays, with the objects that it links to: {damaged.error}"
 
 
 def _last_use(path: Path) -> float:
-    """Seconds since the epoch; infinite for what another process removed meanwhile."""
+    """Seconds since the epoch; infinite for what another process removed meanwhile.
+
+    Of an action or a mark the time of writing counts: whoever uses one sets it, and a collection
+    reads it.
+    """
     try:
         found = path.lstat()
-        return max(found.st_mtime, found.st_atime)
+        return found.st_mtime if path.suffix == ".json" else max(found.st_mtime, found.st_atime)
     except FileNotFoundError:
         return inf
 
 
-def _nbytes(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(p.lstat().st_size for p in files if p.is_file())
+def _freed_nbytes(paths: Sequence[Path]) -> int:
+    """The bytes of the files that lose all their names; a link to what stays frees nothing."""
+    removed = Counter[tuple[int, int, int, int]]()
+    for path in paths:
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            with suppress(FileNotFoundError):
+                found = file.lstat()
+                if S_ISREG(found.st_mode):
+                    inode = found.st_dev, found.st_ino
+                    removed[*inode, found.st_nlink, found.st_size] += 1
+    return sum(size for (*_, links, size), n in removed.items() if n >= links)

@@ -1,7 +1,11 @@
-"""Finds committed snapshots. A snapshot exists iff its folder exists."""
+"""Finds committed snapshots. A snapshot exists iff its folder exists.
+
+A damaged one is listed as damaged and hides no other.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.digest import unseal
@@ -10,9 +14,28 @@ from mergepipe_pipeline.snapshots.stage import MANIFEST
 from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
 
 
+@dataclass(frozen=True, slots=True)
+class DamagedSnapshot:
+    """A folder that is no snapshot any more, and why."""
+
+    folder: Path
+    error: CorruptionError
+
+
 def list_snapshots(snapshots: Path) -> list[Snapshot]:
-    """All snapshots, by id. Raises CorruptionError for a damaged manifest."""
-    return [load_snapshot(snapshots, i) for i in _ids(snapshots)]
+    """All snapshots that can be read, by id; `scan_snapshots` tells of the others, too."""
+    return scan_snapshots(snapshots)[0]
+
+
+def scan_snapshots(snapshots: Path) -> tuple[list[Snapshot], list[DamagedSnapshot]]:
+    """All snapshots by id: those that can be read, and those that are damaged."""
+    whole, damaged = [], []
+    for snapshot_id in _ids(snapshots):
+        try:
+            whole.append(_load(snapshots, snapshot_id))
+        except CorruptionError as error:
+            damaged.append(DamagedSnapshot(snapshots / snapshot_id, error))
+    return whole, damaged
 
 
 def load_snapshot(snapshots: Path, snapshot_id: str) -> Snapshot:
@@ -27,36 +50,42 @@ def load_snapshot(snapshots: Path, snapshot_id: str) -> Snapshot:
             found=f"{snapshot_id!r} ({len(ids)} snapshots exist)",
             next_step="see `mergepipe ls`",
         )
-    folder = snapshots / matches[0]
+    return _load(snapshots, matches[0])
+
+
+def _load(snapshots: Path, snapshot_id: str) -> Snapshot:
+    folder = snapshots / snapshot_id
     manifest = read_manifest(folder)
-    if manifest.snapshot_id != matches[0]:
+    if manifest.snapshot_id != snapshot_id:
         raise CorruptionError(
             "A snapshot's manifest is not its own",
             where=str(folder / MANIFEST),
-            expected=matches[0],
+            expected=snapshot_id,
             found=manifest.snapshot_id,
             next_step="remove the folder and merge again: layers are reused",
         )
-    return Snapshot(matches[0], str(folder), manifest)
+    return Snapshot(snapshot_id, str(folder), manifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a snapshot or exported folder. Raises CorruptionError."""
     path = folder / MANIFEST
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("not a regular file")
         data = path.read_bytes()
-    except FileNotFoundError:
+    except OSError as error:
         raise CorruptionError(
             "A snapshot has no manifest",
             where=str(path),
             expected=MANIFEST,
-            found="no such file",
+            found=error.strerror or str(error),
             next_step="remove the folder and merge again: layers are reused",
-        ) from None
+        ) from error
     value = unseal(data, str(path))
     try:
         return Manifest.from_json(value)
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CorruptionError(
             "A manifest has another form than this version writes",
             where=str(path),

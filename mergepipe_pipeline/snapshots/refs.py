@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mergepipe_pipeline.errors import MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.spec.snapshot import Ref
-from mergepipe_pipeline.storage.chain import VersionChain
+from mergepipe_pipeline.storage.chain import VersionChain, chain_names
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
@@ -19,10 +19,8 @@ class RefStore:
         self._refs = refs
 
     def names(self) -> list[str]:
-        """All refs that have a version."""
-        if not self._refs.is_dir():
-            return []
-        return sorted(p.name for p in self._refs.iterdir() if VersionChain(p).versions())
+        """All refs that have a version, readable or not."""
+        return chain_names(self._refs)
 
     def current(self, name: str) -> Ref:
         """What `name` stands for. Raises NotFoundError, CorruptionError."""
@@ -35,13 +33,13 @@ class RefStore:
                 expected=", ".join(self.names()) or "none exists yet",
                 next_step="publish a snapshot with `mergepipe publish ID --ref NAME`",
             )
-        return _ref(name, *current)
+        return self._ref(name, *current)
 
     def history(self, name: str) -> list[Ref]:
         """Every version, oldest first. Raises NotFoundError."""
         self.current(name)
         chain = self._chain(name)
-        return [_ref(name, n, chain.get(n)) for n in chain.versions()]
+        return [self._ref(name, n, chain.get(n)) for n in chain.versions()]
 
     def publish(self, name: str, snapshot_id: str, reason: str, expected: int | None = None) -> Ref:
         """Make `name` stand for a snapshot; what it stands for already adds no version.
@@ -51,9 +49,9 @@ class RefStore:
         chain = self._chain(name)
         current = chain.current()
         if current and current[1]["snapshot_id"] == snapshot_id and expected in (None, current[0]):
-            return _ref(name, *current)
+            return self._ref(name, *current)
         value = {"snapshot_id": snapshot_id, "reason": reason}
-        return _ref(name, chain.append(value, expected), value)
+        return self._ref(name, chain.append(value, expected), value)
 
     def target(self, name: str, to: int | None) -> Ref:
         """The version that a rollback goes back to: `to`, or the last that differs from now.
@@ -72,7 +70,7 @@ class RefStore:
                     next_step="publish another snapshot",
                 )
             return older[-1]
-        return _ref(name, to, self._chain(name).get(to))
+        return self._ref(name, to, self._chain(name).get(to))
 
     def rollback(self, name: str, to: int | None, reason: str) -> Ref:
         """Publish again what `target` gives. Raises NotFoundError as it does."""
@@ -92,6 +90,14 @@ class RefStore:
             )
         return VersionChain(self._refs / name)
 
-
-def _ref(name: str, number: int, value: dict[str, str]) -> Ref:
-    return Ref(name, number, value["snapshot_id"], value["reason"])
+    def _ref(self, name: str, number: int, value: dict[str, str]) -> Ref:
+        try:
+            return Ref(name, number, value["snapshot_id"], value["reason"])
+        except KeyError as error:
+            raise CorruptionError(
+                "A version of a ref has another form than this version writes",
+                where=str(self._refs / name),
+                expected=f"{error} in version {number}",
+                found=", ".join(value) or "nothing",
+                next_step="read it with the version that wrote it",
+            ) from error

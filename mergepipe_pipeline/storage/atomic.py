@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from mergepipe_pipeline.errors import StorageFullError
+from mergepipe_pipeline.storage.locks import lock
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -138,14 +139,14 @@ def _temp_file(final: Path, data: bytes | Iterable[bytes]) -> Iterator[Path]:
     """A durable temporary file beside `final`, gone afterwards whatever happens."""
     make_dirs(final.parent)
     _step("write")
-    handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
+    handle, name = _locked_temp(final)
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines((data,) if isinstance(data, bytes) else data)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
-        yield Path(name)
+            yield Path(name)
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -156,6 +157,16 @@ def _make_missing(folder: Path) -> list[Path]:
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
     return [new.parent for new in missing]
+
+
+def _locked_temp(final: Path) -> tuple[int, str]:
+    """A new file beside `final`, locked so that a collection sees that its maker lives."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
+        lock(handle)
+        if os.fstat(handle).st_nlink:
+            return handle, name
+        os.close(handle)  # a collection came between
 
 
 def _fsync_file(path: Path) -> None:

@@ -7,11 +7,12 @@ next one and history is never rewritten.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.errors import CommitConflictError, NotFoundError
+from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, NotFoundError
 from mergepipe_pipeline.storage.atomic import create_exclusive
 
 _FILE = re.compile(r"^(\d{8})\.json$")
@@ -25,16 +26,24 @@ class VersionChain:
         self._folder = Path(folder)
 
     def versions(self) -> list[int]:
-        """All version numbers, ascending; empty if the folder is not there."""
+        """All version numbers, ascending; empty if the folder is not there.
+
+        Raises CorruptionError for a folder that cannot be listed.
+        """
         if not self._folder.is_dir():
             return []
-        found = (_FILE.match(p.name) for p in self._folder.iterdir())
+        try:
+            found = [_FILE.match(p.name) for p in self._folder.iterdir()]
+        except OSError as error:
+            raise _unreadable(self._folder, error) from error
         return sorted(int(m.group(1)) for m in found if m)
 
     def get(self, number: int) -> dict[str, Any]:
         """The value of one version. Raises NotFoundError, CorruptionError."""
         path = self._path(number)
         try:
+            if path.exists() and not path.is_file():
+                raise OSError("not a regular file")
             data = path.read_bytes()
         except FileNotFoundError:
             raise NotFoundError(
@@ -44,6 +53,8 @@ class VersionChain:
                 expected=", ".join(map(str, self.versions()[-5:])) or "none exists yet",
                 next_step="choose one that exists",
             ) from None
+        except OSError as error:
+            raise _unreadable(path, error) from error
         return unseal(data, str(path))
 
     def current(self) -> tuple[int, dict[str, Any]] | None:
@@ -82,3 +93,46 @@ class VersionChain:
             found=f"version {found}",
             next_step="look at the current version, then try again",
         )
+
+
+def chain_names(folder: Path) -> list[str]:
+    """The folders in `folder` that have a version or cannot be listed, sorted.
+
+    A crash may leave a folder without its first version, which is none.
+    """
+    return sorted(p.name for p in folder.iterdir() if _is_chain(p)) if folder.is_dir() else []
+
+
+def read_chains(folder: Path) -> Iterator[tuple[str, int, dict[str, Any] | CorruptionError]]:
+    """Name, number and value of every version of every chain in `folder`, or why it has none.
+
+    The number is 0 for a chain that cannot be listed.
+    """
+    for name in chain_names(folder):
+        chain = VersionChain(folder / name)
+        try:
+            numbers = chain.versions()
+        except CorruptionError as error:
+            yield name, 0, error
+            continue
+        for number in numbers:
+            try:
+                yield name, number, chain.get(number)
+            except CorruptionError as error:
+                yield name, number, error
+
+
+def _is_chain(folder: Path) -> bool:
+    try:
+        return bool(VersionChain(folder).versions())
+    except CorruptionError:
+        return True
+
+
+def _unreadable(path: Path, error: OSError) -> CorruptionError:
+    return CorruptionError(
+        "A version cannot be read",
+        where=str(path),
+        found=error.strerror or str(error),
+        next_step="mend or restore it, then run again",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.export import RECIPE_FILE, export_snapshot
 from mergepipe_pipeline.snapshots.gc import collect
+from mergepipe_pipeline.snapshots.load import load_snapshot, scan_snapshots
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.storage import atomic
@@ -101,12 +103,34 @@ def test_gc_of_nothing_removes_nothing(store: Store) -> None:
     assert gc(store) == set()
 
 
-def test_gc_stops_at_a_damaged_manifest_before_it_removes_anything(store: Store) -> None:
-    made = store.commit((1,))
-    Path(made.path, "manifest.json").write_text("{}")
+@pytest.mark.parametrize("damage", ["flip", "empty", "lost", "folder", "fifo"])
+def test_gc_keeps_what_a_damaged_snapshot_links_to_and_goes_on(store: Store, damage: str) -> None:
+    made, other = store.commit((1, 2)), store.commit((3,), run=2)
+    idle = store.shard(4)
+    manifest = Path(made.path, "manifest.json")
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.unlink()
+    match damage:
+        case "flip":
+            manifest.write_bytes(data)
+        case "empty":
+            manifest.write_bytes(b"")
+        case "folder":
+            manifest.mkdir()
+        case "fifo":
+            os.mkfifo(manifest)
+    whole, (damaged,) = scan_snapshots(store.snapshots)
+    assert whole == [other]
+    assert damaged.folder == Path(made.path)
+    removed = gc(store)
+    assert {idle.sha256, f"{idle.layer_key}.json"} <= removed
+    for shard in (*made.manifest.shards, *other.manifest.shards):
+        assert store.objects.lookup(shard.layer_key) is not None
     with pytest.raises(CorruptionError, match=r"manifest\.json"):
-        gc(store)
-    assert len(store.objects.all_objects()) == 1
+        load_snapshot(store.snapshots, made.snapshot_id)
+    shutil.rmtree(made.path)
+    assert store.commit((1, 2), run=3) == made
 
 
 def test_an_export_is_a_copy_with_the_recipe_and_repeating_it_changes_nothing(

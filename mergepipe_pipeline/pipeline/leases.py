@@ -1,0 +1,51 @@
+"""What the verbs lease while they work: a plan's layers, the results it reads, a staging folder."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+from mergepipe_pipeline.snapshots.leases import Leases, Need
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.warehouse import Warehouse
+
+_until_exit = ExitStack()
+atexit.register(_until_exit.close)
+
+
+def lease(home: Warehouse, plan: MergePlan) -> AbstractContextManager[str]:
+    """Keep what a plan needs, and its own snapshot, until the context ends."""
+    return Leases(home.leases).hold(need_of(home, plan))
+
+
+def lease_until_exit(home: Warehouse, plan: MergePlan) -> None:
+    """Keep a stage's result for the plans after it, which this process makes and merges."""
+    _until_exit.enter_context(Leases(home.leases).hold(need_of(home, plan), "stage"))
+
+
+def need_of(home: Warehouse, plan: MergePlan) -> Need:
+    """A plan's layers, the snapshot it gives, and the snapshots of this warehouse it reads."""
+    return Need(
+        frozenset(layer.layer_key for layer in plan.layers),
+        frozenset([plan.plan_id]),
+        frozenset(
+            path.relative_to(home.snapshots).parts[0]
+            for path in (Path(source.root) for source in plan.sources)
+            if path.is_relative_to(home.snapshots) and path != home.snapshots
+        ),
+    )
+
+
+@contextmanager
+def staging(home: Warehouse, label: str) -> Iterator[Path]:
+    """A fresh folder in staging, leased under its own name, gone when the context ends."""
+    with Leases(home.leases).hold(Need(), label) as name:
+        path = home.staging / name
+        path.mkdir(parents=True)
+        try:
+            yield path
+        finally:
+            remove_tree(path)

@@ -1,0 +1,129 @@
+"""What living processes need: each says so in a lease, so that a collection leaves it alone.
+
+A lease is a file that its process keeps locked. The system drops the lock of a process that ends,
+however it ends, so a lease that nobody holds is one that nobody needs. A lease is made while no
+collection runs, and before what it names is looked up: what is found then stays.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import CorruptionError, StorageFullError
+from mergepipe_pipeline.storage.atomic import FULL
+from mergepipe_pipeline.storage.locks import is_held, locked, locked_file
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What must stay: layers by key, the snapshots of plans by the plan's id, snapshots by id."""
+
+    layer_keys: frozenset[str] = frozenset()
+    plan_ids: frozenset[str] = frozenset()
+    snapshot_ids: frozenset[str] = frozenset()
+
+    def __or__(self, other: Need) -> Need:
+        return Need(
+            self.layer_keys | other.layer_keys,
+            self.plan_ids | other.plan_ids,
+            self.snapshot_ids | other.snapshot_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Living:
+    """The leases of living processes, and the files of dead ones.
+
+    `names` are the leases' own. What appeared since `since_ns` may be on its way into one of them.
+    `unreadable` are leases that are held and say nothing; `judged_by_age` is True where the file
+    system has no locks.
+    """
+
+    need: Need
+    names: frozenset[str]
+    since_ns: int | None
+    unreadable: tuple[Path, ...]
+    dead: tuple[Path, ...]
+    judged_by_age: bool
+
+
+class Leases:
+    """The folder `leases` of a warehouse."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def hold(self, need: Need, label: str = "merge") -> Iterator[str]:
+        """Keep what is needed until the context ends; yields the name of the lease.
+
+        Waits for a collection that runs. Raises StorageFullError.
+        """
+        name = f"{label}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        value = {
+            "layer_keys": sorted(need.layer_keys),
+            "plan_ids": sorted(need.plan_ids),
+            "snapshot_ids": sorted(need.snapshot_ids),
+        }
+        with ExitStack() as stack:
+            with self._gate(shared=True):
+                try:
+                    stack.enter_context(locked_file(self._folder / f"{name}.json", seal(value)))
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    raise StorageFullError(
+                        "The disk is full",
+                        where=str(self._folder),
+                        found=os.strerror(error.errno or 0),
+                        next_step="free space and run the same command again",
+                    ) from error
+            yield name
+
+    def alone(self) -> AbstractContextManager[None]:
+        """While the context lasts, nobody gets a lease, and no other collection runs."""
+        return self._gate(shared=False)
+
+    def living(self, older_than_s: float) -> Living:
+        """Who lives now. Where there are no locks, whoever is younger than `older_than_s`."""
+        need, names, since_ns = Need(), set(), None
+        unreadable, dead, judged_by_age = [], [], False
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                found, held = path.stat(), is_held(path)
+                data = path.read_bytes()
+            except FileNotFoundError:  # its process has just ended
+                continue
+            judged_by_age |= held is None
+            young = time.time() - found.st_mtime < older_than_s
+            if not (young if held is None else held):
+                dead.append(path)
+                continue
+            names.add(path.stem)
+            since_ns = min(found.st_ctime_ns, since_ns or found.st_ctime_ns)
+            try:
+                need |= _need(data, path)
+            except (CorruptionError, KeyError, TypeError):
+                unreadable.append(path)
+        return Living(
+            need, frozenset(names), since_ns, tuple(unreadable), tuple(dead), judged_by_age
+        )
+
+    def _gate(self, *, shared: bool) -> AbstractContextManager[None]:
+        return locked(self._folder / ".gate", shared=shared)
+
+
+def _need(data: bytes, path: Path) -> Need:
+    value = unseal(data, str(path))
+    return Need(*(_texts(value[key]) for key in ("layer_keys", "plan_ids", "snapshot_ids")))
+
+
+def _texts(values: Collection[str]) -> frozenset[str]:
+    return frozenset(values)

@@ -1,0 +1,61 @@
+"""Which snapshots somebody asked for: a property of requests, so it is told beside the snapshots.
+
+A snapshot without a mark is a result. `stage` is written once, for a snapshot that a stage has just
+made; `result` replaces it when somebody merges the same as a result, and stays. Whatever of the two
+comes last, a result keeps its mark.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.storage.atomic import create_exclusive, remove_tree, write_atomic
+
+_STAGE, _RESULT = ({"made_as": made_as} for made_as in ("stage", "result"))
+
+
+class Marks:
+    """The folder `stages` of a warehouse."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def mark(self, snapshot_id: str, *, is_stage: bool, is_new: bool) -> None:
+        """Remember what a snapshot was made as; `is_new`: it was not there before.
+
+        A stage that is there already counts as used now.
+        """
+        path = self.path_of(snapshot_id)
+        if not is_stage:
+            if self._read(path) != _RESULT:
+                write_atomic(path, seal(_RESULT))
+        elif is_new and not path.exists():
+            with suppress(FileExistsError):
+                create_exclusive(path, seal(_STAGE))
+        else:
+            with suppress(FileNotFoundError):
+                os.utime(path)
+
+    def stages(self) -> set[str]:
+        """The ids of snapshots that are stages and nobody's result."""
+        return {p.stem for p in self._folder.glob("*.json") if self._read(p) == _STAGE}
+
+    def forget(self, snapshot_id: str) -> None:
+        """Remove the mark of a snapshot that is gone."""
+        remove_tree(self.path_of(snapshot_id))
+
+    def path_of(self, snapshot_id: str) -> Path:
+        """Where the mark of a snapshot lies, or would."""
+        return self._folder / f"{snapshot_id}.json"
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, str] | None:
+        """The mark, or None where there is none that can be read."""
+        try:
+            return unseal(path.read_bytes(), str(path))
+        except (OSError, CorruptionError):
+            return None

@@ -1,0 +1,77 @@
+"""Locks that the system drops when their process ends, however it ends: flock.
+
+A lock says whether the maker of a file still lives. Where the file system has no locks, nobody
+knows, and who asks must judge by age.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+#: What the system says where a file system has no locks.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF})
+
+
+def lock(handle: int, *, shared: bool = False) -> bool:
+    """Lock an open file until it is closed, after those who have it; False: there are no locks."""
+    return _flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether a living process has locked the file; None where nobody can know.
+
+    False for a file that is not there.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        return None if not _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB) else False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
+    """Hold the lock of `path`, which is made if it is not there and stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        lock(handle, shared=shared)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked_file(path: Path, data: bytes) -> Iterator[None]:
+    """A new file that is locked and there for as long as the context, and not durable."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        lock(handle)
+        while data:
+            data = data[os.write(handle, data) :]
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _flock(handle: int, how: int) -> bool:
+    try:
+        fcntl.flock(handle, how)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
