@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from mergepipe_pipeline.catalog.formats import SEGMENTS
 from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, write_groups
-from mergepipe_pipeline.catalog.seals import drop, find_sealed
+from mergepipe_pipeline.catalog.seals import drop, find_sealed, version
 from mergepipe_pipeline.errors import CorruptionError
 
 _SCHEMA = pa.schema([("tensor", pa.string()), ("digests", pa.binary())])
@@ -56,6 +56,7 @@ class SegmentFiles:
         self._places: dict[str, tuple[RowGroups, Key]] = {}
         self._held: tuple[Key, dict[str, bytes]] = ((), {})
         for path in find_sealed(folder / SEGMENTS, _stem(owner_id, segment_elems)):
+            seen = version(path)
             try:
                 file = self._stack.enter_context(RowGroups(path, _SCHEMA))
                 for key in file.keys:
@@ -64,7 +65,7 @@ class SegmentFiles:
             except FileNotFoundError:
                 continue
             except CorruptionError as error:
-                drop(path, error)
+                drop(path, error, seen)
 
     def __enter__(self) -> SegmentFiles:
         return self

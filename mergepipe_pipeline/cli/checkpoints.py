@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -105,7 +106,15 @@ def ls(console: Console) -> None:
         *table(("snapshot", "method", "size", "inputs"), snapshots),
         "",
         *table(("ref", "version", "snapshot", "reason"), refs),
+        *_damaged_lines(listing.damaged),
     )
+
+
+def _damaged_lines(damaged: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not damaged:
+        return []
+    rows = [(d["kind"], d["name"], d["reason"]) for d in damaged]
+    return ["", *table(("damaged", "name", "reason"), rows)]
 
 
 @click.command()

@@ -24,10 +24,10 @@ from mergepipe_pipeline.pipeline.compare import Comparison, full_plan_id, known_
 from mergepipe_pipeline.pipeline.inspect import plan_of, shares, snapshot_of
 from mergepipe_pipeline.pipeline.plan import checked_plan, load_plan, make_plan, stored_plans
 from mergepipe_pipeline.pipeline.progress import Progress
-from mergepipe_pipeline.pipeline.query import first_versions, provenance
+from mergepipe_pipeline.pipeline.query import first_versions, provenance, told_snapshots
 from mergepipe_pipeline.planner.choosing import bought
 from mergepipe_pipeline.planner.explain import Account, Block, account
-from mergepipe_pipeline.snapshots.load import list_snapshots, load_snapshot
+from mergepipe_pipeline.snapshots.load import load_snapshot
 from mergepipe_pipeline.spec.plan import MergePlan, TensorTask
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
@@ -206,7 +206,7 @@ def explain_expert(
 def _appearances(home: Warehouse, name: str) -> Iterator[Appearance]:
     """Snapshots from the newest on, then plans by id."""
     versions = first_versions(Catalog(home.catalog))
-    told = [(provenance(s.path), s) for s in list_snapshots(home.snapshots)]
+    told = [(told, snapshot) for snapshot, told in told_snapshots(home)]
     told.sort(key=lambda pair: pair[0]["created"], reverse=True)
     plans = dict(stored_plans(home, checked_plan))
     for _, snapshot in told:

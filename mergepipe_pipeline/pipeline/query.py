@@ -13,10 +13,12 @@ from typing import Any
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.queries import Limits, Rows
 from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.pipeline.plan import stored_plans
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
+from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 _Row = tuple[Any, ...]
@@ -67,8 +69,7 @@ def _plan_row(plan_id: str, plan: Any) -> _Row:
 
 
 def _snapshots(home: Warehouse) -> Iterator[_Row]:
-    for snapshot in list_snapshots(home.snapshots):
-        told = provenance(snapshot.path)
+    for snapshot, told in told_snapshots(home):
         e, realised = told["estimates"], told["realised"] or {}
         yield (
             snapshot.snapshot_id,
@@ -90,8 +91,8 @@ def _snapshots(home: Warehouse) -> Iterator[_Row]:
 
 def _snapshot_inputs(home: Warehouse) -> Iterator[_Row]:
     versions = first_versions(Catalog(home.catalog))
-    for snapshot in list_snapshots(home.snapshots):
-        sources = provenance(snapshot.path)["sources"]
+    for snapshot, told in told_snapshots(home):
+        sources = told["sources"]
         for entry, source in zip(snapshot.manifest.inputs, sources, strict=True):
             checkpoint_id = source["checkpoint_id"]
             yield (
@@ -108,7 +109,10 @@ def _snapshot_inputs(home: Warehouse) -> Iterator[_Row]:
 def _refs(home: Warehouse) -> Iterator[_Row]:
     refs = RefStore(home.refs)
     for name in refs.names():
-        history = refs.history(name)
+        try:
+            history = refs.history(name)
+        except MergePipeError:  # `ls` says so
+            continue
         for ref in history:
             yield (name, ref.number, ref == history[-1], ref.snapshot_id, ref.reason)
 
@@ -119,6 +123,16 @@ def first_versions(catalog: Catalog) -> dict[tuple[str, str], int]:
     for name, version, checkpoint_id, *_ in catalog.registrations():
         found.setdefault((name, checkpoint_id), version)
     return found
+
+
+def told_snapshots(home: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
+    """All snapshots with their provenance, by id, without the damaged: `ls` lists those."""
+    for snapshot in list_snapshots(home.snapshots):
+        try:
+            told = provenance(snapshot.path)
+        except (CorruptionError, OSError):
+            continue
+        yield snapshot, told
 
 
 def provenance(folder: str) -> dict[str, Any]:
