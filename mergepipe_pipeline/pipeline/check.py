@@ -16,7 +16,7 @@ from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeErr
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.pipeline.analyze import grid_for
 from mergepipe_pipeline.pipeline.estimate import Cost, estimate
-from mergepipe_pipeline.pipeline.models import open_models
+from mergepipe_pipeline.pipeline.models import open_models, tied_updates
 from mergepipe_pipeline.pipeline.register import exists
 from mergepipe_pipeline.pipeline.side import side_of, template_of
 from mergepipe_pipeline.pipeline.tokens import Reindexer, build_for
@@ -170,6 +170,7 @@ def check_stage(
         problems.append(error)
     if problems or side is None:
         raise _all(problems, raw)
+    warnings += tied_updates(originals, recipe.base)
     template = models[side.template]
     if template.checkpoint.config is None:
         warnings += (_no_config(template),)

@@ -6,6 +6,8 @@ reference names another model (`model+adapter`). Headers only.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +20,18 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.pipeline.register import exists, look
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.spec.view import TensorView, moved, view_of
-from mergepipe_pipeline.storage.adapter import adapter_views, delta_views
+from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Models that nobody is to look for, by the text (`model@revision` with one) that names them:
 #: results of earlier stages, which are not there yet, and inputs of a merge that is replayed.
 Pending = Mapping[str, Checkpoint]
+#: Architectures with a head that may be the embedding (config.json, `architectures`).
+_PREDICTS = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
 def open_models(
@@ -149,28 +154,92 @@ def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:
     if checkpoint.kind == "delta":
         views = delta_views(checkpoint)
         return Model(checkpoint.name, (checkpoint,), views, is_partial=True)
-    shapes = {name: view.shape for name, view in base.views.items()}
-    views = adapter_views(checkpoint, shapes)
-    return Model(checkpoint.name, (checkpoint,), views, is_partial=True)
+    views, unties = _laid_on(base, checkpoint)
+    return Model(checkpoint.name, (checkpoint,), views, is_partial=True, unties=unties)
+
+
+def _laid_on(model: Model, adapter: Checkpoint) -> tuple[dict[str, TensorView], bool]:
+    """What an adapter makes of a model's tensors, and whether it unties the head."""
+    tied = _tied(model)
+    views = adapter_views(adapter, {n: v.shape for n, v in model.views.items()}, tied)
+    unties = tied is not None and tied.head in views
+    change = None if tied is None or unties else views.get(tied.embedding.name)
+    if tied is not None and change is not None and tied.head in model.views:
+        # The file has the matrix twice, and both must stay the same.
+        views[tied.head] = replace(change, name=tied.head)
+    return views, unties
+
+
+def _tied(model: Model) -> Tied | None:
+    """A model's embedding with the head that its config makes the same, stored or not."""
+    config = json.loads(model.checkpoint.config or "{}")
+    says, kinds = config.get("tie_word_embeddings"), config.get("architectures")
+    names = [n for n in model.views if embedding_like(n) and n.endswith(".weight")]
+    embeddings = [n for n in names if not is_post(n)]
+    if model.unties or says is False or len(embeddings) != 1:
+        return None
+    stored = [n for n in names if is_post(n)]
+    # A model that predicts tokens and stores no head can only have a tied one.
+    kind = kinds[0] if isinstance(kinds, list) and kinds else None
+    is_lm = says is True if kind is None else _PREDICTS.search(str(kind)) is not None
+    if not (says is True if stored else is_lm):
+        return None
+    (name,) = embeddings
+    inner = "language_model." if name.startswith("language_model.model.") else ""
+    own = "embed_out.weight" if name.endswith("embed_in.weight") else f"{inner}lm_head.weight"
+    return Tied(model.views[name], stored[0] if stored else own)
+
+
+def tied_updates(models: Sequence[Model], base: int | None) -> tuple[str, ...]:
+    """A warning per low-rank update of a matrix that is embedding and head in one."""
+    found = []
+    for model in models:
+        below = models[base] if model.is_partial and base is not None else model
+        tied = _tied(below)
+        view = model.views.get(tied.embedding.name) if tied is not None else None
+        if view is not None and view.low_rank and not model.unties:
+            found.append(
+                f"{model.name} updates {view.name}, which is the head too: both change, as PEFT "
+                "merges it and mergekit does, but the adapter was trained with one of them changed"
+            )
+    return tuple(found)
 
 
 def _adapted(model: Model, adapter: Checkpoint) -> Model:
     """A whole model with an adapter on it, as its own tensors plus low-rank updates."""
-    changes = adapter_views(adapter, {n: v.shape for n, v in model.views.items()})
+    changes, unties = _laid_on(model, adapter)
     views: dict[str, TensorView] = dict(model.views)
     for name, change in changes.items():
-        if change.low_rank and not change.stored and views[name].dtype not in FLOATING:
+        # A head that an adapter makes was the embedding before.
+        below = views.get(name) or model.views[tied_partner(name, model.views) or name]
+        if change.low_rank and not change.stored and below.dtype not in FLOATING:
             raise IncompatibleCheckpointsError(
                 "An adapter changes a tensor that has no floating-point numbers",
                 where=f"{adapter.root}, tensor {name}",
                 expected="a tensor of a floating-point dtype",
-                found=f"{views[name].dtype} in {model.name}",
+                found=f"{below.dtype} in {model.name}",
                 next_step="use the model in the precision that it was quantised from",
             )
         change = moved(change, len(model.checkpoints))
-        views[name] = change if change.stored else replace(views[name], low_rank=change.low_rank)
+        if not change.stored:
+            change = replace(below, name=name, low_rank=change.low_rank)
+        views[name] = change
+    if unties:
+        _refuse_other_rows(model, adapter, views)
     name = f"{model.name}+{adapter.name}"
-    return Model(name, (*model.checkpoints, adapter), views)
+    return Model(name, (*model.checkpoints, adapter), views, unties=unties)
+
+
+def _refuse_other_rows(model: Model, adapter: Checkpoint, views: Mapping[str, TensorView]) -> None:
+    rows = {n: v.shape[0] for n, v in views.items() if embedding_like(n) and n.endswith(".weight")}
+    if len(set(rows.values())) > 1:
+        raise IncompatibleCheckpointsError(
+            "An adapter retrains the embedding or the head with other rows than the other one has",
+            where=adapter.root,
+            expected="as many rows in both",
+            found=", ".join(f"{n} in {name}" for name, n in rows.items()),
+            next_step=f"put the model with the enlarged vocabulary in place of {model.name}",
+        )
 
 
 def _adapter_on_part(first: Checkpoint, adapter: Checkpoint) -> IncompatibleCheckpointsError:

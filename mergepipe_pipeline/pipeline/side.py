@@ -160,6 +160,8 @@ def _like(t: TensorRecipe, models: Sequence[Model]) -> int:
 def _must_untie(recipe: Recipe, models: Sequence[Model], config: Mapping[str, Any]) -> bool:
     """The output has a head of its own, the template's config ties it, an input's does not."""
     has_head = any(embedding_like(t.name) and is_post(t.name) for t in recipe.tensors)
+    if has_head and any(m.unties for m in models):
+        return True
     if not has_head or config.get("tie_word_embeddings") is not True:
         return False
     used = {i.model for t in recipe.tensors for i in t.inputs}

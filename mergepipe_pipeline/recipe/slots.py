@@ -14,6 +14,7 @@ from mergepipe_pipeline.recipe.parameters import position
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.tables import Tables
 from mergepipe_pipeline.spec.layers import (
+    embedding_like,
     is_buffer,
     is_optional,
     is_post,
@@ -240,7 +241,7 @@ class Slots:
         taken = []
         for i, entry in enumerate(part.contributing(self.schema.base == "none")):
             own = in_model(name, entry.model)
-            tensor = self.tables.find(entry.model, own)
+            tensor = self.tables.find(entry.model, own) or self._tied(entry.model, own, base)
             if tensor is not None:
                 taken.append(Taken(entry, i, own, tensor, True))
             elif self.tables.partial[entry.model]:
@@ -250,6 +251,12 @@ class Slots:
             elif not is_optional(own):
                 self.tables.note_missing(entry.model, own)
         return Slot(name, part, t, base, tuple(taken), (part.level, *levels))
+
+    def _tied(self, model: int, own: str, base: BaseTensor | None) -> str | None:
+        """What a partial model makes of the embedding that is the base's head, too."""
+        if base is None or not self.tables.partial[model] or not embedding_like(own):
+            return None
+        return base.tensor if base.tensor in self.tables[model] else None
 
     def _check_partial(self, entry: Entry, own: str, base: BaseTensor) -> None:
         if layer_index(own) != layer_index(base.tensor):

@@ -20,7 +20,8 @@ class Model:
     """A model by name; sources in `views` index `checkpoints`.
 
     `is_partial`: it lacks the tensors in which it equals its base. `variant` names what was done to
-    the views beyond what the checkpoints say (empty: nothing).
+    the views beyond what the checkpoints say (empty: nothing). `unties`: its adapter gives it a
+    head of its own where the config says that the embedding is the head.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Model:
     views: Mapping[str, TensorView] = field(repr=False)
     is_partial: bool = False
     variant: str = ""
+    unties: bool = False
 
     @cached_property
     def model_id(self) -> str:

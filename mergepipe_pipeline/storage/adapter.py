@@ -54,14 +54,28 @@ class _Factors:
         return (self.b.shape[0], self.a.shape[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A base's input embedding, and the name of the head that its config makes the same matrix."""
+
+    embedding: TensorView
+    head: str
+
+
 def adapter_views(
-    checkpoint: Checkpoint, base_names: Collection[str] | Mapping[str, Shape]
+    checkpoint: Checkpoint,
+    base_names: Collection[str] | Mapping[str, Shape],
+    tied: Tied | None = None,
 ) -> dict[str, TensorView]:
     """The base's tensors that a LoRA adapter changes or replaces, by their names in the base.
 
     With the base's shapes (elements per dimension) factors are checked against them, and they
     decide the orientation; without, `fan_in_fan_out` of the config does. Whole tensors keep their
     own shape: an embedding may have been resized. Parts are of source 0.
+
+    On a base that has its embedding and head `tied`, a change of either is one of the embedding, as
+    `merge_and_unload` makes it; only where the adapter retrains one of them as a whole module, peft
+    unties them. Then the head is among the views, whatever it is.
 
     Raises CheckpointError for an adapter that is empty or no plain LoRA, for tensors of unknown
     meaning, for ones that fit none or several of the base's, and for shapes that do not fit.
@@ -72,7 +86,14 @@ def adapter_views(
     config = parse_adapter_config(checkpoint.adapter_config or "", f"{checkpoint.root}, {CONFIG}")
     _refuse_empty(checkpoint)
     shapes = base_names if isinstance(base_names, Mapping) else {}
-    changes = _changes(checkpoint, _suffixes(base_names))
+    names = base_names
+    if tied is not None:
+        shapes = {**shapes, tied.head: tied.embedding.shape}
+        names = {*base_names, tied.head}
+    changes = _changes(checkpoint, _suffixes(names))
+    is_untied = tied is not None and _is_untied(changes, tied, config)
+    if tied is not None and not is_untied:
+        _join(changes, tied, checkpoint)
     factors = {
         name: found
         for name, change in changes.items()
@@ -89,6 +110,8 @@ def adapter_views(
             scale = config.scale_of(change.module)
             low_rank = LowRank(Part(0, f.a), Part(0, f.b), scale, transposed[name])
         views[name] = _view(name, change.entries.get(_WHOLE), low_rank, checkpoint)
+    if tied is not None and is_untied and tied.head not in views:
+        views[tied.head] = TensorView(tied.head, tied.embedding.dtype, tied.embedding.shape)
     return views
 
 
@@ -137,6 +160,31 @@ def _changes(checkpoint: Checkpoint, suffixes: Mapping[str, list[str]]) -> dict[
             )
         change.entries[role] = entry
     return changes
+
+
+def _is_untied(changes: Mapping[str, _Change], tied: Tied, config: AdapterConfig) -> bool:
+    """Whether peft trains a copy of one of the two and leaves the other as it was."""
+    ends = [changes[name] for name in (tied.embedding.name, tied.head) if name in changes]
+    retrained = any(_WHOLE in c.entries and config.retrains(c.module) for c in ends)
+    return retrained and not config.ensure_weight_tying
+
+
+def _join(changes: dict[str, _Change], tied: Tied, checkpoint: Checkpoint) -> None:
+    """Make what changes a tied head a change of the embedding.
+
+    Where peft saves both matrices whole, they are one parameter, and equal.
+    """
+    head = changes.pop(tied.head, None)
+    if head is None:
+        return
+    own = changes.get(tied.embedding.name, _Change(head.module))
+    updated = [c for c in (own, head) if c.entries.keys() - {_WHOLE}]
+    if len(updated) > 1:
+        entry = next(e for role, e in head.entries.items() if role != _WHOLE)
+        found = f"others for {tied.embedding.name}, to which the base ties it"
+        raise _unusable(entry, checkpoint, "beside a second update", "one update", found)
+    module = updated[0].module if updated else own.module
+    changes[tied.embedding.name] = _Change(module, {**head.entries, **own.entries})
 
 
 def _suffixes(base_names: Collection[str]) -> dict[str, list[str]]:

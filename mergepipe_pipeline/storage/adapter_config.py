@@ -42,7 +42,6 @@ _WITHOUT_EFFECT = frozenset(
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
-        "ensure_weight_tying",
         "eva_config",
         "exclude_modules",
         "inference_mode",
@@ -55,7 +54,6 @@ _WITHOUT_EFFECT = frozenset(
         "lorap_lr_ratio",
         "megatron_config",
         "megatron_core",
-        "modules_to_save",
         "peft_version",
         "qalora_group_size",
         "revision",
@@ -69,9 +67,11 @@ _READ = frozenset(
     {
         "alpha_pattern",
         "bias",
+        "ensure_weight_tying",
         "fan_in_fan_out",
         "init_lora_weights",
         "lora_alpha",
+        "modules_to_save",
         "peft_type",
         "r",
         "rank_pattern",
@@ -96,6 +96,12 @@ class AdapterConfig:
     fan_in_fan_out: bool
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    ensure_weight_tying: bool = False
+
+    def retrains(self, module: str) -> bool:
+        """Whether peft makes a copy of the whole module that is trained in its place."""
+        return module.endswith(self.modules_to_save)
 
     def rank_of(self, module: str) -> int:
         """The rank r of a module, by its name in the model that was adapted."""
@@ -129,6 +135,8 @@ def parse_adapter_config(text: str, where: str) -> AdapterConfig:
             (k, _number(v, f"alpha_pattern.{k}", where))
             for k, v in _pattern(value, "alpha_pattern", where)
         ),
+        _names(value, "modules_to_save", where),
+        _flag(value, "ensure_weight_tying", where),
     )
 
 
@@ -204,6 +212,13 @@ def _pattern(value: Mapping[str, Any], key: str, where: str) -> list[tuple[str, 
         except (re.error, RecursionError) as error:
             raise _bad(f"{key}.{pattern}", "a regular expression", str(error), where) from error
     return list(patterns.items())
+
+
+def _names(value: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    names = value.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
+        raise _bad(key, "a list of modules' names", names, where)
+    return tuple(names)
 
 
 def _positive_int(value: object, key: str, where: str) -> int:

@@ -28,8 +28,6 @@ BODIES = {
     "passthrough": "\nmodels: [{model: $e2}]\n",
     "task_arithmetic": TRIO + ON_BASE,
     "ties": TRIO + ON_BASE + HALF,
-    "dare_ties": TRIO + ON_BASE + HALF,
-    "breadcrumbs": TRIO + ON_BASE + HALF,
     "della": TRIO + ON_BASE + HALF,
     "slerp": ONE + "parameters: {t: 0.35}\n",
     "nuslerp": PAIR,
