@@ -13,6 +13,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.snapshot import LineageEntry, OperatorCount, ShardEntry
 from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.text import markdown
 
 
 def shard_name(number: int, count: int) -> str:
@@ -67,7 +68,7 @@ def model_card(
 ) -> bytes:
     """README.md with the lineage: which contents, by which method and operators, which plan."""
     front = ["---", "library_name: transformers", "tags:", "- merge", "- mergepipe", "---", ""]
-    rows = [f"| {i.role} | {i.name} | `{i.content_sha256[:16]}` |" for i in inputs]
+    rows = [f"| {i.role} | {markdown(i.name)} | `{i.content_sha256[:16]}` |" for i in inputs]
     made = [f"| `{name}` | {variant or '–'} | {n} |" for name, variant, n in operators]
     body = [
         f"# Merged model ({method})",
