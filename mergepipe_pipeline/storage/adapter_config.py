@@ -17,6 +17,8 @@ from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.storage.json_text import load_object
 
 _LARGEST = 3.4028234663852886e38  # of float32, in which updates are computed
+#: Patterns that leave a matcher no choice.
+_PLAIN = re.compile(r"(?:[A-Za-z0-9_.^$-]|\\[.dw])*")
 _Number = TypeVar("_Number", int, float)
 
 CONFIG, KIND = "adapter_config.json", "An adapter's config"
@@ -198,8 +200,22 @@ def _refuse_changed_bases(init: object, where: str) -> None:
 def _first_match(
     patterns: tuple[tuple[str, _Number], ...], module: str, default: _Number
 ) -> _Number:
-    """As peft matches: the whole name, or its end after a dot."""
-    return next((v for k, v in patterns if re.match(rf"(.*\.)?({k})$", module)), default)
+    return next((value for pattern, value in patterns if _matches(pattern, module)), default)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """As peft matches: the whole name, or its end after a dot; in time linear in the name.
+
+    Python's own matcher takes ages for patterns like `(a+)+b`, so only plain names go to it.
+    Raises ValueError for what RE2 does not know: lookaround and back references.
+    """
+    whole = rf"(.*\.)?({pattern})$"
+    if _PLAIN.fullmatch(pattern):
+        return re.match(whole, module) is not None
+    import pyarrow as pa  # takes long to load, and few adapters have such patterns
+    import pyarrow.compute as pc
+
+    return bool(pc.match_substring_regex(pa.array([module]), f"^(?:{whole})")[0].as_py())
 
 
 def _pattern(value: Mapping[str, Any], key: str, where: str) -> list[tuple[str, Any]]:
@@ -209,8 +225,11 @@ def _pattern(value: Mapping[str, Any], key: str, where: str) -> list[tuple[str, 
     for pattern in patterns:
         try:
             re.compile(rf"(.*\.)?({pattern})$")
-        except (re.error, RecursionError) as error:
-            raise _bad(f"{key}.{pattern}", "a regular expression", str(error), where) from error
+            _matches(pattern, "")
+        except (re.error, RecursionError, ValueError) as error:
+            place = f"{key}.{pattern[:80]}"
+            expected = "a regular expression without lookaround and back references"
+            raise _bad(place, expected, str(error), where) from error
     return list(patterns.items())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
@@ -62,3 +64,35 @@ def test_a_config_that_is_no_plain_lora_is_refused_at_its_key(
 def test_no_text_is_read_as_a_config_by_accident(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"config cannot be read|kind of adapter"):
         parse_adapter_config(text, "f")
+
+
+MODULES = ["q_proj", "model.layers.1.q_proj", "model.layers.12.mlp.up_proj", "xq_proj", "", "a.b"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("q_proj", r"layers.\d+.*_proj", "^model.layers.1.q_proj", r".*\.(q|up)_proj"),
+        *("a)|(q_proj", r"layers\.(1|12)\..*", "q_proj$", "", ".*", "[qu]p?_proj", "(?i:Q_PROJ)"),
+    ],
+)
+def test_a_pattern_matches_what_peft_matches(pattern: str, module: str) -> None:
+    text = json.dumps({"peft_type": "LORA", "r": 1, "rank_pattern": {pattern: 2}})
+    matched = parse_adapter_config(text, "x").rank_of(module) == 2
+    assert matched == (re.match(rf"(.*\.)?({pattern})$", module) is not None)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(a|a)" * 40 + "b", "(.*)*.*.*.*x"])
+def test_no_pattern_takes_ages(pattern: str) -> None:
+    text = json.dumps({"peft_type": "LORA", "r": 1, "alpha_pattern": {pattern: 2.0}})
+    start_s = time.process_time()
+    assert parse_adapter_config(text, "x").scale_of("a" * 2000) == 8.0
+    assert time.process_time() - start_s < 5
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)", r"(a)\1", "(a{1000}){1000}", "(" * 5000])
+def test_a_pattern_that_cannot_be_matched_in_linear_time_is_refused(pattern: str) -> None:
+    text = json.dumps({"peft_type": "LORA", "rank_pattern": {pattern: 2}})
+    with pytest.raises(CheckpointError, match="regular expression without lookaround"):
+        parse_adapter_config(text, "x")
