@@ -43,6 +43,15 @@ _FORMATS: dict[str, tuple[int, int]] = {
 }
 #: Codes whose elements a merge can do arithmetic on.
 FLOATING = frozenset(_FORMATS)
+#: The largest finite value; beyond it lies infinity. F8_E4M3 has none, and torch cuts off there.
+LARGEST: dict[str, float] = {
+    "F64": 1.7976931348623157e308,
+    "F32": 3.4028234663852886e38,
+    "F16": 65504.0,
+    "BF16": 3.3895313892515355e38,
+    "F8_E4M3": 448.0,
+    "F8_E5M2": 57344.0,
+}
 
 TORCH_NAME: dict[str, str] = {
     "F64": "float64",

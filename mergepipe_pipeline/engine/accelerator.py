@@ -26,7 +26,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mergepipe_pipeline.engine.window import Window
+from mergepipe_pipeline.engine.window import Window, count_cut_off
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import DeviceError
 from mergepipe_pipeline.operators.fused_kernel import NAN_BITS
@@ -151,7 +151,10 @@ class DeviceWindow(Window[DeviceDesk]):
             base = self._fetch_base()
             values = base.values(rows[0]) if base else None
             merged = self._applied(values, self._fill(rows[1:], values))
-            here = desk.bring(cast(merged, task.out_dtype))
+            found = cast(merged, task.out_dtype)
+            if task.out_dtype == "F8_E4M3":
+                self.n_cut_off = count_cut_off(merged, found.view(torch.uint8))
+            here = desk.bring(found)
         return here.copy()  # the desk is used again before these bytes are written
 
 

@@ -48,7 +48,7 @@ class LayerResult:
     `tensors` are (name, SHA-256 of the file up to the end of that tensor) in file order. Of the
     workers' time, added up over threads, `read_s` went to reading and `arithmetic_s` is the rest;
     `write_s` is what this thread spent on hashing and writing. `non_finite` are names of tensors
-    with NaN or infinity, and how many elements.
+    with NaN, infinity or, in F8_E4M3, values cut off at its end, and how many elements.
     """
 
     sha256: str
@@ -210,7 +210,7 @@ class LayerRunner:
             out = window.run(desk)
         finally:
             self._desks.put(desk)
-        non_finite = count_non_finite(out, task.out_dtype)
+        non_finite = count_non_finite(out, task.out_dtype) + window.n_cut_off
         read = self._sources.read_here() - before
         last = window if window.is_last else None
         return _Done(task.name, out, non_finite, read, time.perf_counter() - began, last)
@@ -239,7 +239,7 @@ def _with_later(windows: Iterator[Window[Any]]) -> Iterator[tuple[Window[Any], l
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A window's output bytes, how many elements are not finite, and what it read and took.
+    """A window's output bytes, how many are not finite or cut off, and what it read and took.
 
     `last`: the window itself, if a tensor ends with it.
     """

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import torch
 
 D = TypeVar("D", bound=Desk)
+#: Halfway from 448, the largest value of F8_E4M3, to the next one if there were one.
+_E4M3_ROUNDS_DOWN_TO = 464.0
 
 
 class Window(Generic[D]):
@@ -46,6 +48,8 @@ class Window(Generic[D]):
         self._job = job
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
+        #: Elements that `run` had to cut off at the end of the output's type.
+        self.n_cut_off = 0
 
     @property
     def task(self) -> TensorTask:
@@ -94,7 +98,7 @@ class Window(Generic[D]):
         base = self._fetch_base()
         if job.is_copy:
             assert base is not None
-            return to_bytes(base.values(), job.task.out_dtype)
+            return self._to_bytes(base.values())
         if job.kernel and job.is_stored_bfloat16:
             return self._fused(job.kernel, *self._fetch_bits(base))
         values = base.values() if base else None
@@ -102,7 +106,15 @@ class Window(Generic[D]):
         if job.kernel:
             below = values.numpy() if values is not None else np.empty(0, np.float32)
             return self._fused(job.kernel, below, rows.numpy(), np.arange(len(rows)))
-        return to_bytes(self._applied(values, rows), job.task.out_dtype)
+        return self._to_bytes(self._applied(values, rows))
+
+    def _to_bytes(self, values: torch.Tensor) -> Bytes:
+        out = to_bytes(values, self._job.task.out_dtype)
+        if self._job.task.out_dtype == "F8_E4M3":
+            import torch
+
+            self.n_cut_off = count_cut_off(values, torch.from_numpy(out))
+        return out
 
     def _applied(self, base: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         """The operator's merge of rows that lie anywhere."""
@@ -194,7 +206,7 @@ class Window(Generic[D]):
             return narrowed(merged)
         import torch
 
-        return to_bytes(torch.from_numpy(merged), task.out_dtype)
+        return self._to_bytes(torch.from_numpy(merged))
 
     def _stops(
         self, base: Stored, experts: Stored, present: np.ndarray, spans: np.ndarray | None
@@ -257,6 +269,14 @@ def to_bytes(values: torch.Tensor, dtype: str) -> Bytes:
         cast = values.clone()
     out: Bytes = cast.view(torch.uint8).numpy()
     return out
+
+
+def count_cut_off(values: torch.Tensor, codes: torch.Tensor) -> int:
+    """How many of [n] float32 values became the largest of F8_E4M3, in `codes`, from beyond it.
+
+    Some versions of torch make such values NaN instead.
+    """
+    return int((((codes & 0x7F) == 0x7E) & (values.abs() > _E4M3_ROUNDS_DOWN_TO)).sum())
 
 
 def narrowed(values: Floats) -> Bytes:

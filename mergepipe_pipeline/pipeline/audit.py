@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergepipe_pipeline.dtypes import TORCH_NAME
+from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
 from mergepipe_pipeline.pipeline.commit import object_store
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -29,7 +29,10 @@ def non_finite(snapshot: Snapshot) -> dict[str, int]:
 
 
 def merged_non_finite(home: Warehouse, plan: MergePlan) -> dict[str, int]:
-    """As `non_finite`, from what was noted when the plan's layers were merged; reads no weight."""
+    """As `non_finite`, from what was noted when the plan's layers were merged; reads no weight.
+
+    Elements that F8_E4M3 cut off at its end are among them.
+    """
     store = object_store(home)
     known = [store.lookup(layer.layer_key) for layer in plan.layers]
     return {name: n for stored in known if stored for name, n in stored.non_finite}
@@ -42,8 +45,10 @@ def non_finite_warning(found: dict[str, int], plan: MergePlan) -> tuple[str, ...
     named = [f"{n} in {name}" for name, n in list(found.items())[:_MOST_NAMED]]
     more = f" and {len(found) - _MOST_NAMED} tensors more" if len(found) > _MOST_NAMED else ""
     tasks = (task for layer in plan.layers for task in layer.tasks)
-    dtypes = {TORCH_NAME[task.out_dtype] for task in tasks if task.name in found}
+    dtypes = sorted({task.out_dtype for task in tasks if task.name in found})
+    ends = " or ".join(f"{TORCH_NAME[d]}, which ends at ±{LARGEST[d]:g}" for d in dtypes)
+    what = "NaN, infinity or values cut off" if "F8_E4M3" in dtypes else "NaN or infinity"
     return (
-        f"the result holds NaN or infinity: {', '.join(named)}{more}; either a model holds such "
-        f"values there, or they are too large for {' or '.join(sorted(dtypes))} (see out_dtype)",
+        f"the result holds {what}: {', '.join(named)}{more}; either a model holds such "
+        f"values there, or they are too large for {ends} (see out_dtype)",
     )

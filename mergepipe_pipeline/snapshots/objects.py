@@ -20,7 +20,7 @@ from mergepipe_pipeline.storage.atomic import adopt_file, write_atomic
 class StoredObject:
     """One object: SHA-256 and size in bytes; `tensors` as in `spec.snapshot.ShardEntry`.
 
-    `non_finite`: tensor name and number of elements, for those with NaN or infinity.
+    `non_finite`: tensor name and number of elements that are NaN, infinite or cut off, if any.
     """
 
     sha256: str

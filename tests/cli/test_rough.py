@@ -50,20 +50,25 @@ def with_value(tmp_path: Path, family: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    ("value", "extra", "dtype"),
-    [(float("nan"), "", "bfloat16"), (70_000.0, "out_dtype: float16\n", "float16")],
-    ids=["NaN in an expert", "overflow on writing"],
+    ("value", "dtype", "most"),
+    [
+        (float("nan"), "bfloat16", "3.38953e+38"),
+        (70_000.0, "float16", "65504"),
+        (500.0, "float8_e4m3fn", "448"),
+        (-70_000.0, "float8_e5m2", "57344"),
+    ],
 )
 def test_a_result_with_nan_or_infinity_is_warned_of_with_its_tensors(
-    tmp_path: Path, with_value: Callable[..., Path], value: float, extra: str, dtype: str
+    tmp_path: Path, with_value: Callable[..., Path], value: float, dtype: str, most: str
 ) -> None:
-    recipe = with_value(value, extra)
+    recipe = with_value(value, f"out_dtype: {dtype}\n")
     for _ in range(2):  # merged, then reused
         result = call("merge", recipe, "--home", tmp_path / "w", "--json")
         assert result.exit_code == 0
         assert json.loads(result.stdout)["non_finite"] == {TENSOR: 2}
-        assert f"warning: the result holds NaN or infinity: 2 in {TENSOR}; " in result.stderr
-        assert f"too large for {dtype} (see out_dtype)" in result.stderr
+        assert "warning: the result holds NaN" in result.stderr
+        assert f": 2 in {TENSOR}; " in result.stderr
+        assert f"too large for {dtype}, which ends at ±{most} (see out_dtype)" in result.stderr
 
 
 def test_a_finite_result_is_not_warned_of(tmp_path: Path, with_value: Callable[..., Path]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.engine.window import count_cut_off, to_bytes
 from mergepipe_pipeline.engine.windows import EngineOptions, cut
 from mergepipe_pipeline.engine.workspace import Desk
+from mergepipe_pipeline.storage.finite import count_non_finite
 
 HELD = st.integers(1, 2000)
 
@@ -89,3 +92,11 @@ def test_a_desk_keeps_its_memory_for_the_next_window() -> None:
 @pytest.mark.parametrize("n", [1, 7])
 def test_rows_of_a_desk_are_float32(n: int) -> None:
     assert Desk().rows(2, n).numpy().dtype == np.float32
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40))
+def test_what_float8_e4m3_cuts_off_or_makes_nan_is_counted(numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    codes = torch.from_numpy(to_bytes(values, "F8_E4M3"))
+    told = count_cut_off(values, codes) + count_non_finite(codes.numpy(), "F8_E4M3")
+    assert told == sum(not abs(x) <= 464 for x in numbers)
