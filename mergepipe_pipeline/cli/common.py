@@ -136,8 +136,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     @click.pass_context
     @functools.wraps(function)
     def run(ctx: click.Context, /, home_dir: str | None, as_json: bool, **options: Any) -> None:
-        above = (ctx.obj or {}).get("home_dir")
-        console = Console(above if home_dir is None else home_dir, as_json)
+        places = (home_dir, (ctx.obj or {}).get("home_dir"), os.environ.get("MERGEPIPE_HOME"))
+        console = Console(next((p for p in places if p is not None), None), as_json)
         try:
             with console.logged_warnings():
                 function(console, **options)

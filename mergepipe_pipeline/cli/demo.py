@@ -15,7 +15,8 @@ def demo(console: Console) -> None:
     """Train a small family, land it expert by expert, merge under budgets, score the results."""
     from mergepipe_pipeline.demo.run import run_demo
 
-    chosen = replace(console, home_dir=console.home_dir or "demo-warehouse")
+    place = "demo-warehouse" if console.home_dir is None else console.home_dir
+    chosen = replace(console, home_dir=place)
     result = run_demo(chosen.home, lambda line: click.echo(line, err=chosen.as_json))
     skills = list(result.rows[0].accuracy)
     rows = [

@@ -158,7 +158,11 @@ def _dagster(home: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]]]:
             runs: list[dict[str, Any]] = json.loads(line)
             return runs
 
-        yield tick
+        try:
+            yield tick
+        except BaseException:  # a signal too: nobody waits for what the process does then
+            process.terminate()
+            raise
         feed.close()
 
 

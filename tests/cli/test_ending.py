@@ -228,6 +228,7 @@ def test_a_warehouse_without_a_place_is_refused(
     monkeypatch.chdir(tmp_path)
     assert call("ls", "--home", place).exit_code == 10
     assert call("--home", place, "ls").exit_code == 10
+    assert call("demo", "--home", place).exit_code == 10
     monkeypatch.setenv("MERGEPIPE_HOME", place)
     result = call("ls")
     assert result.exit_code == 10
