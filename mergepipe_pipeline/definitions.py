@@ -5,6 +5,7 @@ import torch.
 """
 
 import os
+from dataclasses import dataclass, replace
 
 import dagster as dg
 
@@ -30,28 +31,50 @@ def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Def
     A recipe that cannot be used is one asset that says why, and has no job.
     """
     cards = recipe_cards(home)
-    usable = [c for c in cards if c.problem is None]
-    jobs = [build_job(c) for c in usable]
-    nightly = [build_nightly(c, j) for c, j in zip(usable, jobs, strict=True)]
-    built = [d for c in usable for d in build_recipe_assets(c)]
-    problems = [build_problem(c) for c in cards if c.problem is not None]
+    parts = [_parts(c) for c in cards]
+    problems = [p for p in parts if isinstance(p, RecipeCard)]
+    chains = [p for p in parts if not isinstance(p, RecipeCard)]
+    jobs = [chain.job for chain in chains]
+    built = [d for chain in chains for d in chain.assets]
+    told = [p if isinstance(p, RecipeCard) else p.card for p in parts]
     return dg.Definitions(
         assets=[
             expert_index,
-            *problems,
+            *(build_problem(card) for card in problems),
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
         ],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
         jobs=[index_job, *jobs],
-        schedules=nightly,
+        schedules=[chain.nightly for chain in chains],
         sensors=[
             inbox_sensor,
-            build_recipe_sensor(cards, jobs),
+            build_recipe_sensor(told, jobs),
             build_reload_sensor(recipes_token(cards)),
         ],
         resources={"mergepipe": MergePipe(home=str(home.root), inbox_quiet_s=inbox_quiet_s)},
         executor=dg.in_process_executor,
     )
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The definitions of one recipe that can be used."""
+
+    card: RecipeCard
+    job: AssetJob
+    nightly: dg.ScheduleDefinition
+    assets: list[dg.AssetsDefinition | dg.AssetChecksDefinition]
+
+
+def _parts(card: RecipeCard) -> _Chain | RecipeCard:
+    """The definitions of a recipe, or its card with the problem, one that Dagster has included."""
+    if card.problem is not None:
+        return card
+    try:
+        job = build_job(card)
+        return _Chain(card, job, build_nightly(card, job), build_recipe_assets(card))
+    except Exception as error:  # whatever it is, it is this recipe's alone
+        return replace(card, layers=(), problem=f"Dagster refuses this recipe: {error}")
 
 
 def build_job(card: RecipeCard) -> AssetJob:

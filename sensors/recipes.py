@@ -53,6 +53,16 @@ def request_or_reason(
     )
 
 
+def _request_or_failure(
+    home: Warehouse, card: RecipeCard, instance: dg.DagsterInstance
+) -> dg.RunRequest | str:
+    """As `request_or_reason`; a file that cannot be read stops no other recipe."""
+    try:
+        return request_or_reason(home, card, instance)
+    except Exception as error:
+        return f"{card.name}: {error}"
+
+
 def build_recipe_sensor(
     cards: Sequence[RecipeCard], jobs: Sequence[AssetJob]
 ) -> dg.SensorDefinition:
@@ -72,7 +82,7 @@ def build_recipe_sensor(
         found = [
             f"{c.name}: {c.problem}"
             if c.problem
-            else request_or_reason(mergepipe.warehouse, c, context.instance)
+            else _request_or_failure(mergepipe.warehouse, c, context.instance)
             for c in cards
         ]
         requests = [f for f in found if isinstance(f, dg.RunRequest)]

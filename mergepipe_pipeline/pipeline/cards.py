@@ -7,14 +7,15 @@ used breaks nothing but itself. What a card tells is what a plan will have.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.errors import MergePipeError, RecipeError
+from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.pipeline.check import foreseen, load_recipe, resolve_stage
+from mergepipe_pipeline.pipeline.inspect import escaped
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
@@ -78,7 +79,18 @@ def recipe_cards(home: Warehouse) -> tuple[RecipeCard, ...]:
             cards.append(RecipeCard(path.name, None, (), (), problem))
         if _NAME.fullmatch(path.stem):
             files.setdefault(cards[-1].identifier, path.name)
-    return tuple(cards)
+    return tuple(_presentable(cards))
+
+
+def _presentable(cards: Sequence[RecipeCard]) -> Iterator[RecipeCard]:
+    """The cards in text that can be printed; names that this makes alike stay different."""
+    names = set[str]()
+    for card in cards:
+        name = escaped(card.name)
+        while name in names:
+            name += "'"
+        names.add(name)
+        yield replace(card, name=name, problem=card.problem and escaped(card.problem))
 
 
 def _name_problem(path: Path, files: Mapping[str, str]) -> str | None:
@@ -131,7 +143,7 @@ def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeCard:
     name = path.stem
     try:
         raw = load_recipe(path)
-    except MergePipeError as error:
+    except Exception as error:  # whatever it is, it is this recipe's alone
         return RecipeCard(name, None, (), (), str(error))
     card = RecipeCard(name, raw, (), (), None)
     card = replace(card, members=tuple(dict.fromkeys(_members(card))))
@@ -142,7 +154,7 @@ def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeCard:
             return replace(card, problem=_not_registered(missing))
         known = {m: c for m, c in found.items() if c is not None}
         return replace(card, layers=_layers(home, card, known))
-    except MergePipeError as error:
+    except Exception as error:
         return replace(card, problem=str(error))
 
 

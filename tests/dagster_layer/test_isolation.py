@@ -1,0 +1,107 @@
+"""One recipe that cannot be used stops no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from mergepipe_pipeline import definitions
+from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
+from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import jobs
+from tests.dagster_layer.test_recipe_kinds import LINEAR
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+#: Loads definitions as Dagster does, and prints the assets with the problems that they tell.
+LOAD = """
+import json
+from mergepipe_pipeline.definitions import defs
+defs.get_repository_def().load_all_definitions()
+graph = defs.resolve_asset_graph()
+print(json.dumps({k.path[0]: graph.get(k).description for k in graph.get_all_asset_keys()
+                  if "problem" in graph.get(k).kinds or k.path[-1] == "release"}))
+"""
+
+
+def hostile_recipes(folder: Path) -> dict[str, str]:
+    """Makes files that are no recipes; asset name to what its problem says."""
+    (folder / "folder.yml").mkdir()
+    os.mkfifo(folder / "fifo.yml")
+    (folder / "latin.yml").write_bytes(b"# caf\xe9\n" + LINEAR.encode())
+    (folder / "void.yml").write_bytes(b"\0" * 100)
+    with (folder / "huge.yml").open("wb") as file:
+        file.truncate(100 << 20)
+    for name in (b"caf\xe9.yml", b"caf\xe8.yml"):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text(LINEAR)
+    for name in ("good.yaml", "good.yml", "good.yml.yml", r"caf\udce9.yml"):
+        (folder / name).write_text(LINEAR)
+    return {
+        **dict.fromkeys(("folder", "fifo", "latin"), "cannot be read"),
+        **dict.fromkeys(("void", "huge"), "recipe"),
+        **dict.fromkeys(
+            (r"caf\udce9.yml", r"caf\udce9.yml'", r"caf\udce8.yml"), "cannot name assets"
+        ),
+        "good.yml": "same assets or job as good.yaml",
+        "good.yml.yml": "same assets or job as good.yml",
+    }
+
+
+def test_definitions_load_whatever_lies_among_the_recipes(home: Warehouse, family: Path) -> None:
+    for name, source in (("base", "base"), ("expert", "expert_00")):
+        register(home, family / source, name)
+    problems = hostile_recipes(home.recipes)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        env={**os.environ, "MERGEPIPE_HOME": str(home.root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told.keys() == {*problems, "good"}
+    for name, message in problems.items():
+        assert message in told[name]
+
+
+def test_a_schedule_that_dagster_refuses_is_the_problem_of_its_recipe(
+    home: Warehouse, ticker: Ticker, drop: Drop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(home: Warehouse) -> list[RecipeCard]:
+        good, bad = recipe_cards(home)[::-1]
+        return [replace(bad, raw=replace(bad.recipe, schedule="0 0 30 2 *")), good]
+
+    for name in ("good", "bad"):
+        home.recipe_path(name).write_text(LINEAR)
+    drop("base")
+    drop("expert", "expert_00")
+    monkeypatch.setattr(definitions, "recipe_cards", never)
+    assert jobs(ticker.tick()) == ["base", "expert", "merge_good"]
+    graph = definitions.build_definitions(home).resolve_asset_graph()
+    node = graph.get(dg.AssetKey(["bad", "plan"]))
+    assert node.kinds == {"problem"}
+    assert "cron" in (node.description or "")
+
+
+def test_a_damaged_record_of_a_release_stops_its_recipe_alone(
+    home: Warehouse, ticker: Ticker, drop: Drop
+) -> None:
+    drop("base")
+    drop("expert", "expert_00")
+    home.recipe_path("bad").write_text(LINEAR)
+    home.release_path("bad").write_text("{}")
+    home.recipe_path("good").write_text(LINEAR)
+    assert jobs(ticker.tick()) == ["base", "expert", "merge_good"]
+    assert "bad.released.json" in ticker.reasons()[1]
+    assert [c.problem for c in recipe_cards(home)] == [None, None]
