@@ -46,15 +46,17 @@ class TakeOver:
             return list(pairs)
         sources: dict[tuple[str, str], dict[Pair, Source]] = {}
         contents = _contents(self._home, expert, self._base, pairs, self._progress)
+        own = self._base.model_id, expert.model_id
         for pair, content in contents.items():
-            if source := self._contents.get(content):
+            source = self._contents.get(content)
+            # What an expert lacks of its own analysis (a damaged file) is only had by reading.
+            if source and (source.base_id, source.checkpoint_id) != own:
                 sources.setdefault((source.base_id, source.checkpoint_id), {})[pair] = source
         done: set[Pair] = set()
         for ids, wanted in sources.items():
             for taken in self._taken(*ids, wanted):
                 if taken:
-                    own = self._base.model_id, expert.model_id, self._grid.block_elems
-                    self._catalog.put_stats(ExpertStats(*own, taken))
+                    self._catalog.put_stats(ExpertStats(*own, self._grid.block_elems, taken))
                 done |= {(t.tensor, t.base_tensor) for t in taken}
         return [pair for pair in pairs if pair not in done]
 

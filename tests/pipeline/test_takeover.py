@@ -234,3 +234,13 @@ def test_a_known_copy_whose_files_are_gone_does_not_matter(
     moved = Catalog(analyzed.catalog).get("moved").checkpoint
     assert of(reads, "moved") == moved.nbytes
     assert_as_if_read(analyzed, "moved")
+
+
+def test_magnitudes_that_an_expert_lost_are_read_again_and_not_taken_over_from_itself(
+    analyzed: Warehouse,
+) -> None:
+    (file,) = analyzed.catalog.glob("block_stats/*/*/*.magnitudes.*.parquet")
+    file.unlink()
+    analyze(analyzed, ["expert"], base="base", block_elems=GRID.block_elems)
+    assert file.exists()
+    assert_as_if_read(analyzed, "expert")
