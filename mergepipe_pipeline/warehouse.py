@@ -152,6 +152,15 @@ class Warehouse:
         return self.root / "profile.json"
 
     @property
+    def quarantine(self) -> Path:
+        """What `repair` took away, by time."""
+        return self.root / "quarantine"
+
+    def verified_path(self, label: str) -> Path:
+        """What a verification that was interrupted has found right."""
+        return self.root / "verify" / f"{label}.jsonl"
+
+    @property
     def dagster_home(self) -> Path:
         """Dagster's own storage, if it is kept beside the data."""
         return self.root / "dagster"

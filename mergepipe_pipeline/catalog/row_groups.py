@@ -81,13 +81,13 @@ def write_groups(folder: Path, stem: str, data: bytes) -> Path:
 
 
 class RowGroups:
-    """An open file of `write_groups`; to be used in a `with`.
+    """An open file of `write_groups`; to be used in a `with`. `schema` None: whatever it has.
 
     Raises CorruptionError, here and while reading, for what is not as it was written, and
     FileNotFoundError.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
+    def __init__(self, path: Path, schema: pa.Schema | None) -> None:
         self._path = path
         with readable(path):
             self._file = path.open("rb")
@@ -97,7 +97,7 @@ class RowGroups:
             with corruption_named(str(path)):
                 # A file that is a footer alone has the metadata of the whole.
                 parquet = pq.ParquetFile(pa.BufferReader(_MAGIC + footer))
-                self.meta = meta_of(parquet, schema)
+                self.meta = meta_of(parquet, schema or parquet.schema_arrow)
                 self._metadata = parquet.metadata
                 rows = json.loads(self._metadata.metadata[_GROUPS_KEY])
                 groups = [_Group(tuple(key), *rest) for key, *rest in rows]

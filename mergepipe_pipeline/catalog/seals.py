@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR})
 _PART_NBYTES = 1 << 20
 #: Damaged files that were told of and are still there.
 _said: set[Path] = set()
+_judged: ContextVar[bool] = ContextVar("_judged", default=False)
 
 T = TypeVar("T")
 
@@ -141,11 +143,23 @@ def known(path: Path, decode: Callable[[bytes], T]) -> T | None:
         return None
 
 
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Leave damaged files where they are, unsaid: for who judges a catalog."""
+    token = _judged.set(True)
+    try:
+        yield
+    finally:
+        _judged.reset(token)
+
+
 def drop(path: Path, error: CorruptionError, seen: tuple[int, int] | None) -> None:
     """Say that a file is damaged and remove it, so that what it told is found again.
 
     `seen` is its version as it was read: what another process has mended since stays.
     """
+    if _judged.get():
+        return
     said(path, error)
     if version(path) == seen:
         with suppress(OSError):  # a warehouse that may only be read

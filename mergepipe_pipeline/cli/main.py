@@ -24,7 +24,8 @@ from mergepipe_pipeline.cli.explain import explain
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
 from mergepipe_pipeline.cli.replay import replay
-from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback, verify
+from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback
+from mergepipe_pipeline.cli.verify import repair, verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -55,6 +56,7 @@ for command in (
     history,
     rollback,
     verify,
+    repair,
     explain,
     compare,
     diff,

@@ -1,4 +1,4 @@
-"""Commands about results: `publish`, `history`, `rollback`, `verify`, `gc`."""
+"""Commands about results: `publish`, `history`, `rollback`, `gc`."""
 
 from __future__ import annotations
 
@@ -51,19 +51,6 @@ def rollback(console: Console, ref: str, to: int | None, reason: str) -> None:
 
     done = run(console.home, ref, to, reason)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
-
-
-@click.command()
-@click.argument("what")
-@verb
-def verify(console: Console, what: str) -> None:
-    """Re-hash every byte of a snapshot (id, prefix or ref); exit 0, or name what is wrong."""
-    from mergepipe_pipeline.pipeline.inspect import verify as run
-
-    done = run(console.home, what, console.progress)
-    console.show(
-        {"ok": True, **asdict(done)}, f"ok: {done.files} files, {size(done.nbytes)} checked"
-    )
 
 
 def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float) -> float:

@@ -63,7 +63,7 @@ def verify_snapshot(
         nbytes += len(data)
     for shard in manifest.shards:
         if not only_touched or _is_touched(folder, shard):
-            _verify_shard(folder / shard.file, shard, progress)
+            verify_shard(folder / shard.file, shard, progress)
         nbytes += shard.nbytes
     return Verification(manifest.snapshot_id, len(known), nbytes)
 
@@ -74,7 +74,10 @@ def _is_touched(folder: Path, shard: ShardEntry) -> bool:
     return found.st_size != shard.nbytes or found.st_mtime_ns > made_ns
 
 
-def _verify_shard(path: Path, shard: ShardEntry, progress: Callable[[int], None] | None) -> None:
+def verify_shard(
+    path: Path, shard: ShardEntry, progress: Callable[[int], None] | None = None
+) -> None:
+    """Check every byte of a file that should be this shard. Raises CorruptionError (tensor)."""
     found = _present(path).stat().st_size
     if found != shard.nbytes:
         raise CorruptionError(

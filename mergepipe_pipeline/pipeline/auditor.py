@@ -1,0 +1,139 @@
+"""Collects what is wrong with a warehouse: a bad file is a finding, and never stops the walk."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.storage.journal import Journal
+
+Scope = Literal["structure", "digests", "lineage", "inputs"]
+SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage", "inputs")
+#: What reading a file raises that is not what it should be.
+UNREADABLE = (OSError, LookupError, TypeError, ValueError, AttributeError)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong: in which file, and where in it (tensor, block, layer, key) if that is known.
+
+    `is_derivable`: the file tells nothing that cannot be found again, so `repair` may take it away.
+    """
+
+    scope: Scope
+    what: str
+    file: str
+    where: str
+    expected: str
+    found: str
+    next_step: str
+    is_derivable: bool
+
+    def __str__(self) -> str:
+        error = MergePipeError(
+            self.what,
+            where=self.where,
+            expected=self.expected,
+            found=self.found,
+            next_step=self.next_step,
+        )
+        return str(error)
+
+
+class Auditor:
+    """What a verification has looked at and found; several threads may use it.
+
+    `notes` are what a user may want to know and nothing is wrong with.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._lock = threading.Lock()
+        self.findings: list[Finding] = []
+        self.notes: list[str] = []
+        self.files = 0
+        self.nbytes = 0
+
+    def check(
+        self, scope: Scope, path: Path, act: Callable[[], T], *, is_derivable: bool = False
+    ) -> T | None:
+        """What `act` gives; None if it raises, which is a finding about the file at `path`."""
+        try:
+            _refuse_odd(path)
+            found = act()
+        except MergePipeError as error:
+            self.report(scope, path, error, is_derivable=is_derivable)
+            return None
+        except UNREADABLE as error:
+            odd = CorruptionError(
+                "A file cannot be read as what it should be",
+                where=str(path),
+                found=f"{type(error).__name__}: {error}",
+                next_step="restore it, or remove it",
+            )
+            self.report(scope, path, odd, is_derivable=is_derivable)
+            return None
+        finally:
+            with self._lock:
+                self.files += 1
+        return found
+
+    def report(
+        self, scope: Scope, path: Path, error: MergePipeError, *, is_derivable: bool = False
+    ) -> None:
+        """Add a finding about the file at `path`."""
+        next_step = "`mergepipe repair` takes it away; what it told is made again"
+        found = Finding(
+            scope,
+            error.what,
+            str(path),
+            error.where or str(path),
+            error.expected or "",
+            error.found or "",
+            next_step if is_derivable else error.next_step or "",
+            is_derivable,
+        )
+        with self._lock:
+            self.findings.append(found)
+
+    def is_done(self, path: Path) -> bool:
+        """Whether a verification that was interrupted found this file right, as it is now."""
+        return self._journal[str(path)] == _state(path)
+
+    def done(self, path: Path, nbytes: int) -> None:
+        """Remember that every byte of a file was found right."""
+        with self._lock:
+            self.nbytes += nbytes
+            self._journal.record(str(path), _state(path))
+
+
+def _refuse_odd(path: Path) -> None:
+    """Raise CorruptionError for what would block whoever reads it."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return  # who reads it will tell
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise CorruptionError(
+            "What should be a file is none",
+            where=str(path),
+            expected="a regular file",
+            found="a pipe, socket or device",
+            next_step="remove it",
+        )
+
+
+def _state(path: Path) -> str:
+    """What tells a file from one that took its place or was written to."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return "gone"
+    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"

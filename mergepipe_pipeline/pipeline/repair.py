@@ -1,0 +1,125 @@
+"""The verb `repair`: take away what is wrong and can be found again, and find it again.
+
+Nothing is destroyed: files go to the warehouse's quarantine. Names, refs, snapshots and inputs are
+never touched; what is wrong with them is listed. A damaged object loses only its name in the store,
+so that no later merge takes it for a layer; a snapshot that links to it stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.pipeline.analyze import analyze
+from mergepipe_pipeline.pipeline.auditor import Finding, Scope
+from mergepipe_pipeline.pipeline.commit import object_store
+from mergepipe_pipeline.pipeline.digests import ensure_digests
+from mergepipe_pipeline.pipeline.progress import Progress
+from mergepipe_pipeline.pipeline.verify_all import verify_all
+from mergepipe_pipeline.pipeline.verify_structure import action_of
+from mergepipe_pipeline.storage.atomic import adopt_file
+from mergepipe_pipeline.warehouse import Warehouse
+
+_SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage")
+_STATS = re.compile(r"(?P<checkpoint_id>[0-9a-f]+)\.b(?P<block_elems>\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What was, or would be, taken away and made again; `left` are findings for a person.
+
+    `made` and `not_made` say what, and why not, in a line each; what is not made again now is made
+    where it is needed.
+    """
+
+    taken: tuple[str, ...]
+    quarantine: str | None
+    made: tuple[str, ...]
+    not_made: tuple[str, ...]
+    left: tuple[Finding, ...]
+
+
+def repair(home: Warehouse, *, dry_run: bool = False, progress: Progress | None = None) -> Repair:
+    """Verify records and results, take away what is derivable and wrong, learn it again."""
+    findings = verify_all(home, _SCOPES, fresh=True, progress=progress).findings
+    left = tuple(f for f in findings if not f.is_derivable)
+    wrong = {Path(f.file) for f in findings if f.is_derivable}
+    wrong |= set(_actions_of(home, {p.name for p in wrong}))
+    taken = sorted(p for p in wrong if p.is_relative_to(home.root))
+    names = tuple(map(str, taken))
+    if dry_run or not taken:
+        return Repair(names, None, (), (), left)
+    folder = home.quarantine / f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+    for path in taken:
+        adopt_file(path, folder / path.relative_to(home.root))
+    made, not_made = _learn_again(home, taken, progress)
+    return Repair(names, str(folder), made, not_made, left)
+
+
+def _actions_of(home: Warehouse, objects: Collection[str]) -> Iterator[Path]:
+    """The actions that name one of these objects."""
+    for path in object_store(home).all_actions():
+        entry = action_of(path)
+        if entry is not None and entry.sha256 in objects:
+            yield path
+
+
+def _learn_again(
+    home: Warehouse, taken: Collection[Path], progress: Progress | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Records, digests and statistics of registered checkpoints; what was made, and what not."""
+    catalog, names = Catalog(home.catalog), _names(home)
+    made: dict[str, None] = {}
+    not_made: dict[str, None] = {}
+    for path in taken:
+        for label, learn in _lessons(home, catalog, names, path, progress):
+            try:
+                if label not in made:
+                    learn()
+                made[label] = None
+            except (MergePipeError, OSError) as error:
+                not_made[f"{label}: {error}"] = None
+    return tuple(made), tuple(not_made)
+
+
+def _names(home: Warehouse) -> dict[str, str]:
+    """Checkpoint id to a name that stands for it now."""
+    catalog, found = Catalog(home.catalog), {}
+    for name in catalog.names():
+        with suppress(MergePipeError):  # a damaged name is left for a person
+            found[catalog.get(name).checkpoint.checkpoint_id] = name
+    return found
+
+
+def _lessons(
+    home: Warehouse,
+    catalog: Catalog,
+    names: Mapping[str, str],
+    path: Path,
+    progress: Progress | None,
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What to do so that a file of the catalog is written again: a label, and the work."""
+    checkpoint_id = path.name.partition(".")[0]
+    name = names.get(checkpoint_id)
+    if name is None:
+        return
+    if path.is_relative_to(home.catalog / CHECKPOINTS):
+        yield f"record of {name}", partial(catalog.get, name)
+    elif path.is_relative_to(home.catalog / DIGESTS):
+        checkpoint = catalog.get(name).checkpoint
+        yield f"digests of {name}", partial(ensure_digests, home, checkpoint, progress)
+    elif path.is_relative_to(home.catalog / BLOCK_STATS):
+        found, base = _STATS.match(path.name), names.get(path.parent.name)
+        if found and base:
+            n = int(found["block_elems"])
+            again = partial(analyze, home, (name,), base=base, block_elems=n, progress=progress)
+            yield f"analysis of {name} against {base}", again

@@ -1,0 +1,307 @@
+"""Every kind of damage in a warehouse is found and named, and what is derivable is mended."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.pipeline.calibrate import keep_seek
+from mergepipe_pipeline.pipeline.inspect import verify
+from mergepipe_pipeline.pipeline.publish import publish, released
+from mergepipe_pipeline.pipeline.repair import repair
+from mergepipe_pipeline.pipeline.verify_all import verify_all
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.pipeline.test_merge import run
+
+DERIVABLE = {
+    "record": "catalog/checkpoints/v*/*.parquet",
+    "digests": "catalog/digests/v*/*.parquet",
+    "tensor statistics": "catalog/block_stats/v*/*/*.tensors.*.parquet",
+    "block statistics": "catalog/block_stats/v*/*/*.blocks.*.parquet",
+    "magnitudes": "catalog/block_stats/v*/*/*.magnitudes.*.parquet",
+    "facts": "catalog/tensor_facts/v*/*/*/*.parquet",
+    "plan": "plans/*.json",
+    "action": "actions/*/*.json",
+}
+KEPT = {
+    "name": "catalog/names/expert_00/*.json",
+    "ref": "refs/live/*.json",
+    "manifest": "snapshots/*/manifest.json",
+    "provenance": "snapshots/*/provenance.json",
+    "side file": "snapshots/*/tokenizer.json",
+    "profile": "profile.json",
+}
+
+
+@pytest.fixture(scope="module")
+def models(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(family, tmp_path_factory.mktemp("models") / "m"))
+
+
+@pytest.fixture(scope="module")
+def recipe(models: Path) -> str:
+    lines = ["merge_method: ties", f"base_model: {models}/base", "models:"]
+    lines += [f"- {{model: {models}/expert_0{n}, parameters: {{weight: 1}}}}" for n in range(3)]
+    return "\n".join([*lines, "parameters: {density: 0.3}", ""])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, recipe: str) -> Path:
+    """A warehouse of one budgeted merge, published, on a calibrated disk."""
+    home = Warehouse.at(tmp_path_factory.mktemp("whole") / "w").ensure()
+    keep_seek(home, 4096)
+    publish(home, run(home, recipe, budget="60%").snapshot.snapshot_id, "live")
+    return home.root
+
+
+@pytest.fixture
+def home(whole: Path, tmp_path: Path) -> Warehouse:
+    """A copy with its hard links."""
+    subprocess.run(["cp", "-a", str(whole), str(tmp_path / "w")], check=True, timeout=60)
+    return Warehouse.at(tmp_path / "w")
+
+
+def flip(path: Path, at: int, *, keep_time: bool = False) -> None:
+    data, was = bytearray(path.read_bytes()), path.stat()
+    data[at] ^= 1 << (at % 8)
+    path.chmod(0o644)
+    path.write_bytes(data)
+    if keep_time:
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def places(path: Path, n: int = 1) -> list[int]:
+    size = path.stat().st_size
+    return [0, size - 1, *(random.Random(size).randrange(size) for _ in range(n))]
+
+
+def cli(home: Warehouse, *words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(main, [*words, "--home", str(home.root)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout
+
+
+def test_a_right_warehouse_is_ok_in_every_scope_and_nothing_is_changed(home: Warehouse) -> None:
+    before = {p: p.stat().st_mtime_ns for p in home.root.rglob("*") if p.is_file()}
+    report = verify_all(home)
+    assert report.findings == ()
+    objects = sum(p.stat().st_size for p in home.objects.glob("*/*"))
+    assert report.nbytes > 2 * objects  # those, once, and four inputs
+    assert {p: p.stat().st_mtime_ns for p in home.root.rglob("*") if p.is_file()} == before
+    assert repair(home).taken == ()
+
+
+@pytest.mark.parametrize("kind", [*DERIVABLE, *KEPT])
+def test_a_flipped_bit_in_any_record_is_found_and_the_file_is_named(
+    home: Warehouse, kind: str
+) -> None:
+    path = sorted(home.root.glob((DERIVABLE | KEPT)[kind]))[0]
+    for at in places(path):
+        right = path.read_bytes()
+        flip(path, at)
+        found = verify_all(home, ("structure", "digests")).findings
+        assert any(str(path) in f.where for f in found), (at, found)
+        assert {f.is_derivable for f in found if str(path) in f.where} == {kind in DERIVABLE}
+        assert all(f.next_step for f in found)
+        assert path.exists()
+        path.write_bytes(right)
+
+
+@pytest.mark.parametrize("kind", DERIVABLE)
+def test_what_is_derivable_is_taken_away_and_made_again_with_the_same_ids(
+    home: Warehouse, recipe: str, kind: str
+) -> None:
+    for path in sorted(home.root.glob(DERIVABLE[kind])):
+        flip(path, places(path)[-1])
+    before = {p.name for p in home.root.glob(DERIVABLE[kind])}
+    assert repair(home, dry_run=True).quarantine is None
+    assert verify_all(home, ("structure",)).findings
+    done = repair(home)
+    assert (done.left, done.not_made) == ((), ())
+    assert {Path(p).name for p in done.taken} >= before
+    assert {p.name for p in Path(str(done.quarantine)).rglob("*") if p.is_file()} >= before
+    assert verify_all(home).ok
+    if kind in ("record", "digests", "tensor statistics", "block statistics", "magnitudes"):
+        assert {p.name for p in home.root.glob(DERIVABLE[kind])} == before
+    again = run(home, recipe, budget="60%").snapshot.snapshot_id
+    assert again == released(home, "live").snapshot_id
+    assert verify_all(home).ok
+
+
+def test_a_damaged_object_is_named_with_its_tensor_and_its_snapshot_is_left_for_a_person(
+    home: Warehouse, recipe: str
+) -> None:
+    shard = sorted(home.snapshots.glob("*/*.safetensors"))[2]
+    stray = home.objects / "ab" / ("ab" + 62 * "0")
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"nothing")
+    flip(shard, shard.stat().st_size - 3, keep_time=True)
+    code, text = cli(home, "verify", "--all", "--json")
+    found = json.loads(text)["findings"]
+    assert code == 19
+    assert any("tensor model.layers.1." in f["where"] and f["is_derivable"] for f in found)
+    assert any(str(shard) in f["where"] and not f["is_derivable"] for f in found)
+    assert any(str(stray) in f["where"] for f in found)
+    code, text = cli(home, "repair")
+    assert code == 19
+    assert "left for you" in text
+    assert shard.exists()
+    assert not stray.exists()
+    shutil.rmtree(shard.parent)
+    again = run(home, recipe, budget="60%").snapshot
+    assert verify(home, again.snapshot_id).snapshot_id == shard.parent.name
+    assert cli(home, "verify", "--all")[0] == 0
+
+
+def test_all_findings_are_listed_not_only_the_first(home: Warehouse) -> None:
+    kinds = {"plan": "plans/*.json", "action": "actions/*/*.json", "ref": "refs/live/*.json"}
+    paths = [sorted(home.root.glob(pattern))[0] for pattern in kinds.values()]
+    for path in paths:
+        flip(path, 5)
+    (next(home.snapshots.iterdir()) / "config.json").unlink()
+    (next(home.snapshots.iterdir()) / "extra").write_text("x")
+    code, text = cli(home, "verify", "--all", "--scope", "structure", "--scope", "lineage")
+    assert code == 19
+    for path in [*paths, "config.json", "extra"]:
+        assert str(path) in text
+
+
+def test_lineage_tells_of_names_without_snapshots_and_of_actions_that_disagree(
+    home: Warehouse, recipe: str
+) -> None:
+    snapshot = next(home.snapshots.iterdir())
+    manifest = json.loads((snapshot / "manifest.json").read_text())
+    one, other = (s["layer_key"] for s in manifest["shards"][:2])
+    from mergepipe_pipeline.pipeline.commit import object_store
+
+    store = object_store(home)
+    wrong = store.lookup(other)
+    assert wrong is not None
+    store.record(one, wrong)
+    (found,) = verify_all(home, ("lineage",)).findings
+    assert (one in found.file, found.is_derivable) == (True, True)
+    repair(home)
+    assert verify_all(home, ("lineage",)).ok
+    shutil.rmtree(snapshot)
+    (found,) = verify_all(home, ("lineage",)).findings
+    assert found.file == str(home.refs / "live" / "00000001.json")
+    assert run(home, recipe, budget="60%").snapshot.snapshot_id == snapshot.name
+    assert verify_all(home).ok
+
+
+def test_a_missing_version_and_a_pipe_in_place_of_a_file_are_findings(home: Warehouse) -> None:
+    chain = home.catalog / "names" / "base"
+    (chain / "00000001.json").rename(chain / "00000002.json")
+    pipe = home.catalog / "digests" / "v3" / f"x.{32 * '0'}.parquet"
+    os.mkfifo(pipe)
+    started = time.monotonic()
+    found = verify_all(home, ("structure",)).findings
+    assert time.monotonic() - started < 5
+    assert {f.file for f in found} == {str(chain), str(pipe)}
+
+
+@pytest.mark.parametrize("command", [("--all", "--scope", "inputs"), ("live", "--inputs")])
+def test_a_byte_of_an_analysed_expert_that_changed_is_found_though_size_and_time_are_kept(
+    home: Warehouse, models: Path, command: tuple[str, ...]
+) -> None:
+    file = models / "expert_02" / "model.safetensors"
+    right, was = file.read_bytes(), file.stat()
+    try:
+        flip(file, len(right) - 9, keep_time=True)
+        code, text = cli(home, "verify", *command)
+        assert code == 19
+        assert f"{file}, tensor model.norm.weight" in text
+        file.write_bytes(right)
+        flip(file, 90_000)
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+        assert f"{file}, tensor model.layers." in cli(home, "verify", *command)[1]
+        os.utime(file)
+        code, text = cli(home, "verify", *command)
+        assert (code, "not those that were recorded" in text) == (19, True)
+        file.unlink()
+        assert cli(home, "verify", *command)[0] == 19
+    finally:
+        file.write_bytes(right)
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert cli(home, "verify", *command)[0] == 0
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mergepipe_pipeline.pipeline.auditor import Auditor
+from mergepipe_pipeline.pipeline.verify_all import verify_all
+from mergepipe_pipeline.warehouse import Warehouse
+
+left, real = [int(sys.argv[2])], Auditor.done
+
+def done(self, path, nbytes):
+    real(self, path, nbytes)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Auditor.done = done
+verify_all(Warehouse.at(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_verification_that_is_killed_goes_on_where_it_was(home: Warehouse, steps: int) -> None:
+    everything = verify_all(home)
+    command = [sys.executable, "-c", KILLED, str(home.root), str(steps)]
+    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+    (journal,) = (home.root / "verify").iterdir()
+    torn = journal.read_bytes()[:-9]
+    report = verify_all(home)
+    assert report.resumed_files >= steps
+    assert 0 < report.nbytes < everything.nbytes
+    assert verify_all(home).nbytes == everything.nbytes  # it came to its end
+    journal.write_bytes(torn)
+    assert verify_all(home).resumed_files == report.resumed_files - 1
+    journal.write_bytes(torn)
+    assert verify_all(home, fresh=True).resumed_files == 0
+
+
+def test_what_was_found_right_before_a_kill_and_changed_since_is_read_again(
+    home: Warehouse,
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(home.root), "4"]
+    subprocess.run(command, timeout=60, check=False)
+    for path in home.objects.glob("*/*"):
+        flip(path, 100)
+    found = verify_all(home).findings
+    assert {Path(f.file).parent.parent for f in found if f.is_derivable} == {home.objects}
+    assert len([f for f in found if f.is_derivable]) == 4
+
+
+def test_the_options_that_do_not_go_together_are_refused(home: Warehouse) -> None:
+    for words in ((), ("live", "--all"), ("live", "--fresh"), ("--all", "--inputs")):
+        assert cli(home, "verify", *words)[0] == 2
+
+
+def test_made_embedding_rows_that_changed_are_found(home: Warehouse, models: Path) -> None:
+    text = (
+        f"merge_method: linear\nmodels:\n- {{model: {models}/base, parameters: {{weight: 1}}}}\n"
+        f"- {{model: {models}/expert_00, parameters: {{weight: 1}}}}\n"
+        "tokenizer: {source: base, tokens: {w5: {source: {kind: zero}, force: true}}}\n"
+    ).replace("source: base", f"source: {models}/base")
+    made = run(home, text).snapshot.snapshot_id
+    (file, *_) = sorted(home.token_rows.glob("*/*.safetensors"))
+    flip(file, file.stat().st_size - 1, keep_time=True)
+    (found,) = verify_all(home, ("digests",)).findings
+    assert (found.file, "tensor model.embed_tokens.weight" in found.where) == (str(file), True)
+    repair(home)
+    assert run(home, text).snapshot.snapshot_id == made
+    assert verify_all(home).ok
