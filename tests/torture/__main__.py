@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -25,7 +26,7 @@ from tests.torture.hostile import Hostile
 from tests.torture.kills import Kills
 from tests.torture.scenes import RECIPES, learn_ids
 from tests.torture.states import States
-from tests.torture.tally import COLUMNS, Outcome, Tally
+from tests.torture.tally import COLUMNS, Outcome, Problem, Tally
 from tests.torture.world import make_world, state_of
 
 CAMPAIGNS = {"faults": Faults, "kills": Kills, "flips": Flips, "hostile": Hostile, "states": States}
@@ -52,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
         tallies = [_run(name, world, root / name, given) for name in wanted]
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    _show(tallies, argv)
+    print(f"python -m tests.torture {' '.join(argv)}")
+    _show(tallies)
     return int(any(t.problems for t in tallies))
 
 
@@ -86,14 +88,17 @@ def _run(name: str, world: Path, folder: Path, given: argparse.Namespace) -> Tal
     global _campaign, _folder
     began = time.monotonic()
     _folder, tally = folder, Tally(name)
-    _campaign = CAMPAIGNS[name](world, folder)
-    tries = [t for t in _campaign.tries(given.seed, short=given.short) if given.only in str(t)]
+    _campaign = CAMPAIGNS[name](world, folder, short=given.short)
+    tries = [t for t in _campaign.tries(given.seed) if given.only in str(t)]
     with get_context("fork").Pool(given.jobs) as pool:  # which inherit the campaign
         for number, outcome in enumerate(pool.imap_unordered(_judge, enumerate(tries))):
             tally.add(outcome)
+            for problem in outcome.problems:
+                print(f"{problem.column}: {problem.where}", file=sys.stderr)
             if sys.stderr.isatty():
                 print(f"\r{name}: {number + 1} of {len(tries)}", end="", file=sys.stderr)
     tally.seconds = time.monotonic() - began
+    _tell(tally)
     return tally
 
 
@@ -103,30 +108,31 @@ def _judge(numbered: tuple[int, Any]) -> Outcome:
     folder.mkdir(parents=True)
     try:
         outcome: Outcome = _campaign.judge(one, folder)
-        return outcome
+    except Exception:  # of the campaign itself: it must not pass for a try that went well
+        told = traceback.format_exc()[-1500:]
+        return Outcome.of("not judged", [Problem("wrong", str(one), told)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return outcome
 
 
-def _show(tallies: Sequence[Tally], argv: Sequence[str]) -> None:
+def _tell(tally: Tally) -> None:
+    print(f"{tally.campaign}: {', '.join(f'{n} {k}' for k, n in sorted(tally.tried.items()))}")
+    if tally.states:
+        print(f"{tally.campaign}: {len(tally.states)} distinct states")
+    for problem in tally.problems[:_SHOWN]:
+        print(f"  {problem.column}: {problem.where}\n    {problem.what}")
+    if len(tally.problems) > _SHOWN:
+        print(f"  … and {len(tally.problems) - _SHOWN} more")
+    sys.stdout.flush()
+
+
+def _show(tallies: Sequence[Tally]) -> None:
     rows = [("campaign", "tried", *COLUMNS, "seconds"), *(t.row() for t in tallies)]
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    print(f"python -m tests.torture {' '.join(argv)}")
-    for row in rows:
-        print(
-            "  ".join(
-                c.rjust(w) if i else c.ljust(w)
-                for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-        )
-    for tally in tallies:
-        print(f"{tally.campaign}: {', '.join(f'{n} {k}' for k, n in sorted(tally.tried.items()))}")
-        if tally.states:
-            print(f"{tally.campaign}: {len(tally.states)} distinct states")
-        for problem in tally.problems[:_SHOWN]:
-            print(f"  {problem.column}: {problem.where}\n    {problem.what}")
-        if len(tally.problems) > _SHOWN:
-            print(f"  … and {len(tally.problems) - _SHOWN} more")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        shown = (c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))
+        print("  ".join([name.ljust(widths[0]), *shown]))
 
 
 if __name__ == "__main__":

@@ -9,56 +9,54 @@ from pathlib import Path
 from random import Random
 
 from tests.torture import child, judge
-from tests.torture.scenes import VERBS, Scene, scene_of
+from tests.torture.scenes import Scene, scenes_of
 from tests.torture.shim import KINDS, Fault, Shim
 from tests.torture.tally import Outcome
 from tests.torture.world import copy_place
 
-_SHORT = 24
+_SHORT = 16
 
 
 @dataclass(frozen=True)
 class Try:
     """One fault in one scene; says how to see it again."""
 
-    scene: int
+    scene: Scene
     fault: Fault
 
     def __str__(self) -> str:
         f = self.fault
-        return f"{VERBS[self.scene].name}: {f.kind} at step {f.at}, seed {f.seed}"
+        return f"{self.scene.verb.name}: {f.kind} at step {f.at}, seed {f.seed}"
 
 
 class Faults:
     """The campaign over one world; scenes are made before the workers are."""
 
-    def __init__(self, world: Path, folder: Path) -> None:
-        self._world = world
-        self.scenes: list[Scene] = [
-            scene_of(verb, world, folder / f"scene-{n}") for n, verb in enumerate(VERBS)
-        ]
+    def __init__(self, world: Path, folder: Path, *, short: bool) -> None:
+        self._world, self._short = world, short
+        self._scenes = scenes_of(world, world.parent / "scenes", short=short)
 
-    def tries(self, seed: int, *, short: bool) -> Iterator[Try]:
+    def tries(self, seed: int) -> Iterator[Try]:
         """Each step of each verb in one of the ways, and power loss after each verb's end.
 
-        Seeds draw the ways, so that as many runs find them all; of one, a sample if `short`.
+        Seeds draw the ways, so that as many runs find them all; of one, a sample in the short form.
         """
         draw = Random(seed)
         every = [
-            Try(number, Fault(draw.choice(KINDS), at, draw.randrange(1 << 30)))
-            for number, scene in enumerate(self.scenes)
+            Try(scene, Fault(draw.choice(KINDS), at, draw.randrange(1 << 30)))
+            for scene in self._scenes
             for at in range(len(scene.steps))
         ]
         every += [
-            Try(number, Fault("power", len(scene.steps), seed))
-            for number, scene in enumerate(self.scenes)
+            Try(scene, Fault("power", len(scene.steps), seed))
+            for scene in self._scenes
             for seed in range(3)
         ]
-        return iter(draw.sample(every, _SHORT) if short else every)
+        return iter(draw.sample(every, _SHORT) if self._short else every)
 
     def judge(self, one: Try, folder: Path) -> Outcome:
         """Run the verb with the fault, look at what is left, run it again without."""
-        scene, fault = self.scenes[one.scene], one.fault
+        scene, fault = one.scene, one.fault
         place, logs, where = folder / "place", folder / "logs", str(one)
         copy_place(scene.place, place)
         shim = Shim(place, fault)

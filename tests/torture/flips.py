@@ -47,14 +47,14 @@ class Undisturbed:
 class Flips:
     """The campaign; each worker makes a world of its own, since flipped inputs lie in it."""
 
-    def __init__(self, world: Path, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, world: Path, folder: Path, *, short: bool) -> None:
+        self._folder, self._count = folder, _SHORT if short else _LONG
         self._mine: dict[int, Undisturbed] = {}
 
-    def tries(self, seed: int, *, short: bool) -> Iterator[Try]:
+    def tries(self, seed: int) -> Iterator[Try]:
         """Flips drawn from `seed`."""
         draw = Random(seed)
-        return (Try(draw.randrange(1 << 40)) for _ in range(_SHORT if short else _LONG))
+        return (Try(draw.randrange(1 << 40)) for _ in range(self._count))
 
     def judge(self, one: Try, folder: Path) -> Outcome:
         """Flip a bit, use what it is in, and compare."""

@@ -12,15 +12,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.hostile.corpus import CORPUS
 from tests.recipe.test_fuzz import TRAPS
 from tests.torture import child, judge
 from tests.torture.tally import Outcome, Problem
 from tests.torture.world import recipes
-
-try:
-    from tests.hostile.corpus import CORPUS
-except ImportError:
-    CORPUS = []
 
 _SHORT, _LONG = 16, 1000
 #: Seconds after which an answer about a tiny model is a hang.
@@ -55,16 +51,16 @@ class Try:
 class Hostile:
     """The campaign: the corpus of the repository, and mutations of what is sound."""
 
-    def __init__(self, world: Path, folder: Path) -> None:
-        self._world = world
+    def __init__(self, world: Path, folder: Path, *, short: bool) -> None:
+        self._world, self._short = world, short
 
-    def tries(self, seed: int, *, short: bool) -> Iterator[Try]:
+    def tries(self, seed: int) -> Iterator[Try]:
         """The corpus, then drawn mutations of each kind in turn."""
         draw = Random(seed)
-        kept = draw.sample(range(len(CORPUS)), min(len(CORPUS), 4)) if short else range(len(CORPUS))
+        kept = draw.sample(range(len(CORPUS)), 4) if self._short else range(len(CORPUS))
         yield from (Try("corpus", number) for number in kept)
         kinds = sorted(_MUTATIONS)
-        for number in range(_SHORT if short else _LONG):
+        for number in range(_SHORT if self._short else _LONG):
             yield Try(kinds[number % len(kinds)], draw.randrange(1 << 40))
 
     def judge(self, one: Try, folder: Path) -> Outcome:
@@ -73,7 +69,6 @@ class Hostile:
         recipe = folder / "r.yml"
         recipe.write_text(_over(self._world / "base", model))
         if one.kind == "corpus":
-            model.mkdir()
             CORPUS[one.number][1](model)
         elif one.kind == "recipe":
             recipe.write_bytes(_mutated_recipe(draw, self._world))

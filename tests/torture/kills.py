@@ -8,55 +8,55 @@ from pathlib import Path
 from random import Random
 
 from tests.torture import child, judge
-from tests.torture.scenes import VERBS, Scene, scene_of
+from tests.torture.scenes import Scene, scenes_of
 from tests.torture.tally import Outcome
 from tests.torture.world import copy_place
 
-_SHORT, _LONG = 10, 350
+_SHORT, _LONG = 6, 400
 
 
 @dataclass(frozen=True)
 class Try:
-    """One kill; `share` of the verb's time has passed then."""
+    """One kill, when `share` of the `seconds` that the verb takes has passed."""
 
-    scene: int
+    scene: Scene
+    seconds: float
     share: float
 
     def __str__(self) -> str:
-        return f"{VERBS[self.scene].name}: killed after {self.share:.3f} of its time"
+        return f"{self.scene.verb.name}: killed after {self.share:.3f} of its time"
 
 
 class Kills:
     """The campaign over one world; merges work in small windows, so that they last longer."""
 
-    def __init__(self, world: Path, folder: Path) -> None:
-        self._world = world
-        self.scenes: list[Scene] = [
-            scene_of(verb, world, folder / f"scene-{n}") for n, verb in enumerate(VERBS)
-        ]
+    def __init__(self, world: Path, folder: Path, *, short: bool) -> None:
+        self._world, self._count = world, _SHORT if short else _LONG
+        self._scenes = scenes_of(world, world.parent / "scenes", short=short)
         self._seconds = [
             self._run(scene, folder / f"timed-{n}", None).seconds
-            for n, scene in enumerate(self.scenes)
+            for n, scene in enumerate(self._scenes)
         ]
 
-    def tries(self, seed: int, *, short: bool) -> Iterator[Try]:
+    def tries(self, seed: int) -> Iterator[Try]:
         """Moments all over verbs, each as often as it lasts long."""
         draw = Random(seed)
-        for _ in range(_SHORT if short else _LONG):
-            (scene,) = draw.choices(range(len(VERBS)), self._seconds)
-            yield Try(scene, draw.random())
+        timed = list(zip(self._scenes, self._seconds, strict=True))
+        for _ in range(self._count):
+            ((scene, seconds),) = draw.choices(timed, self._seconds)
+            yield Try(scene, seconds, draw.random())
 
     def judge(self, one: Try, folder: Path) -> Outcome:
         """Run the verb, kill it, look at what is left, run it again."""
-        scene, place = self.scenes[one.scene], folder / "place"
-        done = self._run(scene, folder, one.share * self._seconds[one.scene])
+        scene, place = one.scene, folder / "place"
+        done = self._run(scene, folder, one.share * one.seconds)
         args = scene.verb.at(self._world, place)
         kind = "killed" if done.code < 0 else "ended before"
         return Outcome.of(kind, judge.verdict(scene, args, place, folder / "logs", done, str(one)))
 
     def _run(self, scene: Scene, folder: Path, kill_after_s: float | None) -> child.Done:
         place = folder / "place"
-        place.parent.mkdir(exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         copy_place(scene.place, place)
         args = scene.verb.at(self._world, place)
         more = ["--window-size", "64"] if args[0] == "merge" else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.torture import child
@@ -70,6 +71,17 @@ VERBS = (
     Verb("export", _merge("full", "--out", "{p}/out"), (_merge("full"),)),
     Verb("merge --out", _merge("other", "--out", "{p}/out"), (_merge("full"),)),
 )
+
+
+#: Those of the short form: one of each that writes in another way.
+_SHORT = ("merge --publish", "rollback", "gc", "export")
+
+
+@cache
+def scenes_of(world: Path, folder: Path, *, short: bool) -> tuple[Scene, ...]:
+    """The scenes of all verbs, or of a few, made in `folder`."""
+    verbs = [v for v in VERBS if v.name in _SHORT or not short]
+    return tuple(scene_of(verb, world, folder / f"scene-{n}") for n, verb in enumerate(verbs))
 
 
 def scene_of(verb: Verb, world: Path, folder: Path) -> Scene:

@@ -59,13 +59,13 @@ class Try:
 class States:
     """The campaign; each worker has a place of its own, where inputs change."""
 
-    def __init__(self, world: Path, folder: Path) -> None:
-        self._world, self._folder = world, folder
+    def __init__(self, world: Path, folder: Path, *, short: bool) -> None:
+        self._world, self._folder, self._size = world, folder, _SHORT if short else _LONG
 
-    def tries(self, seed: int, *, short: bool) -> Iterator[Try]:
+    def tries(self, seed: int) -> Iterator[Try]:
         """Runs with seeds of their own."""
         draw = Random(seed)
-        runs, examples, steps = _SHORT if short else _LONG
+        runs, examples, steps = self._size
         return (Try(draw.randrange(1 << 30), examples, steps) for _ in range(runs))
 
     def judge(self, one: Try, folder: Path) -> Outcome:
