@@ -172,7 +172,8 @@ def _check_rows(home: Warehouse, path: Path) -> None:
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
     rows = open_checkpoint(str(path.parent), path.parent.name)
-    expected, found = Catalog(home.catalog).digests(rows.checkpoint_id), digest_checkpoint(rows)
+    expected = Catalog(home.catalog).digests(rows.checkpoint_id)
+    found = {name: taken[0].content for name, taken in digest_checkpoint(rows).items()}
     if expected != found:
         raise CorruptionError(
             "Embedding rows that were made for tokens are not those that were written",

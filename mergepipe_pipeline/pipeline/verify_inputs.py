@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.segment_files import SegmentFiles
+from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, MergePipeError
 from mergepipe_pipeline.pipeline.auditor import Auditor
 from mergepipe_pipeline.pipeline.named import provenance_of
 from mergepipe_pipeline.pipeline.progress import Advance, Progress
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.segments import Segments
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
@@ -40,7 +43,7 @@ def verify_inputs(
     known = [(c, digests) for c, digests in found if digests is not None]
     with progress.task("verify inputs", sum(c.nbytes for c, _ in known)) as advance:
         for checkpoint, digests in known:
-            _verify(checkpoint, digests, audit, advance)
+            _verify(home, checkpoint, digests, audit, advance)
 
 
 def _registered(catalog: Catalog) -> Iterator[_Input]:
@@ -83,7 +86,11 @@ def _as_recorded(catalog: Catalog, name: str, root: str, checkpoint_id: str) -> 
 
 
 def _verify(
-    checkpoint: Checkpoint, digests: Mapping[str, str], audit: Auditor, advance: Advance
+    home: Warehouse,
+    checkpoint: Checkpoint,
+    digests: Mapping[str, str],
+    audit: Auditor,
+    advance: Advance,
 ) -> None:
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
@@ -98,17 +105,32 @@ def _verify(
         found = audit.check("inputs", path, partial(digest_checkpoint, part, advance))
         if found is None:
             continue
-        wrong = [t for t in found if found[t] != digests.get(t)]
-        for tensor in wrong:
-            audit.report("inputs", path, _changed(path, tensor, digests.get(tensor), found[tensor]))
+        wrong = {t: s for t, (s,) in found.items() if s.content != digests.get(t)}
+        for tensor, segments in wrong.items():
+            place = f"{path}, tensor {tensor}{_elements(home, checkpoint, tensor, segments)}"
+            error = _changed(place, digests.get(tensor), segments.content)
+            audit.report("inputs", path, error)
         if not wrong:
             audit.done(path, file.nbytes)
 
 
-def _changed(path: Path, tensor: str, expected: str | None, found: str) -> CorruptionError:
+def _elements(home: Warehouse, checkpoint: Checkpoint, tensor: str, found: Segments) -> str:
+    """Which elements are not what they were, where the catalog knows it."""
+    n = found.segment_elems
+    with SegmentFiles(home.catalog, checkpoint.checkpoint_id, n) as known:
+        if tensor not in known:
+            return ""
+        old = Segments(n, known[tensor])
+    count = len(found.digests) // SEGMENT_DIGEST_NBYTES
+    wrong = [i for i in range(count) if found.of(i, i + 1) != old.of(i, i + 1)]
+    stop = min((wrong[-1] + 1) * n, checkpoint.by_name[tensor].numel) if wrong else 0
+    return f", elements {wrong[0] * n} to {stop}" if wrong else ""
+
+
+def _changed(where: str, expected: str | None, found: str) -> CorruptionError:
     return CorruptionError(
         "An input's bytes are not those that were analysed, though size and time are",
-        where=f"{path}, tensor {tensor}",
+        where=where,
         expected=f"blake3 {expected[:16]}" if expected else "no such tensor",
         found=f"blake3 {found[:16]}",
         next_step="copy the file again from where it came; if these bytes are meant, `touch` it "
