@@ -131,6 +131,10 @@ class CorruptionError(MergePipeError):
     exit_code = 19
 
 
+class DamagedLayerError(CorruptionError):
+    """A merged layer is damaged where it is stored; the next try makes it again."""
+
+
 class StorageFullError(MergePipeError):
     """The disk is full or a quota is reached; nothing published was touched."""
 

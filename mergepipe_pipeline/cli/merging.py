@@ -214,6 +214,7 @@ def _begin(console: Console, recipe: str, planning: dict[str, Any]) -> tuple[Mer
     "--memory", "memory_mib", type=_COUNT, help="Memory for plan and windows in MiB (64)."
 )
 @click.option("--device", help="Where to compute: cpu (default), cuda or cuda:N.")
+@click.option("--fresh", is_flag=True, help="Run every layer, those merged before, too.")
 @verb
 def merge(
     console: Console,
@@ -224,6 +225,7 @@ def merge(
     window_elems: int | None,
     memory_mib: int | None,
     device: str | None,
+    fresh: bool,
     **planning: Any,
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
@@ -237,7 +239,9 @@ def merge(
     folder = None if out is None else check_out(out, console.place.root)
     made, begun = _begin(console, recipe, planning)
     console.warn(made.warnings)
-    outcome = run(console.home, made, knobs=knobs, progress=console.progress, begun=begun)
+    outcome = run(
+        console.home, made, knobs=knobs, progress=console.progress, begun=begun, fresh=fresh
+    )
     summary = outcome.summary()
     summary["non_finite"] = merged_non_finite(console.home, made)
     console.warn(non_finite_warning(summary["non_finite"], made))

@@ -34,7 +34,7 @@ def merged_non_finite(home: Warehouse, plan: MergePlan) -> dict[str, int]:
     Elements that F8_E4M3 cut off at its end are among them.
     """
     store = object_store(home)
-    known = [store.lookup(layer.layer_key) for layer in plan.layers]
+    known = [store.lookup(layer.action_key) for layer in plan.layers]
     return {name: n for stored in known if stored for name, n in stored.non_finite}
 
 

@@ -10,6 +10,7 @@ import platform
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import new_hash, sha256_hex
-from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
 from mergepipe_pipeline.pipeline.cost import Realised, Times
 from mergepipe_pipeline.pipeline.leases import staging as staging_of
 from mergepipe_pipeline.snapshots.commit import commit_snapshot
@@ -29,9 +30,9 @@ from mergepipe_pipeline.snapshots.model_folder import (
     model_card,
     shard_name,
 )
-from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.snapshots.objects import ObjectStore, StoredObject
 from mergepipe_pipeline.snapshots.stage import stage_snapshot
-from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION, LayerTask, MergePlan
 from mergepipe_pipeline.spec.snapshot import (
     LineageEntry,
     Manifest,
@@ -46,6 +47,9 @@ from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: Layers that are hashed at once.
+_HASHERS = 2
+
 
 def commit(
     home: Warehouse,
@@ -54,16 +58,18 @@ def commit(
     times: Times | None = None,
     *,
     is_stage: bool = False,
+    made: Collection[str] = (),
 ) -> Snapshot:
     """Build the snapshot of a plan whose layers are all in the object store, and commit it.
 
-    `realised` and `times` go to the provenance; `is_stage` as in `merge`. Raises
-    NotFoundError naming the first layer that is not merged yet.
+    `realised` and `times` go to the provenance; `is_stage` as in `merge`. For a new snapshot the
+    bytes of all layers are read but of those that were `made` just now, by name. Raises
+    NotFoundError naming the first layer that is not merged yet, DamagedLayerError.
     """
     store = object_store(home)
-    shards = []
+    shards, reused = [], []
     for number, layer in enumerate(plan.layers, 1):
-        stored = store.lookup(layer.layer_key)
+        stored = store.lookup(layer.action_key)
         if stored is None:
             raise NotFoundError(
                 "A layer of the plan is not merged yet",
@@ -72,6 +78,8 @@ def commit(
                 found="none",
                 next_step="run `mergepipe merge` on the recipe",
             )
+        if layer.name not in made:
+            reused.append((layer, stored))
         shards.append(
             ShardEntry(
                 shard_name(number, len(plan.layers)),
@@ -97,12 +105,32 @@ def commit(
         )
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
         is_new = not (home.snapshots / manifest.snapshot_id).exists()
+        if is_new:
+            _refuse_damaged(store, reused)
         staged = stage_snapshot(
             staging, manifest, store, made | files, _provenance(plan, realised, times)
         )
         snapshot = commit_snapshot(staged, home.snapshots)
         Marks(home.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
         return snapshot
+
+
+def _refuse_damaged(store: ObjectStore, reused: Sequence[tuple[LayerTask, StoredObject]]) -> None:
+    """Raise DamagedLayerError if a layer's bytes are not those written; all such are forgotten."""
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        intact = list(pool.map(store.is_intact, (stored for _, stored in reused)))
+    damaged = [pair for pair, good in zip(reused, intact, strict=True) if not good]
+    for layer, stored in damaged:
+        store.forget(layer.action_key, stored)
+    if damaged:
+        layer, stored = damaged[0]
+        raise DamagedLayerError(
+            "A stored layer's bytes are not the bytes that were written",
+            where=f"{store.path_of(stored.sha256)}, layer {layer.name}",
+            expected=f"sha256 {stored.sha256[:16]}",
+            found="other bytes",
+            next_step="run the same command again: the layer is merged anew",
+        )
 
 
 def object_store(home: Warehouse) -> ObjectStore:

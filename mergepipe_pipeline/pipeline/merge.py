@@ -6,9 +6,10 @@ that were running; everything before is found again by key.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.pipeline.commit import commit, object_store
 from mergepipe_pipeline.pipeline.cost import Begun, LayerOutcome, Realised, Times
 from mergepipe_pipeline.pipeline.inputs import Inputs
@@ -31,6 +33,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 if TYPE_CHECKING:
     from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
 
+_LOG = logging.getLogger("mergepipe")
 #: Finished layers that may wait for the disk.
 _WAITING = 2
 
@@ -97,21 +100,33 @@ def merge(
     progress: Progress | None = None,
     begun: Begun | None = None,
     is_stage: bool = False,
+    fresh: bool = False,
 ) -> MergeOutcome:
     """Execute a plan and commit its snapshot; publishes nothing. `begun`: the verb, before now.
 
-    `is_stage`: nobody asked for the result but a later stage, so that `gc` may remove it.
+    `is_stage`: nobody asked for the result but a later stage, so that `gc` may remove it. `fresh`:
+    run all layers, those that the action cache knows, too. A stored layer that turns out to be
+    damaged is made again.
 
     Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on
     a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
     begun = begun or Begun(started)
-    with lease(home, plan):
-        realised = Realised.of(merge_layers(home, plan, knobs=knobs, progress=progress))
-        merging_s = time.monotonic() - started
+
+    def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
+        done = list(merge_layers(home, plan, knobs=knobs, progress=progress, fresh=fresh))
+        realised, merging_s = Realised.of(done), time.monotonic() - started
         times = Times(begun.predicted, started - begun.at_s, merging_s)
-        snapshot = commit(home, plan, realised, times, is_stage=is_stage)
+        made = {layer.name for layer in done if not layer.reused}
+        return commit(home, plan, realised, times, is_stage=is_stage, made=made), realised, times
+
+    with lease(home, plan):
+        try:
+            snapshot, realised, times = run(fresh=fresh)
+        except DamagedLayerError as error:
+            _LOG.warning("%s", error)
+            snapshot, realised, times = run(fresh=False)
     return MergeOutcome(snapshot, plan, realised, time.monotonic() - started, times)
 
 
@@ -122,17 +137,22 @@ def merge_layers(
     *,
     knobs: EngineKnobs | None = None,
     progress: Progress | None = None,
+    fresh: bool = False,
 ) -> Iterator[LayerOutcome]:
-    """Run or reuse the named layers (default: all) in plan order, yielding each as it is done."""
+    """Run or reuse the named layers (default: all) in plan order, yielding each as it is done.
+
+    `fresh` ones are all run.
+    """
     wanted = [layer for layer in plan.layers if names is None or layer.name in names]
     store = object_store(home)
-    unknown = [layer for layer in wanted if store.lookup(layer.layer_key) is None]
+    known = {w.name: None if fresh else store.lookup(w.action_key) for w in wanted}
+    unknown = [layer for layer in wanted if known[layer.name] is None]
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
     with (
         (progress or Silent()).task(f"merge {plan.recipe_name}", total) as advance,
         _LayerMerger(home, plan, knobs or EngineKnobs(), advance) as merger,
     ):
-        yield from merger.merge(wanted)
+        yield from merger.merge(wanted, known)
 
 
 class _LayerMerger:
@@ -162,13 +182,14 @@ class _LayerMerger:
         self._keeper.shutdown()  # before staging goes: what the engine has finished is kept
         self._stack.close()
 
-    def merge(self, layers: Sequence[LayerTask]) -> Iterator[LayerOutcome]:
-        """Layers in order, from the action cache or by the engine, each when it is durable.
+    def merge(
+        self, layers: Sequence[LayerTask], known: Mapping[str, StoredObject | None]
+    ) -> Iterator[LayerOutcome]:
+        """Layers in order, as `known` or by the engine, each when it is durable.
 
         If one fails, those before it are given first.
         """
         pending: deque[Future[LayerOutcome]] = deque()
-        known = {layer.name: self._store.lookup(layer.layer_key) for layer in layers}
         missing = [layer for layer in layers if known[layer.name] is None]
         with closing(self._made(missing)) as made:
             try:
@@ -197,7 +218,7 @@ class _LayerMerger:
     def _keep(self, layer: LayerTask, path: Path, result: LayerResult) -> LayerOutcome:
         stored = StoredObject(result.sha256, result.nbytes, result.tensors, result.non_finite)
         self._store.adopt(path, stored)
-        self._store.record(layer.layer_key, stored)
+        self._store.record(layer.action_key, stored)
         return LayerOutcome(
             layer.name,
             layer.layer_key,

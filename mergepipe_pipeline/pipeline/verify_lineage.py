@@ -22,6 +22,7 @@ from mergepipe_pipeline.pipeline.verify_structure import (
     readable_snapshots,
     snapshot_folders,
 )
+from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.snapshots.stage import MANIFEST
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.chain import VersionChain
@@ -90,11 +91,13 @@ def _check_inputs(home: Warehouse, snapshot: Snapshot) -> None:
 
 
 def _check_actions(home: Warehouse, snapshot: Snapshot, audit: Auditor) -> None:
-    actions = {path.stem: path for path in object_store(home).all_actions()}
-    for shard in snapshot.manifest.shards:
-        path = actions.get(shard.layer_key)
-        known = path and action_of(path)
-        if path and known and known.sha256 != shard.sha256:
+    actions: dict[str, list[Path]] = {}
+    for path in object_store(home).all_actions():
+        actions.setdefault(layer_key_of(path.stem), []).append(path)
+    pairs = ((s, path) for s in snapshot.manifest.shards for path in actions.get(s.layer_key, ()))
+    for shard, path in pairs:
+        known = action_of(path)
+        if known and known.sha256 != shard.sha256:
             error = CorruptionError(
                 "An action gives another object than a snapshot has for the same layer key",
                 where=f"{path}, layer {shard.layer} of {snapshot.snapshot_id}",

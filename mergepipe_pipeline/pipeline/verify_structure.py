@@ -22,6 +22,7 @@ from mergepipe_pipeline.pipeline.calibrate import storage_profile
 from mergepipe_pipeline.pipeline.named import provenance_of
 from mergepipe_pipeline.pipeline.plan import load_plan
 from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
 from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.storage.chain import VersionChain
@@ -80,10 +81,12 @@ def action_of(path: Path) -> ShardEntry | None:
 
 def _read_action(path: Path) -> ShardEntry:
     value = _unsealed(path)
-    if value["layer_key"] != path.stem or not _SHA256.fullmatch(value["object"]):
-        raise _misnamed(path, f"layer_key {path.stem}", str(value["layer_key"]))
+    if value["action_key"] != path.stem or not _SHA256.fullmatch(value["object"]):
+        raise _misnamed(path, f"action_key {path.stem}", str(value["action_key"]))
     tensors = tuple((str(tensor), str(digest)) for tensor, digest in value["tensors"])
-    return ShardEntry("", "", path.stem, value["object"], int(value["nbytes"]), tensors)
+    return ShardEntry(
+        "", "", layer_key_of(path.stem), value["object"], int(value["nbytes"]), tensors
+    )
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

@@ -16,12 +16,10 @@ from math import inf
 from pathlib import Path
 from stat import S_ISREG
 
-from mergepipe_pipeline.digest import unseal
-from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.snapshots.leases import Living, Need
 from mergepipe_pipeline.snapshots.load import DamagedSnapshot, scan_snapshots
 from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.snapshots.objects import ObjectStore, layer_key_of, object_of
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
 from mergepipe_pipeline.storage.locks import is_held
@@ -143,10 +141,11 @@ def _idle_layers(
     digests |= {p.name for p in objects.all_objects() if linked and _inode(p) in linked}
     actions = objects.all_actions()
     for path in actions:
-        named = _object_of(path) if linked or path.stem in need.layer_keys else None
-        if named is not None and path.stem in need.layer_keys:
+        key = layer_key_of(path.stem)
+        named = object_of(path) if linked or key in need.layer_keys else None
+        if named is not None and key in need.layer_keys:
             digests.add(named)
-        elif path.stem not in keys and (named is None or named not in digests):
+        elif key not in keys and (named is None or named not in digests):
             yield path
     for path in objects.all_objects():
         # A layer becomes an object before its action says so.
@@ -158,12 +157,6 @@ def _idle_staging(staging: Path, living: Living) -> list[Path]:
     if not staging.is_dir():
         return []
     return [p for p in sorted(staging.iterdir()) if p.name not in living.names]
-
-
-def _object_of(action: Path) -> str | None:
-    with suppress(OSError, CorruptionError, KeyError):
-        return str(unseal(action.read_bytes(), str(action))["object"])
-    return None
 
 
 def _linked(damaged: Sequence[DamagedSnapshot]) -> set[tuple[int, int]]:

@@ -6,14 +6,31 @@ Anything doubtful counts as unknown and is made again.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.digest import new_hash, seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.storage.atomic import adopt_file, write_atomic
+from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree, write_atomic
+
+_LOG = logging.getLogger("mergepipe")
+
+
+def layer_key_of(action_key: str) -> str:
+    """The layer key in an action's key, which is the stem of its file's name."""
+    return action_key.partition(".")[0]
+
+
+def object_of(action: Path) -> str | None:
+    """The digest of the object that an action's file names; None for a damaged one."""
+    with suppress(OSError, CorruptionError, KeyError):
+        return str(unseal(action.read_bytes(), str(action))["object"])
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +57,9 @@ class ObjectStore:
         """Where the object with this digest lies, or would."""
         return self._objects / sha256[:2] / sha256
 
-    def lookup(self, layer_key: str) -> StoredObject | None:
-        """The object that this layer key gave, or None if it must be made (again)."""
-        path = self._action(layer_key)
+    def lookup(self, action_key: str) -> StoredObject | None:
+        """The object that this action gave, or None if it must be made (again)."""
+        path = self._action(action_key)
         try:
             value = unseal(path.read_bytes(), str(path))
             stored = StoredObject(
@@ -66,16 +83,44 @@ class ObjectStore:
         os.chmod(temp, 0o444)
         adopt_file(temp, self.path_of(stored.sha256))
 
-    def record(self, layer_key: str, stored: StoredObject) -> None:
-        """Remember that `layer_key` gives this object, which must be there already."""
+    def is_intact(self, stored: StoredObject) -> bool:
+        """Whether an object's bytes are those that were written; reads all of them."""
+        try:
+            with self.path_of(stored.sha256).open("rb") as file:
+                return hashlib.file_digest(file, new_hash).hexdigest() == stored.sha256
+        except OSError:
+            return False
+
+    def forget(self, action_key: str, stored: StoredObject) -> None:
+        """Let a layer be made again: its object is damaged. Snapshots keep their links to it."""
+        remove_tree(self._action(action_key))
+        remove_tree(self.path_of(stored.sha256))
+
+    def record(self, action_key: str, stored: StoredObject) -> None:
+        """Remember that an action gives this object, which must be there already.
+
+        Says it if one with the same layer key gave another: they obeyed different facts, and one of
+        these was wrong.
+        """
+        for other in self._actions.glob(f"{action_key[:2]}/{layer_key_of(action_key)}.*.json"):
+            found = object_of(other)
+            if found not in (None, stored.sha256):
+                _LOG.warning(
+                    "Two executions of one layer differ. Where: %s. Expected object %s, found %s. "
+                    "Next: `mergepipe verify --all --scope lineage` names the snapshots that have "
+                    "either.",
+                    other,
+                    stored.sha256[:16],
+                    str(found)[:16],
+                )
         value = {
-            "layer_key": layer_key,
+            "action_key": action_key,
             "object": stored.sha256,
             "nbytes": stored.nbytes,
             "tensors": [list(t) for t in stored.tensors],
             "non_finite": dict(stored.non_finite),
         }
-        write_atomic(self._action(layer_key), seal(value))
+        write_atomic(self._action(action_key), seal(value))
 
     def all_actions(self) -> list[Path]:
         """Every action file."""
@@ -85,5 +130,5 @@ class ObjectStore:
         """Every object file."""
         return sorted(p for p in self._objects.glob("*/*") if not p.name.startswith("."))
 
-    def _action(self, layer_key: str) -> Path:
-        return self._actions / layer_key[:2] / f"{layer_key}.json"
+    def _action(self, action_key: str) -> Path:
+        return self._actions / action_key[:2] / f"{action_key}.json"

@@ -1,14 +1,15 @@
 """What will be read and computed: all that the engine knows, and the identity of its result.
 
 `identity()` of a task covers what determines output bits and nothing else: content digests,
-operator with resolved parameters, covered ranges, dtypes. Trim rules and rescale factors follow
-from these. Paths, block size, budget and estimates stay out, so equal work has equal ids wherever
-and however it was planned.
+operator with resolved parameters, covered ranges, dtypes. Trim rules, rescale factors and ranges
+that need no reading follow from these, by another way on another grid: they stay out of ids, but a
+layer is reused only by a plan that obeys the same ones (`LayerTask.action_key`). Paths, block size,
+budget and estimates stay out, so equal work has equal ids wherever and however it was planned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, cast
@@ -167,13 +168,31 @@ class LayerTask:
 
     @cached_property
     def layer_key(self) -> str:
-        """64 hex: equal keys mean equal object bytes (the action cache's key)."""
+        """64 hex: equal keys mean equal object bytes."""
         return digest_json([ENGINE_VERSION, self.name, [t.identity() for t in self.tasks]])
+
+    @cached_property
+    def action_key(self) -> str:
+        """The layer key with what the engine obeys besides: the action cache's key.
+
+        A wrong fact gives a wrong layer. Right facts must not find it, though the layer key is
+        theirs, too.
+        """
+        obeyed = [
+            [e.read, _told(e.trim), _told(e.outliers), e.scale.hex(), e.l1 and e.l1.hex()]
+            for t in self.tasks
+            for e in t.experts
+        ]
+        return f"{self.layer_key}.{digest_json(obeyed)[:16]}"
 
     @property
     def expert_bytes_planned(self) -> int:
         """Expert bytes this layer reads when it is executed."""
         return sum(e.read_nbytes for t in self.tasks for e in t.experts)
+
+
+def _told(rule: TrimRule | None) -> tuple[int, ...] | None:
+    return None if rule is None else astuple(rule)
 
 
 @dataclass(frozen=True, slots=True)

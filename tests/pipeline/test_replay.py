@@ -123,7 +123,7 @@ def test_a_wrong_layer_that_verify_takes_for_right_is_named_with_its_tensor(
     made = run(home, recipe_text())
     layer = made.plan.layers[2]
     store = object_store(home)
-    right = store.lookup(layer.layer_key)
+    right = store.lookup(layer.action_key)
     assert right is not None
     data = store.path_of(right.sha256).read_bytes()
     described = [(t.name, t.out_dtype, t.shape) for t in layer.tasks]
@@ -134,7 +134,7 @@ def test_a_wrong_layer_that_verify_takes_for_right_is_named_with_its_tensor(
         sha256, nbytes = writer.finish()
         wrong = replace(right, sha256=sha256, nbytes=nbytes, tensors=writer.prefix_digests)
     store.adopt(home.staging / "wrong", wrong)
-    store.record(layer.layer_key, wrong)
+    store.record(layer.action_key, wrong)
     remove_tree(made.snapshot.path)
     again = run(home, recipe_text())
     verify(home, again.snapshot.snapshot_id)

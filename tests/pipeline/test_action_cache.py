@@ -1,0 +1,105 @@
+"""A layer is reused only if the plan obeys the same facts and its bytes are those written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from mergepipe_pipeline.errors import DamagedLayerError
+from mergepipe_pipeline.pipeline.check import parse
+from mergepipe_pipeline.pipeline.commit import commit, object_store
+from mergepipe_pipeline.pipeline.inspect import verify
+from mergepipe_pipeline.pipeline.merge import merge
+from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def changed(plan: MergePlan, change: Callable[[ExpertInput], ExpertInput]) -> MergePlan:
+    """The plan with a fact of every expert's tensors changed."""
+    layers = tuple(
+        replace(
+            layer,
+            tasks=tuple(
+                replace(t, experts=tuple(change(e) for e in t.experts)) for t in layer.tasks
+            ),
+        )
+        for layer in plan.layers
+    )
+    return replace(plan, layers=layers)
+
+
+def lower_trim(e: ExpertInput) -> ExpertInput:
+    return e if e.trim is None else replace(e, trim=TrimRule(e.trim.threshold_bits >> 1, 0))
+
+
+def halve_scale(e: ExpertInput) -> ExpertInput:
+    return replace(e, scale=e.scale / 2, l1=None)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "change"),
+    [
+        ("ties", "{density: 0.3}", lower_trim),
+        ("breadcrumbs", "{density: 0.8, gamma: 0.05}", lower_trim),
+        ("dare_linear", "{density: 0.5, rescale: true}", halve_scale),
+    ],
+)
+def test_a_layer_made_from_a_wrong_fact_is_not_found_by_the_right_one(
+    home: Warehouse,
+    recipe_text: Callable[..., str],
+    method: str,
+    parameters: str,
+    change: Callable[[ExpertInput], ExpertInput],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    right = make_plan(home, parse(recipe_text(method, parameters), name="r", where="r"))
+    wrong = changed(right, change)
+    assert wrong.plan_id == right.plan_id
+    bad = merge(home, wrong).snapshot
+    good = merge(home, right)
+    assert good.realised.layers_executed > 0
+    clean = Warehouse.at(home.root.parent / "clean").ensure()
+    plan = make_plan(clean, parse(recipe_text(method, parameters), name="r", where="r"))
+    assert good.snapshot.snapshot_id == merge(clean, plan).snapshot.snapshot_id
+    assert good.snapshot.snapshot_id != bad.snapshot_id
+    assert "Two executions of one layer differ" in caplog.text
+
+
+def test_a_stored_layer_whose_bits_flipped_is_made_again_and_not_linked(
+    home: Warehouse, recipe_text: Callable[..., str]
+) -> None:
+    raw = parse(recipe_text(), name="r", where="r")
+    plan = make_plan(home, raw)
+    first = merge(home, plan)
+    # Another result that shares the layers: only its config differs.
+    other = replace(plan, side=replace(plan.side, config=(("note", "x"),)))
+    layer = plan.layers[0]
+    stored = object_store(home).lookup(layer.action_key)
+    assert stored is not None
+    path = object_store(home).path_of(stored.sha256)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    with pytest.raises(DamagedLayerError, match=layer.name):
+        commit(home, other)
+    path = object_store(home).path_of(stored.sha256)
+    assert not path.exists()
+    path.write_bytes(data)
+    object_store(home).record(layer.action_key, stored)
+    done = merge(home, other)
+    assert (done.realised.layers_executed, first.snapshot.snapshot_id != done.snapshot) == (1, True)
+    verify(home, done.snapshot.snapshot_id)
+
+
+def test_a_fresh_merge_runs_every_layer_and_gives_the_same_snapshot(
+    home: Warehouse, recipe_text: Callable[..., str]
+) -> None:
+    plan = make_plan(home, parse(recipe_text(), name="r", where="r"))
+    first, again = merge(home, plan), merge(home, plan, fresh=True)
+    assert again.snapshot.snapshot_id == first.snapshot.snapshot_id
+    assert (again.realised.layers_reused, again.realised.layers_executed) == (0, len(plan.layers))
+    assert again.realised.expert_bytes_read == first.realised.expert_bytes_read
