@@ -72,6 +72,8 @@ class Auditor:
             self.report(scope, path, error, is_derivable=is_derivable)
             return None
         except UNREADABLE as error:
+            if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
+                return None  # a collection or another repair removed it meanwhile
             odd = CorruptionError(
                 "A file cannot be read as what it should be",
                 where=str(path),

@@ -7,6 +7,7 @@ living processes lease.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,27 +26,39 @@ from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: The least age of what is removed from quarantine, in seconds.
+_QUARANTINE_S = 30 * 86400.0
+
 
 def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False) -> Collected:
     """Remove objects, actions, stages and staging that nobody needs, older than `older_than_s`.
 
-    Waits for another collection; merges that begin meanwhile wait for this one.
+    What `repair` took away stays for 30 days at least. Waits for another collection; merges that
+    begin meanwhile wait for this one.
     """
     written = (home.catalog, home.plans, home.objects, home.actions, home.refs, home.releases)
     leases = Leases(home.leases)
+    expired = tuple(_expired(home, max(older_than_s, _QUARANTINE_S)))
     with leases.alone():
         found = run(
             object_store(home),
             home.snapshots,
             home.staging,
             (*written, home.stages),
-            _roots(home, leases.living(older_than_s)),
+            replace(_roots(home, leases.living(older_than_s)), expired=expired),
             older_than_s=older_than_s,
             dry_run=dry_run,
         )
     return replace(
         found, paths=tuple(map(escaped, found.paths)), notes=tuple(map(escaped, found.notes))
     )
+
+
+def _expired(home: Warehouse, older_than_s: float) -> Iterator[Path]:
+    """What is in quarantine for longer than that."""
+    for folder in sorted(home.quarantine.iterdir()) if home.quarantine.is_dir() else ():
+        if time.time() - folder.lstat().st_mtime > older_than_s:
+            yield folder
 
 
 def _roots(home: Warehouse, living: Living) -> Roots:

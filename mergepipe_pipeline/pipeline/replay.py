@@ -24,6 +24,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.pipeline.calibrate import keep_seek
 from mergepipe_pipeline.pipeline.check import check_stage, parse
 from mergepipe_pipeline.pipeline.digests import ensure_digests
+from mergepipe_pipeline.pipeline.leases import staging
 from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge
 from mergepipe_pipeline.pipeline.named import provenance_of, snapshot_named
 from mergepipe_pipeline.pipeline.plan import plan_checked
@@ -34,7 +35,6 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.request import Request, RequestedModel
 from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, Snapshot
-from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -132,11 +132,8 @@ def _scratch(home: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
             )
         yield Warehouse.at(keep).ensure()
         return
-    folder = home.new_staging("replay")
-    try:
+    with staging(home, "replay") as folder:
         yield Warehouse.at(folder).ensure()
-    finally:
-        remove_tree(folder)
 
 
 def _plan(

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.auditor import Auditor
@@ -20,7 +19,6 @@ from mergepipe_pipeline.pipeline.progress import Advance, Progress
 from mergepipe_pipeline.pipeline.verify_structure import action_of, readable_snapshots
 from mergepipe_pipeline.snapshots.verify import verify_shard
 from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -33,7 +31,7 @@ _Work = tuple[Path, Callable[[Advance], None], bool]
 def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
     """Hash what no earlier, interrupted verification found right."""
     work = [w for w in (*_objects(home), *_own_shards(home)) if not audit.is_done(w[0])]
-    total = sum(path.stat().st_size for path, _, _ in work if path.exists())
+    total = sum(_nbytes(path) for path, _, _ in work)
     with progress.task("verify", total) as advance, ThreadPoolExecutor(_THREADS) as pool:
 
         def run(one: _Work) -> None:
@@ -41,7 +39,7 @@ def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
 
             def act() -> None:
                 check(advance)
-                audit.done(path, path.stat().st_size)
+                audit.done(path, _nbytes(path))
 
             audit.check("digests", path, act, is_derivable=is_derivable)
 
@@ -54,8 +52,6 @@ def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
                 audit.check("digests", path, partial(_check_side, path, side.sha256))
     for path in object_store(home).all_actions():
         audit.check("digests", path, partial(_check_action, home, path), is_derivable=True)
-    for path in sorted(home.token_rows.glob("*/*.safetensors")):
-        audit.check("digests", path, partial(_check_rows, home, path), is_derivable=True)
 
 
 def _objects(home: Warehouse) -> Iterator[_Work]:
@@ -105,6 +101,14 @@ def _own_shards(home: Warehouse) -> Iterator[_Work]:
             path = Path(snapshot.path) / shard.file
             if path.exists() and not _is_same(path, store.path_of(shard.sha256)):
                 yield path, partial(verify_shard, path, shard), False
+
+
+def _nbytes(path: Path) -> int:
+    """The size of a file; 0 of one that a collection has removed meanwhile."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -164,22 +168,4 @@ def _check_action(home: Warehouse, path: Path) -> None:
             expected=f"object {target.name[:16]} of {entry.nbytes} bytes",
             found=found,
             next_step="merge again: the layer is made anew",
-        )
-
-
-def _check_rows(home: Warehouse, path: Path) -> None:
-    """Embedding rows that were made for tokens have the content that was taken down then."""
-    from mergepipe_pipeline.analysis.digests import digest_checkpoint
-
-    rows = open_checkpoint(str(path.parent), path.parent.name)
-    expected = Catalog(home.catalog).digests(rows.checkpoint_id)
-    found = {name: taken[0].content for name, taken in digest_checkpoint(rows).items()}
-    if expected != found:
-        raise CorruptionError(
-            "Embedding rows that were made for tokens are not those that were written",
-            where=f"{path}, tensor {', '.join(found)}",
-            expected=", ".join(d[:16] for d in (expected or {}).values())
-            or "a content that is known",
-            found=", ".join(d[:16] for d in found.values()),
-            next_step="remove the file; the next merge makes it again",
         )

@@ -25,7 +25,7 @@ from mergepipe_pipeline.pipeline.verify_structure import (
 from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.snapshots.stage import MANIFEST
 from mergepipe_pipeline.spec.snapshot import Snapshot
-from mergepipe_pipeline.storage.chain import VersionChain
+from mergepipe_pipeline.storage.chain import read_chains
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -37,12 +37,10 @@ def verify_lineage(home: Warehouse, audit: Auditor) -> None:
         audit.check("lineage", manifest, partial(_check_inputs, home, snapshot))
         _check_actions(home, snapshot, audit)
     there = {folder.name for folder in snapshot_folders(home)}
-    for chain in sorted(home.refs.iterdir()):
-        for number in VersionChain(chain).versions():
-            path = chain / f"{number:08d}.json"
-            with suppress(MergePipeError, OSError, KeyError):  # those are structure's findings
-                named = VersionChain(chain).get(number)["snapshot_id"]
-                _check_named(str(named), there, path, audit)
+    for name, number, value in read_chains(home.refs):
+        if not isinstance(value, CorruptionError):  # those are structure's findings
+            path = home.refs / name / f"{number:08d}.json"
+            _check_named(str(value.get("snapshot_id")), there, path, audit)
     for path in sorted(home.releases.glob("*.released.json")):
         with suppress(MergePipeError, OSError):
             released = unseal(path.read_bytes(), str(path)).get("snapshot_id", "")

@@ -29,15 +29,22 @@ from mergepipe_pipeline.storage.chain import VersionChain
 from mergepipe_pipeline.warehouse import Warehouse
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_FORMATS = (formats.CHECKPOINTS, formats.DIGESTS, formats.BLOCK_STATS, formats.TENSOR_FACTS)
+#: Folders of sealed files in the catalog.
+_FORMATS = (
+    formats.CHECKPOINTS,
+    formats.DIGESTS,
+    formats.SEGMENTS,
+    formats.BLOCK_STATS,
+    formats.TENSOR_FACTS,
+)
 #: Staging of a merge that runs is younger than this, in seconds.
 _OLD_S = 3600.0
 
 
 def verify_structure(home: Warehouse, audit: Auditor) -> None:
     """Look at every file but weights."""
-    for version in _FORMATS:
-        for path in _files(home.catalog / version, "*.parquet"):
+    for folder in (*(home.catalog / version for version in _FORMATS), home.token_rows):
+        for path in _files(folder, "*.*.*"):
             audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
     _verify_chains(home.catalog / "names", {"checkpoint_id", "root", "base"}, audit)
     _verify_chains(home.refs, {"snapshot_id", "reason"}, audit)
@@ -49,6 +56,8 @@ def verify_structure(home: Warehouse, audit: Auditor) -> None:
         audit.check("structure", path, partial(_check_object_name, path), is_derivable=True)
     for path in _files(home.releases, "*.json"):
         audit.check("structure", path, partial(_unsealed, path))
+    for path in _files(home.stages, "*.json"):  # without its mark a stage is kept as a result
+        audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
     audit.check("structure", home.profile_path, partial(storage_profile, home))
     for folder in snapshot_folders(home):
         load = partial(load_snapshot, home.snapshots, folder.name)

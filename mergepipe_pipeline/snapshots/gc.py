@@ -45,13 +45,15 @@ class Collected:
 class Roots:
     """What must stay, beside snapshots that are results.
 
-    `marks` None: no snapshot may be removed. `notes` become those of `Collected`.
+    `marks` None: no snapshot may be removed. `notes` become those of `Collected`. `expired` is what
+    somebody else has judged, and goes.
     """
 
     need: Need = field(default_factory=Need)
     living: Living = _NOBODY
     marks: Marks | None = None
     notes: tuple[str, ...] = ()
+    expired: tuple[Path, ...] = ()
 
 
 def collect(
@@ -86,7 +88,7 @@ def collect(
         )
         if _last_use(path) <= limit
     ]
-    old += roots.living.dead
+    old += (*roots.living.dead, *roots.expired)
     nbytes = _freed_nbytes(old)
     if not dry_run:
         for stage in stages:

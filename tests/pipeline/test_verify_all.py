@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.pipeline.calibrate import keep_seek
+from mergepipe_pipeline.pipeline.gc import collect
 from mergepipe_pipeline.pipeline.inspect import verify
 from mergepipe_pipeline.pipeline.publish import publish, released
 from mergepipe_pipeline.pipeline.repair import repair
@@ -30,6 +31,7 @@ DERIVABLE = {
     "tensor statistics": "catalog/block_stats/v*/*/*.tensors.*.parquet",
     "block statistics": "catalog/block_stats/v*/*/*.blocks.*.parquet",
     "magnitudes": "catalog/block_stats/v*/*/*.magnitudes.*.parquet",
+    "segments": "catalog/segments/v*/*.parquet",
     "facts": "catalog/tensor_facts/v*/*/*/*.parquet",
     "plan": "plans/*.json",
     "action": "actions/*/*.json",
@@ -299,10 +301,24 @@ def test_made_embedding_rows_that_changed_are_found(home: Warehouse, models: Pat
         "tokenizer: {source: base, tokens: {w5: {source: {kind: zero}, force: true}}}\n"
     ).replace("source: base", f"source: {models}/base")
     made = run(home, text).snapshot.snapshot_id
-    (file, *_) = sorted(home.token_rows.glob("*/*.safetensors"))
+    (file, *_) = sorted(home.token_rows.glob("*.safetensors"))
     flip(file, file.stat().st_size - 1, keep_time=True)
-    (found,) = verify_all(home, ("digests",)).findings
-    assert (found.file, "tensor model.embed_tokens.weight" in found.where) == (str(file), True)
+    (found,) = verify_all(home, ("structure",)).findings
+    assert (found.file, found.is_derivable) == (str(file), True)
     repair(home)
     assert run(home, text).snapshot.snapshot_id == made
     assert verify_all(home).ok
+
+
+def test_a_collection_keeps_what_was_taken_away_for_a_month(home: Warehouse) -> None:
+    flip(next(home.plans.iterdir()), 7)
+    folder = Path(str(repair(home).quarantine))
+    collect(home, older_than_s=0)
+    assert folder.exists()
+    month_ago = time.time() - 31 * 86400
+    os.utime(folder, (month_ago, month_ago))
+    assert str(folder) in collect(home, older_than_s=0, dry_run=True).paths
+    collect(home, older_than_s=40 * 86400)
+    assert folder.exists()
+    collect(home)
+    assert not folder.exists()
