@@ -17,6 +17,7 @@ from random import Random
 from tests.torture import child, judge
 from tests.torture.child import Done
 from tests.torture.scenes import RECIPES
+from tests.torture.shim import Fault, Shim
 from tests.torture.tally import Outcome, Problem
 from tests.torture.world import State, copy_place, make_world, state_of
 
@@ -101,6 +102,8 @@ class _Flow:
         if kind.startswith("refs"):
             self._verb("history", path.parent.name)
             self._verb("rollback", path.parent.name)
+        if kind.startswith(("leases", "staging", "actions", "objects")):
+            self._verb("gc", "--older-than", "0")
         if kind.startswith("profile"):
             self._verb("check", str(self._ours.world / "full.yml"))
         self._merge(f"{recipe}, 30%", recipe, "--budget", "30%")
@@ -157,7 +160,10 @@ class _Flow:
 
 
 def _prepare(folder: Path) -> Undisturbed:
-    """A warehouse in which everything has been used once, and what further merges give."""
+    """A warehouse in which everything has been used once, and what further merges give.
+
+    The last merge in it was killed.
+    """
     world, place, after = make_world(folder / "world"), folder / "place", folder / "after"
     place.mkdir()
     for name in ("base", "expert_00", "expert_01", "adapter"):
@@ -168,6 +174,8 @@ def _prepare(folder: Path) -> Undisturbed:
     _profile(place / "w")
     found = child.call(_deploy, place, True)
     assert found == ids["full"], found
+    killed = ["merge", str(world / "other.yml"), "--budget", "50%", "--home", f"{place}/w"]
+    assert child.run(killed, folder, before=Shim(place, Fault("kill", 100)).install).code < 0
     copy_place(place, after)
     for name in ("full", "adapted"):
         ids[f"{name}, 30%"] = _id_of(after, folder, world, name, "--budget", "30%")
