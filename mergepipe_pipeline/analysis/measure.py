@@ -19,6 +19,7 @@ from mergepipe_pipeline.operators.measure import Largest, Measure, Quantiles, Su
 from mergepipe_pipeline.operators.registry import Window
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.spec.view import TensorView
 
 T = TypeVar("T")
@@ -48,9 +49,13 @@ def measure(
     sites: Sequence[Site],
     step: Measure,
     progress: Callable[[int], None] | None = None,
+    known: KnownSegments | None = None,
 ) -> list[tuple[float, ...]]:
-    """The numbers of one step for each site. Raises CheckpointChangedError."""
-    with WindowReader(checkpoints) as reader:
+    """The numbers of one step for each site. Raises CheckpointChangedError.
+
+    Checkpoints' bytes are verified against `known` segments, else CorruptionError.
+    """
+    with WindowReader(checkpoints, known) as reader:
         found = [_measure(reader, site, step, progress) for site in sites]
         reader.verify_unchanged()
     return found

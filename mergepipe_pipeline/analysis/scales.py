@@ -29,6 +29,7 @@ from mergepipe_pipeline.operators.registry import Window
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Fact
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
+from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.spec.view import TensorView, moved
 
@@ -42,16 +43,18 @@ def l1_scales(
     tasks: Mapping[Pair, TensorTask],
     kind: Fact,
     *,
+    known: KnownSegments | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[Pair, float]:
     """Factors by (expert's tensor, base's tensor): ‖δ‖₁/‖sparsified δ‖₁, 1 if either is below 1e-7.
 
-    `tasks` hold that one expert with the facts that a sparsifier of this `kind` needs.
+    `tasks` hold that one expert with the facts that a sparsifier of this `kind` needs. `known`:
+    what is read is verified against, of the expert's checkpoints and then the base's.
     """
     scales = {}
-    with WindowReader((*expert.checkpoints, *base.checkpoints)) as reader:
+    with WindowReader((*expert.checkpoints, *base.checkpoints), known) as reader:
         for pair, task in tasks.items():
-            known = stats.by_pair[pair].l1
+            l1 = stats.by_pair[pair].l1
             view = expert.views[pair[0]]
             below = moved(base.views[pair[1]], len(expert.checkpoints))
             task = _closed(task, reader, view, below)
@@ -66,7 +69,7 @@ def l1_scales(
                 if progress:
                     progress(nbytes)
             total = math.fsum(kept)
-            scales[pair] = l1_scale(known, total)
+            scales[pair] = l1_scale(l1, total)
         reader.verify_unchanged()
     return scales
 

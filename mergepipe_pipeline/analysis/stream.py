@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,13 +19,15 @@ from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
-from mergepipe_pipeline.tensors.stored import announce_stored
+from mergepipe_pipeline.tensors.stored import announce_stored, read_stored
+from mergepipe_pipeline.tensors.verified import Verifier
 
 if TYPE_CHECKING:
     import torch
@@ -85,9 +87,16 @@ class Family:
 
 
 class WindowReader:
-    """Checkpoints open for reading by number, as views name them; a context manager."""
+    """Checkpoints open for reading by number, as views name them; a context manager.
 
-    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+    What a pass reads is verified against `known` segments; None: they are being taken.
+    """
+
+    def __init__(
+        self, checkpoints: Sequence[Checkpoint], known: KnownSegments | None = None
+    ) -> None:
+        self._known = known
+        self._verifiers: list[tuple[TensorView, Verifier]] = []
         fits = fits_page_cache(sum(c.nbytes for c in checkpoints))
         self._sources = [open_source(c.root, "ahead" if fits else "once") for c in checkpoints]
         self._readers = [
@@ -174,6 +183,8 @@ class WindowReader:
         """`work(window)` for every window of `numel` elements of all experts, as δ or as values."""
         updates = [self._update(v) for v in experts]
         base_update = self._update(base) if base else None
+        verifiers = [self._verifier(v) for v in experts]
+        base_verifier = self._verifier(base) if base else None
         self._ahead.load_torch()
         import torch
 
@@ -183,13 +194,14 @@ class WindowReader:
             rows, base_values = table[:-1], table[-1]
             if base is not None:
                 raw = buffers.bytes(len(experts), (stop - start) * itemsize(base.dtype))
-                base_row = BaseRow(self._reader, base, raw, base_update)
+                base_row = BaseRow(self._reader, base, raw, base_update, base_verifier)
                 base_row.fetch(start, stop)
                 below = base_row.values(base_values)
                 nbytes += len(raw)
-            for i, (view, update) in enumerate(zip(experts, updates, strict=True)):
+            helpers = zip(updates, verifiers, strict=True)
+            for i, (view, both) in enumerate(zip(experts, helpers, strict=True)):
                 raw = buffers.bytes(i, (stop - start) * itemsize(view.dtype))
-                row = ExpertRow(self._reader, view, ((0, view.numel),), raw, update)
+                row = ExpertRow(self._reader, view, ((0, view.numel),), raw, *both)
                 row.fetch(start, stop)
                 (row.delta if as_delta else row.value)(rows[i], below)
                 nbytes += len(raw) if view.stored else 0
@@ -200,15 +212,28 @@ class WindowReader:
         yield from self._ahead.results(self._jobs(views, numel, length, run, only))
 
     def verify_unchanged(self) -> None:
-        """Raise CheckpointChangedError if a file was replaced meanwhile."""
+        """Verify what was read in part; at the end of every pass.
+
+        Raises CheckpointChangedError if a file was replaced meanwhile, CorruptionError.
+        """
+        for view, verifier in self._verifiers:
+            verifier.finish(partial(read_stored, self._reader, view))
+        self._verifiers.clear()
         for reader in self._readers:
             reader.verify_unchanged()
+
+    def _verifier(self, view: TensorView) -> Verifier | None:
+        if self._known is None or not view.stored:
+            return None
+        verifier = Verifier(view, self._known.of_view(view))
+        self._verifiers.append((view, verifier))
+        return verifier
 
     def _reader(self, source: int) -> BlockReader:
         return self._readers[source]
 
     def _update(self, view: TensorView) -> LowRankUpdate | None:
-        return LowRankUpdate(self._reader, view.low_rank) if view.low_rank else None
+        return LowRankUpdate(self._reader, view.low_rank, self._known) if view.low_rank else None
 
     def _length(self, n_experts: int, row_elems: int) -> int:
         """Elements of a window: about as many bytes for any number of experts, in whole rows."""
@@ -225,17 +250,21 @@ class WindowReader:
         updates = [self._update(v) for v in family.experts]
         base, base_update = family.base, self._update(family.base)
         needs_base = any(v.stands_alone for v in family.experts)
+        verifiers = [self._verifier(v) for v in family.experts]
+        base_verifier = self._verifier(base) if needs_base else None
 
         def run(start: int, stop: int, buffers: Buffers) -> list[T]:
             raw_b = buffers.bytes(len(updates), (stop - start) * itemsize(base.dtype))
-            below = BaseRow(self._reader, base, raw_b, base_update) if needs_base else None
+            row = BaseRow(self._reader, base, raw_b, base_update, base_verifier)
+            below = row if needs_base else None
             if below is not None:
                 below.fetch(start, stop)
             delta, values = buffers.rows(2, _padded(stop - start))
             at = _Place(start, stop, below, delta, values[: stop - start])
+            helpers = zip(updates, verifiers, strict=True)
             return [
-                work(i, self._delta(view, update, at, buffers, i, base, base_update))
-                for i, (view, update) in enumerate(zip(family.experts, updates, strict=True))
+                work(i, self._delta(view, *both, at, buffers, i, base, base_update))
+                for i, (view, both) in enumerate(zip(family.experts, helpers, strict=True))
             ]
 
         numel = max(v.numel for v in family.experts)
@@ -269,6 +298,7 @@ class WindowReader:
         self,
         expert: TensorView,
         update: LowRankUpdate | None,
+        verifier: Verifier | None,
         at: _Place,
         buffers: Buffers,
         number: int,
@@ -278,7 +308,7 @@ class WindowReader:
         stop = max(at.start, min(at.stop, expert.numel))
         n = stop - at.start
         raw = buffers.bytes(number, n * itemsize(expert.dtype) if expert.stored else 0)
-        row = ExpertRow(self._reader, expert, ((0, expert.numel),), raw, update)
+        row = ExpertRow(self._reader, expert, ((0, expert.numel),), raw, update, verifier)
         row.fetch(at.start, stop)
         below = at.below if expert.stands_alone else None
         raw_b = below.raw[: n * itemsize(base.dtype)] if below else raw[:0]

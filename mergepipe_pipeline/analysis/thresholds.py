@@ -17,6 +17,7 @@ from mergepipe_pipeline.analysis.order import Bits, Histogram, InBin, keep_large
 from mergepipe_pipeline.analysis.stream import DeltaWindow, WindowReader
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.spec.stats import HIST_SHIFT, ExpertStats
 from mergepipe_pipeline.spec.view import TensorView, moved
 
@@ -30,22 +31,24 @@ def trim_rules(
     stats: ExpertStats,
     keeps: Mapping[Pair, int],
     *,
+    known: KnownSegments | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[Pair, TrimRule]:
     """The rules that keep exactly so many of the largest |δ|, ties by lowest index.
 
-    `keeps`: (expert's tensor, base's tensor) to the number of elements to keep.
+    `keeps`: (expert's tensor, base's tensor) to the number of elements to keep. `known`: what is
+    read is verified against, of the expert's checkpoints and then the base's.
     """
     rules = {}
-    with WindowReader((*expert.checkpoints, *base.checkpoints)) as reader:
+    with WindowReader((*expert.checkpoints, *base.checkpoints), known) as reader:
         for pair, keep in keeps.items():
-            known = stats.by_pair[pair]
-            if rule := plain_rule(known, keep):
+            found = stats.by_pair[pair]
+            if rule := plain_rule(found, keep):
                 rules[pair] = rule
                 continue
             below = moved(base.views[pair[1]], len(expert.checkpoints))
             scores = _Magnitudes(reader, expert.views[pair[0]], below, progress)
-            histogram = Histogram(known.hist_bins.astype(np.int64), known.hist_counts)
+            histogram = Histogram(found.hist_bins.astype(np.int64), found.hist_counts)
             rules[pair] = keep_largest(scores, histogram, keep)
         reader.verify_unchanged()
     return rules

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
-from mergepipe_pipeline.pipeline.digests import ensure_digests, put_taken
+from mergepipe_pipeline.pipeline.digests import (
+    Known,
+    ensure_digests,
+    put_taken,
+    refuse_changed,
+)
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.pipeline.register import resolve
@@ -245,8 +250,10 @@ def _analyze(
                 ):
                     if taken:
                         part = of.views[name].stored[0]
-                        checkpoint_id = of.checkpoints[part.source].checkpoint_id
-                        digested.setdefault(checkpoint_id, {})[part.entry.name] = taken
+                        whose = of.checkpoints[part.source]
+                        known = Known(whose.checkpoint_id, whose)
+                        refuse_changed(home, known, part.entry.name, taken[0].content)
+                        digested.setdefault(whose.checkpoint_id, {})[part.entry.name] = taken
                 unsaved_nbytes += batch[number][0].views[stats.tensor].stored_nbytes
             if unsaved_nbytes >= _SAVE_NBYTES:
                 save(keeper)

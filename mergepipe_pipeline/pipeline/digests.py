@@ -61,7 +61,6 @@ def take_segments(
     known: Known,
     segment_elems: int,
     names: Collection[str],
-    progress: Progress | None = None,
 ) -> None:
     """Take the segments of some tensors of a checkpoint from its files, and remember them.
 
@@ -71,18 +70,21 @@ def take_segments(
 
     checkpoint_id, checkpoint = known
     levels = tuple(dict.fromkeys((COARSE_ELEMS, segment_elems)))
-    nbytes = sum(t.nbytes for t in checkpoint.tensors if t.name in names)
-    with (progress or Silent()).task(f"digest {checkpoint.name}", nbytes) as advance:
-        taken = digest_checkpoint(checkpoint, advance, levels=levels, names=names)
-    analysed = Catalog(home.catalog).digests(checkpoint_id) or {}
+    taken = digest_checkpoint(checkpoint, levels=levels, names=names)
     for name, (segments, *_) in taken.items():
-        if analysed.get(name, segments.content) != segments.content:
-            raise CorruptionError(
-                "An input's bytes are not those that were analysed",
-                where=f"{checkpoint.root}, tensor {name}",
-                expected=f"content {analysed[name][:16]}",
-                found=f"{segments.content[:16]}, in a file of the same size and time",
-                next_step="copy the file again; if the change is meant, `touch` it, so that it is "
-                "analysed anew",
-            )
+        refuse_changed(home, known, name, segments.content)
     put_taken(home, checkpoint_id, taken)
+
+
+def refuse_changed(home: Warehouse, known: Known, tensor: str, content: str) -> None:
+    """Raise CorruptionError if a tensor that was read has other content than it had before."""
+    digests = Catalog(home.catalog).digests(known.checkpoint_id) or {}
+    if digests.get(tensor, content) != content:
+        raise CorruptionError(
+            "An input's bytes are not those that were analysed",
+            where=f"{known.checkpoint.root}, tensor {tensor}",
+            expected=f"content {digests[tensor][:16]}",
+            found=f"{content[:16]}, in a file of the same size and time",
+            next_step="copy the file again; if the change is meant, `touch` it, so that it is "
+            "analysed anew",
+        )

@@ -15,6 +15,7 @@ from functools import cached_property
 from mergepipe_pipeline.catalog.catalog import Catalog, Fact
 from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
 from mergepipe_pipeline.pipeline.analyze import ensure_stats, missing_pairs
+from mergepipe_pipeline.pipeline.inputs import Inputs, checkpoint_inputs
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -153,13 +154,21 @@ class ExpertFacts:
             from mergepipe_pipeline.analysis.thresholds import trim_rules
 
             nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
-            with self._progress.task(f"{label} {self._expert.name}", nbytes) as advance:
+            with (
+                self._inputs() as inputs,
+                self._progress.task(f"{label} {self._expert.name}", nbytes) as advance,
+            ):
                 # One count of a tensor at a time: a tensor may be asked for several.
                 fresh: dict[str, Fact] = {}
                 for batch in _distinct(missing):
                     counts = {s.pair: keep for s, keep in batch.items()}
                     rules = trim_rules(
-                        self._expert, self._base, self._with_histograms, counts, progress=advance
+                        self._expert,
+                        self._base,
+                        self._with_histograms,
+                        counts,
+                        known=inputs,
+                        progress=advance,
                     )
                     for s in batch:
                         rule = rules[s.pair]
@@ -208,7 +217,10 @@ class ExpertFacts:
             from mergepipe_pipeline.analysis.scales import l1_scales
 
             nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
-            with self._progress.task(f"rescale factors {self._expert.name}", nbytes) as advance:
+            with (
+                self._inputs() as inputs,
+                self._progress.task(f"rescale factors {self._expert.name}", nbytes) as advance,
+            ):
                 fresh: dict[str, Fact] = {}
                 for batch in _distinct(dict.fromkeys(missing, 0)):
                     found = l1_scales(
@@ -217,6 +229,7 @@ class ExpertFacts:
                         self._stats,
                         {s.pair: self._task(s, tables) for s in batch},
                         kind,
+                        known=inputs,
                         progress=advance,
                     )
                     fresh |= {by_key[s]: (found[s.pair],) for s in batch}
@@ -238,6 +251,11 @@ class ExpertFacts:
             outliers=tables.outliers.get(s.place),
         )
         return TensorTask(s.place[0], s.shape, view.dtype, "", s.params, s.seed, None, (expert,))
+
+    def _inputs(self) -> Inputs:
+        """What is read for a fact is verified."""
+        checkpoints = (*self._expert.checkpoints, *self._base.checkpoints)
+        return checkpoint_inputs(self._home, checkpoints, self._progress)
 
     def _known(self, key: str) -> dict[str, Fact]:
         return self._catalog.fact(self._base.model_id, self._expert.model_id, key)

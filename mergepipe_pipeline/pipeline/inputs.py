@@ -1,55 +1,60 @@
-"""What a plan's inputs are compared with while they are read: the segments of all it reads.
+"""What inputs are compared with while they are read: the segments of all that is read.
 
 The catalog has them from the pass that analysed or digested a checkpoint; what it lacks is taken
-from the files before the merge.
+from the files first. A merge asks for segments that its plan's blocks are made of, planning reads
+whole tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
 
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.pipeline.digests import Known, put_taken, take_segments
+from mergepipe_pipeline.pipeline.digests import Known, ensure_digests, put_taken, take_segments
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
-from mergepipe_pipeline.spec.segments import Segments, segment_elems_for
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, Source
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, segment_elems_for
 from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-class Inputs:
-    """The segments of a plan's sources (`spec.segments.KnownSegments`); a context manager."""
+def plan_inputs(home: Warehouse, plan: MergePlan, layers: Sequence[LayerTask]) -> Inputs:
+    """The inputs of some layers of a plan. Raises as `Inputs.ensure`."""
+    inputs = Inputs(home, plan.sources, segment_elems_for(plan.estimates.block_elems))
+    try:
+        inputs.ensure(_views(layers))
+    except BaseException:
+        inputs.close()
+        raise
+    return inputs
 
-    def __init__(
-        self,
-        home: Warehouse,
-        plan: MergePlan,
-        layers: tuple[LayerTask, ...],
-        progress: Progress | None = None,
-    ) -> None:
-        self._home, self._plan = home, plan
-        self._elems = segment_elems_for(plan.estimates.block_elems)
+
+def checkpoint_inputs(
+    home: Warehouse, checkpoints: Sequence[Checkpoint], progress: Progress | None = None
+) -> Inputs:
+    """Checkpoints that planning reads; their digests are known then."""
+    for checkpoint in checkpoints:
+        ensure_digests(home, checkpoint, progress)
+    sources = [Source(c.name, c.root, c.checkpoint_id, c.stamp) for c in checkpoints]
+    return Inputs(home, sources, COARSE_ELEMS)
+
+
+class Inputs:
+    """The segments of checkpoints by number (`spec.segments.KnownSegments`); a context manager.
+
+    Raises CorruptionError for what is not as it was analysed.
+    """
+
+    def __init__(self, home: Warehouse, sources: Sequence[Source], segment_elems: int) -> None:
+        self._home, self._sources, self._elems = home, sources, segment_elems
         self._stack = ExitStack()
         self._files: dict[str, SegmentFiles] = {}
-        views = list(_views(layers))
-        needed: dict[int, set[str]] = {}
-        for part in (p for view in views for p in _parts(view)):
-            needed.setdefault(part.source, set()).add(part.entry.name)
-        try:
-            for source, names in sorted(needed.items()):
-                self._ensure_parts(source, names, progress)
-            for view in views:
-                if view.runs:
-                    self._ensure_view(view)
-        except BaseException:
-            self._stack.close()
-            raise
 
     def __enter__(self) -> Inputs:
         return self
@@ -60,21 +65,39 @@ class Inputs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the catalog's files."""
         self._stack.close()
 
+    def ensure(self, views: Iterable[TensorView]) -> None:
+        """See to it that the catalog has the segments of all that views read."""
+        needed: dict[int, set[str]] = {}
+        in_runs = []
+        for view in views:
+            for part in _parts(view):
+                needed.setdefault(part.source, set()).add(part.entry.name)
+            in_runs += [view] if view.runs else []
+        for source, names in sorted(needed.items()):
+            self._ensure_parts(source, names)
+        for view in in_runs:
+            self._ensure_view(view)
+
     def of_view(self, view: TensorView) -> Segments:
-        """Of the view's stored elements, in the view's order. Raises CorruptionError."""
+        """Of the view's stored elements, in the view's order."""
         if not view.runs:
             return self.of_part(view.stored[0])
+        self._ensure_view(view)
         digests = self._of(self._view_id(view))[view.name]
-        where = self._plan.sources[view.stored[0].source].root
-        return Segments(self._elems, digests, where)
+        return Segments(self._elems, digests, self._sources[view.stored[0].source].root)
 
     def of_part(self, part: Part) -> Segments:
-        """Of one whole stored tensor. Raises CorruptionError."""
-        planned = self._plan.sources[part.source]
-        digests = self._of(planned.checkpoint_id)[part.entry.name]
-        return Segments(self._elems, digests, f"{planned.root}, {part.entry.file}")
+        """Of one whole stored tensor."""
+        self._ensure_parts(part.source, {part.entry.name})
+        source = self._sources[part.source]
+        digests = self._of(source.checkpoint_id)[part.entry.name]
+        return Segments(self._elems, digests, f"{source.root}, {part.entry.file}")
 
     def _of(self, owner_id: str) -> SegmentFiles:
         if owner_id not in self._files:
@@ -82,20 +105,20 @@ class Inputs:
             self._files[owner_id] = self._stack.enter_context(files)
         return self._files[owner_id]
 
-    def _opened(self, source: int) -> Checkpoint:
-        planned = self._plan.sources[source]
-        return open_checkpoint(planned.root, planned.name, probes=False)
+    def _opened(self, number: int) -> Checkpoint:
+        source = self._sources[number]
+        return open_checkpoint(source.root, source.name, probes=False)
 
     def _view_id(self, view: TensorView) -> str:
-        parts = [(self._plan.sources[p.source].checkpoint_id, p.entry.name) for p in view.stored]
+        parts = [(self._sources[p.source].checkpoint_id, p.entry.name) for p in view.stored]
         return digest_json([parts, [asdict(r) for r in view.runs]])[:24]
 
-    def _ensure_parts(self, source: int, names: Set[str], progress: Progress | None) -> None:
-        checkpoint_id = self._plan.sources[source].checkpoint_id
+    def _ensure_parts(self, number: int, names: Set[str]) -> None:
+        checkpoint_id = self._sources[number].checkpoint_id
         files = self._of(checkpoint_id)
         if missing := {name for name in names if name not in files}:
-            known = Known(checkpoint_id, self._opened(source))
-            take_segments(self._home, known, self._elems, missing, progress)
+            known = Known(checkpoint_id, self._opened(number))
+            take_segments(self._home, known, self._elems, missing)
             del self._files[checkpoint_id]
 
     def _ensure_view(self, view: TensorView) -> None:
@@ -111,7 +134,7 @@ class Inputs:
         del self._files[view_id]
 
 
-def _views(layers: tuple[LayerTask, ...]) -> Iterator[TensorView]:
+def _views(layers: Iterable[LayerTask]) -> Iterator[TensorView]:
     for task in (task for layer in layers for task in layer.tasks):
         if task.base:
             yield task.base.view

@@ -16,6 +16,7 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.measure import Largest, Measure
+from mergepipe_pipeline.pipeline.inputs import checkpoint_inputs
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
@@ -105,7 +106,7 @@ def _step(
     skipped = {t.name: step.skipped for t in members if not step.is_needed(dict(t.params))}
     missing = [t for t in members if t.name not in skipped and names[t.name] not in known]
     if missing:
-        fresh = _run(recipe, operator, models, group, missing, step, numbers, progress)
+        fresh = _run(home, recipe, operator, models, group, missing, step, numbers, progress)
         fresh = {names[name]: found for name, found in fresh.items()}
         catalog.put_fact(base_id, owner, key, fresh)
         known |= fresh
@@ -124,6 +125,7 @@ def _tensor_key(t: TensorRecipe, step: Measure, numbers: Fact) -> str:
 
 
 def _run(
+    home: Warehouse,
     recipe: Recipe,
     operator: Operator,
     models: Sequence[Model],
@@ -167,8 +169,11 @@ def _run(
     nbytes = sum(v.stored_nbytes for s in sites for v in s.experts)
     nbytes += sum(s.base.stored_nbytes for s in sites if s.base)
     passes = 1 if step.is_sum else 3
-    with (progress or Silent()).task(f"measure {step.name}", nbytes * passes) as advance:
-        found = measure(checkpoints, sites, step, advance)
+    with (
+        checkpoint_inputs(home, checkpoints, progress) as known,
+        (progress or Silent()).task(f"measure {step.name}", nbytes * passes) as advance,
+    ):
+        found = measure(checkpoints, sites, step, advance, known)
     return {t.name: n for t, n in zip(tensors, found, strict=True)}
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.pipeline.commit import commit, object_store
 from mergepipe_pipeline.pipeline.cost import Begun, LayerOutcome, Realised, Times
-from mergepipe_pipeline.pipeline.inputs import Inputs
+from mergepipe_pipeline.pipeline.inputs import plan_inputs
 from mergepipe_pipeline.pipeline.leases import lease
 from mergepipe_pipeline.pipeline.leases import staging as staging_of
 from mergepipe_pipeline.pipeline.memory import release_freed
@@ -240,7 +240,7 @@ class _LayerMerger:
         release_freed()
         given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
         staging = self._stack.enter_context(staging_of(self._home, "merge"))
-        known = self._stack.enter_context(Inputs(self._home, self._plan, layers))
+        known = self._stack.enter_context(plan_inputs(self._home, self._plan, layers))
         runner = LayerRunner(self._plan, EngineOptions(**given), known)
         return self._stack.enter_context(runner), staging
 

@@ -8,7 +8,10 @@ once as a small checkpoint in the warehouse and read like any other. Says where 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,15 +19,21 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.catalog.seals import find_sealed, known, write_sealed
 from mergepipe_pipeline.digest import digest_json, sha256_hex
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError
+from mergepipe_pipeline.pipeline.inputs import checkpoint_inputs
 from mergepipe_pipeline.pipeline.side import tokenizer_of
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.layers import embedding_like, is_post
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe
-from mergepipe_pipeline.spec.view import Part, Run, TensorView
+from mergepipe_pipeline.spec.view import Part, Run, TensorView, view_of
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.header import build_header
+from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.tensors.stored import as_float32, read_stored, torch_dtype
+from mergepipe_pipeline.tensors.verified import Verifier
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
 from mergepipe_pipeline.tokenizer.rows import ModelRows
 from mergepipe_pipeline.warehouse import Warehouse
@@ -149,7 +158,7 @@ class Reindexer:
         folder, stem = self._home.token_rows, digest_json(identity)[:24]
         path = next((p for p in find_sealed(folder, stem) if known(p, len)), None)
         if path is None:
-            values = _row_values(self._original, m, name, rows, made, names)
+            values = _row_values(self._home, self._original, m, name, rows, made, names)
             shape = (len(made), *view.shape[1:])
             header = build_header([(name, view.dtype, shape)], {"format": "pt"})
             path = write_sealed(folder, stem, header + values, suffix="safetensors")
@@ -179,6 +188,7 @@ def _runs(
 
 
 def _row_values(
+    home: Warehouse,
     models: Sequence[Model],
     m: int,
     name: str,
@@ -189,11 +199,9 @@ def _row_values(
     """The bytes of the made rows in the model's dtype; means are taken in float32."""
     import torch
 
-    from mergepipe_pipeline.tensors.stored import torch_dtype
-
     view = models[m].views[name]
     width = view.shape[1:]
-    with _RowReader(models) as reader:
+    with _RowReader(home, models) as reader:
         values = torch.zeros((len(made), *width))
         place = {int(r): i for i, r in enumerate(made)}
         # Rows that a delta's model lacks its base lacks, too: they do not differ.
@@ -214,34 +222,50 @@ def _row_values(
 
 
 class _RowReader:
-    """Single rows of stored matrices of several models, as float32."""
+    """Single rows of stored matrices of several models, as float32, verified in the end."""
 
-    def __init__(self, models: Sequence[Model]) -> None:
-        from contextlib import ExitStack
-
-        self._models, self._stack = models, ExitStack()
-        self._readers: dict[tuple[int, int], object] = {}
+    def __init__(self, home: Warehouse, models: Sequence[Model]) -> None:
+        self._home, self._models, self._stack = home, models, ExitStack()
+        self._readers: dict[tuple[int, int], BlockReader] = {}
+        self._verifiers: dict[tuple[int, TensorEntry], tuple[TensorView, Verifier]] = {}
 
     def __enter__(self) -> _RowReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._stack:
+            if error is None:
+                for (model, _), (view, verifier) in self._verifiers.items():
+                    verifier.finish(partial(read_stored, partial(self._reader, model), view))
 
     def row(self, view: TensorView, model: int, at: int) -> torch.Tensor:
-        from mergepipe_pipeline.storage.reader import BlockReader
-        from mergepipe_pipeline.storage.source import open_source
-        from mergepipe_pipeline.tensors.stored import as_float32
-
+        """Row `at` of a view of a model. Raises CorruptionError, here or at the end."""
         part = view.stored[0]
-        key = (model, part.source)
+        whole, verifier = self._verifier(model, part)
+        width = part.entry.numel // part.entry.shape[0]
+        raw = np.empty(width * itemsize(part.entry.dtype), np.uint8)
+        where = (at * width, (at + 1) * width, raw.data)
+        read_stored(partial(self._reader, model), whole, *where, verifier)
+        return as_float32(raw, part.entry.dtype).view(view.shape[1:])
+
+    def _verifier(self, model: int, part: Part) -> tuple[TensorView, Verifier]:
+        key = (model, part.entry)
+        if key not in self._verifiers:
+            checkpoints = self._models[model].checkpoints
+            with checkpoint_inputs(self._home, checkpoints) as inputs:
+                whole = view_of(part.entry, part.source)
+                self._verifiers[key] = whole, Verifier(whole, inputs.of_part(part))
+        return self._verifiers[key]
+
+    def _reader(self, model: int, source: int) -> BlockReader:
+        key = (model, source)
         if key not in self._readers:
-            checkpoint = self._models[model].checkpoints[part.source]
-            source = self._stack.enter_context(open_source(checkpoint.root))
-            self._readers[key] = BlockReader(source, checkpoint, None)
-        reader = self._readers[key]
-        assert isinstance(reader, BlockReader)
-        entry: TensorEntry = part.entry
-        width = entry.numel // entry.shape[0]
-        raw = reader.read(entry, at * width, (at + 1) * width)
-        return as_float32(np.frombuffer(raw, np.uint8), entry.dtype).view(view.shape[1:])
+            checkpoint = self._models[model].checkpoints[source]
+            opened = self._stack.enter_context(open_source(checkpoint.root))
+            self._readers[key] = BlockReader(opened, checkpoint, None)
+        return self._readers[key]

@@ -156,3 +156,32 @@ def test_segments_that_the_catalog_lost_are_taken_again_and_only_from_what_was_a
     flip(inputs / "expert_01", name, 0.3)
     with pytest.raises(CorruptionError, match=name):
         run(home, text)
+
+
+def test_an_expert_is_not_analysed_against_a_base_that_changed_since(
+    home: Warehouse, inputs: Path
+) -> None:
+    run(home, recipe(inputs, "ties", METHODS["ties"]))
+    largest = max(open_checkpoint(str(inputs / "base"), "b").tensors, key=lambda t: t.nbytes)
+    flip(inputs / "base", largest.name, 0.1)
+    text = recipe(inputs, "ties", METHODS["ties"]).replace("expert_01", "expert_03")
+    with pytest.raises(CorruptionError, match=largest.name):
+        run(home, text)
+    flip(inputs / "base", largest.name, 0.1)
+    mended = run(home, text).snapshot.snapshot_id
+    clean = Warehouse.at(home.root.parent / "clean").ensure()
+    assert mended == run(clean, text).snapshot.snapshot_id
+
+
+def test_numbers_that_planning_measures_come_from_verified_bytes(
+    home: Warehouse, inputs: Path
+) -> None:
+    run(home, recipe(inputs, "ties", METHODS["ties"]))
+    largest = max(open_checkpoint(str(inputs / "base"), "b").tensors, key=lambda t: t.nbytes)
+    flip(inputs / "expert_01", largest.name, 0.1)
+    for text in (
+        recipe(inputs, "model_stock", ""),
+        recipe(inputs, "breadcrumbs", "{weight: 0.5, density: 0.5, gamma: 0.1, rescale: true}"),
+    ):
+        with pytest.raises(CorruptionError, match=largest.name):
+            make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
