@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.pipeline.calibrate import keep_seek
@@ -118,6 +120,22 @@ def test_a_flipped_bit_in_any_record_is_found_and_the_file_is_named(
         assert all(f.next_step for f in found)
         assert path.exists()
         path.write_bytes(right)
+
+
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_no_bit_of_a_warehouse_can_flip_unseen(home: Warehouse, data: st.DataObject) -> None:
+    files = sorted(p for p in home.root.rglob("*") if p.is_file() and p.stat().st_size)
+    path = data.draw(st.sampled_from(files), "file")
+    at = data.draw(st.integers(0, path.stat().st_size - 1), "byte")
+    right, was = path.read_bytes(), path.stat()
+    flip(path, at, keep_time=True)
+    try:
+        report = verify_all(home, ("structure", "digests"))
+        assert any(str(path) in (f.file, *f.where.split(", ")) for f in report.findings), path
+    finally:
+        path.write_bytes(right)
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
 
 @pytest.mark.parametrize("kind", DERIVABLE)
