@@ -148,7 +148,14 @@ def _settings(manifest: Manifest, provenance: Mapping[str, Any]) -> dict[str, st
     asked = provenance.get("estimates") or {}
     made = ", ".join(f"{n} {name} {kind}".rstrip() for name, kind, n in manifest.operators)
     figures = {name: str(asked[name]) for name in _ASKED if asked.get(name) is not None}
-    return {"method": manifest.method, "operators": made, **figures, "plan": manifest.plan_id}
+    engine = str(provenance.get("engine_version") or "not recorded")
+    return {
+        "engine": engine,
+        "method": manifest.method,
+        "operators": made,
+        **figures,
+        "plan": manifest.plan_id,
+    }
 
 
 def _files(manifest: Manifest) -> dict[str, str]:

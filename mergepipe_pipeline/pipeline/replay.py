@@ -100,7 +100,7 @@ def _request(snapshot: Snapshot, provenance: Mapping[str, Any]) -> Request:
             "A snapshot does not say how it was asked for",
             where=snapshot.path,
             expected="`request` in provenance.json",
-            found=str(error),
+            found=f"no {error}" if isinstance(error, KeyError) else str(error),
             next_step="it is of a version that did not write this: merge its recipe in an empty "
             "warehouse and compare with `mergepipe diff`",
         ) from error

@@ -24,6 +24,7 @@ from mergepipe_pipeline.pipeline.verify_structure import (
 )
 from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.snapshots.stage import MANIFEST
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.chain import read_chains
 from mergepipe_pipeline.warehouse import Warehouse
@@ -69,10 +70,12 @@ def _check_inputs(home: Warehouse, snapshot: Snapshot) -> None:
     """The contents that the manifest tells of are those that the catalog knows now."""
     catalog = Catalog(home.catalog)
     try:
-        sources = provenance_of(snapshot)["sources"]
+        provenance = provenance_of(snapshot)
     except MergePipeError:
         return
-    for source, entry in zip(sources, snapshot.manifest.inputs, strict=False):
+    if provenance.get("engine_version") != ENGINE_VERSION:  # contents were digested otherwise
+        return
+    for source, entry in zip(provenance["sources"], snapshot.manifest.inputs, strict=False):
         try:
             known = catalog.content_sha256(source["checkpoint_id"])
         except NotFoundError:
