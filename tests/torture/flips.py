@@ -130,10 +130,11 @@ class _Flow:
             self._add("wrong", f"{' '.join(args)} gives {found}, not {self._ours.ids[expected]}")
 
     def _fresh(self, args: tuple[str, ...]) -> str:
-        """What the inputs as they are now give in an empty warehouse."""
+        """What the inputs as they are now give in an empty warehouse on this machine."""
         place = self._folder / "fresh"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
+        _profile(place / "w")
         done = child.run([*args, "--home", str(place / "w")], self._folder / "logs")
         return "" if done.code else str(json.loads(done.out)["snapshot_id"])
 
