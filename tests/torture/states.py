@@ -32,7 +32,7 @@ from tests.torture.shim import KINDS, Fault, Shim
 from tests.torture.tally import Outcome, Problem
 from tests.torture.world import State, copy_place, new_version, recipes, state_of
 
-_SHORT, _LONG = (2, 2, 10), (40, 6, 25)  # runs, examples of each, steps of each
+_SHORT, _LONG = (2, 2, 10), (24, 5, 20)  # runs, examples of each, steps of each
 _MODELS = st.sampled_from(["base", "expert_00", "expert_01"])
 _NAMES = st.sampled_from(RECIPES)
 _BUDGETS = st.sampled_from([None, None, "0", "35%", "70%"])
