@@ -32,6 +32,7 @@ _TEXTS = (
     *TRAPS, "true", "1:30", "0x10", "1e400", ".nan", "-.inf", "9" * 5000, "[", "{", "*a", "!!x",
     "null", "~", "2020-01-01", "[1, 2", "{a: b}", "a+b", "x@1", "\u202e", "''", "1_000", "0o17",
     "[[[[[[[[", "error=2%", "-5GiB", "10%", "none", "first", "linear", "slerp", "passthrough",
+    "0.5", "0.25", "1.5", "1", "base", "false", "bfloat16", "float32", "ties", "[0.1, 0.9]",
 )
 # fmt: on
 
@@ -123,7 +124,7 @@ def _library_takes(model: Path) -> bool:
 def _mutated_recipe(draw: Random, world: Path) -> bytes:
     """A sound recipe with one to three of its lines or values changed."""
     ours = list(recipes(world).values())
-    text = draw.choice(ours) if draw.random() < 0.6 else draw.choice(_EXAMPLES).read_text()
+    text = draw.choice(ours) if draw.random() < 0.8 else draw.choice(_EXAMPLES).read_text()
     for _ in range(draw.choice((1, 1, 2, 3))):
         lines = text.split("\n")
         at = draw.randrange(len(lines))
