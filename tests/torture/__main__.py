@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--short", action="store_true", help="a sample, for `make test`")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--minutes", type=float, default=60.0, help="most for one campaign")
     parser.add_argument("--only", default="", help="tries whose description contains this")
     given = parser.parse_args(argv)
     wanted = CAMPAIGNS if given.campaigns == ["all"] else given.campaigns
@@ -95,6 +96,8 @@ def _run(name: str, world: Path, folder: Path, given: argparse.Namespace) -> Tal
             tally.add(outcome)
             for problem in outcome.problems:
                 print(f"{problem.column}: {problem.where}", file=sys.stderr)
+            if time.monotonic() - began > 60 * given.minutes:
+                break  # the table tells what was done
             if sys.stderr.isatty():
                 print(f"\r{name}: {number + 1} of {len(tries)}", end="", file=sys.stderr)
     tally.seconds = time.monotonic() - began

@@ -40,6 +40,7 @@ class Faults:
         """Each step of each verb in one of the ways, and power loss after each verb's end.
 
         Seeds draw the ways, so that as many runs find them all; of one, a sample in the short form.
+        Shuffled, so that a run that is cut short has seen all verbs.
         """
         draw = Random(seed)
         every = [
@@ -52,7 +53,7 @@ class Faults:
             for scene in self._scenes
             for seed in range(3)
         ]
-        return iter(draw.sample(every, _SHORT) if self._short else every)
+        return iter(draw.sample(every, _SHORT if self._short else len(every)))
 
     def judge(self, one: Try, folder: Path) -> Outcome:
         """Run the verb with the fault, look at what is left, run it again without."""
