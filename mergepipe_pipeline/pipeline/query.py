@@ -5,6 +5,7 @@ Brings the rows that are in no Parquet file; how queries are answered is in `cat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
+_LOG = logging.getLogger("mergepipe")
 _Row = tuple[Any, ...]
 
 
@@ -126,11 +128,12 @@ def first_versions(catalog: Catalog) -> dict[tuple[str, str], int]:
 
 
 def told_snapshots(home: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
-    """All snapshots with their provenance, by id, without the damaged: `ls` lists those."""
+    """All snapshots with their provenance, by id; damaged ones are said and left out."""
     for snapshot in list_snapshots(home.snapshots):
         try:
             told = provenance(snapshot.path)
-        except (CorruptionError, OSError):
+        except (CorruptionError, OSError) as error:
+            _LOG.warning("A snapshot is left out: %s", error)
             continue
         yield snapshot, told
 

@@ -9,7 +9,6 @@ import pytest
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import canonical_json, seal, seal_line
-from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.query import query
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -105,9 +104,11 @@ def test_plans_snapshots_and_refs_fit_together(home: Warehouse, snapshots: list[
     assert rows == [(1, False, 30, 4, 0.5, 7, created), (2, True, 30, 4, 0.5, 7, created)]
 
 
-def test_a_damaged_provenance_is_told_by_its_file(home: Warehouse, snapshots: list[str]) -> None:
+def test_a_damaged_provenance_is_told_by_its_file_and_hides_no_other(
+    home: Warehouse, snapshots: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     path = home.snapshots / snapshots[0] / "provenance.json"
     path.write_bytes(path.read_bytes().replace(b"test", b"tent").replace(b"0.25", b"0.35"))
-    with pytest.raises(CorruptionError, match=r"provenance\.json"):
-        query(home, "SELECT * FROM snapshots")
+    assert query(home, "SELECT snapshot_id FROM snapshots")[1] == [(snapshots[1],)]
+    assert str(path) in caplog.text
     assert query(home, "SELECT count(*) FROM registrations")[1] == [(3,)]
