@@ -134,6 +134,8 @@ class CorruptionError(MergePipeError):
 class DamagedLayerError(CorruptionError):
     """A merged layer is damaged where it is stored; the next try makes it again."""
 
+    exit_code = 25
+
 
 class StorageFullError(MergePipeError):
     """The disk is full or a quota is reached; nothing published was touched."""

@@ -9,7 +9,7 @@ budget and estimates stay out, so equal work has equal ids wherever and however 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field, fields, is_dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, cast
@@ -18,12 +18,13 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.blocks import Range, total_elems
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.plain import plain
 from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.spec.request import AS_WRITTEN, Request
 from mergepipe_pipeline.spec.view import LowRank, Part, Run, TensorView
 
 #: Part of every layer key: raised when the engine or an operator changes its bits.
-ENGINE_VERSION = "3"
+ENGINE_VERSION = "4"
 
 
 #: What may be set in a config.json.
@@ -175,11 +176,10 @@ class LayerTask:
     def action_key(self) -> str:
         """The layer key with what the engine obeys besides: the action cache's key.
 
-        A wrong fact gives a wrong layer. Right facts must not find it, though the layer key is
-        theirs, too.
+        A wrong fact gives a wrong layer, which right facts must not find.
         """
         obeyed = [
-            [e.read, _told(e.trim), _told(e.outliers), e.scale.hex(), e.l1 and e.l1.hex()]
+            [e.read, *(r and astuple(r) for r in (e.trim, e.outliers)), e.scale.hex(), repr(e.l1)]
             for t in self.tasks
             for e in t.experts
         ]
@@ -189,10 +189,6 @@ class LayerTask:
     def expert_bytes_planned(self) -> int:
         """Expert bytes this layer reads when it is executed."""
         return sum(e.read_nbytes for t in self.tasks for e in t.experts)
-
-
-def _told(rule: TrimRule | None) -> tuple[int, ...] | None:
-    return None if rule is None else astuple(rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +263,7 @@ class MergePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON material; `from_json` gives an equal plan back."""
-        return cast("dict[str, Any]", _plain(self))
+        return cast("dict[str, Any]", plain(self))
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> MergePlan:
@@ -284,29 +280,6 @@ class MergePlan:
                 "request": Request.from_json(value.get("request") or {"models": []}),
             },
         )
-
-
-def _plain(value: Any) -> Any:
-    """A dataclass as a mapping, all the way down; `asdict` would copy every range and number."""
-    names = _field_names(type(value))
-    if names:
-        return {
-            name: field if type(field := getattr(value, name)) in _PLAIN else _plain(field)
-            for name in names
-        }
-    if isinstance(value, tuple) and value and _field_names(type(value[0])):
-        return [_plain(v) for v in value]
-    return value
-
-
-_PLAIN = frozenset({str, int, float, bool, type(None)})
-_NAMES: dict[type, tuple[str, ...]] = {}
-
-
-def _field_names(kind: type) -> tuple[str, ...]:
-    if kind not in _NAMES:
-        _NAMES[kind] = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
-    return _NAMES[kind]
 
 
 def _side(value: dict[str, Any]) -> SideFiles:
