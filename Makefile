@@ -11,13 +11,15 @@ BENCH_ROUNDS ?= 3
 BENCH_PEER ?= --peer
 BENCH_ROWS ?= bench-families/rows.jsonl
 BENCH_RESULTS ?= bench-families/RESULTS.md
+TORTURE ?= all
 
-.PHONY: help venv demo ui test lint types layers pytest bench clean-demo
+.PHONY: help venv demo ui test lint types layers pytest bench torture clean-demo
 
 help:
 	@echo "make demo    train a small family, land it, merge under budgets, print the table"
 	@echo "make ui      Dagster UI on 127.0.0.1:$(UI_PORT) with the demo's warehouse"
 	@echo "make test    lint, types, layers and all tests"
+	@echo "make torture faults, kills, flips, hostile inputs and random verbs, long (about 25 minutes)"
 	@echo "make bench   merges against the disk and mergekit, cold: $(BENCH_RESULTS)"
 
 venv: $(VENV)/.installed
@@ -63,6 +65,9 @@ bench: venv
 	$(BIN)/python -m tests.benchmarks.bench_merge --preset $(BENCH_PRESET) -k $(BENCH_K) \
 		--rounds $(BENCH_ROUNDS) $(BENCH_PEER) --json $(BENCH_ROWS)
 	$(BIN)/python -m tests.benchmarks.report $(BENCH_ROWS) --out $(BENCH_RESULTS)
+
+torture: venv
+	$(BIN)/python -m tests.torture $(TORTURE)
 
 clean-demo:
 	rm -rf $(DEMO_HOME)
