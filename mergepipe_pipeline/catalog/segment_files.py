@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import pyarrow as pa
 
@@ -70,12 +69,7 @@ class SegmentFiles:
     def __enter__(self) -> SegmentFiles:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def __contains__(self, tensor: object) -> bool:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from mergepipe_pipeline.dtypes import itemsize
@@ -89,12 +88,7 @@ class LayerRunner:
         self._settler = self._stack.enter_context(Settler(self._sources, threads))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def run(self, layer: LayerTask, path: Path, progress: Progress | None = None) -> LayerResult:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
@@ -68,12 +67,7 @@ class SourcePool:
     def __enter__(self) -> SourcePool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict
-from types import TracebackType
 
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
 from mergepipe_pipeline.digest import digest_json
@@ -59,12 +58,7 @@ class Inputs:
     def __enter__(self) -> Inputs:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
