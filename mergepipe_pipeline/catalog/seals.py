@@ -64,7 +64,8 @@ def find_sealed(folder: Path, stem: str | None = None) -> list[Path]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = (_SEALED.fullmatch(name) for name in names)
+    start = "" if stem is None else f"{stem}."  # most names are another's: they are not matched
+    matches = (_SEALED.fullmatch(name) for name in names if name.startswith(start))
     return sorted(folder / m.string for m in matches if m and stem in (None, m["stem"]))
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
 
 from mergepipe_pipeline.catalog.formats import SEGMENTS
 from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, write_groups
-from mergepipe_pipeline.catalog.seals import drop, find_sealed, version
+from mergepipe_pipeline.catalog.seals import damaged, drop, find_sealed, version
 from mergepipe_pipeline.errors import CorruptionError
 
 _SCHEMA = pa.schema([("tensor", pa.string()), ("digests", pa.binary())])
@@ -48,29 +47,26 @@ def _groups(digests: Mapping[str, bytes]) -> Iterator[tuple[Key, pa.Table]]:
 
 
 class SegmentFiles:
-    """The digests of one checkpoint's segments; a context manager. Safe for several threads."""
+    """The digests of one checkpoint's segments. Safe for several threads.
+
+    A file is open only while it is read: inputs have many, and a process may open few.
+    """
 
     def __init__(self, folder: Path, owner_id: str, segment_elems: int) -> None:
-        self._stack, self._lock = ExitStack(), threading.Lock()
-        self._places: dict[str, tuple[RowGroups, Key]] = {}
+        self._lock = threading.Lock()
+        self._places: dict[str, tuple[Path, Key]] = {}
         self._held: tuple[Key, dict[str, bytes]] = ((), {})
         for path in find_sealed(folder / SEGMENTS, _stem(owner_id, segment_elems)):
             seen = version(path)
             try:
-                file = self._stack.enter_context(RowGroups(path, _SCHEMA))
-                for key in file.keys:
-                    file.read(key)  # a damaged one is not known, and found again before a merge
-                    self._places |= dict.fromkeys(key, (file, key))
+                with RowGroups(path, _SCHEMA) as file:
+                    for key in file.keys:
+                        file.read(key)  # a damaged one is not known, and found again before a merge
+                        self._places |= dict.fromkeys(key, (path, key))
             except FileNotFoundError:
                 continue
             except CorruptionError as error:
                 drop(path, error, seen)
-
-    def __enter__(self) -> SegmentFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def __contains__(self, tensor: object) -> bool:
         return tensor in self._places
@@ -79,8 +75,12 @@ class SegmentFiles:
         """Those of a tensor, one after the other. Raises KeyError, CorruptionError."""
         with self._lock:
             if tensor not in self._held[1]:
-                file, key = self._places[tensor]
-                table = file.read(key)
+                path, key = self._places[tensor]
+                try:
+                    with RowGroups(path, _SCHEMA) as file:
+                        table = file.read(key)
+                except FileNotFoundError:
+                    raise damaged(path, "the file", "none") from None
                 values = (table[c].to_pylist() for c in _SCHEMA.names)
                 self._held = (key, dict(zip(*values, strict=True)))
             return self._held[1][tensor]

@@ -154,10 +154,8 @@ class ExpertFacts:
             from mergepipe_pipeline.analysis.thresholds import trim_rules
 
             nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
-            with (
-                self._inputs() as inputs,
-                self._progress.task(f"{label} {self._expert.name}", nbytes) as advance,
-            ):
+            inputs = self._inputs()
+            with self._progress.task(f"{label} {self._expert.name}", nbytes) as advance:
                 # One count of a tensor at a time: a tensor may be asked for several.
                 fresh: dict[str, Fact] = {}
                 for batch in _distinct(missing):
@@ -217,10 +215,8 @@ class ExpertFacts:
             from mergepipe_pipeline.analysis.scales import l1_scales
 
             nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
-            with (
-                self._inputs() as inputs,
-                self._progress.task(f"rescale factors {self._expert.name}", nbytes) as advance,
-            ):
+            inputs = self._inputs()
+            with self._progress.task(f"rescale factors {self._expert.name}", nbytes) as advance:
                 fresh: dict[str, Fact] = {}
                 for batch in _distinct(dict.fromkeys(missing, 0)):
                     found = l1_scales(

@@ -8,7 +8,6 @@ whole tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import asdict
 
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
@@ -26,11 +25,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 def plan_inputs(home: Warehouse, plan: MergePlan, layers: Sequence[LayerTask]) -> Inputs:
     """The inputs of some layers of a plan. Raises as `Inputs.ensure`."""
     inputs = Inputs(home, plan.sources, segment_elems_for(plan.estimates.block_elems))
-    try:
-        inputs.ensure(_views(layers))
-    except BaseException:
-        inputs.close()
-        raise
+    inputs.ensure(_views(layers))
     return inputs
 
 
@@ -45,25 +40,14 @@ def checkpoint_inputs(
 
 
 class Inputs:
-    """The segments of checkpoints by number (`spec.segments.KnownSegments`); a context manager.
+    """The segments of checkpoints by number (`spec.segments.KnownSegments`).
 
     Raises CorruptionError for what is not as it was analysed.
     """
 
     def __init__(self, home: Warehouse, sources: Sequence[Source], segment_elems: int) -> None:
         self._home, self._sources, self._elems = home, sources, segment_elems
-        self._stack = ExitStack()
         self._files: dict[str, SegmentFiles] = {}
-
-    def __enter__(self) -> Inputs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the catalog's files."""
-        self._stack.close()
 
     def ensure(self, views: Iterable[TensorView]) -> None:
         """See to it that the catalog has the segments of all that views read."""
@@ -95,8 +79,7 @@ class Inputs:
 
     def _of(self, owner_id: str) -> SegmentFiles:
         if owner_id not in self._files:
-            files = SegmentFiles(self._home.catalog, owner_id, self._elems)
-            self._files[owner_id] = self._stack.enter_context(files)
+            self._files[owner_id] = SegmentFiles(self._home.catalog, owner_id, self._elems)
         return self._files[owner_id]
 
     def _opened(self, number: int) -> Checkpoint:

@@ -169,10 +169,8 @@ def _run(
     nbytes = sum(v.stored_nbytes for s in sites for v in s.experts)
     nbytes += sum(s.base.stored_nbytes for s in sites if s.base)
     passes = 1 if step.is_sum else 3
-    with (
-        checkpoint_inputs(home, checkpoints, progress) as known,
-        (progress or Silent()).task(f"measure {step.name}", nbytes * passes) as advance,
-    ):
+    known = checkpoint_inputs(home, checkpoints, progress)
+    with (progress or Silent()).task(f"measure {step.name}", nbytes * passes) as advance:
         found = measure(checkpoints, sites, step, advance, known)
     return {t.name: n for t, n in zip(tensors, found, strict=True)}
 

@@ -240,7 +240,7 @@ class _LayerMerger:
         release_freed()
         given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
         staging = self._stack.enter_context(staging_of(self._home, "merge"))
-        known = self._stack.enter_context(plan_inputs(self._home, self._plan, layers))
+        known = plan_inputs(self._home, self._plan, layers)
         runner = LayerRunner(self._plan, EngineOptions(**given), known)
         return self._stack.enter_context(runner), staging
 

@@ -257,9 +257,9 @@ class _RowReader:
         key = (model, part.entry)
         if key not in self._verifiers:
             checkpoints = self._models[model].checkpoints
-            with checkpoint_inputs(self._home, checkpoints) as inputs:
-                whole = view_of(part.entry, part.source)
-                self._verifiers[key] = whole, Verifier(whole, inputs.of_part(part))
+            known = checkpoint_inputs(self._home, checkpoints).of_part(part)
+            whole = view_of(part.entry, part.source)
+            self._verifiers[key] = whole, Verifier(whole, known)
         return self._verifiers[key]
 
     def _reader(self, model: int, source: int) -> BlockReader:

@@ -117,10 +117,10 @@ def _verify(
 def _elements(home: Warehouse, checkpoint: Checkpoint, tensor: str, found: Segments) -> str:
     """Which elements are not what they were, where the catalog knows it."""
     n = found.segment_elems
-    with SegmentFiles(home.catalog, checkpoint.checkpoint_id, n) as known:
-        if tensor not in known:
-            return ""
-        old = Segments(n, known[tensor])
+    known = SegmentFiles(home.catalog, checkpoint.checkpoint_id, n)
+    if tensor not in known:
+        return ""
+    old = Segments(n, known[tensor])
     count = len(found.digests) // SEGMENT_DIGEST_NBYTES
     wrong = [i for i in range(count) if found.of(i, i + 1) != old.of(i, i + 1)]
     stop = min((wrong[-1] + 1) * n, checkpoint.by_name[tensor].numel) if wrong else 0
