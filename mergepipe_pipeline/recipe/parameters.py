@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
 
-#: Parameters that mean a share, whatever the method.
+#: Parameters that mean a share, whatever the method: 1 or more keeps all, as in mergekit.
 SHARES = frozenset({"density"})
 
 _RULE_KEYS = ("filter", "value")
@@ -184,5 +184,5 @@ def _check_share(name: str, setting: Setting, path: KeyPath, problems: Problems)
     if name not in SHARES:
         return
     for value in (a for rule in setting for a in rule.anchors if not isinstance(a, str)):
-        if not 0 <= value <= 1:
-            problems.add(path, f"`{name}` is a share from 0 to 1, found {value:g}")
+        if value < 0:
+            problems.add(path, f"`{name}` is a share from 0 up, found {value:g}")
