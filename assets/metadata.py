@@ -20,6 +20,7 @@ from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.text import in_one_line, markdown
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.conflicts import ConflictReport, Pair
@@ -36,10 +37,18 @@ _TOKEN_ROWS = re.compile(r"token-rows-[0-9a-f]+")
 def markdown_table(
     headers: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> dg.MarkdownMetadataValue:
-    """A Markdown table as the UI renders it."""
-    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
-    lines += ["| " + " | ".join(str(c) for c in row) + " |" for row in rows]
+    """A Markdown table as the UI renders it; cells are shown letter by letter."""
+    lines = [_table_row(headers), "|" + "---|" * len(headers), *map(_table_row, rows)]
     return dg.MetadataValue.md("\n".join(lines))
+
+
+def _table_row(cells: Sequence[Any]) -> str:
+    return "| " + " | ".join(markdown(str(c)) for c in cells) + " |"
+
+
+def description(text: str) -> str:
+    """Text of several lines as the UI, which reads descriptions as Markdown, shows it as it is."""
+    return "\n".join(map(markdown, text.split("\n")))
 
 
 def plan_metadata(plan: MergePlan, told: Told | None = None) -> Mapping[str, Any]:
@@ -48,7 +57,7 @@ def plan_metadata(plan: MergePlan, told: Told | None = None) -> Mapping[str, Any
     """
     e = plan.estimates
     saved = e.expert_bytes_total - e.expert_bytes_planned
-    warnings = "\n".join(f"- {w}" for w in plan.warnings)
+    warnings = "\n".join(f"- {markdown(w)}" for w in plan.warnings)
     return {
         "method": plan.method,
         "strategy": e.strategy,
@@ -139,7 +148,7 @@ def layer_metadata(plan: MergePlan, layer: LayerTask, done: LayerOutcome) -> Map
         "reused": done.reused,
         "tensors": len(layer.tasks),
         "operators": ", ".join(f"{name}: {n}" for name, n in sorted(operators.items())),
-        "made_from": ", ".join(_origins(plan, layer)),
+        "made_from": in_one_line(", ".join(_origins(plan, layer))),
         "expert_bytes_read": done.expert_bytes_read,
         "base_bytes_read": done.base_bytes_read,
         "bytes_written": done.bytes_written,

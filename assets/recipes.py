@@ -13,6 +13,7 @@ from assets.experts import expert_index
 from assets.metadata import (
     MIB,
     conflict_metadata,
+    description,
     error_metadata,
     layer_metadata,
     markdown_table,
@@ -37,6 +38,7 @@ from mergepipe_pipeline.pipeline.deploy import (
 from mergepipe_pipeline.pipeline.forecast import forecast_plan
 from mergepipe_pipeline.pipeline.inspect import shares, verify
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.text import in_one_line, visible
 
 
 def layer_key(recipe: str, layer: str) -> dg.AssetKey:
@@ -64,8 +66,8 @@ def build_problem(card: RecipeCard) -> dg.AssetsDefinition:
     spec = dg.AssetSpec(
         [card.name, "plan"],
         deps=[_members(card)] if card.members else [],
-        description=card.problem,
-        metadata={"problem": dg.MetadataValue.text(card.problem or "")},
+        description=description(card.problem or ""),
+        metadata={"problem": dg.MetadataValue.text(visible(card.problem or ""))},
         group_name=_group(card),
         kinds={"problem"},
     )
@@ -257,7 +259,8 @@ def _finite(card: RecipeCard) -> dg.AssetChecksDefinition:
     def all_finite(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """No merged weight is NaN or infinite."""
         bad = non_finite(current_snapshot(mergepipe.warehouse, card.name))
-        return dg.AssetCheckResult(passed=not bad, metadata={"tensors": ", ".join(bad) or "none"})
+        tensors = in_one_line(", ".join(bad)) or "none"
+        return dg.AssetCheckResult(passed=not bad, metadata={"tensors": tensors})
 
     return all_finite
 

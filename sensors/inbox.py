@@ -7,6 +7,7 @@ import dagster as dg
 from assets.experts import experts
 from mergepipe_pipeline.pipeline.inbox import scan_inbox
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.text import in_one_line
 
 index_job = dg.define_asset_job("index_experts", selection="expert_index")
 
@@ -26,7 +27,7 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     ready = [x for x in landed if x.waiting is None and seen.get(x.name, [""])[0] != x.token]
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))
     new = [x.name for x in ready if x.name not in known]
-    waiting = [f"{x.name}: {x.waiting}" for x in landed if x.waiting]
+    waiting = [in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting]
     for x in ready:
         seen[x.name] = [x.token, int(seen.get(x.name, ["", 0])[1]) + 1]
     return dg.SensorResult(

@@ -15,6 +15,7 @@ from dagster import DagsterRunStatus as Status
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.pipeline.deploy import last_release, wanted
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
@@ -86,7 +87,7 @@ def build_recipe_sensor(
             for c in cards
         ]
         requests = [f for f in found if isinstance(f, dg.RunRequest)]
-        reasons = [f for f in found if isinstance(f, str)]
+        reasons = [visible(f) for f in found if isinstance(f, str)]
         if requests:
             return dg.SensorResult(run_requests=requests)
         return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(reasons) or "no recipes"))
@@ -109,7 +110,7 @@ def build_nightly(card: RecipeCard, job: AssetJob) -> dg.ScheduleDefinition:
         """Runs the chain unless the release is already what the inputs ask for."""
         found = request_or_reason(mergepipe.warehouse, card, context.instance)
         if isinstance(found, str):
-            return dg.SkipReason(found)
+            return dg.SkipReason(visible(found))
         # The clock may retry what failed: the time makes the key new each night.
         return dg.RunRequest(
             run_key=f"{found.run_key}:{context.scheduled_execution_time:%F}", tags=found.tags

@@ -12,6 +12,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from assets.metadata import markdown_table
 from mergepipe_pipeline import definitions
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.pipeline.register import register
@@ -105,3 +106,27 @@ def test_a_damaged_record_of_a_release_stops_its_recipe_alone(
     assert jobs(ticker.tick()) == ["base", "expert", "merge_good"]
     assert "bad.released.json" in ticker.reasons()[1]
     assert [c.problem for c in recipe_cards(home)] == [None, None]
+
+
+def test_text_from_outside_steers_neither_the_page_nor_the_logs(
+    home: Warehouse, ticker: Ticker
+) -> None:
+    (home.inbox / "x\x1b[2J").mkdir()
+    home.recipe_path("bad").write_text('merge_method: linear\nmodels: []\n"<b>\\e[2J": 1\n')
+    assert ticker.tick() == []
+    assert len(ticker.reasons()) == 2
+    assert not any("\x1b" in reason for reason in ticker.reasons())
+    assert r"x\x1b[2J: " in ticker.reasons()[0]
+    node = (
+        definitions.build_definitions(home).resolve_asset_graph().get(dg.AssetKey(["bad", "plan"]))
+    )
+    assert r"\<b\>" in (node.description or "")
+    assert "\x1b" not in f"{node.description} {node.metadata}"
+
+
+def test_a_table_shows_the_letters_of_its_cells() -> None:
+    shown = markdown_table(("a|b",), [("c|d<img>",), ("e\nf",), (1.5,)]).value
+    head, _, *rows = str(shown).split("\n")
+    assert head == r"| a\|b |"
+    assert rows[0] == r"| c\|d\<img\> |"
+    assert len(rows) == 3

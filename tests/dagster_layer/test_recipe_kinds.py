@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from assets.metadata import description
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.pipeline.publish import history
 from mergepipe_pipeline.snapshots.refs import RefStore
@@ -275,7 +276,7 @@ def test_unusable_recipes_say_why_while_others_run_and_run_when_mended(
     reasons = ticker.reasons()[1]
     for name, (_, message) in UNUSABLE.items():
         node = graph.get(dg.AssetKey([name, "plan"]))
-        assert message in (node.description or "")
+        assert description(message) in (node.description or "")
         assert message in reasons
         assert node.kinds == {"problem"}
         home.recipe_path(name).write_text(LINEAR)
