@@ -6,7 +6,6 @@ Asks what `duration` must know: the page cache, the catalog (through the recipe'
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -23,7 +22,7 @@ from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.view import TensorView
-from mergepipe_pipeline.storage.uncached import cached_nbytes, fits_page_cache
+from mergepipe_pipeline.storage.uncached import cached_of_file, fits_page_cache
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -150,19 +149,6 @@ def _cold_shares(checked: Checked) -> tuple[float, float]:
 
 
 def _cold_share(paths: Collection[Path]) -> float:
-    found = [_cached(path) for path in paths]
+    found = [cached_of_file(path) for path in paths]
     nbytes = sum(n for _, n in found)
     return 1 - min(1.0, sum(cached for cached, _ in found) / nbytes) if nbytes else 1.0
-
-
-def _cached(path: Path) -> tuple[int, int]:
-    """Bytes of a file in the page cache (0 where the system does not say), and all its bytes."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return 0, 0
-    try:
-        nbytes = os.fstat(handle).st_size
-        return cached_nbytes(handle, 0, nbytes) or 0, nbytes
-    finally:
-        os.close(handle)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.pipeline.duration import Work
 from mergepipe_pipeline.pipeline.forecast import (
     forecast,
     forecast_plan,
@@ -42,6 +46,24 @@ def recipe(tmp_path: Path, recipe_text: Callable[..., str]) -> Path:
     path = tmp_path / "mine.yml"
     path.write_text(recipe_text())
     return path
+
+
+def test_a_fifo_in_the_place_of_a_planned_file_holds_no_forecast_up(
+    home: Warehouse, family: Path, tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    folder = tmp_path / "family"
+    shutil.copytree(family, folder)
+    plan = make_plan(
+        home, parse(recipe_text().replace(str(family), str(folder)), name="r", where="r")
+    )
+    for file in folder.rglob("*.safetensors"):
+        file.unlink()
+        os.mkfifo(file)
+    found: list[Work] = []
+    thread = Thread(target=lambda: found.append(work_of_plan(plan)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert [work.cold_bytes > 0 for work in found] == [True]
 
 
 @pytest.mark.parametrize("budget", [None, "50%"])
