@@ -193,11 +193,12 @@ def _last_use(path: Path) -> float:
     """Seconds since the epoch; infinite for what another process removed meanwhile.
 
     Of an action or a mark the time of writing counts: whoever uses one sets it, and a collection
-    reads it.
+    reads it. What a killed process left may be a second name of one.
     """
     try:
         found = path.lstat()
-        return found.st_mtime if path.suffix == ".json" else max(found.st_mtime, found.st_atime)
+        is_read_here = path.suffix in (".json", ".tmp")
+        return found.st_mtime if is_read_here else max(found.st_mtime, found.st_atime)
     except FileNotFoundError:
         return inf
 

@@ -319,3 +319,16 @@ def test_planning_a_standing_recipe_again_frees_its_last_plan(
     home.recipe_path("r").write_text(text.replace("0.5", "0.6"))
     plan_recipe(home, recipe_cards(home)[0])
     assert collect(home, older_than_s=0).files == 2
+
+
+def test_what_a_killed_process_left_beside_a_mark_goes_although_the_mark_was_read(
+    home: Warehouse,
+) -> None:
+    home.stages.mkdir(exist_ok=True)
+    mark, left = home.stages / f"{'0' * 32}.json", home.stages / ".mark.json.x.tmp"
+    mark.write_bytes(b"{}")
+    os.link(mark, left)  # as between the two names of an exclusive creation
+    now = time.time()
+    os.utime(mark, (now + 60, now - 60))
+    collect(home, older_than_s=0)
+    assert [p.name for p in home.stages.iterdir()] == [mark.name]
