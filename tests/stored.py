@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float32]
 Stored = tuple[str, tuple[int, ...], bytes]
 
 
-def content_of(stored: Stored, segment_elems: int = 1 << 15) -> str:
+def content_of(stored: Stored, segment_elems: int = 1 << 16) -> str:
     """The digest of a tensor's content: over half the BLAKE3 of each run of so many elements."""
     dtype, _, data = stored
     step = segment_elems * {"F8": 1, "BF": 2, "F1": 2, "F3": 4, "I6": 8, "F6": 8}[dtype[:2]]

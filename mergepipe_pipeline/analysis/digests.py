@@ -14,7 +14,7 @@ from mergepipe_pipeline.spec.view import TensorView, view_of
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tensors.stored import read_stored
-from mergepipe_pipeline.tensors.verified import Verifier
+from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
 #: A multiple of all segments.
 _WINDOW_ELEMS = 1 << 21
@@ -70,7 +70,7 @@ def digest_view(
         for part in view.stored:
             whole = view_of(part.entry, part.source)
             verifier = Verifier(whole, known.of_part(part))
-            for _ in _windows(readers, whole, verifier):
+            for _ in _windows(readers, whole, verifier.check):
                 pass
         digests = b"".join(
             segment_digests(raw, segment_elems * itemsize(view.dtype))
@@ -82,12 +82,12 @@ def digest_view(
 
 
 def _windows(
-    readers: Mapping[int, BlockReader], view: TensorView, verifier: Verifier | None
+    readers: Mapping[int, BlockReader], view: TensorView, verify: Verify | None
 ) -> Iterator[memoryview]:
     """The stored bytes of a view, each window valid until the next."""
     room = bytearray(min(view.numel, _WINDOW_ELEMS) * itemsize(view.dtype))
     for start in range(0, view.numel, _WINDOW_ELEMS):
         stop = min(view.numel, start + _WINDOW_ELEMS)
         raw = memoryview(room)[: (stop - start) * itemsize(view.dtype)]
-        read_stored(readers.__getitem__, view, start, stop, raw, verifier)
+        read_stored(readers.__getitem__, view, start, stop, raw, verify)
         yield raw

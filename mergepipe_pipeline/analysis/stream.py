@@ -27,7 +27,7 @@ from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import announce_stored, read_stored
-from mergepipe_pipeline.tensors.verified import Verifier
+from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
 if TYPE_CHECKING:
     import torch
@@ -183,8 +183,8 @@ class WindowReader:
         """`work(window)` for every window of `numel` elements of all experts, as δ or as values."""
         updates = [self._update(v) for v in experts]
         base_update = self._update(base) if base else None
-        verifiers = [self._verifier(v) for v in experts]
-        base_verifier = self._verifier(base) if base else None
+        checks = [self._check(v) for v in experts]
+        base_check = self._check(base) if base else None
         self._ahead.load_torch()
         import torch
 
@@ -194,11 +194,11 @@ class WindowReader:
             rows, base_values = table[:-1], table[-1]
             if base is not None:
                 raw = buffers.bytes(len(experts), (stop - start) * itemsize(base.dtype))
-                base_row = BaseRow(self._reader, base, raw, base_update, base_verifier)
+                base_row = BaseRow(self._reader, base, raw, base_update, base_check)
                 base_row.fetch(start, stop)
                 below = base_row.values(base_values)
                 nbytes += len(raw)
-            helpers = zip(updates, verifiers, strict=True)
+            helpers = zip(updates, checks, strict=True)
             for i, (view, both) in enumerate(zip(experts, helpers, strict=True)):
                 raw = buffers.bytes(i, (stop - start) * itemsize(view.dtype))
                 row = ExpertRow(self._reader, view, ((0, view.numel),), raw, *both)
@@ -222,12 +222,12 @@ class WindowReader:
         for reader in self._readers:
             reader.verify_unchanged()
 
-    def _verifier(self, view: TensorView) -> Verifier | None:
+    def _check(self, view: TensorView) -> Verify | None:
         if self._known is None or not view.stored:
             return None
         verifier = Verifier(view, self._known.of_view(view))
         self._verifiers.append((view, verifier))
-        return verifier
+        return verifier.check
 
     def _reader(self, source: int) -> BlockReader:
         return self._readers[source]
@@ -250,18 +250,18 @@ class WindowReader:
         updates = [self._update(v) for v in family.experts]
         base, base_update = family.base, self._update(family.base)
         needs_base = any(v.stands_alone for v in family.experts)
-        verifiers = [self._verifier(v) for v in family.experts]
-        base_verifier = self._verifier(base) if needs_base else None
+        checks = [self._check(v) for v in family.experts]
+        base_check = self._check(base) if needs_base else None
 
         def run(start: int, stop: int, buffers: Buffers) -> list[T]:
             raw_b = buffers.bytes(len(updates), (stop - start) * itemsize(base.dtype))
-            row = BaseRow(self._reader, base, raw_b, base_update, base_verifier)
+            row = BaseRow(self._reader, base, raw_b, base_update, base_check)
             below = row if needs_base else None
             if below is not None:
                 below.fetch(start, stop)
             delta, values = buffers.rows(2, _padded(stop - start))
             at = _Place(start, stop, below, delta, values[: stop - start])
-            helpers = zip(updates, verifiers, strict=True)
+            helpers = zip(updates, checks, strict=True)
             return [
                 work(i, self._delta(view, *both, at, buffers, i, base, base_update))
                 for i, (view, both) in enumerate(zip(family.experts, helpers, strict=True))
@@ -298,7 +298,7 @@ class WindowReader:
         self,
         expert: TensorView,
         update: LowRankUpdate | None,
-        verifier: Verifier | None,
+        check: Verify | None,
         at: _Place,
         buffers: Buffers,
         number: int,
@@ -308,7 +308,7 @@ class WindowReader:
         stop = max(at.start, min(at.stop, expert.numel))
         n = stop - at.start
         raw = buffers.bytes(number, n * itemsize(expert.dtype) if expert.stored else 0)
-        row = ExpertRow(self._reader, expert, ((0, expert.numel),), raw, update, verifier)
+        row = ExpertRow(self._reader, expert, ((0, expert.numel),), raw, update, check)
         row.fetch(at.start, stop)
         below = at.below if expert.stands_alone else None
         raw_b = below.raw[: n * itemsize(base.dtype)] if below else raw[:0]

@@ -31,7 +31,7 @@ from mergepipe_pipeline.tensors.stored import (
     read_stored,
     torch_dtype,
 )
-from mergepipe_pipeline.tensors.verified import Verifier
+from mergepipe_pipeline.tensors.verified import Checks, Verifier
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,8 @@ class Window(Generic[D]):
         Nobody else may use the desk meanwhile.
         """
         self._desk = desk
-        return self._run()
+        with Checks(self._job.sources.verifying) as self._checks:
+            return self._run()
 
     @property
     def is_last(self) -> bool:
@@ -139,7 +140,8 @@ class Window(Generic[D]):
         if base is None or not job.needs_base(self._start, self._stop):
             return None
         buffer = self._desk.take(self._n * job.sizes[-1])
-        row = BaseRow(job.sources.base, base.view, buffer, job.base_update, job.base_verifier)
+        verify = self._checks.by(job.base_verifier)
+        row = BaseRow(job.sources.base, base.view, buffer, job.base_update, verify)
         row.fetch(self._start, self._stop)
         return row
 
@@ -147,7 +149,7 @@ class Window(Generic[D]):
         """Put all experts into `rows` [K, n] float32: δ or T, as the operator wants them."""
         job, task = self._job, self._job.task
         experts = []
-        helpers = zip(job.updates, job.verifiers, strict=True)
+        helpers = zip(job.updates, map(self._checks.by, job.verifiers), strict=True)
         for e, size, both in zip(task.experts, job.sizes, helpers, strict=False):
             buffer = self._desk.take(self._n * size)
             expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, *both)
@@ -184,8 +186,8 @@ class Window(Generic[D]):
             for a, b in parts:
                 piece = row[a:b].view(np.uint8)
                 first = self._start + a
-                part, verifier = (first, first + b - a, piece.data), job.verifiers[k]
-                read_stored(job.sources.expert, e.view, *part, verifier)
+                part, verify = (first, first + b - a, piece.data), self._checks.by(job.verifiers[k])
+                read_stored(job.sources.expert, e.view, *part, verify)
         numbers = np.array(present, np.int64)
         return below, bits[: len(present)], numbers, np.array(spans, np.int64).reshape(-1, 2)
 
@@ -229,7 +231,8 @@ class Window(Generic[D]):
 
     def _stored(self, readers: Readers, view: TensorView, verifier: Verifier | None) -> Bytes:
         raw = np.empty(self._n * itemsize(view.dtype), np.uint8)
-        read_stored(readers, view, self._start, self._stop, raw.data, verifier)
+        verify = self._checks.by(verifier)
+        read_stored(readers, view, self._start, self._stop, raw.data, verify)
         return raw
 
 

@@ -10,7 +10,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_QUANTUM = 4096
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS, FINE_ELEMS
+
+_QUANTUM = FINE_ELEMS
 #: Longer windows are no faster: they drain and fill for longer. From a quarter of a million
 #: elements on, time hardly depends on the length.
 _MOST_ELEMS = 5 << 18
@@ -56,7 +58,9 @@ class EngineOptions:
             plan = min(self.memory_bytes // 2, n_inputs * _INPUT_NBYTES)
             each = self.threads * working_bytes + self.in_flight * out_bytes
             fits = (self.memory_bytes - plan) // each
-            elems = int(max(_QUANTUM, min(_MOST_ELEMS, fits // _QUANTUM * _QUANTUM)))
+            # Whole segments, where there is room for one: their ends would have to be copied.
+            quantum = COARSE_ELEMS if fits >= COARSE_ELEMS else _QUANTUM
+            elems = int(max(_QUANTUM, min(_MOST_ELEMS, fits // quantum * quantum)))
         return max(1, elems // row_elems) * row_elems
 
 

@@ -250,7 +250,7 @@ class _RowReader:
         width = part.entry.numel // part.entry.shape[0]
         raw = np.empty(width * itemsize(part.entry.dtype), np.uint8)
         where = (at * width, (at + 1) * width, raw.data)
-        read_stored(partial(self._reader, model), whole, *where, verifier)
+        read_stored(partial(self._reader, model), whole, *where, verifier.check)
         return as_float32(raw, part.entry.dtype).view(view.shape[1:])
 
     def _verifier(self, model: int, part: Part) -> tuple[TensorView, Verifier]:

@@ -14,8 +14,8 @@ from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES, content_digest
 from mergepipe_pipeline.spec.blocks import MIN_BLOCK_ELEMS
 from mergepipe_pipeline.spec.view import Part, TensorView
 
-#: 64 KiB of bfloat16: BLAKE3 is at full speed there, and digests are 1/4096 of a checkpoint.
-COARSE_ELEMS = 1 << 15
+#: 128 KiB of bfloat16: BLAKE3 is at full speed there, and digests are 1/8192 of a checkpoint.
+COARSE_ELEMS = 1 << 16
 FINE_ELEMS = MIN_BLOCK_ELEMS
 
 

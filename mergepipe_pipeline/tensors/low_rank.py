@@ -72,7 +72,9 @@ class LowRankUpdate:
         view = view_of(entry, part.source)
         known = self._known and self._known.of_part(part)
         verifier = Verifier(view, known) if known else None
-        read_stored(self._readers, view, 0, entry.numel, raw.data, verifier)
+        read_stored(
+            self._readers, view, 0, entry.numel, raw.data, verifier.check if verifier else None
+        )
         if verifier:
             verifier.finish()
         return as_float32(raw, entry.dtype).view(entry.shape)

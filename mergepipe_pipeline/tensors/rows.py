@@ -17,7 +17,7 @@ from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.stored import Bytes, Readers, read_stored, typed
-from mergepipe_pipeline.tensors.verified import Verifier
+from mergepipe_pipeline.tensors.verified import Verify
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class ExpertRow:
     """A row of an expert: `read` are the element ranges that may be fetched.
 
-    `buffer` holds one window of stored bytes; `update` and `verifier` are shared by all windows of
-    the tensor.
+    `buffer` holds one window of stored bytes; `update` is shared by all windows of the
+    tensor, `verify` is given what is read.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class ExpertRow:
         read: Sequence[Range],
         buffer: Bytes,
         update: LowRankUpdate | None,
-        verifier: Verifier | None = None,
+        verify: Verify | None = None,
     ) -> None:
         self._readers, self._view, self._read = readers, view, read
-        self._verifier = verifier
+        self._verify = verify
         self._itemsize = itemsize(view.dtype)
         self._raw = buffer
         self._update = update if read else None
@@ -56,7 +56,7 @@ class ExpertRow:
             return
         self._parts = tuple(clip(self._read, start_elem, min(stop_elem, self._view.numel)))
         for a, b in self._parts:
-            read_stored(self._readers, self._view, a, b, self._bytes(a, b).data, self._verifier)
+            read_stored(self._readers, self._view, a, b, self._bytes(a, b).data, self._verify)
 
     def delta(self, row: torch.Tensor, base: torch.Tensor | None) -> None:
         """Fill `row` [n] with δ: T − B where read, the stored Δ, plus the update; 0 elsewhere."""
@@ -120,9 +120,9 @@ class BaseRow:
         view: TensorView,
         buffer: Bytes,
         update: LowRankUpdate | None,
-        verifier: Verifier | None = None,
+        verify: Verify | None = None,
     ) -> None:
-        self._readers, self._view, self._verifier = readers, view, verifier
+        self._readers, self._view, self._verify = readers, view, verify
         self._buffer = buffer
         self._update = update
         self._start = self._n = 0
@@ -133,7 +133,7 @@ class BaseRow:
         if self._update:
             self._update.load()
         raw = self.raw.data
-        read_stored(self._readers, self._view, start_elem, stop_elem, raw, self._verifier)
+        read_stored(self._readers, self._view, start_elem, stop_elem, raw, self._verify)
 
     @property
     def raw(self) -> Bytes:

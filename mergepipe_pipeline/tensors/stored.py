@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
 from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.reader import BlockReader
-from mergepipe_pipeline.tensors.verified import Verifier
+from mergepipe_pipeline.tensors.verified import Verify
 
 if TYPE_CHECKING:
     import torch
@@ -31,19 +31,19 @@ def read_stored(
     start_elem: int,
     stop_elem: int,
     out: memoryview,
-    verifier: Verifier | None = None,
+    verify: Verify | None = None,
 ) -> None:
     """Fill `out` with the stored bytes of elements [start, stop) of a view; verify them.
 
     Raises BudgetError outside an access set, CheckpointChangedError if a file is shorter,
-    CorruptionError for bytes that the verifier refuses.
+    CorruptionError for bytes that `verify` refuses.
     """
     size = itemsize(view.dtype)
     for part, at, start, stop in _pieces(view, start_elem, stop_elem):
         piece = out[(start - start_elem) * size : (stop - start_elem) * size]
         readers(part.source).read_into(part.entry, at, at + stop - start, piece)
-    if verifier:
-        verifier.check(start_elem, stop_elem, out)
+    if verify:
+        verify(start_elem, stop_elem, out)
 
 
 def announce_stored(readers: Readers, view: TensorView, start_elem: int, stop_elem: int) -> None:
