@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mergepipe_pipeline.analysis.stream import DeltaWindow, WindowReader
+from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.analysis.windows import DeltaWindow
 from mergepipe_pipeline.operators import sparsify
 from mergepipe_pipeline.operators.kept_kernel import (
     CHUNK_ELEMS,

@@ -20,14 +20,15 @@ from mergepipe_pipeline.analysis.kernels import (
     sample_elems,
 )
 from mergepipe_pipeline.analysis.magnitudes import BINS, room_for
-from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, DeltaWindow, Family, WindowReader
+from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
+from mergepipe_pipeline.analysis.windows import DeltaWindow, Family
 from mergepipe_pipeline.digest import segment_digests, sha256_hex
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.segments import Segments, levels_for
+from mergepipe_pipeline.spec.segments import KnownSegments, Segments, levels_for
 from mergepipe_pipeline.spec.stats import (
     SAMPLE_WIDTH,
     SKETCH_WIDTH,
@@ -68,13 +69,16 @@ def analyze_experts(
     grid: BlockGrid,
     *,
     progress: Callable[[int], None] | None = None,
+    known: KnownSegments | None = None,
 ) -> Iterator[list[tuple[int, TensorStats]]]:
     """One pass: for each tensor of the base, what was found for the experts that have it.
 
     `experts` bring their pairs of (own tensor, base's tensor), which have equal shapes; the base's
     tensor is read once for all that pair with it. Yields expert numbers with statistics, a tensor
     of the base at a time, so that a caller may keep what is done. `progress` is called with expert
-    bytes. Raises CheckpointChangedError if a file changes meanwhile.
+    bytes. What is no whole tensor, whose segments are taken, is verified against `known` ones of
+    the experts' checkpoints and then the base's. Raises CheckpointChangedError if a file changes
+    meanwhile, CorruptionError.
     """
     offsets: list[int] = []
     checkpoints: list[Checkpoint] = []
@@ -91,7 +95,7 @@ def analyze_experts(
         )
         for theirs, found in members.items()
     ]
-    with WindowReader(checkpoints) as reader:
+    with WindowReader(checkpoints, known) as reader:
         whose = [[i for i, _ in found] for found in members.values()]
         for number, stats in _streamed(reader, families, grid, progress):
             reader.verify_unchanged()
@@ -147,10 +151,7 @@ class _Gathered:
         self._levels = levels_for(grid.block_elems)
         self._base_segments: list[tuple[bytes, ...]] = []
         self._experts = family.experts
-        numels = [v.numel if v.stands_alone else -1 for v in family.experts]
-        # The base is hashed with the expert that is compared with all of it.
-        is_hashed = family.base.whole is not None and family.base.numel in numels
-        self._with_base = numels.index(family.base.numel) if is_hashed else None
+        self._with_base = family.hashed_with
 
     def describe(self, number: int, window: DeltaWindow) -> _Figures:
         """The figures of a window of one expert, in any thread, and its bytes' digests."""

@@ -6,16 +6,14 @@ memory or how many threads there are. Memory is a few windows, whatever the tens
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
+from mergepipe_pipeline.analysis.windows import DeltaWindow, Family, Floats, GroupWindow
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -35,68 +33,21 @@ if TYPE_CHECKING:
 #: Elements per window of one expert; a multiple of every block size.
 WINDOW_ELEMS = 1 << 20
 
-Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
-
-
-@dataclass
-class DeltaWindow:
-    """Elements [start_elem, start_elem + n) of one expert; valid until the next window is taken.
-
-    `expert_raw` and `base_raw` are the stored bytes that were read. `dtype` is that of both where δ
-    is nothing but their difference, else None. `make` computes δ when it is first asked for.
-    """
-
-    start_elem: int
-    n: int
-    expert_raw: memoryview
-    base_raw: memoryview
-    dtype: str | None
-    make: Callable[[], Floats]
-
-    @cached_property
-    def delta(self) -> Floats:
-        """Float32 [m], m ≥ n a multiple of CHUNK_ELEMS, zero from n on."""
-        return self.make()
-
-    @property
-    def values(self) -> Floats:
-        """The n deltas without padding."""
-        return self.delta[: self.n]
-
-
-@dataclass(frozen=True)
-class GroupWindow:
-    """Elements [start_elem, start_elem + n) of K experts and their base, as an operator sees them.
-
-    `base` [n] or None, `rows` [K, n], both float32; valid until the next window is taken.
-    """
-
-    start_elem: int
-    base: torch.Tensor | None
-    rows: torch.Tensor
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Family:
-    """A tensor of the base with the tensors of experts that differ from it."""
-
-    experts: tuple[TensorView, ...]
-    base: TensorView
 
 
 class WindowReader:
     """Checkpoints open for reading by number, as views name them; a context manager.
 
-    What a pass reads is verified against `known` segments; None: they are being taken.
+    What a pass reads is verified against `known` segments (None: not at all).
     """
 
     def __init__(
         self, checkpoints: Sequence[Checkpoint], known: KnownSegments | None = None
     ) -> None:
         self._known = known
-        self._verifiers: list[tuple[TensorView, Verifier]] = []
+        #: Of the tensors, or families of them, that are under way.
+        self._verifiers: deque[list[tuple[TensorView, Verifier]]] = deque()
         fits = fits_page_cache(sum(c.nbytes for c in checkpoints))
         self._sources = [open_source(c.root, "ahead" if fits else "once") for c in checkpoints]
         self._readers = [
@@ -143,6 +94,7 @@ class WindowReader:
         jobs = self._family_jobs(family, lambda _, w: work(w), length, only)
         for (found,) in self._ahead.results(jobs):
             yield found
+        self._finish()
 
     def families(
         self,
@@ -151,6 +103,7 @@ class WindowReader:
     ) -> Iterator[tuple[int, list[T]]]:
         """`work(family number)(expert number, window)` for all windows of all experts.
 
+        Whole tensors are not verified: who analyses them takes their segments.
         Yields (family number, what was found per expert) in order; a family without elements has
         one empty window. The base is read once per window. A window's `delta` is valid inside
         `work` only, its raw bytes until the next windows are taken; `n` is 0 beyond a tensor's end.
@@ -158,7 +111,8 @@ class WindowReader:
 
         def jobs() -> Iterator[Job[tuple[int, list[T]]]]:
             for number, family in enumerate(families):
-                for job in self._family_jobs(family, work(number), WINDOW_ELEMS, None):
+                parts = self._family_jobs(family, work(number), WINDOW_ELEMS, None, is_taken=True)
+                for job in parts:
 
                     def run(
                         buffers: Buffers, number: int = number, job: Job[list[T]] = job
@@ -167,7 +121,14 @@ class WindowReader:
 
                     yield Job(run, job.hint)
 
-        yield from self._ahead.results(jobs())
+        at = 0
+        for number, found in self._ahead.results(jobs()):
+            if number != at:
+                self._finish()
+            at = number
+            yield number, found
+        if families:
+            self._finish()
 
     def groups(
         self,
@@ -183,6 +144,7 @@ class WindowReader:
         """`work(window)` for every window of `numel` elements of all experts, as δ or as values."""
         updates = [self._update(v) for v in experts]
         base_update = self._update(base) if base else None
+        self._verifiers.append([])
         checks = [self._check(v) for v in experts]
         base_check = self._check(base) if base else None
         self._ahead.load_torch()
@@ -210,23 +172,23 @@ class WindowReader:
         length = self._length(len(experts), row_elems)
         views = (*experts, *([base] if base else ()))
         yield from self._ahead.results(self._jobs(views, numel, length, run, only))
+        self._finish()
 
     def verify_unchanged(self) -> None:
-        """Verify what was read in part; at the end of every pass.
-
-        Raises CheckpointChangedError if a file was replaced meanwhile, CorruptionError.
-        """
-        for view, verifier in self._verifiers:
-            verifier.finish(partial(read_stored, self._reader, view))
-        self._verifiers.clear()
+        """Raise CheckpointChangedError if a file was replaced; at the end of every pass."""
         for reader in self._readers:
             reader.verify_unchanged()
+
+    def _finish(self) -> None:
+        """Verify what was read in part of the first tensor under way; of all it would pile up."""
+        for view, verifier in self._verifiers.popleft():
+            verifier.finish(partial(read_stored, self._reader, view))
 
     def _check(self, view: TensorView) -> Verify | None:
         if self._known is None or not view.stored:
             return None
         verifier = Verifier(view, self._known.of_view(view))
-        self._verifiers.append((view, verifier))
+        self._verifiers[-1].append((view, verifier))
         return verifier.check
 
     def _reader(self, source: int) -> BlockReader:
@@ -246,12 +208,16 @@ class WindowReader:
         work: Callable[[int, DeltaWindow], T],
         length: int,
         only: int | None,
+        *,
+        is_taken: bool = False,
     ) -> Iterator[Job[list[T]]]:
         updates = [self._update(v) for v in family.experts]
         base, base_update = family.base, self._update(family.base)
         needs_base = any(v.stands_alone for v in family.experts)
-        checks = [self._check(v) for v in family.experts]
-        base_check = self._check(base) if needs_base else None
+        self._verifiers.append([])
+        checks = [None if is_taken and v.whole else self._check(v) for v in family.experts]
+        is_base_taken = is_taken and family.hashed_with is not None
+        base_check = self._check(base) if needs_base and not is_base_taken else None
 
         def run(start: int, stop: int, buffers: Buffers) -> list[T]:
             raw_b = buffers.bytes(len(updates), (stop - start) * itemsize(base.dtype))

@@ -19,6 +19,7 @@ from mergepipe_pipeline.pipeline.digests import (
     put_taken,
     refuse_changed,
 )
+from mergepipe_pipeline.pipeline.inputs import pass_inputs
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.pipeline.register import resolve
@@ -236,11 +237,12 @@ def _analyze(
 
     nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
     names = ", ".join(m.name for m, _ in batch[:3]) + (", …" if len(batch) > 3 else "")
+    inputs = pass_inputs(home, [*(model for model, _ in batch), base], progress)
     with (
         progress.task(f"analyze {names}", nbytes) as advance,
         ThreadPoolExecutor(_LOADERS) as keeper,
     ):
-        for done in analyze_experts(batch, base, grid, progress=advance):
+        for done in analyze_experts(batch, base, grid, progress=advance, known=inputs):
             for number, stats in done:
                 found[number].append(stats)
                 model = batch[number][0]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
+from threading import RLock
 
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.pipeline.digests import Known, ensure_digests, put_taken, take_segments
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, segment_elems_for
 from mergepipe_pipeline.spec.view import Part, TensorView
@@ -35,12 +37,30 @@ def checkpoint_inputs(
     """Checkpoints that planning reads; their digests are known then."""
     for checkpoint in checkpoints:
         ensure_digests(home, checkpoint, progress)
+    return _coarse(home, checkpoints)
+
+
+def pass_inputs(
+    home: Warehouse, models: Sequence[Model], progress: Progress | None = None
+) -> Inputs:
+    """Checkpoints of models that an analysis reads, which takes the digests of whole tensors.
+
+    Those of other parts (of adapters and deltas, rows in another order) are known then.
+    """
+    for model in models:
+        others = [v for v in model.views.values() if not v.whole]
+        for number in sorted({p.source for view in others for p in _parts(view)}):
+            ensure_digests(home, model.checkpoints[number], progress)
+    return _coarse(home, [c for model in models for c in model.checkpoints])
+
+
+def _coarse(home: Warehouse, checkpoints: Sequence[Checkpoint]) -> Inputs:
     sources = [Source(c.name, c.root, c.checkpoint_id, c.stamp) for c in checkpoints]
     return Inputs(home, sources, COARSE_ELEMS)
 
 
 class Inputs:
-    """The segments of checkpoints by number (`spec.segments.KnownSegments`).
+    """The segments of checkpoints by number (`spec.segments.KnownSegments`). Safe for threads.
 
     Raises CorruptionError for what is not as it was analysed.
     """
@@ -48,6 +68,7 @@ class Inputs:
     def __init__(self, home: Warehouse, sources: Sequence[Source], segment_elems: int) -> None:
         self._home, self._sources, self._elems = home, sources, segment_elems
         self._files: dict[str, SegmentFiles] = {}
+        self._lock = RLock()  # what is taken asks for what it is verified against
 
     def ensure(self, views: Iterable[TensorView]) -> None:
         """See to it that the catalog has the segments of all that views read."""
@@ -66,15 +87,17 @@ class Inputs:
         """Of the view's stored elements, in the view's order."""
         if not view.runs:
             return self.of_part(view.stored[0])
-        self._ensure_view(view)
-        digests = self._of(self._view_id(view))[view.name]
+        with self._lock:
+            self._ensure_view(view)
+            digests = self._of(self._view_id(view))[view.name]
         return Segments(self._elems, digests, self._sources[view.stored[0].source].root)
 
     def of_part(self, part: Part) -> Segments:
         """Of one whole stored tensor."""
-        self._ensure_parts(part.source, {part.entry.name})
         source = self._sources[part.source]
-        digests = self._of(source.checkpoint_id)[part.entry.name]
+        with self._lock:
+            self._ensure_parts(part.source, {part.entry.name})
+            digests = self._of(source.checkpoint_id)[part.entry.name]
         return Segments(self._elems, digests, f"{source.root}, {part.entry.file}")
 
     def _of(self, owner_id: str) -> SegmentFiles:

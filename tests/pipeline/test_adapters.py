@@ -21,15 +21,18 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.errors import (
     CheckpointError,
+    CorruptionError,
     IncompatibleCheckpointsError,
     MergePipeError,
 )
 from mergepipe_pipeline.pipeline.analyze import analyze
 from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.plan import make_plan
 from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.oracles import ORACLES, Case
+from tests.pipeline.test_inputs import flip
 from tests.pipeline.test_merge import run, tensors
 
 pytest.importorskip("peft")
@@ -552,3 +555,17 @@ def test_an_adapter_lies_on_a_whole_model_only(home: Warehouse, zoo: Zoo) -> Non
     message = r"before the `\+` is no model.*found an adapter alone"
     with pytest.raises(IncompatibleCheckpointsError, match=message):
         check(home, raw)
+
+
+def test_a_factor_that_flipped_since_it_was_digested_is_not_analysed(
+    home: Warehouse, tmp_path: Path, zoo: Zoo
+) -> None:
+    adapter = Path(shutil.copytree(zoo.adapters["plain"], tmp_path / "lora"))
+    register(home, str(zoo.bases["llama"]), name="base")
+    checkpoint = register(home, str(adapter), name="lora").checkpoint
+    ensure_digests(home, checkpoint)
+    flip(adapter, checkpoint.tensors[0].name, 0.3)
+    with pytest.raises(CorruptionError, match="not those that were analysed"):
+        analyze(home, ["lora"], base="base")
+    flip(adapter, checkpoint.tensors[0].name, 0.3)
+    analyze(home, ["lora"], base="base")

@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
+from mergepipe_pipeline.errors import CheckpointError, CorruptionError, MergePipeError, RecipeError
 from mergepipe_pipeline.pipeline.analyze import analyze
 from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
+from tests.pipeline.test_inputs import flip
 from tests.pipeline.test_merge import run, tensors
 
 #: Methods on deltas, on values, and on angles; with method and model parameters.
@@ -164,3 +166,16 @@ def test_a_delta_with_a_tensor_that_the_base_lacks_is_not_merged_silently(
     save_file(values, folder / "model.safetensors", metadata={"mergepipe": "delta"})
     warnings = run(home, recipe("task_arithmetic", trio.base, [folder])).plan.warnings
     assert any("layers.7" in w and "left out" in w for w in warnings)
+
+
+def test_a_delta_that_flipped_since_it_was_digested_is_not_analysed(
+    home: Warehouse, tmp_path: Path, trio: Trio
+) -> None:
+    delta = Path(shutil.copytree(trio.deltas[0], tmp_path / "delta"))
+    register(home, str(trio.base), name="base")
+    checkpoint = register(home, str(delta), name="delta").checkpoint
+    ensure_digests(home, checkpoint)
+    name = max(checkpoint.tensors, key=lambda t: t.numel).name
+    flip(delta, name, 0.3)
+    with pytest.raises(CorruptionError, match=name):
+        analyze(home, ["delta"], base="base")

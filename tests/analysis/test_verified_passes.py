@@ -1,0 +1,57 @@
+"""A pass compares what it reads with what was analysed, and holds little of it."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mergepipe_pipeline.analysis.digests import digest_checkpoint
+from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.segments import Segments
+from mergepipe_pipeline.spec.view import Part, TensorView, view_of
+from tests.analysis.conftest import SEGMENT_ELEMS
+from tests.analysis.pairs import windows_of
+from tests.stored import encode, write
+
+#: Not whole segments, so that windows of such rows leave parts of segments.
+ROW_ELEMS = 1000
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """The segments of one checkpoint's tensors."""
+
+    segments: dict[str, tuple[Segments, ...]]
+
+    def of_view(self, view: TensorView) -> Segments:
+        return self.of_part(view.stored[0])
+
+    def of_part(self, part: Part) -> Segments:
+        return self.segments[part.entry.name][0]
+
+
+def analysed(folder: Path, names: list[str], numel: int) -> tuple[Checkpoint, Analysed]:
+    checkpoint = write(folder, "model", {n: encode(np.arange(numel), "BF16") for n in names})
+    return checkpoint, Analysed(digest_checkpoint(checkpoint, levels=(SEGMENT_ELEMS,)))
+
+
+def test_parts_of_segments_are_verified_with_their_tensor_and_do_not_pile_up(
+    tmp_path: Path,
+) -> None:
+    names = [f"t{i}" for i in range(60)]
+    checkpoint, known = analysed(tmp_path, names, 9 * ROW_ELEMS)
+    held = []
+    with windows_of(2 * SEGMENT_ELEMS), WindowReader([checkpoint], known) as reader:
+        tracemalloc.start()
+        for name in names:
+            view = view_of(checkpoint.by_name[name])
+            rows = {"row_elems": ROW_ELEMS, "as_delta": False, "only": 0}
+            list(reader.groups([view], None, view.numel, lambda w: w.nbytes, **rows))
+            held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        reader.verify_unchanged()
+    assert held[-1] - held[5] < 10 * SEGMENT_ELEMS
