@@ -39,7 +39,7 @@ class MergePipeError(Exception):
                 f"found {self.found}" if self.found else "",
             ]
             sentence = ", ".join(p for p in pair if p)
-            parts.append(sentence[0].upper() + sentence[1:] + ".")
+            parts.append(sentence[0].upper() + sentence[1:].rstrip(".") + ".")
         if self.next_step:
             ended = self.next_step.endswith("?")
             parts.append(f"Next: {self.next_step.rstrip('.')}{'' if ended else '.'}")

@@ -35,7 +35,7 @@ class Warehouse:
         except RuntimeError as error:  # from pathlib, for ~ of a user that is not there, and loops
             raise MergePipeError(
                 "The warehouse has no place",
-                where=f"--home or {ENVIRONMENT}, {chosen}",
+                where=f"--home or {ENVIRONMENT}, {str(chosen)!r}",
                 expected="a folder",
                 found=str(error),
                 next_step="give another folder",

@@ -75,7 +75,7 @@ def as_error(error: Exception) -> MergePipeError:
     if any(map(_is_short, _chain(error))):
         return ResourceError(
             "The system gives no more memory or threads",
-            found=told or type(error).__name__,
+            found=_shortage(error),
             next_step="raise the limit (`ulimit -v`, `ulimit -u`, the container's) or close other "
             "programs, then run again: finished work is kept",
         )
@@ -133,10 +133,23 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def _shortage(error: BaseException) -> str:
+    """The line that tells it: libraries put advice about other causes around it."""
+    lines = str(error).splitlines()
+    return next(filter(_tells_shortage, lines), lines[0] if lines else type(error).__name__)
+
+
 def _is_short(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORT):
+    # SystemError is what the interpreter makes of a library that fails without a word.
+    if isinstance(error, MemoryError | SystemError) or (
+        isinstance(error, OSError) and error.errno in _SHORT
+    ):
         return True
-    return any(text in str(error).lower() for text in _SHORT_TEXTS)
+    return _tells_shortage(str(error))
+
+
+def _tells_shortage(told: str) -> bool:
+    return any(text in told.lower() for text in _SHORT_TEXTS)
 
 
 def _place(error: Exception) -> str | None:

@@ -19,7 +19,7 @@ from mergepipe_pipeline.cli.conflicts import conflicts
 from mergepipe_pipeline.cli.curve import curve
 from mergepipe_pipeline.cli.demo import demo
 from mergepipe_pipeline.cli.diff import diff
-from mergepipe_pipeline.cli.ending import Stopped, stop_by_signals
+from mergepipe_pipeline.cli.ending import Stopped, as_error, stop_by_signals, traced
 from mergepipe_pipeline.cli.explain import explain
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
@@ -92,6 +92,11 @@ def program() -> None:
         with suppress(OSError):  # the terminal may be what is gone
             click.echo(f"error: {stopped}", err=True)
         sys.exit(128 + stopped.number)
+    except (MemoryError, SystemError) as error:  # where no verb is: loading one, or leaving it
+        short = as_error(error)
+        with suppress(OSError):
+            click.echo(f"{traced(error)}error: {short}", err=True)
+        sys.exit(short.exit_code)
 
 
 def _leave() -> None:

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mergepipe_pipeline.cli.common import Console, table, verb
+from mergepipe_pipeline.cli.ending import as_error
 from mergepipe_pipeline.cli.main import main
 
 PROGRAM = [sys.executable, "-m", "mergepipe_pipeline.cli.main"]
@@ -155,6 +156,26 @@ def test_what_is_shown_and_warned_of_steers_no_terminal() -> None:
     assert "NaN" not in result.stdout
 
 
+@pytest.mark.parametrize("failing", ["bytearray(1 << 60)", "exec('raise SystemError')"])
+def test_memory_that_ends_outside_of_any_verb_is_an_error_and_no_traceback(failing: str) -> None:
+    code = (
+        "import click; from mergepipe_pipeline.cli.main import main, program;"
+        f"main.add_command(click.Command('outside', callback=lambda: {failing})); program()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "outside"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 24, done.stderr
+    assert done.stderr.startswith("error: The system gives no more memory or threads.")
+    assert done.stderr.count("\n") == 1
+
+
+def test_of_a_long_text_about_memory_the_line_that_says_it_is_told() -> None:
+    advice = "Importing NumPy failed.\nRead this.\nOriginal: x.so: failed to map segment from y\n"
+    told = str(as_error(ImportError(advice)))
+    assert "Found Original: x.so: failed to map segment from y. Next: raise" in told
+
+
 def test_a_machine_short_of_memory_is_an_error_and_no_traceback(
     tmp_path: Path, recipe_text: Callable[..., str]
 ) -> None:
@@ -232,5 +253,8 @@ def test_a_warehouse_without_a_place_is_refused(
     monkeypatch.setenv("MERGEPIPE_HOME", place)
     result = call("ls")
     assert result.exit_code == 10
-    assert "The warehouse has no place. Where: --home or MERGEPIPE_HOME" in result.stderr
+    assert (
+        f"The warehouse has no place. Where: --home or MERGEPIPE_HOME, {place!r}" in result.stderr
+    )
+    assert ".." not in result.stderr
     assert list(tmp_path.iterdir()) == []
