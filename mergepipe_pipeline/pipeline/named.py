@@ -29,8 +29,16 @@ def snapshot_named(home: Warehouse, what: str) -> Snapshot:
         return load_snapshot(home.snapshots, snapshot_of(home, what))
     except NotFoundError:
         folder = Path(what).expanduser()
-        if not (folder / MANIFEST).is_file():
+        if not what or not folder.is_dir():
             raise
+        if not (folder / MANIFEST).is_file():
+            raise NotFoundError(
+                "A folder is no snapshot",
+                where=str(folder),
+                expected="the folder of a snapshot, whole",
+                found=f"no {MANIFEST} in it",
+                next_step="give the folder that `mergepipe merge` made, or see `mergepipe ls`",
+            ) from None
     manifest = read_manifest(folder)
     return Snapshot(manifest.snapshot_id, str(folder.resolve()), manifest)
 
@@ -38,13 +46,12 @@ def snapshot_named(home: Warehouse, what: str) -> Snapshot:
 def provenance_of(snapshot: Snapshot) -> dict[str, Any]:
     """How a snapshot came about. Raises CorruptionError."""
     path = Path(snapshot.path) / PROVENANCE
-    try:
-        return unseal(path.read_bytes(), str(path))
-    except FileNotFoundError:
+    if not path.is_file():  # a FIFO would keep its reader waiting
         raise CorruptionError(
             "A snapshot has no provenance",
             where=str(path),
             expected=PROVENANCE,
             found="no such file",
             next_step="copy the whole folder of the snapshot",
-        ) from None
+        )
+    return unseal(path.read_bytes(), str(path))

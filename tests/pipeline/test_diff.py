@@ -17,6 +17,7 @@ from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.pipeline.diff import diff
 from mergepipe_pipeline.pipeline.export import export
+from mergepipe_pipeline.pipeline.named import snapshot_named
 from mergepipe_pipeline.pipeline.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_compare import distance
@@ -137,3 +138,8 @@ def test_the_command_shows_a_table_by_layer_or_tensor(home: Warehouse, recipe_te
         assert any(line.startswith(first) for line in done.stdout.splitlines())
     done = CliRunner().invoke(main, ["diff", *ids, "--json", "--home", str(home.root)])
     assert json.loads(done.stdout)["whole"]["tensors_changed"] == 20
+
+
+def test_a_folder_that_is_no_snapshot_is_told_so(home: Warehouse, family: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"A folder is no snapshot.*found no manifest\.json"):
+        snapshot_named(home, str(family / "base"))

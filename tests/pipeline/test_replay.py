@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +99,24 @@ def test_an_exported_folder_is_replayed_elsewhere_with_its_inputs_named(
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["snapshot_id"] == made.snapshot.snapshot_id
+
+
+def test_a_fifo_in_the_place_of_a_folders_provenance_is_refused(
+    home: Warehouse, tmp_path: Path, recipe_text: Text
+) -> None:
+    made = run(home, recipe_text(experts=1))
+    export(home, made.snapshot.snapshot_id, tmp_path / "out")
+    (tmp_path / "out" / "provenance.json").unlink()
+    os.mkfifo(tmp_path / "out" / "provenance.json")
+    program = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "replay"]
+    done = subprocess.run(
+        [*program, str(tmp_path / "out"), "--home", str(home.root)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 19, done.stderr
+    assert "A snapshot has no provenance" in done.stderr
 
 
 def test_an_input_with_another_content_is_refused_though_size_and_time_are_kept(
