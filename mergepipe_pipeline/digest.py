@@ -22,6 +22,9 @@ from blake3 import blake3
 from mergepipe_pipeline.errors import CorruptionError
 
 SEAL_KEY = "sha256"
+_RESTORE = (
+    "restore the file from a copy, or remove it (a snapshot's with its folder), then run again"
+)
 #: Half a BLAKE3: nobody finds other bytes with the same one.
 SEGMENT_DIGEST_NBYTES = 16
 
@@ -92,7 +95,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
             where=where,
             expected=f"an object with {SEAL_KEY!r}",
             found=str(error),
-            next_step="restore the file, or delete what it describes and run again",
+            next_step=_RESTORE,
         ) from error
     if seal(value) != data:
         raise CorruptionError(
@@ -100,7 +103,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
             where=where,
             expected=f"sha256 {str(stated)[:16]}",
             found=f"sha256 {digest_json(value)[:16]}",
-            next_step="restore the file, or delete what it describes and run again",
+            next_step=_RESTORE,
         )
     assert isinstance(value, dict)
     return value

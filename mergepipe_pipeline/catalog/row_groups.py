@@ -122,7 +122,9 @@ class RowGroups:
         number, group = self._groups[key]
         data = self._bytes(group.start, group.stop)
         if seal_of(data) != group.digest:
-            raise damaged(self._path, f"BLAKE3 {group.digest} of row group {key}", seal_of(data))
+            raise damaged(
+                self._path, f"BLAKE3 {group.digest} of the rows of {_told(key)}", seal_of(data)
+            )
         with corruption_named(str(self._path)):
             part = _Part(data, group.start, self._nbytes)
             parquet = pq.ParquetFile(part, metadata=self._metadata, pre_buffer=False)
@@ -144,6 +146,11 @@ class RowGroups:
         if start < 0 or len(data) < stop - start:
             raise damaged(self._path, f"bytes {start} to {stop}", f"{self._nbytes} bytes in all")
         return data
+
+
+def _told(key: Key) -> str:
+    """The first of a key's values, which may be hundreds of tensors."""
+    return key[0] + (f" and {len(key) - 1} more" if len(key) > 1 else "")
 
 
 class _Part(io.RawIOBase):

@@ -175,6 +175,11 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def counted(n: int, noun: str) -> str:
+    """1 file, 2 files."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
 def percent(share: float | None) -> str:
     """A share for people: 12.5 %, or `-` where there is none."""
     return "-" if share is None else f"{100 * share:.1f} %"

@@ -68,14 +68,14 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     console.show(shown, *lines, f"  time                {time_text(foreseen)}")
 
 
-def time_text(predicted: Mapping[str, Any] | None) -> str:
-    """Predicted seconds and what they are made of, or why there are none."""
+def time_text(predicted: Mapping[str, Any] | None, lead: str = "about") -> str:
+    """Predicted seconds, after `lead`, and what they are made of, or why there are none."""
     if predicted is None or "total_s" not in predicted:
         return f"not predicted: {(predicted or {}).get('reason', 'nobody asked')}"
     shown = ("analysis", "planning", "reading", "arithmetic", "hashing", "writing")
     parts = [(name, predicted[f"{name}_s"]) for name in shown]
     told = ", ".join(f"{name} {_short(s)}" for name, s in parts if s >= _LEAST_S)
-    return f"about {_short(predicted['total_s'])}" + (f" ({told})" if told else "")
+    return f"{lead} {_short(predicted['total_s'])}" + (f" ({told})" if told else "")
 
 
 def _short(seconds: float) -> str:
@@ -269,7 +269,7 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
         f"  base bytes    {size(s['base_bytes_read'])} read, {size(s['bytes_written'])} written",
         f"  error         {error_text(outcome.plan)}",
         f"  error bound   {bound_text(outcome.plan)}",
-        f"  time          {s['time']['realised']['total_s']:.2f} s, predicted "
-        f"{time_text(s['time']['predicted'])}",
+        f"  time          {s['time']['realised']['total_s']:.2f} s, "
+        f"{time_text(s['time']['predicted'], 'predicted about')}",
         f"  path          {s['path']}",
     ]

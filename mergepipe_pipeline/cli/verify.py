@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, size, verb
+from mergepipe_pipeline.cli.common import Console, counted, size, verb
 from mergepipe_pipeline.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -81,8 +81,9 @@ def _show(
 ) -> None:
     console.warn(report.notes)
     resumed = f", {report.resumed_files} known from before" if report.resumed_files else ""
+    verdict = "ok" if report.ok else counted(len(report.findings), "finding")
     summary = (
-        f"{'ok' if report.ok else f'{len(report.findings)} findings'}: {', '.join(report.scopes)}; "
+        f"{verdict}: {', '.join(report.scopes)}; "
         f"{report.files} checks, {size(report.nbytes)} hashed{resumed}"
     )
     shown = {"ok": report.ok, **(snapshot or {}), **asdict(report)}
@@ -113,7 +114,7 @@ def repair(console: Console, dry_run: bool) -> None:
     where = f", to {done.quarantine}" if done.quarantine else ""
     console.show(
         {"ok": not done.left, **asdict(done)},
-        f"{verb_done} {len(done.taken)} files{where}",
+        f"{verb_done} {counted(len(done.taken), 'file')}{where}",
         *(f"  {path}" for path in done.taken),
         *(f"made again: {label}" for label in done.made),
         *(f"left for you: {finding_line(f)}" for f in done.left),

@@ -47,7 +47,7 @@ def load_snapshot(snapshots: Path, snapshot_id: str) -> Snapshot:
             "No such snapshot" if not matches else "More than one snapshot starts like this",
             where=str(snapshots),
             expected="the id of a snapshot, or a unique prefix",
-            found=f"{snapshot_id!r} ({len(ids)} snapshots exist)",
+            found=f"{snapshot_id!r} (snapshots here: {len(ids)})",
             next_step="see `mergepipe ls`",
         )
     return _load(snapshots, matches[0])

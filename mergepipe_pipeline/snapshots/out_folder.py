@@ -60,12 +60,15 @@ def check_folder(out: Path) -> str | None:
                 return read_manifest(out).snapshot_id
         except CorruptionError:
             pass
+    is_folder = out.is_dir()
     raise MergePipeError(
-        "The output folder is not empty",
+        "The output folder is not empty"
+        if is_folder
+        else "Something else is in the output folder's place",
         where=str(out),
         expected="no such folder, an empty one, or one written by mergepipe",
-        found="other files" if out.is_dir() else "a file",
-        next_step="choose another --out, or empty the folder",
+        found="other files" if is_folder else "no folder",
+        next_step="choose another --out" + (", or empty the folder" if is_folder else ""),
     )
 
 

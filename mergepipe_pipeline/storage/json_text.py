@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,15 @@ def parse_json(data: bytes | str, whole: Callable[[str], int] = int) -> Any:
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        if "sys.set_int_max_str_digits" in str(error):  # advice that users cannot follow
+            raise ValueError(
+                f"a number has more than {sys.get_int_max_str_digits()} digits"
+            ) from None
+        raise
     _refuse_depth(value)
     if _SURROGATE.search(text):
-        json.dumps(value, ensure_ascii=False).encode()
+        _refuse_half_characters(value)
     return value
 
 
@@ -63,6 +70,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(seen) != len(pairs):
         raise ValueError("a key occurs twice")
     return seen
+
+
+def _refuse_half_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text holds half of a character (a surrogate alone)") from None
 
 
 def _constant(token: str) -> float:

@@ -47,7 +47,7 @@ def warehouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("../dangling", "a link"),
         ("../loop", "a link"),
         ("../loop/out", "loop"),
-        ("../file", "a file"),
+        ("../file", "Something else is in the output folder's place"),
         ("../file/out", "Not a directory"),
         ("../piped", "other files"),
         ("n" * 250, "File name too long"),

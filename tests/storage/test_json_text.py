@@ -27,7 +27,7 @@ def test_a_value_is_read_as_it_is_or_refused_for_a_text_that_is_none(value: Any)
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        with pytest.raises(ValueError, match="surrogates"):
+        with pytest.raises(ValueError, match="half of a character"):
             parse_json(text)
     else:
         assert parse_json(text) == parse_json(text.encode()) == value
@@ -57,3 +57,8 @@ def test_what_sound_models_have_is_read(text: str) -> None:
 
 def test_pairs_of_surrogates_are_the_character_that_they_mean() -> None:
     assert parse_json(rb'{"x": "\ud83d\ude00"}') == {"x": "😀"}
+
+
+def test_a_number_of_absurd_length_is_refused_in_plain_words() -> None:
+    with pytest.raises(ValueError, match=r"^a number has more than 4300 digits$"):
+        parse_json('{"a": %s}' % ("9" * 5000))
