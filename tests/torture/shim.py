@@ -63,11 +63,12 @@ class Shim:
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
         self._prefix = f"{self.root}{os.sep}"
-        is_power = self.fault is not None and self.fault.kind == "power"
-        self.disk = Disk(self.root) if is_power else None
+        self.disk: Disk | None = None
 
     def install(self) -> None:
         """Replace the functions of `os`, for good."""
+        if self.fault is not None and self.fault.kind == "power":
+            self.disk = Disk(self.root)  # here, since it holds files open: they go with the child
         for name, wrap in _WRAPPERS.items():
             setattr(os, name, wrap(self, getattr(os, name)))
         io.open = builtins.open = self._open(io.open)  # type: ignore[assignment]
