@@ -2,7 +2,8 @@
 
 A change of what files hold or of how they are named makes a new version. What is in the folder of
 another version is not known: it is found again from headers and weights where it is needed. Lower
-versions, and `checkpoints` without one, hold files without a seal.
+versions, and `checkpoints` without one, hold files without a seal. `tests/golden/FORMATS.md` lists
+all formats of a warehouse and what to do when one changes.
 """
 
 from __future__ import annotations
