@@ -8,12 +8,15 @@ from assets.experts import experts
 from mergepipe_pipeline.pipeline.inbox import scan_inbox
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
+from sensors import interval_s
 
 index_job = dg.define_asset_job("index_experts", selection="expert_index")
 
 
 @dg.sensor(
-    job=index_job, minimum_interval_seconds=15, default_status=dg.DefaultSensorStatus.RUNNING
+    job=index_job,
+    minimum_interval_seconds=interval_s(15),
+    default_status=dg.DefaultSensorStatus.RUNNING,
 )
 def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
     """Requests one `expert_index` run per checkpoint in the inbox that is new or has changed.

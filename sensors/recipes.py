@@ -17,6 +17,7 @@ from mergepipe_pipeline.pipeline.deploy import last_release, wanted
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors import interval_s
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
@@ -72,7 +73,7 @@ def build_recipe_sensor(
     @dg.sensor(
         name="recipe_sensor",
         jobs=list(jobs),
-        minimum_interval_seconds=15,
+        minimum_interval_seconds=interval_s(15),
         default_status=dg.DefaultSensorStatus.RUNNING,
     )
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
@@ -124,7 +125,7 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
 
     @dg.sensor(
         name="reload_sensor",
-        minimum_interval_seconds=30,
+        minimum_interval_seconds=interval_s(30),
         target=None,
         default_status=dg.DefaultSensorStatus.RUNNING,
     )

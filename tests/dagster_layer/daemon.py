@@ -1,0 +1,198 @@
+"""A real `dagster-daemon` over a warehouse: with its code server, its runs, and its own end.
+
+All its processes share a session, by which they are killed: one of a kind, or all at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import dagster as dg
+import yaml
+from dagster import DagsterRunStatus as Status
+
+from mergepipe_pipeline.warehouse import Warehouse
+
+T = TypeVar("T")
+REPOSITORY = Path(__file__).parents[2]
+#: What sensors wait in tests; Dagster's own loop takes 5 s.
+SENSOR_INTERVAL_S = 5
+ACTIVE = (Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING)
+_DAEMON = ("-m", "dagster._daemon", "run")
+_DEV = ("-m", "dagster", "dev")
+
+
+class Daemon:
+    """Starts, kills and asks one daemon; `ui` starts `dagster dev` on a free port instead."""
+
+    def __init__(
+        self, home: Warehouse, *, ui: bool = False, environment: dict[str, str] | None = None
+    ) -> None:
+        self.home, self.folder, self._ui = home, home.root / "dagster", ui
+        self.folder.mkdir(exist_ok=True)
+        self.port = free_port()
+        self._environment = {
+            **os.environ,
+            "MERGEPIPE_HOME": str(home.root),
+            "DAGSTER_HOME": str(self.folder),
+            "MERGEPIPE_UI_URL": f"http://127.0.0.1:{self.port}",
+            "MERGEPIPE_INBOX_QUIET_S": "1",
+            "MERGEPIPE_SENSOR_INTERVAL_S": str(SENSOR_INTERVAL_S),
+            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONWARNINGS": "ignore",
+            **(environment or {}),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sessions: list[int] = []
+        self.settle({"run_queue": {"dequeue_interval_seconds": 1}})
+        location = {
+            "module_name": "mergepipe_pipeline.definitions",
+            "working_directory": str(REPOSITORY),
+            "location_name": "mergepipe",
+        }
+        self._workspace = self.folder / "workspace.yaml"
+        self._workspace.write_text(yaml.safe_dump({"load_from": [{"python_module": location}]}))
+
+    def settle(self, changes: dict[str, dict[str, Any]]) -> None:
+        """Write dagster.yaml: the repository's, with sections changed. Before `start` only."""
+        settings = yaml.safe_load((REPOSITORY / "dagster.yaml").read_text())
+        for section, values in changes.items():
+            settings[section] = {**settings.get(section, {}), **values}
+        (self.folder / "dagster.yaml").write_text(yaml.safe_dump(settings))
+
+    @property
+    def instance(self) -> dg.DagsterInstance:
+        """A fresh view of the daemon's storage."""
+        return dg.DagsterInstance.from_config(str(self.folder))
+
+    def start(self) -> None:
+        """Start the processes; what they say goes to `log`."""
+        verb = (*_DEV, "-h", "127.0.0.1", "-p", str(self.port)) if self._ui else _DAEMON
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *verb, "-w", str(self._workspace)],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # Where tests run in the background, SIGINT is ignored, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
+        self._sessions.append(self._process.pid)
+
+    @property
+    def log(self) -> Path:
+        """What the processes wrote."""
+        return self.folder / "daemon.log"
+
+    def kill(self) -> None:
+        """SIGKILL every process at once: what a power loss does."""
+        self._kill(self.processes())
+        if self._process:
+            self._process.wait(timeout=20)
+
+    def kill_workers(self) -> int:
+        """SIGKILL the processes that execute runs; how many there were."""
+        workers = [p for p in self.processes() if "spawn_main" in _command(p)]
+        self._kill(workers)
+        return len(workers)
+
+    def kill_code_server(self) -> int:
+        """SIGKILL the processes that serve definitions; how many there were."""
+        servers = [p for p in self.processes() if " grpc " in f"{_command(p)} "]
+        self._kill(servers)
+        return len(servers)
+
+    def processes(self) -> list[int]:
+        """The living processes of all starts, by their sessions."""
+        return [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._owns(p)]
+
+    def runs(self, job: str | None = None, *statuses: Status) -> list[dg.DagsterRun]:
+        """Runs, oldest first."""
+        wanted = dg.RunsFilter(job_name=job, statuses=list(statuses) or None)
+        with self.instance as instance:
+            return list(instance.get_runs(wanted))[::-1]
+
+    def partitions(self, *statuses: Status) -> list[str]:
+        """The experts whose index runs have these statuses, oldest first, each as often as run."""
+        found = self.runs("index_experts", *statuses)
+        return [run.tags["dagster/partition"] for run in found]
+
+    def skips(self, sensor: str) -> list[str]:
+        """What the ticks of a sensor said, newest first."""
+        with self.instance as instance:
+            states = [s for s in instance.all_instigator_state() if s.name == sensor]
+            return [
+                tick.skip_reason or ""
+                for s in states
+                for tick in instance.get_ticks(s.instigator_origin_id, s.selector_id)
+            ]
+
+    def wait_for(self, what: str, look: Callable[[], T], seconds: float = 120) -> T:
+        """The first truth that `look` gives. Raises AssertionError with the log's end."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if found := look():
+                return found
+            assert self._process is None or self._process.poll() is None, self._said(what)
+            time.sleep(0.5)
+        raise AssertionError(self._said(what))
+
+    def _said(self, what: str) -> str:
+        runs = [(r.job_name, r.status.value, r.tags.get("dagster/partition")) for r in self.runs()]
+        tail = self.log.read_text(errors="replace")[-3000:]
+        return f"{what} did not happen; runs {runs}; the log ends:\n{tail}"
+
+    def _owns(self, process: int) -> bool:
+        try:
+            return os.getsid(process) in self._sessions and _is_alive(process)
+        except (ProcessLookupError, PermissionError):
+            return False
+
+    def _kill(self, processes: Sequence[int]) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        until = time.monotonic() + 20
+        while any(map(self._owns, processes)) and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+@contextmanager
+def running_daemon(home: Warehouse, *, ui: bool = False, **environment: str) -> Iterator[Daemon]:
+    """A daemon that runs; none of its processes outlives the context."""
+    daemon = Daemon(home, ui=ui, environment=environment)
+    try:
+        daemon.start()
+        yield daemon
+    finally:
+        daemon.kill()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def _is_alive(process: int) -> bool:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
