@@ -23,7 +23,8 @@ from assets.metadata import (
     stages_metadata,
 )
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.pipeline.audit import non_finite
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.pipeline.audit import audit_snapshot, is_over_budget
 from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.pipeline.conflicts import conflicts as find_conflicts
 from mergepipe_pipeline.pipeline.curve import curve_of_plan
@@ -36,9 +37,15 @@ from mergepipe_pipeline.pipeline.deploy import (
     snapshot_recipe,
 )
 from mergepipe_pipeline.pipeline.forecast import forecast_plan
-from mergepipe_pipeline.pipeline.inspect import shares, verify
+from mergepipe_pipeline.pipeline.inspect import shares
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.text import in_one_line, visible
+from mergepipe_pipeline.text import in_one_line, markdown, visible
+
+#: The blocking checks of a snapshot, and what each says.
+_AUDITS = {
+    "every_byte_verified": "Every file of the snapshot has the digest that its manifest states.",
+    "all_finite": "No merged weight is NaN or infinite.",
+}
 
 
 def layer_key(recipe: str, layer: str) -> dg.AssetKey:
@@ -54,8 +61,7 @@ def build_recipe_assets(card: RecipeCard) -> list[dg.AssetsDefinition | dg.Asset
         _within_budget(card),
         _layers(card),
         _snapshot(card),
-        _whole(card),
-        _finite(card),
+        _audit(card),
         _release(card),
         _report(card),
     ]
@@ -150,9 +156,10 @@ def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=dg.AssetKey([card.name, "plan"]), blocking=True, name="within_budget")
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan buys no more expert bytes than the budget."""
-        e = current_plan(mergepipe.warehouse, card.name).estimates
+        plan = current_plan(mergepipe.warehouse, card.name)
+        e = plan.estimates
         return dg.AssetCheckResult(
-            passed=e.budget_bytes is None or e.expert_bytes_planned <= e.budget_bytes,
+            passed=not is_over_budget(plan),
             metadata={
                 "planned_bytes": e.expert_bytes_planned,
                 "budget_bytes": str(e.budget_bytes or "unlimited"),
@@ -239,30 +246,36 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
     return snapshot
 
 
-def _whole(card: RecipeCard) -> dg.AssetChecksDefinition:
-    @dg.asset_check(
-        asset=dg.AssetKey([card.name, "snapshot"]), blocking=True, name="every_byte_verified"
-    )
-    def every_byte_verified(mergepipe: MergePipe) -> dg.AssetCheckResult:
-        """Every file of the snapshot has the digest that its manifest states."""
-        made = current_snapshot(mergepipe.warehouse, card.name)
-        done = verify(mergepipe.warehouse, made.snapshot_id)
-        return dg.AssetCheckResult(
-            passed=True, metadata={"files": done.files, "bytes": done.nbytes}
+def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
+    key = dg.AssetKey([card.name, "snapshot"])
+    specs = [
+        dg.AssetCheckSpec(name, asset=key, blocking=True, description=text)
+        for name, text in _AUDITS.items()
+    ]
+
+    @dg.multi_asset_check(name=f"{_group(card)}__audit", specs=specs)
+    def audit(mergepipe: MergePipe) -> Iterator[dg.AssetCheckResult]:
+        """Reads every byte of the snapshot once."""
+        home = mergepipe.warehouse
+        whole, finite = _AUDITS
+        try:
+            found = audit_snapshot(home, card.name, current_snapshot(home, card.name), anew=True)
+        except CorruptionError as error:
+            told = markdown(str(error))
+            yield dg.AssetCheckResult(check_name=whole, passed=False, description=told)
+            yield dg.AssetCheckResult(check_name=finite, passed=False, description=told)
+            return
+        yield dg.AssetCheckResult(
+            check_name=whole, passed=True, metadata={"files": found.files, "bytes": found.nbytes}
+        )
+        yield dg.AssetCheckResult(
+            check_name=finite,
+            passed=not found.non_finite,
+            description=f"NaN or infinity: {markdown(found.told)}" if found.non_finite else None,
+            metadata={"tensors": in_one_line(", ".join(found.non_finite)) or "none"},
         )
 
-    return every_byte_verified
-
-
-def _finite(card: RecipeCard) -> dg.AssetChecksDefinition:
-    @dg.asset_check(asset=dg.AssetKey([card.name, "snapshot"]), blocking=True, name="all_finite")
-    def all_finite(mergepipe: MergePipe) -> dg.AssetCheckResult:
-        """No merged weight is NaN or infinite."""
-        bad = non_finite(current_snapshot(mergepipe.warehouse, card.name))
-        tensors = in_one_line(", ".join(bad)) or "none"
-        return dg.AssetCheckResult(passed=not bad, metadata={"tensors": tensors})
-
-    return all_finite
+    return audit
 
 
 def _release(card: RecipeCard) -> dg.AssetsDefinition:

@@ -105,6 +105,10 @@ class Warehouse:
         """Record of a standing recipe's last release."""
         return self.releases / f"{recipe}.released.json"
 
+    def audit_path(self, recipe: str) -> Path:
+        """Record of the last audit of a standing recipe's snapshot."""
+        return self.releases / f"{recipe}.audited.json"
+
     @property
     def objects(self) -> Path:
         """Merged layers by content."""

@@ -15,6 +15,7 @@ from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_stats, grid_for
+from mergepipe_pipeline.pipeline.audit import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards, uses
 from mergepipe_pipeline.pipeline.commit import commit
 from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
@@ -237,8 +238,14 @@ def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:
 
 
 def release_recipe(home: Warehouse, card: RecipeCard) -> tuple[Ref, Release]:
-    """Publish the recipe's current snapshot under its ref and record what it was made from."""
+    """Publish the recipe's current snapshot under its ref and record what it was made from.
+
+    Exactly this snapshot is audited first, whoever did so before. Raises CorruptionError, and
+    MergePipeError for one that no reader should get.
+    """
     snapshot, state = current_snapshot(home, card.name), _current(home, card.name)
+    audit = audit_snapshot(home, card.name, snapshot)
+    refuse_unfit(audit, _planned(home, card.name, state))
     last = last_release(home, card.name)
     ref = publish(
         home, snapshot.snapshot_id, card.recipe.ref, reason=f"recipe {card.name}", audit=False
