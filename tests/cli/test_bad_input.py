@@ -194,7 +194,7 @@ def test_a_home_folder_of_nobody_is_a_path_that_is_not_there(
     assert call("register", "~no-such-user/x", "--home", tmp_path / "v").exit_code == 12
     result = call("ls", "--home", "~no-such-user/w")
     assert result.exit_code == 10
-    assert "--home or MERGEPIPE_HOME, ~no-such-user/w" in result.stderr
+    assert "--home or MERGEPIPE_HOME, '~no-such-user/w'" in result.stderr
 
 
 def test_a_revision_whose_files_were_replaced_is_refused(tmp_path: Path, family: Path) -> None:

@@ -159,8 +159,8 @@ def test_an_export_refuses_foreign_folders_files_and_other_snapshots(
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
     file.write_text("x")
-    for out in (foreign, file):
-        with pytest.raises(MergePipeError, match="output folder is not empty"):
+    for out, told in ((foreign, "folder is not empty"), (file, "in the output folder's place")):
+        with pytest.raises(MergePipeError, match=told):
             export_snapshot(made, out)
     assert (foreign / "thesis.tex").read_text() == "years of work"
     export_snapshot(made, tmp_path / "out")
