@@ -40,7 +40,6 @@ ui: venv
 	mkdir -p $(DEMO_HOME)/dagster
 	cp -n dagster.yaml $(DEMO_HOME)/dagster/ 2>/dev/null || true
 	MERGEPIPE_HOME=$(DEMO_HOME) DAGSTER_HOME=$(DEMO_HOME)/dagster \
-	MERGEPIPE_UI_URL=http://127.0.0.1:$(UI_PORT) \
 		$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1 -p $(UI_PORT)
 
 test: venv lint types layers pytest

@@ -19,13 +19,14 @@ from sensors.recipes import (
     AssetJob,
     build_nightly,
     build_recipe_sensor,
-    build_reload_sensor,
     job_name,
-    recipes_token,
 )
+from sensors.reload import build_reload_sensor, recipes_token
 
 
-def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Definitions:
+def build_definitions(
+    home: Warehouse, *, inbox_quiet_s: float = 10.0, retry_s: float = 30.0
+) -> dg.Definitions:
     """The definitions of one warehouse.
 
     A recipe that cannot be used is one asset that says why, and has no job.
@@ -36,7 +37,11 @@ def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Def
     chains = [p for p in parts if not isinstance(p, RecipeCard)]
     jobs = [chain.job for chain in chains]
     built = [d for chain in chains for d in chain.assets]
-    told = [p if isinstance(p, RecipeCard) else p.card for p in parts]
+    refused = {
+        card.token: p.problem or ""
+        for card, p in zip(cards, parts, strict=True)
+        if isinstance(p, RecipeCard) and card.problem is None
+    }
     return dg.Definitions(
         assets=[
             expert_index,
@@ -45,13 +50,17 @@ def build_definitions(home: Warehouse, *, inbox_quiet_s: float = 10.0) -> dg.Def
         ],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
         jobs=[index_job, *jobs],
-        schedules=[chain.nightly for chain in chains],
+        schedules=[chain.nightly for chain in chains if chain.nightly],
         sensors=[
             inbox_sensor,
-            build_recipe_sensor(told, jobs),
+            build_recipe_sensor([chain.card for chain in chains], refused, jobs),
             build_reload_sensor(recipes_token(cards)),
         ],
-        resources={"mergepipe": MergePipe(home=str(home.root), inbox_quiet_s=inbox_quiet_s)},
+        resources={
+            "mergepipe": MergePipe(
+                home=str(home.root), inbox_quiet_s=inbox_quiet_s, retry_s=retry_s
+            )
+        },
         executor=dg.in_process_executor,
     )
 
@@ -62,7 +71,7 @@ class _Chain:
 
     card: RecipeCard
     job: AssetJob
-    nightly: dg.ScheduleDefinition
+    nightly: dg.ScheduleDefinition | None
     assets: list[dg.AssetsDefinition | dg.AssetChecksDefinition]
 
 
@@ -86,6 +95,7 @@ def build_job(card: RecipeCard) -> AssetJob:
 
 
 defs = build_definitions(
-    Warehouse.at(os.environ.get("MERGEPIPE_HOME")).ensure(),
+    Warehouse.at(os.environ.get("MERGEPIPE_HOME")),
     inbox_quiet_s=float(os.environ.get("MERGEPIPE_INBOX_QUIET_S", "10")),
+    retry_s=float(os.environ.get("MERGEPIPE_RETRY_S", "30")),
 )

@@ -17,6 +17,7 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
     memory_mib: int | None = None
     device: str | None = None
     inbox_quiet_s: float = 10.0
+    retry_s: float = 30.0
 
     @property
     def warehouse(self) -> Warehouse:

@@ -17,7 +17,7 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.pipeline.cards import recipe_cards
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.recipes import recipes_token
+from sensors.reload import recipes_token
 
 SENSORS = ("inbox_sensor", "recipe_sensor")
 

@@ -1,29 +1,26 @@
 """Watches recipes: wanted state against released state, so that no event can be lost.
 
-`recipe_sensor` launches a recipe's chain; `nightly` schedules do the same by the clock;
-`reload_sensor` asks the webserver to load definitions anew when recipe files changed.
+The files decide, read at each tick, and what the runs of one wanted state gave; definitions that
+were loaded earlier only say which jobs there are.
 """
 
-import os
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlparse
 
 import dagster as dg
-from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.pipeline.deploy import last_release, wanted
+from mergepipe_pipeline.pipeline.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
+from sensors.attempts import RECIPE_TAG, failed_attempts, recipes_under_way
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
-
-_ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
-DEFAULT_UI_URL = "http://127.0.0.1:3000"
+_WHOSE = {"nightly": "its schedule", "manual": "a person"}
 
 
 def job_name(card: RecipeCard) -> str:
@@ -32,43 +29,70 @@ def job_name(card: RecipeCard) -> str:
 
 
 def request_or_reason(
-    home: Warehouse, card: RecipeCard, instance: dg.DagsterInstance
+    mergepipe: MergePipe,
+    card: RecipeCard,
+    instance: dg.DagsterInstance,
+    busy: Collection[str],
+    *,
+    is_time: bool,
 ) -> dg.RunRequest | str:
     """A run of the recipe's chain if its release is not what its inputs ask for, else why not.
 
-    The sequence in the run key lets a change and its undoing both run; a run that failed is not
-    requested again until something changes.
+    `busy` are the recipes that runs work on; `is_time`: the recipe's schedule asks. A file that
+    cannot be read stops no other recipe.
     """
-    state = wanted(home, card)
+    try:
+        return _request_or_reason(mergepipe, card, instance, busy, is_time)
+    except Exception as error:
+        return str(error)
+
+
+def _request_or_reason(
+    mergepipe: MergePipe,
+    card: RecipeCard,
+    instance: dg.DagsterInstance,
+    busy: Collection[str],
+    is_time: bool,
+) -> dg.RunRequest | str:
+    state = wanted(mergepipe.warehouse, card)
     if state is None:
-        return f"{card.name}: an input is not indexed yet"
-    last = last_release(home, card.name)
+        return "an input is not indexed yet"
+    last = last_release(mergepipe.warehouse, card.name)
     if last and last.wanted == state:
-        return f"{card.name}: the release is current"
-    if instance.get_runs_count(dg.RunsFilter(job_name=job_name(card), statuses=_ACTIVE)):
-        return f"{card.name}: a run is under way"
-    sequence = last.sequence if last else 0
+        return "the release is current"
+    if card.name in busy:
+        return "a run is under way"
+    # With the sequence, a change and its undoing both run.
+    sequence = str(last.sequence if last else 0)
+    tags = {
+        RECIPE_TAG: card.name,
+        "mergepipe/wanted": state,
+        "mergepipe/sequence": sequence,
+    }
+    attempts = failed_attempts(instance, tags)
+    # What the schedule asked for once and did not get is tried again by day.
+    if not is_time and not attempts and card.recipe.trigger != "change":
+        return f"it is to be merged, which its trigger leaves to {_WHOSE[card.recipe.trigger]}"
+    waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
+    if waiting is not None:
+        return waiting
+    attempt = str(len(attempts) + 1)
     return dg.RunRequest(
         job_name=job_name(card),
-        run_key=f"{card.name}:{sequence}:{state}",
-        tags={"mergepipe/recipe": card.name, "mergepipe/wanted": state},
+        run_key=f"{card.name}:{sequence}:{state}:{attempt}",
+        tags={**tags, "mergepipe/attempt": attempt},
     )
 
 
-def _request_or_failure(
-    home: Warehouse, card: RecipeCard, instance: dg.DagsterInstance
-) -> dg.RunRequest | str:
-    """As `request_or_reason`; a file that cannot be read stops no other recipe."""
-    try:
-        return request_or_reason(home, card, instance)
-    except Exception as error:
-        return f"{card.name}: {error}"
-
-
 def build_recipe_sensor(
-    cards: Sequence[RecipeCard], jobs: Sequence[AssetJob]
+    loaded: Sequence[RecipeCard], refused: Mapping[str, str], jobs: Sequence[AssetJob]
 ) -> dg.SensorDefinition:
-    """The level-triggered sensor over all loaded recipes, those that cannot be used among them."""
+    """The level-triggered sensor over all recipe files.
+
+    `loaded` are the recipes with a job; `refused` says why Dagster takes no definitions of a card,
+    by the card's token.
+    """
+    layers = {card.name: card.layers for card in loaded}
 
     @dg.sensor(
         name="recipe_sensor",
@@ -79,82 +103,48 @@ def build_recipe_sensor(
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the chain of every recipe whose inputs, as indexed, are not what it released.
 
-        Recipes that cannot be used are told with their problem whenever nothing is requested.
+        Every tick tells of every recipe: as the skip reason, or in the tick's log.
         """
-        found = [
-            f"{c.name}: {c.problem}"
-            if c.problem
-            else _request_or_failure(mergepipe.warehouse, c, context.instance)
-            for c in cards
-        ]
-        requests = [f for f in found if isinstance(f, dg.RunRequest)]
-        reasons = [visible(f) for f in found if isinstance(f, str)]
+        busy = recipes_under_way(context.instance)
+        requests, told = [], []
+        for card in recipe_cards(mergepipe.warehouse):
+            found = card.problem or refused.get(card.token)
+            if found is None and layers.get(card.name) != card.layers:
+                found = "its definitions are being loaded"
+            asked = found or request_or_reason(
+                mergepipe, card, context.instance, busy, is_time=False
+            )
+            if isinstance(asked, dg.RunRequest):
+                requests.append(asked)
+                asked = f"a run is requested, attempt {asked.tags['mergepipe/attempt']}"
+            told.append(visible(f"{card.name}: {asked}"))
         if requests:
+            context.log.info("\n".join(told))
             return dg.SensorResult(run_requests=requests)
-        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(reasons) or "no recipes"))
+        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(told) or "no recipes"))
 
     return recipe_sensor
 
 
-def build_nightly(card: RecipeCard, job: AssetJob) -> dg.ScheduleDefinition:
-    """The recipe's nightly run, at the cron time its `schedule` names."""
+def build_nightly(card: RecipeCard, job: AssetJob) -> dg.ScheduleDefinition | None:
+    """The recipe's nightly run, at the cron time its `schedule` names; None without one."""
+    schedule = card.recipe.schedule
+    if schedule is None:
+        return None
 
     @dg.schedule(
         name=f"nightly_{job.name}",
         job=job,
-        cron_schedule=card.recipe.schedule,
+        cron_schedule=schedule,
+        execution_timezone=card.recipe.timezone,
         default_status=dg.DefaultScheduleStatus.RUNNING,
     )
     def nightly(
         context: dg.ScheduleEvaluationContext, mergepipe: MergePipe
     ) -> dg.RunRequest | dg.SkipReason:
-        """Runs the chain unless the release is already what the inputs ask for."""
-        found = request_or_reason(mergepipe.warehouse, card, context.instance)
-        if isinstance(found, str):
-            return dg.SkipReason(visible(found))
-        # The clock may retry what failed: the time makes the key new each night.
-        return dg.RunRequest(
-            run_key=f"{found.run_key}:{context.scheduled_execution_time:%F}", tags=found.tags
-        )
+        """Runs the chain unless the release is current, or has failed too often."""
+        busy = recipes_under_way(context.instance)
+        found = request_or_reason(mergepipe, card, context.instance, busy, is_time=True)
+        return found if isinstance(found, dg.RunRequest) else dg.SkipReason(visible(found))
 
     return nightly
-
-
-def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
-    """The sensor that reloads definitions; `loaded` is the token of the loaded recipes."""
-
-    @dg.sensor(
-        name="reload_sensor",
-        minimum_interval_seconds=interval_s(30),
-        target=None,
-        default_status=dg.DefaultSensorStatus.RUNNING,
-    )
-    def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
-        """Asks the webserver (MERGEPIPE_UI_URL) to reload when recipe files changed."""
-        cards = recipe_cards(mergepipe.warehouse)
-        now = recipes_token(cards)
-        if now == loaded or context.cursor == now:
-            return dg.SkipReason("recipes are loaded as they are")
-        context.update_cursor(now)
-        return dg.SkipReason(_reload())
-
-    return reload_sensor
-
-
-def recipes_token(cards: Sequence[RecipeCard]) -> str:
-    """Changes when any recipe's definitions would change."""
-    return "-".join(c.token for c in cards) or "none"
-
-
-def _reload() -> str:
-    from dagster_graphql import DagsterGraphQLClient
-
-    url = urlparse(os.environ.get("MERGEPIPE_UI_URL", DEFAULT_UI_URL))
-    try:
-        client = DagsterGraphQLClient(
-            url.hostname or "127.0.0.1", port_number=url.port, use_https=url.scheme == "https"
-        )
-        status = client.reload_repository_location("mergepipe").status
-    except Exception as error:  # the webserver may be down; the next change or a restart reloads
-        return f"recipes changed, but {url.geturl()} did not reload: {error}"
-    return f"recipes changed; reload of definitions: {status.value}"

@@ -69,7 +69,8 @@ def recipe_cards(home: Warehouse) -> tuple[RecipeCard, ...]:
     checkpoints = _Checkpoints(home)
     cards: list[RecipeCard] = []
     files: dict[str, str] = {}
-    for path in sorted(home.recipes.iterdir()):
+    # A warehouse that is only looked at is not made.
+    for path in sorted(home.recipes.iterdir()) if home.recipes.is_dir() else ():
         if path.suffix not in {".yml", ".yaml"} or path.name.startswith("."):
             continue
         problem = _name_problem(path, files)

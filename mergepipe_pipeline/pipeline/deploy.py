@@ -1,12 +1,13 @@
 """What a standing pipeline does: index what landed, plan, merge and release what recipes want.
 
-A recipe's wanted state is a digest of its text and of its inputs' contents as indexed. It is
+A recipe's wanted state is a digest of what it says and of its inputs' contents as indexed. It is
 compared with the state recorded at the last release, so no event can be missed and none is acted on
 twice.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.pipeline.publish import publish
 from mergepipe_pipeline.pipeline.register import register, resolve
 from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.snapshots.load import load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
@@ -37,6 +39,9 @@ from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: Keys of a recipe that say when, not what.
+_WHEN = frozenset({"schedule", "trigger", "timezone"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +156,19 @@ def wanted(home: Warehouse, card: RecipeCard) -> str | None:
         if catalog.digests(checkpoint.checkpoint_id) is None:
             return None
         contents.append(_content(catalog, checkpoint))
-    text = card.raw.text if card.raw else ""
-    return digest_json([ENGINE_VERSION, sha256_hex(text.encode()), contents])[:24]
+    said = _said(card.raw.text) if card.raw else ""
+    return digest_json([ENGINE_VERSION, sha256_hex(said.encode()), contents])[:24]
+
+
+def _said(text: str) -> str:
+    """What a recipe says of its result: without comments, layout, and when it is to be made."""
+    return json.dumps(
+        [
+            {k: v for k, v in document.value.items() if k not in _WHEN}
+            for document in read_documents(text)
+            if isinstance(document.value, dict)
+        ]
+    )
 
 
 def plan_recipe(home: Warehouse, card: RecipeCard, progress: Progress | None = None) -> MergePlan:

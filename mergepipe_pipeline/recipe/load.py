@@ -32,6 +32,7 @@ from mergepipe_pipeline.recipe.raw import RawRecipe
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.resolve import resolve_recipe
 from mergepipe_pipeline.recipe.schema import (
+    DEFAULT_SCHEDULE,
     STRATEGIES,
     RecipeYaml,
     check_strategy,
@@ -152,7 +153,9 @@ def _parse(
         strategy=yaml.strategy,
         seed=yaml.seed,
         ref=_ref(yaml, name, problems),
-        schedule=yaml.schedule,
+        schedule=yaml.schedule or (DEFAULT_SCHEDULE if yaml.trigger == "nightly" else None),
+        trigger=yaml.trigger,
+        timezone=yaml.timezone,
         block_elems=yaml.block_size,
         tokenizer=tokenizer,
         chat_template=chat_template,

@@ -18,7 +18,7 @@ class RawRecipe:
     (None also where slices have different bases). `stage` is its `name:`; `stages_used` are the
     names of earlier stages whose results stand among the references, and `before` those stages.
     `dtype` and `out_dtype` are safetensors codes; `chat_template` is a template's text, `auto`, or
-    the name of a known one.
+    the name of a known one. `schedule` is None where nobody asks for one.
     """
 
     name: str
@@ -35,7 +35,9 @@ class RawRecipe:
     strategy: str | None
     seed: int
     ref: str
-    schedule: str
+    schedule: str | None
+    trigger: str
+    timezone: str
     block_elems: int | None
     tokenizer: TokenizerRecipe | None
     chat_template: str | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
+from zoneinfo import ZoneInfo
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -22,7 +23,11 @@ from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, 
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.spec.blocks import BlockGrid
 
+#: The schedule of a recipe that asks for nights and names no time.
 DEFAULT_SCHEDULE = "0 3 * * *"
+#: When a standing recipe is merged: as soon as what it wants changes, by its schedule alone, or
+#: when a person says so.
+TRIGGERS = ("change", "nightly", "manual")
 #: Names of budget strategies, for a reader who has no planner at hand.
 STRATEGIES = ("full", "magnitude", "conflict_aware", "hash", "drop-experts")
 
@@ -96,6 +101,23 @@ def _schedule(value: str) -> str:
     return value
 
 
+def _trigger(value: str) -> str:
+    if value not in TRIGGERS:
+        near = suggest(value, TRIGGERS)
+        text = f"expected one of {', '.join(TRIGGERS)}, found {shown(value)}{near}"
+        raise _refuse("trigger", text)
+    return value
+
+
+def _timezone(value: str) -> str:
+    try:
+        ZoneInfo(value)
+    except (ValueError, OSError, LookupError):
+        text = f"expected the name of a time zone like 'Europe/Berlin', found {shown(value)}"
+        raise _refuse("timezone", text) from None
+    return value
+
+
 Model = Annotated[Any, AfterValidator(_model)]
 DtypeCode = Annotated[str, AfterValidator(_dtype_code)]
 Ref = Annotated[str, AfterValidator(_ref)]
@@ -157,7 +179,9 @@ class RecipeYaml(_Strict):
     strategy: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ref: Ref | None = None
-    schedule: Annotated[str, AfterValidator(_schedule)] = DEFAULT_SCHEDULE
+    schedule: Annotated[str, AfterValidator(_schedule)] | None = None
+    trigger: Annotated[str, AfterValidator(_trigger)] = TRIGGERS[0]
+    timezone: Annotated[str, AfterValidator(_timezone)] = "UTC"
     block_size: Annotated[int, AfterValidator(_block_size)] | None = None
 
 
@@ -175,7 +199,15 @@ def validate(value: Mapping[str, object], problems: Problems) -> RecipeYaml | No
         for error in invalid.errors(include_url=False):
             problems.add(tuple(error["loc"]), _sentence(error))
         return None
+    _check_schedule(recipe, problems)
     return recipe if len(problems) == known else None
+
+
+def _check_schedule(recipe: RecipeYaml, problems: Problems) -> None:
+    if recipe.trigger == "manual" and recipe.schedule is not None:
+        problems.add(("schedule",), "a recipe with `trigger: manual` has no schedule; drop one")
+    if recipe.timezone != "UTC" and recipe.schedule is None and recipe.trigger != "nightly":
+        problems.add(("timezone",), "there is no `schedule:` that it could be the time zone of")
 
 
 def _check_contents(

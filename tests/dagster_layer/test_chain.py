@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.pipeline.inspect import verify
 from mergepipe_pipeline.pipeline.publish import history
+from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
@@ -173,11 +174,42 @@ def test_the_lineage_of_a_recipe_names_exactly_its_checkpoints(
     assert list(mapping.partition_keys) == ["base", "expert_00", "expert_01"]
 
 
-def test_every_recipe_has_a_nightly_schedule_at_its_own_time(
+def test_only_recipes_that_ask_have_a_schedule_at_their_own_time(
     home: Warehouse, released: Ticker
 ) -> None:
-    write_recipe(home, "a", ["expert_00", "expert_01"], 'schedule: "15 2 * * *"\n')
-    schedules = {
-        s.name: s.cron_schedule for s in build_definitions(home).get_repository_def().schedule_defs
-    }
-    assert schedules == {"nightly_merge_a": "15 2 * * *", "nightly_merge_b": "0 3 * * *"}
+    extra = 'schedule: "15 2 * * *"\ntimezone: Europe/Berlin\n'
+    write_recipe(home, "a", ["expert_00", "expert_01"], extra)
+    assert released.tick() == []
+    schedules = build_definitions(home).get_repository_def().schedule_defs
+    assert [(s.name, s.cron_schedule, s.execution_timezone) for s in schedules] == [
+        ("nightly_merge_a", "15 2 * * *", "Europe/Berlin")
+    ]
+
+
+def test_a_comment_in_a_recipe_and_its_layout_merge_nothing(
+    home: Warehouse, released: Ticker
+) -> None:
+    path = home.recipe_path("a")
+    path.write_text("# for Ann\n" + path.read_text().replace("{density: 0.4}", "\n  density: 0.4"))
+    assert released.tick() == []
+
+
+def test_nightly_recipes_wait_for_the_night_and_manual_ones_for_a_person(
+    home: Warehouse, ticker: Ticker, drop: Drop, tmp_path: Path
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    write_recipe(home, "m", ["expert_00"], "trigger: manual\n")
+    write_recipe(home, "n", ["expert_00"], "trigger: nightly\n")
+    assert [r["partition"] for r in ticker.tick()] == ["base", "expert_00"]
+    said = ticker.reasons()[1]
+    assert "m: it is to be merged, which its trigger leaves to a person" in said
+    assert "n: it is to be merged, which its trigger leaves to its schedule" in said
+    repository = build_definitions(home).get_repository_def()
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as kept:
+        context = dg.build_schedule_context(
+            instance=kept, resources={"mergepipe": MergePipe(home=str(home.root))}
+        )
+        tick = repository.get_schedule_def("nightly_merge_n").evaluate_tick(context)
+    (asked,) = tick.run_requests
+    assert asked.tags["mergepipe/attempt"] == "1"

@@ -71,7 +71,7 @@ def test_a_wrong_budget_alone_is_a_budget_error() -> None:
 def test_defaults_are_filled_in() -> None:
     raw = parse(SMALL)
     assert (raw.strategy, raw.seed, raw.ref) == (None, 0, "demo")
-    assert raw.schedule == "0 3 * * *"
+    assert (raw.schedule, raw.trigger, raw.timezone) == (None, "change", "UTC")
     assert (raw.dtype, raw.out_dtype, raw.block_elems) == (None, None, None)
     assert raw.budget == Budget()
 
@@ -86,6 +86,26 @@ def test_every_key_of_our_own_is_read() -> None:
     assert (raw.strategy, raw.seed, raw.ref) == ("hash", 7, "prod-7.b_x")
     assert (raw.schedule, raw.block_elems) == ("*/5 1-3 1,15 * 0", 65536)
     assert (raw.dtype, raw.out_dtype) == ("BF16", "F16")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("trigger: nightli\n", "trigger: expected one of change, nightly, manual.*`nightly`"),
+        ("trigger: nightly\ntimezone: Mars/Base\n", "timezone: expected the name of a time zone"),
+        ("trigger: nightly\ntimezone: ../passwd\n", "timezone: expected the name of a time zone"),
+        ("timezone: Europe/Berlin\n", "timezone: there is no `schedule:`"),
+        ("trigger: manual\nschedule: 0 3 * * *\n", "schedule: a recipe with `trigger: manual`"),
+    ],
+)
+def test_a_trigger_that_makes_no_sense_is_refused(text: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        parse(SMALL + text)
+
+
+def test_a_nightly_recipe_has_a_schedule_in_its_time_zone() -> None:
+    raw = parse(SMALL + "trigger: nightly\ntimezone: Europe/Berlin\n")
+    assert (raw.schedule, raw.timezone) == ("0 3 * * *", "Europe/Berlin")
 
 
 def test_out_dtype_is_dtype_unless_it_is_given() -> None:

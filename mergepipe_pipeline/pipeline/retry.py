@@ -1,0 +1,69 @@
+"""Whether to ask again for what an attempt did not give: with back-off, and not for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from mergepipe_pipeline.errors import (
+    BudgetError,
+    CheckpointError,
+    CorruptionError,
+    IncompatibleCheckpointsError,
+    MergePipeError,
+    OperatorError,
+    RecipeError,
+)
+
+#: Attempts at one wanted state.
+MOST_ATTEMPTS = 3
+#: How many times longer each pause is than the one before it.
+_GROWTH = 4
+_MOST_SHOWN = 300
+#: Errors that the same recipe and inputs give again. Changed or growing files, a full disk, a
+#: damaged layer (it is made anew) and everything else pass.
+_LASTING: tuple[type[MergePipeError], ...] = (
+    RecipeError,
+    CheckpointError,
+    CorruptionError,
+    IncompatibleCheckpointsError,
+    BudgetError,
+    OperatorError,
+)
+_LASTING_NAMES = frozenset(c.__name__ for c in _LASTING)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A run that ended without success at `ended_s` (seconds since 1970).
+
+    `is_lasting`: the same recipe and inputs would fail again.
+    """
+
+    ended_s: float
+    error: str
+    is_lasting: bool
+
+
+def is_lasting(error_names: Collection[str]) -> bool:
+    """Whether an error of one of these classes comes again while recipe and inputs are the same."""
+    return not _LASTING_NAMES.isdisjoint(error_names)
+
+
+def reason_to_wait(attempts: Sequence[Attempt], now_s: float, pause_s: float) -> str | None:
+    """Why not to try again now, after these attempts at one wanted state; None to try.
+
+    `pause_s` is the pause after the first, in seconds; each further one is four times as long.
+    """
+    if not attempts:
+        return None
+    last, n = attempts[-1], len(attempts)
+    error = last.error if len(last.error) <= _MOST_SHOWN else f"{last.error[:_MOST_SHOWN]}…"
+    if last.is_lasting or n >= MOST_ATTEMPTS:
+        why = "and would again" if last.is_lasting else f"after {n} attempts"
+        return (
+            f"failing {why}, until the recipe or an input changes or somebody runs it; "
+            f"the last error: {error}"
+        )
+    left_s = pause_s * _GROWTH ** (n - 1) - (now_s - last.ended_s)
+    return None if left_s <= 0 else f"attempt {n + 1} comes in {left_s:.0f} s; the last: {error}"

@@ -1,0 +1,91 @@
+"""Has the definitions loaded anew when recipe files, or what they are made from, changed.
+
+The code server is asked, not the webserver: what it loads, the daemon and every webserver show
+within seconds, whatever their ports are.
+"""
+
+import logging
+import os
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import dagster as dg
+
+from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
+from mergepipe_pipeline.resources import MergePipe
+from sensors import interval_s
+
+#: Seconds that loading definitions may take.
+_TIMEOUT_S = 180
+
+
+def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
+    """The sensor that reloads definitions; `loaded` is the token of the loaded recipes."""
+
+    @dg.sensor(
+        name="reload_sensor",
+        minimum_interval_seconds=interval_s(15),
+        target=None,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+    )
+    def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
+        """Has this process replaced by one that loads the recipes as they are now."""
+        if recipes_token(recipe_cards(mergepipe.warehouse)) == loaded:
+            return dg.SkipReason("recipes are loaded as they are")
+        server = code_server()
+        if server is None:
+            return dg.SkipReason(
+                "recipes changed; no code server runs above this process, so that the daemon loads "
+                "definitions anew by itself, within a minute, and a webserver at its Reload button"
+            )
+        # The server replaces this process and waits for its ticks: nobody may wait for the server.
+        threading.Thread(target=_reload, args=(server,), daemon=True).start()
+        return dg.SkipReason("recipes changed; the code server loads definitions anew")
+
+    return reload_sensor
+
+
+def recipes_token(cards: Sequence[RecipeCard]) -> str:
+    """Changes when any recipe's definitions would change."""
+    return "-".join(c.token for c in cards) or "none"
+
+
+def code_server() -> Namespace | None:
+    """Where the code server listens that started this process: `port` and `host`, or `socket`.
+
+    None where a daemon or webserver started it without one.
+    """
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return listening(command, os.environ)
+
+
+def listening(
+    command: Sequence[str], environment: os._Environ[str] | dict[str, str]
+) -> Namespace | None:
+    """As `code_server`, from a command line and the environment that it was given."""
+    if "code-server" not in command:
+        return None
+    names = ("port", "socket", "host")
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        default = environment.get(f"DAGSTER_CODE_SERVER_{name.upper()}")
+        parser.add_argument(f"-{name[0]}", f"--{name}", default=default)
+    found = parser.parse_known_args(list(command))[0]
+    return found if found.port or found.socket else None
+
+
+def _reload(server: Namespace) -> None:
+    from dagster._grpc.client import DagsterGrpcClient
+
+    host = server.host or "localhost"
+    port = int(server.port) if server.port else None
+    try:
+        client = DagsterGrpcClient(host=host, port=port, socket=None if port else server.socket)
+        client.reload_code(timeout=_TIMEOUT_S)
+    except Exception:  # the next tick tries again
+        logging.getLogger(__name__).exception("The code server did not load definitions anew.")

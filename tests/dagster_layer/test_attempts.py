@@ -1,0 +1,118 @@
+"""A merge that failed is asked for again, later each time, not for ever; every tick says why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster import DagsterRunStatus as Status
+
+from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.pipeline.retry import Attempt, reason_to_wait
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import jobs, sum_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+
+class Sensor:
+    """The recipe sensor of a warehouse, and what becomes of the runs that it requests."""
+
+    def __init__(self, home: Warehouse, instance: dg.DagsterInstance) -> None:
+        self.home, self.instance = home, instance
+
+    def tick(self, pause_s: float = 0) -> tuple[list[dg.RunRequest], str]:
+        """What one tick requests, and what it says."""
+        repository = build_definitions(self.home).get_repository_def()
+        context = dg.build_sensor_context(
+            instance=self.instance,
+            repository_def=repository,
+            resources={"mergepipe": MergePipe(home=str(self.home.root), retry_s=pause_s)},
+        )
+        result: Any = repository.get_sensor_def("recipe_sensor")(context)
+        said = result.skip_reason.skip_message if result.skip_reason else ""
+        return list(result.run_requests or []), said
+
+    def ends(self, request: dg.RunRequest, status: Status) -> None:
+        """A run of the request ends so."""
+        job = build_definitions(self.home).resolve_job_def(str(request.job_name))
+        run = self.instance.create_run_for_job(job, tags=request.tags)
+        if status is Status.FAILURE:
+            self.instance.report_run_failed(run, "its process is gone")
+        elif status is Status.CANCELED:
+            self.instance.report_run_canceled(run)
+
+
+@pytest.fixture
+def sensor(
+    home: Warehouse, instance: dg.DagsterInstance, ticker: Ticker, drop: Drop
+) -> Iterator[Sensor]:
+    """Recipes a and b, ready to be merged."""
+    for name in ("base", "expert_00"):
+        drop(name)
+    assert jobs(ticker.tick()) == ["base", "expert_00"]
+    home.recipe_path("a").write_text(sum_of("base", "expert_00"))
+    home.recipe_path("b").write_text("- no recipe\n")
+    return Sensor(home, instance)
+
+
+@pytest.mark.parametrize("status", [Status.FAILURE, Status.CANCELED])
+def test_a_run_that_died_or_was_cancelled_is_asked_for_again_with_its_number(
+    sensor: Sensor, status: Status
+) -> None:
+    for attempt in ("1", "2", "3"):
+        ((request,), _) = sensor.tick()
+        assert request.tags["mergepipe/attempt"] == attempt
+        assert str(request.run_key).endswith(f":{attempt}")
+        sensor.ends(request, status)
+    requests, said = sensor.tick()
+    assert not requests
+    assert re.search(r"a: failing after 3 attempts.*the last error: it", said)
+    assert "b: A recipe cannot be used" in said
+    sensor.home.recipe_path("a").write_text(sum_of("base", "expert_00").replace("0.5", "0.4"))
+    ((request,), _) = sensor.tick()
+    assert request.tags["mergepipe/attempt"] == "1"
+
+
+def test_a_failed_run_is_not_asked_for_again_at_once(sensor: Sensor) -> None:
+    ((request,), _) = sensor.tick()
+    sensor.ends(request, Status.FAILURE)
+    requests, said = sensor.tick(pause_s=1000)
+    assert not requests
+    assert re.search(r"a: attempt 2 comes in \d+ s; the last: its process is gone", said)
+
+
+def test_a_run_of_somebodys_choice_of_assets_is_waited_for(sensor: Sensor) -> None:
+    defs = build_definitions(sensor.home)
+    sensor.instance.create_run_for_job(
+        defs.resolve_implicit_global_asset_job_def(),
+        asset_selection=frozenset([dg.AssetKey(["a", "plan"])]),
+    )
+    requests, said = sensor.tick()
+    assert not requests
+    assert "a: a run is under way" in said
+
+
+def test_a_tick_that_requests_a_run_tells_of_every_recipe_in_its_log(
+    sensor: Sensor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert len(sensor.tick()[0]) == 1
+    told = capfd.readouterr().err
+    assert "a: a run is requested, attempt 1" in told
+    assert "b: A recipe cannot be used" in told
+
+
+def test_pauses_grow_and_lasting_errors_get_one_attempt() -> None:
+    passing = [Attempt(0.0, "no disk", False), Attempt(100.0, "no disk", False)]
+    assert reason_to_wait([], 0.0, 30.0) is None
+    assert reason_to_wait(passing[:1], 30.0, 30.0) is None
+    assert "attempt 2 comes in 10 s" in str(reason_to_wait(passing[:1], 20.0, 30.0))
+    assert "attempt 3 comes in 120 s" in str(reason_to_wait(passing, 100.0, 30.0))
+    lasting = [Attempt(0.0, "no such expert", True)]
+    assert "until the recipe or an input changes" in str(reason_to_wait(lasting, 1e9, 30.0))

@@ -1,0 +1,61 @@
+"""Recipes appear, change and vanish under real processes, which nobody starts again."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+from dagster import DagsterRunStatus as Status
+
+from mergepipe_pipeline.pipeline.publish import history
+from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.warehouse import Warehouse
+from sensors.reload import listening
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.daemon import SENSOR_INTERVAL_S, Daemon, running_daemon
+from tests.dagster_layer.test_experts import sum_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+
+def assets_shown(daemon: Daemon) -> set[str]:
+    """The assets that the webserver knows."""
+    query = json.dumps({"query": "{ assetNodes { assetKey { path } } }"}).encode()
+    request = Request(
+        f"http://127.0.0.1:{daemon.port}/graphql", query, {"Content-Type": "application/json"}
+    )
+    with urlopen(request, timeout=60) as answer:
+        nodes = json.load(answer)["data"]["assetNodes"]
+    return {"/".join(node["assetKey"]["path"]) for node in nodes}
+
+
+def test_a_new_recipe_appears_on_any_port_and_an_edited_one_is_merged_once(
+    home: Warehouse, family: Path, drop: Drop
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+        register(home, family / name, name)
+    with running_daemon(home, ui=True) as daemon:
+        daemon.wait_for("indexing", lambda: len(daemon.partitions(Status.SUCCESS)) == 2)
+        home.recipe_path("new").write_text(sum_of("base", "expert_00"))
+        daemon.wait_for("a merge", lambda: daemon.runs("merge_new", Status.SUCCESS))
+        assert {"new/plan", "new/layer/01", "new/release"} <= assets_shown(daemon)
+        home.recipe_path("new").write_text(sum_of("base", "expert_00").replace("0.5", "0.25"))
+        daemon.wait_for(
+            "the edited merge", lambda: len(daemon.runs("merge_new", Status.SUCCESS)) == 2
+        )
+        time.sleep(3 * SENSOR_INTERVAL_S)
+        assert len(daemon.runs("merge_new")) == 2
+        assert [r.number for r in history(home, "new")] == [1, 2]
+
+
+def test_the_address_of_a_code_server_is_what_its_command_or_environment_says() -> None:
+    start = ["python", "-m", "dagster", "code-server", "start"]
+    assert listening([*start, "--socket", "/tmp/x", "--heartbeat"], {}).socket == "/tmp/x"
+    found = listening([*start, "-p", "4000", "-h", "0.0.0.0", "-m", "a.b"], {})
+    assert (found.port, found.host) == ("4000", "0.0.0.0")
+    assert listening(start, {"DAGSTER_CODE_SERVER_PORT": "4001"}).port == "4001"
+    assert listening(["dagster-daemon", "run"], {"DAGSTER_CODE_SERVER_PORT": "4001"}) is None
