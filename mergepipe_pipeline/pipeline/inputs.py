@@ -11,23 +11,47 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from threading import RLock
 
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.digests import Known, ensure_digests, put_taken, take_segments
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.model import Model, view_digest
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, segment_elems_for
-from mergepipe_pipeline.spec.view import Part, TensorView
+from mergepipe_pipeline.spec.view import Part, TensorView, sources_of
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 
 def plan_inputs(home: Warehouse, plan: MergePlan, layers: Sequence[LayerTask]) -> Inputs:
-    """The inputs of some layers of a plan. Raises as `Inputs.ensure`."""
+    """The inputs of some layers of a plan.
+
+    Raises CorruptionError if what the catalog knows is not what the plan was made from.
+    """
+    catalog, views = Catalog(home.catalog), list(_views(layers))
+    numbers = {p.source for view, _ in views for p in _parts(view)}
+    digests = [
+        catalog.digests(s.checkpoint_id) or ensure_digests(home, open_checkpoint(s.root, s.name))
+        if i in numbers
+        else {}
+        for i, s in enumerate(plan.sources)
+    ]
+    for view, digest in views:
+        found = view_digest(view, digests)
+        if found != digest:
+            raise CorruptionError(
+                "What is known of a tensor is not what the plan was made from",
+                where=f"{plan.sources[min(sources_of(view))].root}, tensor {view.name}",
+                expected=f"content {digest[:16]}",
+                found=f"content {found[:16]}",
+                next_step="copy the file again if it is damaged; then run the same command again: "
+                "it plans anew",
+            )
     inputs = Inputs(home, plan.sources, segment_elems_for(plan.estimates.block_elems))
-    inputs.ensure(_views(layers))
+    inputs.ensure(view for view, _ in views)
     return inputs
 
 
@@ -134,11 +158,12 @@ class Inputs:
         del self._files[view_id]
 
 
-def _views(layers: Iterable[LayerTask]) -> Iterator[TensorView]:
+def _views(layers: Iterable[LayerTask]) -> Iterator[tuple[TensorView, str]]:
+    """What layers read, with the digests that the plan names."""
     for task in (task for layer in layers for task in layer.tasks):
         if task.base:
-            yield task.base.view
-        yield from (e.view for e in task.experts if e.read)
+            yield task.base.view, task.base.digest
+        yield from ((e.view, e.digest) for e in task.experts if e.read)
 
 
 def _parts(view: TensorView) -> Iterator[Part]:

@@ -185,3 +185,18 @@ def test_numbers_that_planning_measures_come_from_verified_bytes(
     ):
         with pytest.raises(CorruptionError, match=largest.name):
             make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
+
+
+def test_a_plan_whose_inputs_are_known_no_longer_takes_only_the_bytes_it_was_made_from(
+    home: Warehouse, inputs: Path
+) -> None:
+    text = recipe(inputs, "ties", METHODS["ties"])
+    plan = make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
+    view = max((e.view for t in plan.layers[0].tasks for e in t.experts), key=lambda v: v.numel)
+    root = Path(plan.sources[view.stored[0].source].root)
+    for known in ("digests", "segments"):
+        shutil.rmtree(home.catalog / known)
+    flip(root, view.name, 0.3)
+    with pytest.raises(CorruptionError, match=view.name):
+        merge(home, plan)
+    assert not any(home.actions.rglob("*.json"))
