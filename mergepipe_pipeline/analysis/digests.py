@@ -59,23 +59,24 @@ def digest_view(
 ) -> Segments:
     """The digests of a view's own segments: its runs put stored elements in another order.
 
-    The stored tensors are read twice, once to verify them against `known` segments. `checkpoints`
-    are by source number. Raises CorruptionError, CheckpointChangedError.
+    The stored tensors are read again to verify them against `known` segments, afterwards: what
+    changed before is seen then. `checkpoints` are by source number. Raises CorruptionError,
+    CheckpointChangedError.
     """
     with ExitStack() as stack:
         readers = {
             number: BlockReader(stack.enter_context(open_source(c.root)), c, None)
             for number, c in checkpoints.items()
         }
+        digests = b"".join(
+            segment_digests(raw, segment_elems * itemsize(view.dtype))
+            for raw in _windows(readers, view, None)
+        )
         for part in view.stored:
             whole = view_of(part.entry, part.source)
             verifier = Verifier(whole, known.of_part(part))
             for _ in _windows(readers, whole, verifier.check):
                 pass
-        digests = b"".join(
-            segment_digests(raw, segment_elems * itemsize(view.dtype))
-            for raw in _windows(readers, view, None)
-        )
         for reader in readers.values():
             reader.verify_unchanged()
     return Segments(segment_elems, digests)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
-from mergepipe_pipeline.analysis.digests import digest_checkpoint
+from mergepipe_pipeline.analysis.digests import digest_checkpoint, digest_view
 from mergepipe_pipeline.analysis.stream import WindowReader
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.segments import Segments
-from mergepipe_pipeline.spec.view import Part, TensorView, view_of
+from mergepipe_pipeline.spec.view import Part, Run, TensorView, view_of
+from mergepipe_pipeline.storage.reader import BlockReader
 from tests.analysis.conftest import SEGMENT_ELEMS
 from tests.analysis.pairs import windows_of
 from tests.stored import encode, write
@@ -55,3 +60,37 @@ def test_parts_of_segments_are_verified_with_their_tensor_and_do_not_pile_up(
         tracemalloc.stop()
         reader.verify_unchanged()
     assert held[-1] - held[5] < 10 * SEGMENT_ELEMS
+
+
+def test_a_byte_that_changes_once_it_was_verified_gives_no_digests_of_rows_in_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, known = analysed(tmp_path, ["w"], 2 * SEGMENT_ELEMS)
+    entry = checkpoint.by_name["w"]
+    halves = (
+        Run(0, 0, SEGMENT_ELEMS, SEGMENT_ELEMS),
+        Run(SEGMENT_ELEMS, 0, 0, SEGMENT_ELEMS),
+    )
+    view = TensorView("w", "BF16", entry.shape, (Part(0, entry),), halves)
+    reads = BlockReader.read_into
+    done: list[int] = []
+
+    def then_flip(reader: BlockReader, *where: Any) -> None:
+        reads(reader, *where)
+        done.append(1)
+        if len(done) == 1:  # between the two readings of a file, by whoever else has it
+            flip(Path(checkpoint.root), entry)
+
+    monkeypatch.setattr(BlockReader, "read_into", then_flip)
+    with pytest.raises(CorruptionError, match="not those that were analysed"):
+        digest_view(view, {0: checkpoint}, SEGMENT_ELEMS, known)
+
+
+def flip(path: Path, entry: TensorEntry) -> None:
+    """Turn a bit of a tensor's first and last byte; size and time stay."""
+    stat = path.stat()
+    data = bytearray(path.read_bytes())
+    for at in (entry.start_byte, entry.start_byte + entry.nbytes - 1):
+        data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
