@@ -91,10 +91,10 @@ def commit(
             )
         )
     inputs, operators = _lineage(home, plan), operator_counts(plan)
-    made = _made_files(plan, shards, inputs, operators)
+    written = _made_files(plan, shards, inputs, operators)
     with staging_of(home, "commit") as staging:
-        copied = _copied_files(plan, staging, made)
-        own = [SideFile(name, sha256_hex(data), len(data)) for name, data in made.items()]
+        copied = _copied_files(plan, staging, written)
+        own = [SideFile(name, sha256_hex(data), len(data)) for name, data in written.items()]
         manifest = Manifest(
             plan_id=plan.plan_id,
             method=plan.method,
@@ -108,7 +108,7 @@ def commit(
         if is_new:
             _refuse_damaged(store, reused)
         staged = stage_snapshot(
-            staging, manifest, store, made | files, _provenance(plan, realised, times)
+            staging, manifest, store, written | files, _provenance(plan, realised, times)
         )
         snapshot = commit_snapshot(staged, home.snapshots)
         Marks(home.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
