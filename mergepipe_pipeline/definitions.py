@@ -15,6 +15,7 @@ from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.inbox import inbox_sensor, index_job
+from sensors.orphans import orphans_sensor
 from sensors.recipes import (
     AssetJob,
     build_nightly,
@@ -25,7 +26,11 @@ from sensors.reload import build_reload_sensor, recipes_token
 
 
 def build_definitions(
-    home: Warehouse, *, inbox_quiet_s: float = 10.0, retry_s: float = 30.0
+    home: Warehouse,
+    *,
+    inbox_quiet_s: float = 10.0,
+    inbox_retry_s: float = 30.0,
+    retry_s: float = 30.0,
 ) -> dg.Definitions:
     """The definitions of one warehouse.
 
@@ -53,12 +58,16 @@ def build_definitions(
         schedules=[chain.nightly for chain in chains if chain.nightly],
         sensors=[
             inbox_sensor,
+            orphans_sensor,
             build_recipe_sensor([chain.card for chain in chains], refused, jobs),
             build_reload_sensor(recipes_token(cards)),
         ],
         resources={
             "mergepipe": MergePipe(
-                home=str(home.root), inbox_quiet_s=inbox_quiet_s, retry_s=retry_s
+                home=str(home.root),
+                inbox_quiet_s=inbox_quiet_s,
+                inbox_retry_s=inbox_retry_s,
+                retry_s=retry_s,
             )
         },
         executor=dg.in_process_executor,
@@ -97,5 +106,6 @@ def build_job(card: RecipeCard) -> AssetJob:
 defs = build_definitions(
     Warehouse.at(os.environ.get("MERGEPIPE_HOME")),
     inbox_quiet_s=float(os.environ.get("MERGEPIPE_INBOX_QUIET_S", "10")),
+    inbox_retry_s=float(os.environ.get("MERGEPIPE_INBOX_RETRY_S", "30")),
     retry_s=float(os.environ.get("MERGEPIPE_RETRY_S", "30")),
 )

@@ -3,8 +3,12 @@
 The only place where Dagster configuration becomes core values.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import dagster as dg
 
+from mergepipe_pipeline.pipeline.leases import lease_run
 from mergepipe_pipeline.pipeline.merge import EngineKnobs
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -18,6 +22,16 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
     device: str | None = None
     inbox_quiet_s: float = 10.0
     retry_s: float = 30.0
+    inbox_retry_s: float = 30.0
+
+    @contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator["MergePipe"]:
+        """The resource, with a lease that tells while a run has it that its process lives."""
+        if context.run is None:
+            yield self
+            return
+        with lease_run(self.warehouse, context.run.run_id):
+            yield self
 
     @property
     def warehouse(self) -> Warehouse:

@@ -63,13 +63,13 @@ class Ticker:
     def _evaluate(self, defs: dg.Definitions, name: str) -> dg.SensorResult:
         repository = defs.get_repository_def()
         resource = MergePipe(home=str(self._home.root), inbox_quiet_s=self._quiet_s)
-        context = dg.build_sensor_context(
+        with dg.build_sensor_context(
             instance=self._instance,
             cursor=self._cursors.get(name),
             repository_def=repository,
             resources={"mergepipe": resource},
-        )
-        result = repository.get_sensor_def(name)(context)
+        ) as context:
+            result = repository.get_sensor_def(name)(context)
         assert isinstance(result, dg.SensorResult)
         self._cursors[name] = result.cursor or self._cursors.get(name)
         for request in result.dynamic_partitions_requests or []:
@@ -84,6 +84,7 @@ class Ticker:
         result = defs.resolve_job_def(job).execute_in_process(
             instance=self._instance,
             partition_key=request.partition_key,
+            run_config=request.run_config,
             tags={**request.tags, "dagster/sensor_name": sensor},
             raise_on_error=False,
         )

@@ -1,17 +1,26 @@
-"""What the verbs lease while they work: a plan's layers, the results it reads, a staging folder."""
+"""What the verbs lease while they work: a plan's layers, the results it reads, a staging folder.
+
+Also the lease of a run: who only wants to know whether the process of a run still lives asks here.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.snapshots.leases import Leases, Need
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.storage.locks import is_held, locked_file
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: Seconds within which the maker of a lease has locked it.
+_MAKING_S = 5.0
 _until_exit = ExitStack()
 atexit.register(_until_exit.close)
 
@@ -37,6 +46,29 @@ def need_of(home: Warehouse, plan: MergePlan) -> Need:
             if path.is_relative_to(home.snapshots) and path != home.snapshots
         ),
     )
+
+
+def lease_run(home: Warehouse, run_id: str) -> AbstractContextManager[None]:
+    """Say until the context ends that the process of this run lives. It keeps nothing else."""
+    nothing: dict[str, list[str]] = {"layer_keys": [], "plan_ids": [], "snapshot_ids": []}
+    return locked_file(home.leases / f"run-{run_id}-{os.getpid()}.json", seal(nothing))
+
+
+def run_lives(home: Warehouse, run_id: str) -> bool | None:
+    """Whether a process of the run lives; None if it has no lease.
+
+    True where the file system has no locks: nobody can know.
+    """
+    found = None
+    for path in home.leases.glob(f"run-{run_id}-*.json"):
+        try:
+            age_s, held = time.time() - path.stat().st_mtime, is_held(path)
+        except FileNotFoundError:  # it has just ended well
+            continue
+        if held is not False or age_s < _MAKING_S:
+            return True
+        found = False
+    return found
 
 
 @contextmanager

@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).parents[2]
 #: What sensors wait in tests; Dagster's own loop takes 5 s.
 SENSOR_INTERVAL_S = 5
 ACTIVE = (Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING)
+_STEP_START = dg.DagsterEventType.STEP_START
 _DAEMON = ("-m", "dagster._daemon", "run")
 _DEV = ("-m", "dagster", "dev")
 
@@ -139,14 +140,22 @@ class Daemon:
                 for tick in instance.get_ticks(s.instigator_origin_id, s.selector_id)
             ]
 
-    def wait_for(self, what: str, look: Callable[[], T], seconds: float = 120) -> T:
+    def begun(self) -> list[str]:
+        """The runs that execute a step now, by id."""
+        with self.instance as instance:
+            runs = instance.get_runs(dg.RunsFilter(statuses=[Status.STARTED]))
+            return [r.run_id for r in runs if instance.all_logs(r.run_id, of_type=_STEP_START)]
+
+    def wait_for(
+        self, what: str, look: Callable[[], T], seconds: float = 120, every_s: float = 0.5
+    ) -> T:
         """The first truth that `look` gives. Raises AssertionError with the log's end."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if found := look():
                 return found
             assert self._process is None or self._process.poll() is None, self._said(what)
-            time.sleep(0.5)
+            time.sleep(every_s)
         raise AssertionError(self._said(what))
 
     def _said(self, what: str) -> str:

@@ -21,3 +21,14 @@ def test_the_daemon_indexes_what_lands_and_none_of_its_processes_outlives_it(
         assert daemon.partitions() == ["base"]
         assert len(daemon.processes()) >= 2
     assert daemon.processes() == []
+
+
+def test_a_power_loss_leaves_no_run_started(home: Warehouse, drop: Drop) -> None:
+    drop("base")
+    with running_daemon(home) as daemon:
+        (lost,) = daemon.wait_for("a run in its step", daemon.begun, every_s=0.05)
+        daemon.kill()
+        assert [r.run_id for r in daemon.runs(None, Status.STARTED)] == [lost]
+        daemon.start()
+        daemon.wait_for("its end", lambda: not daemon.runs(None, Status.STARTED), seconds=60)
+        assert daemon.runs()[0].status is Status.FAILURE

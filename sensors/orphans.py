@@ -1,0 +1,53 @@
+"""Watches runs: one whose process is gone is failed, so that its recipe and its slot are free.
+
+Dagster's own monitoring asks the launcher, and the default one cannot tell. After a power loss runs
+would stay started for ever.
+"""
+
+import time
+
+import dagster as dg
+from dagster import DagsterRunStatus as Status
+
+from mergepipe_pipeline.pipeline.leases import run_lives
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.warehouse import Warehouse
+from sensors import interval_s
+
+#: Seconds without any event after which a run that has no lease is taken for dead: it ended before
+#: it took one, or its lease was collected.
+SILENCE_S = 120.0
+
+
+@dg.sensor(
+    minimum_interval_seconds=interval_s(30),
+    target=None,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+)
+def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
+    """Ends every started run whose process is gone, as after a power loss or an OOM kill."""
+    begun = dg.RunsFilter(statuses=[Status.STARTED, Status.CANCELING])
+    runs = context.instance.get_runs(begun)
+    orphans = [run for run in runs if is_orphan(mergepipe.warehouse, context.instance, run)]
+    for run in orphans:
+        message = "The process of this run is gone: it was killed, or the machine lost power."
+        if run.status is Status.CANCELING:
+            context.instance.report_run_canceled(run, message)
+        else:
+            context.instance.report_run_failed(run, message)
+    ended = ", ".join(f"{run.job_name} {run.run_id[:8]}" for run in orphans)
+    return dg.SkipReason(f"{len(runs)} runs under way; ended, since dead: {ended or 'none'}")
+
+
+def is_orphan(home: Warehouse, instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
+    """Whether a started run has no living process."""
+    lives = run_lives(home, run.run_id)
+    if lives or (lives is None and _silent_s(instance, run) < SILENCE_S):
+        return False
+    again = instance.get_run_by_id(run.run_id)  # it may have ended since it was listed
+    return again is not None and again.status is run.status
+
+
+def _silent_s(instance: dg.DagsterInstance, run: dg.DagsterRun) -> float:
+    last = instance.get_records_for_run(run.run_id, limit=1, ascending=False).records
+    return time.time() - last[0].timestamp if last else 0.0
