@@ -1,21 +1,27 @@
 """The asset family of landed checkpoints: one asset, one dynamic partition per expert."""
 
 import time
+from typing import Any
 
 import dagster as dg
 
 from assets.metadata import MIB
-from mergepipe_pipeline.pipeline.deploy import index_expert
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.pipeline.arrivals import arrival, index_arrival
+from mergepipe_pipeline.pipeline.deploy import Indexed
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.warehouse import Warehouse
 
 experts = dg.DynamicPartitionsDefinition(name="experts")
+
+#: The tag of a run that names the experts it indexes, with commas between them.
+EXPERTS_TAG = "mergepipe/experts"
 
 
 @dg.asset(
     partitions_def=experts,
     group_name="catalog",
     kinds={"python", "parquet"},
-    retry_policy=dg.RetryPolicy(max_retries=2, delay=5),
     pool="disk_read",
 )
 def expert_index(
@@ -24,24 +30,86 @@ def expert_index(
     """Headers, content digests and block statistics of one checkpoint.
 
     The data version is the digest of the checkpoint's contents: touching files without changing a
-    byte changes nothing downstream.
+    byte changes nothing downstream. A failure is retried by the inbox sensor, three times.
     """
     started = time.monotonic()
-    done = index_expert(mergepipe.warehouse, context.partition_key)
-    checkpoint = done.registration.checkpoint
+    name = context.partition_key
+    try:
+        done = index_arrival(mergepipe.warehouse, name)
+    except MergePipeError as error:
+        context.log_event(_problem(mergepipe.warehouse, name, error))
+        raise dg.Failure(str(error), allow_retries=False) from error
     return dg.MaterializeResult(
-        data_version=dg.DataVersion(done.content_sha256),
+        data_version=dg.DataVersion(done.content_sha256), metadata=_metadata(done, started)
+    )
+
+
+class Burst(dg.Config):
+    """Which experts one run indexes."""
+
+    experts: list[str]
+
+
+@dg.op(pool="disk_read")
+def index_several(context: dg.OpExecutionContext, config: Burst, mergepipe: MergePipe) -> None:
+    """Index several checkpoints in one process; each is a partition of `expert_index`.
+
+    One that fails stops no other; the run fails at its end and names it.
+    """
+    failed = []
+    for name in config.experts:
+        started = time.monotonic()
+        try:
+            done = index_arrival(mergepipe.warehouse, name)
+        except MergePipeError as error:
+            context.log_event(_problem(mergepipe.warehouse, name, error))
+            failed.append(f"{name}: {error}")
+            continue
+        context.log_event(
+            dg.AssetMaterialization(
+                expert_index.key,
+                partition=name,
+                metadata=_metadata(done, started),
+                tags={"dagster/data_version": done.content_sha256},
+            )
+        )
+    if failed:
+        raise dg.Failure("\n".join(failed), allow_retries=False)
+
+
+@dg.job
+def index_burst() -> None:
+    """Indexes many experts that landed at once: to start a process for each takes longer."""
+    index_several()
+
+
+def _problem(home: Warehouse, name: str, error: MergePipeError) -> dg.AssetObservation:
+    """What the UI shows of an expert that cannot be indexed."""
+    known = arrival(home, name)
+    return dg.AssetObservation(
+        expert_index.key,
+        partition=name,
+        description=str(error),
         metadata={
-            "kind": checkpoint.kind,
-            "version": done.registration.version,
-            "tensors": len(checkpoint.tensors),
-            "mib": round(checkpoint.nbytes / MIB, 3),
-            "content": done.content_sha256,
-            "layers": done.layers,
-            "layers_changed": len(done.layers_changed),
-            "changed": ", ".join(done.layers_changed) or "none",
-            "bases": ", ".join(done.bases) or "none",
-            "path": dg.MetadataValue.path(checkpoint.root),
-            "seconds": round(time.monotonic() - started, 3),
+            "problem": str(error),
+            "failures_of_this_content": known.failures,
+            "quarantined": known.is_quarantined,
         },
     )
+
+
+def _metadata(done: Indexed, started: float) -> dict[str, Any]:
+    checkpoint = done.registration.checkpoint
+    return {
+        "kind": checkpoint.kind,
+        "version": done.registration.version,
+        "tensors": len(checkpoint.tensors),
+        "mib": round(checkpoint.nbytes / MIB, 3),
+        "content": done.content_sha256,
+        "layers": done.layers,
+        "layers_changed": len(done.layers_changed),
+        "changed": ", ".join(done.layers_changed) or "none",
+        "bases": ", ".join(done.bases) or "none",
+        "path": dg.MetadataValue.path(checkpoint.root),
+        "seconds": round(time.monotonic() - started, 3),
+    }

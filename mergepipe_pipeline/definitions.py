@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import dagster as dg
 
-from assets.experts import expert_index
+from assets.experts import expert_index, index_burst
 from assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.resources import MergePipe
@@ -54,7 +54,7 @@ def build_definitions(
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
         ],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
-        jobs=[index_job, *jobs],
+        jobs=[index_job, index_burst, *jobs],
         schedules=[chain.nightly for chain in chains if chain.nightly],
         sensors=[
             inbox_sensor,

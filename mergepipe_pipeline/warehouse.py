@@ -64,6 +64,10 @@ class Warehouse:
         """Where experts land, one folder each."""
         return self.root / "inbox"
 
+    def arrival_path(self, name: str) -> Path:
+        """Record of what became of one folder of the inbox."""
+        return self.root / "arrivals" / f"{name}.json"
+
     @property
     def recipes(self) -> Path:
         """Recipe files that run by themselves."""

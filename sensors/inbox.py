@@ -1,52 +1,76 @@
 """Watches the inbox: an expert that landed whole is indexed, a half-copied one waits."""
 
-import json
+from collections.abc import Sequence
 
 import dagster as dg
+from dagster import DagsterRunStatus as Status
 
-from assets.experts import experts
-from mergepipe_pipeline.pipeline.inbox import scan_inbox
+from assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
+from mergepipe_pipeline.pipeline.arrivals import ask
+from mergepipe_pipeline.pipeline.inbox import Landed, Patience, scan_inbox
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
+from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
 
-index_job = dg.define_asset_job("index_experts", selection="expert_index")
+#: Runs that one tick asks for at most, and experts of one run: few land as one run each.
+MAX_RUNS, MAX_EXPERTS = 8, 32
+_ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
+
+index_job = dg.define_asset_job("index_experts", selection=[expert_index])
 
 
 @dg.sensor(
-    job=index_job,
+    jobs=[index_job, index_burst],
     minimum_interval_seconds=interval_s(15),
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
-    """Requests one `expert_index` run per checkpoint in the inbox that is new or has changed.
+    """Requests the index of every checkpoint in the inbox that the catalog does not know as it is.
 
-    The cursor maps each name to the token (names, sizes, mtimes) that was last requested and to
-    how often something was, so that a change and its undoing are two requests. Folders
-    whose files are missing, short, or younger than the quiet period wait.
+    Folders whose files are missing, short, half replaced or younger than the quiet period wait, and
+    so does one whose run failed, longer each time. Nothing is asked for while a run indexes it.
     """
-    seen: dict[str, list[str | int]] = json.loads(context.cursor or "{}")
-    landed = scan_inbox(mergepipe.warehouse, mergepipe.inbox_quiet_s)
-    ready = [x for x in landed if x.waiting is None and seen.get(x.name, [""])[0] != x.token]
+    home = mergepipe.warehouse
+    patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s)
+    landed = scan_inbox(home, patience, under_way(context.instance), MAX_RUNS * MAX_EXPERTS)
+    ready = [x for x in landed if x.is_ready]
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))
     new = [x.name for x in ready if x.name not in known]
-    waiting = [in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting]
-    for x in ready:
-        seen[x.name] = [x.token, int(seen.get(x.name, ["", 0])[1]) + 1]
+    waiting = "; waiting: ".join(in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting)
+    said = f"{len(landed)} experts, {len(ready)} to index; waiting: {waiting or 'none'}"
+    if ready:  # else Dagster shows it as the reason of the tick
+        context.log.info(said)
     return dg.SensorResult(
-        run_requests=[
-            dg.RunRequest(
-                run_key=f"{x.name}:{seen[x.name][1]}:{x.token}",
-                partition_key=x.name,
-                tags={"mergepipe/expert": x.name},
-            )
-            for x in ready
-        ],
+        run_requests=_requests(home, ready),
         dynamic_partitions_requests=[experts.build_add_request(new)] if new else [],
-        cursor=json.dumps(seen, sort_keys=True),
-        skip_reason=None
-        if ready
-        else dg.SkipReason(
-            "nothing new in the inbox" + ("; waiting for " + "; ".join(waiting) if waiting else "")
-        ),
+        skip_reason=None if ready else dg.SkipReason(said),
     )
+
+
+def under_way(instance: dg.DagsterInstance) -> set[str]:
+    """The experts that a run indexes or will index, whoever asked for it."""
+    names: set[str] = set()
+    for job in (index_job.name, index_burst.name):
+        for run in instance.get_runs(dg.RunsFilter(job_name=job, statuses=_ACTIVE)):
+            names.update(run.tags.get(EXPERTS_TAG, "").split(","))
+            names.add(run.tags.get("dagster/partition", ""))
+    return names
+
+
+def _requests(home: Warehouse, ready: Sequence[Landed]) -> list[dg.RunRequest]:
+    """One run for each expert while they are few, else runs of several."""
+    size = min(MAX_EXPERTS, -(-len(ready) // MAX_RUNS)) or 1
+    return [_request(home, ready[i : i + size]) for i in range(0, len(ready), size)]
+
+
+def _request(home: Warehouse, some: Sequence[Landed]) -> dg.RunRequest:
+    names = [x.name for x in some]
+    keys = [ask(home, x.name, x.token) for x in some]
+    tags = {EXPERTS_TAG: ",".join(names)}
+    if len(some) == 1:
+        return dg.RunRequest(keys[0], job_name=index_job.name, partition_key=names[0], tags=tags)
+    config = dg.RunConfig({"index_several": {"config": {"experts": names}}})
+    # A burst lets merges and single arrivals pass.
+    tags["dagster/priority"] = "-1"
+    return dg.RunRequest(keys[0], job_name=index_burst.name, run_config=config, tags=tags)

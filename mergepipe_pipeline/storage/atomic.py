@@ -1,8 +1,8 @@
 """The one home of every rename, link and fsync: a name appears whole or not at all.
 
-Not a general file layer: four ways to make a name appear (replace, exclusive, adopt, folder), each
-durable when it returns. `crash_hook`, if set, is called before each change of the file system, so
-that tests can stop at any of them.
+Not a general file layer: five ways to make a name appear (replace, exclusive, adopt, folder, and
+folder in place of another), each durable when it returns. `crash_hook`, if set, is called before
+each change of the file system, so that tests can stop at any of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
@@ -81,6 +82,22 @@ def publish_dir(staged: str | Path, final: str | Path) -> bool:
             raise
         _fsync_dir(final.parent)
         return True
+
+
+def replace_dir(staged: str | Path, final: str | Path) -> None:
+    """Give a complete folder its final name, durably; an older one of that name is gone then.
+
+    Between two renames there is neither: a process that is killed there leaves the old one beside
+    it, under a name with a dot. Raises StorageFullError.
+    """
+    final = Path(final)
+    aside = final.with_name(f".{final.name}.old-{uuid.uuid4().hex[:8]}")
+    if publish_dir(staged, final):
+        return
+    _step("aside")
+    os.rename(final, aside)
+    publish_dir(staged, final)
+    remove_tree(aside)
 
 
 def make_dirs(*folders: str | Path) -> None:

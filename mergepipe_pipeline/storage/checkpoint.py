@@ -23,6 +23,7 @@ from mergepipe_pipeline.storage.adapter_config import KIND as ADAPTER_CONFIG_KIN
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.regular import text_of, too_large
+from mergepipe_pipeline.storage.shards import missing_shard
 from mergepipe_pipeline.storage.side_files import CONFIG, MAX_JSON_NBYTES, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 
@@ -53,6 +54,7 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
             files = [ADAPTER_WEIGHTS]
         else:
             files = sorted(set(weight_map.values())) or _weight_files(present, uri)
+            _refuse_a_part(files, present, uri)
         entries: list[FileEntry] = []
         tensors: list[TensorEntry] = []
         marks: dict[str, str | None] = {}
@@ -81,7 +83,7 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
 def is_complete(uri: str) -> str | None:
     """None if the checkpoint is whole and readable, else one sentence that says why not."""
     try:
-        open_checkpoint(uri, "checkpoint")
+        open_checkpoint(uri, "checkpoint", probes=False)
     except CheckpointError as error:
         return str(error)
     return None
@@ -186,6 +188,20 @@ def _weight_files(present: list[str], uri: str) -> list[str]:
         found=text_of(", ".join(present[:5])) or "an empty folder",
         next_step="give the folder that holds the model's weight files",
     )
+
+
+def _refuse_a_part(files: list[str], present: list[str], uri: str) -> None:
+    """Refuse shards whose names say that there must be more of them."""
+    nested = [f.rpartition("/")[2] for f in files if "/" in f]  # an index may name folders
+    missing = missing_shard(set(files).intersection(present), [*present, *nested])
+    if missing:
+        raise IncompleteCheckpointError(
+            "A shard is not there yet",
+            where=f"{uri}, {missing}",
+            expected="all files of the set that the shards' names count",
+            found="no such file",
+            next_step="let the copy finish, or copy the missing file",
+        )
 
 
 def _weight_map(source: CheckpointSource, present: list[str], uri: str) -> dict[str, str]:

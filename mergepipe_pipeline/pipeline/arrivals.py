@@ -1,0 +1,145 @@
+"""What became of each folder of the inbox: a sealed record beside the data, compared with it.
+
+The record is the only memory: which content was indexed last, how often a run was asked for this
+one, and why it failed. A run that is killed, cancelled or never starts is asked for again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import (
+    BusyError,
+    CorruptionError,
+    MergePipeError,
+    ResourceError,
+    StorageFullError,
+)
+from mergepipe_pipeline.pipeline.deploy import Indexed, index_expert
+from mergepipe_pipeline.pipeline.stamps import Stamp, stamps_of, token_of
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Failures of one content after which it is asked for no more.
+MAX_FAILURES = 3
+#: What says nothing about the expert: it is tried again however often.
+_PASSING = (BusyError, ResourceError, StorageFullError, MemoryError)
+#: By how much each wait is longer than the one before, and the longest one.
+_LONGER, _LONGEST_S = 4.0, 3600.0
+_SILENT = "its process ended without a word: it was killed, or had no memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of one folder of the inbox; times in seconds since 1970.
+
+    `indexed` is the token of the content that was indexed last, `stamps` its files. `tries`,
+    `failures` and `error` are of the content `token`; `asked` counts the runs of all contents, so
+    that no two have one key. `landed` is the token of what `land` put there whole.
+    """
+
+    token: str = ""
+    indexed: str = ""
+    stamps: tuple[Stamp, ...] = ()
+    asked: int = 0
+    asked_s: float = 0.0
+    tries: int = 0
+    failures: int = 0
+    error: str = ""
+    landed: str = ""
+
+    def of(self, token: str) -> Arrival:
+        """The same, with the counts of another content begun anew."""
+        if token == self.token:
+            return self
+        return replace(self, token=token, tries=0, failures=0, error="")
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether its content failed so often that nobody asks for it again."""
+        return self.failures >= MAX_FAILURES
+
+    def left_s(self, retry_s: float) -> float:
+        """Seconds until a run may be asked for again; `retry_s` is the first wait."""
+        if not self.tries:
+            return 0.0
+        wait_s = min(_LONGEST_S, retry_s * _LONGER ** (self.tries - 1))
+        return max(0.0, self.asked_s + wait_s - time.time())
+
+
+def arrival(home: Warehouse, name: str) -> Arrival:
+    """The record of a folder of the inbox; a fresh one where there is none or it is damaged."""
+    path = home.arrival_path(name)
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return Arrival()
+    return _read(path, found.st_ino, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 14)
+def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
+    """The record in a file; inode and time tell it from those before, each a file of its own."""
+    try:
+        value = unseal(path.read_bytes(), str(path))
+        stamps = tuple(Stamp(*stamp) for stamp in value.pop("stamps"))
+        return Arrival(**value, stamps=stamps)
+    except (OSError, CorruptionError, KeyError, TypeError):
+        return Arrival()
+
+
+def ask(home: Warehouse, name: str, token: str) -> str:
+    """Remember that a run is asked for; the key of the run, which no other one has."""
+    known = arrival(home, name).of(token)
+    asked = replace(known, asked=known.asked + 1, asked_s=time.time(), tries=known.tries + 1)
+    _write(home, name, asked)
+    return f"{name}:{token}:{asked.asked}"
+
+
+def mark_landed(home: Warehouse, name: str, token: str) -> None:
+    """Remember that a folder of this content is whole, before it gets its name."""
+    _write(home, name, replace(arrival(home, name), landed=token))
+
+
+def index_arrival(home: Warehouse, name: str) -> Indexed:
+    """Index what lies in the inbox under this name, and remember how that ended.
+
+    Raises what `index_expert` raises.
+    """
+    with _tried(home, name):
+        return index_expert(home, name)
+
+
+@contextmanager
+def _tried(home: Warehouse, name: str) -> Iterator[None]:
+    """Count a failure before the work begins, since a process that is killed counts none."""
+    folder = home.inbox / name
+    if not folder.is_dir():  # it is registered from elsewhere
+        yield
+        return
+    stamps, _ = stamps_of(folder)
+    before = arrival(home, name).of(token_of(stamps))
+    _write(home, name, replace(before, failures=before.failures + 1, error=_SILENT))
+    try:
+        yield
+    except Exception as error:
+        failures = before.failures + (not isinstance(error, _PASSING))
+        is_said = isinstance(error, MergePipeError)
+        said = str(error) if is_said else f"{type(error).__name__}: {error}"
+        _write(home, name, replace(before, failures=failures, error=said))
+        raise
+    except BaseException:  # somebody cancelled the run
+        _write(home, name, replace(before, error="its run was cancelled"))
+        raise
+    done = replace(before, indexed=before.token, stamps=stamps, tries=0, failures=0, error="")
+    _write(home, name, done)
+
+
+def _write(home: Warehouse, name: str, value: Arrival) -> None:
+    write_atomic(home.arrival_path(name), seal(asdict(value)))

@@ -1,0 +1,183 @@
+"""What lies in the inbox is compared with what became of it: none is lost, none taken half."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.errors import MergePipeError, StorageFullError
+from mergepipe_pipeline.pipeline import arrivals
+from mergepipe_pipeline.pipeline.arrivals import MAX_FAILURES, arrival, ask, index_arrival
+from mergepipe_pipeline.pipeline.inbox import Landed, Patience, scan_inbox
+from mergepipe_pipeline.pipeline.land import land
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.family import tensors_of, write_model
+from tests.hostile.corpus import write_full
+
+#: Quiet for 1 s, doubt for 60 s, and a second try at once.
+PATIENT, HASTY = Patience(1.0, 0.0), Patience(0.0, 0.0)
+
+
+def only(home: Warehouse, patience: Patience = HASTY) -> Landed:
+    (landed,) = scan_inbox(home, patience)
+    return landed
+
+
+def wait_for_quiet() -> None:
+    time.sleep(1.1)
+
+
+def test_an_expert_is_ready_until_it_is_indexed_and_again_when_it_changes(home: Warehouse) -> None:
+    folder = write_full(home.inbox / "a")
+    assert only(home).is_ready
+    index_arrival(home, "a")
+    assert only(home).is_indexed
+    shutil.rmtree(home.root / "arrivals")
+    assert only(home).is_ready
+    index_arrival(home, "a")
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert only(home).is_ready
+
+
+def test_what_was_asked_for_and_did_not_happen_is_asked_for_again_under_another_key(
+    home: Warehouse,
+) -> None:
+    write_full(home.inbox / "a")
+    first = only(home)
+    keys = {ask(home, "a", first.token)}
+    assert "next in" in (only(home, Patience(0.0, 30.0)).waiting or "")
+    again = only(home)
+    assert again.is_ready
+    keys.add(ask(home, "a", again.token))
+    assert len(keys) == 2
+
+
+def test_nothing_is_asked_for_while_a_run_is_under_way(home: Warehouse) -> None:
+    write_full(home.inbox / "a")
+    (landed,) = scan_inbox(home, HASTY, under_way={"a"})
+    assert not landed.is_ready
+
+
+def test_what_fails_three_times_is_quarantined_with_its_reason_until_its_content_changes(
+    home: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_full(home.inbox / "a")
+
+    def refuse(*_: object) -> None:
+        raise MergePipeError("Its weights are odd")
+
+    monkeypatch.setattr(arrivals, "index_expert", refuse)
+    for _ in range(MAX_FAILURES):
+        assert only(home).is_ready
+        with pytest.raises(MergePipeError):
+            index_arrival(home, "a")
+    assert arrival(home, "a").is_quarantined
+    assert "quarantined" in (only(home).waiting or "")
+    assert "Its weights are odd" in (only(home).waiting or "")
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert only(home).is_ready
+
+
+@pytest.mark.parametrize("error", [StorageFullError("full"), KeyboardInterrupt()])
+def test_what_is_not_the_experts_fault_quarantines_nothing(
+    home: Warehouse, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    write_full(home.inbox / "a")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(arrivals, "index_expert", fail)
+    for _ in range(MAX_FAILURES + 1):
+        with pytest.raises(type(error)):
+            index_arrival(home, "a")
+    assert only(home).is_ready
+
+
+def test_a_new_version_waits_while_only_some_of_its_shards_are_new(home: Warehouse) -> None:
+    folder = write_model(home.inbox / "a", tensors_of(0, 0), shards=2)
+    index_arrival(home, "a")
+    new = write_model(home.root / "new", tensors_of(0, 1), shards=2)
+    one, two = sorted(f.name for f in new.glob("*.safetensors"))
+    shutil.copy(new / one, folder)
+    wait_for_quiet()
+    assert "1 of 2 shards are new" in (only(home, PATIENT).waiting or "")
+    shutil.copy(new / two, folder)
+    wait_for_quiet()
+    assert only(home, PATIENT).is_ready
+
+
+def test_shards_without_an_index_wait_for_as_many_as_their_names_count(home: Warehouse) -> None:
+    folder = write_model(home.inbox / "a", tensors_of(0, 0), shards=2)
+    (folder / "model.safetensors.index.json").unlink()
+    two = folder / "model-00002-of-00002.safetensors"
+    kept = two.read_bytes()
+    two.unlink()
+    assert two.name in (only(home).waiting or "")
+    two.write_bytes(kept)
+    assert only(home).is_ready
+
+
+@pytest.mark.parametrize("how", ["hole", "zeros"])
+def test_a_file_that_reserved_its_space_waits(home: Warehouse, how: str) -> None:
+    file = write_model(home.inbox / "a", tensors_of(0, 0)) / "model.safetensors"
+    nbytes = file.stat().st_size
+    os.truncate(file, nbytes // 2)
+    if how == "hole":
+        os.truncate(file, nbytes)
+    else:
+        with file.open("ab") as end:
+            end.write(bytes(nbytes - nbytes // 2))
+    wait_for_quiet()
+    assert "model.safetensors h" in (only(home, PATIENT).waiting or "")
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_landed_is_taken_at_once_and_replaces_an_older_version(
+    home: Warehouse, tmp_path: Path, link: bool
+) -> None:
+    patience = Patience(3600.0, 0.0)
+    for version in range(2):
+        source = write_model(tmp_path / str(version), tensors_of(0, version), shards=2)
+        done = land(home, str(source), "a", link=link)
+        assert done.replaced is bool(version)
+        assert only(home, patience).is_ready
+        index_arrival(home, "a")
+    assert [p.name for p in home.inbox.iterdir()] == ["a"]
+    for file in source.iterdir():
+        assert (home.inbox / "a" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_is_not_whole_does_not_land(home: Warehouse, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "a", tensors_of(0, 0), shards=2)
+    (source / "model-00002-of-00002.safetensors").unlink()
+    for path, name in ((source, None), (source, "no name"), (tmp_path / "gone", None)):
+        with pytest.raises(MergePipeError):
+            land(home, str(path), name)
+    assert list(home.inbox.iterdir()) == []
+
+
+def test_a_scan_of_a_thousand_indexed_experts_opens_none_and_takes_less_than_0_3_s(
+    home: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write_full(home.inbox / "e0")
+    index_arrival(home, "e0")
+    record = home.arrival_path("e0").read_bytes()
+    for i in range(1, 1000):
+        folder = home.inbox / f"e{i}"
+        folder.mkdir()
+        for file in first.iterdir():
+            os.link(file, folder / file.name)
+        home.arrival_path(f"e{i}").write_bytes(record)
+    monkeypatch.setattr("mergepipe_pipeline.pipeline.inbox.is_complete", None)
+    scan_inbox(home, PATIENT)
+    began_s = time.process_time()
+    landed = scan_inbox(home, PATIENT)
+    seconds = time.process_time() - began_s
+    assert len(landed) == 1000
+    assert all(x.is_indexed for x in landed)
+    assert seconds < 0.3
