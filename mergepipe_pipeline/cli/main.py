@@ -21,6 +21,7 @@ from mergepipe_pipeline.cli.demo import demo
 from mergepipe_pipeline.cli.diff import diff
 from mergepipe_pipeline.cli.ending import Stopped, as_error, stop_by_signals, traced
 from mergepipe_pipeline.cli.explain import explain
+from mergepipe_pipeline.cli.land import land
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
 from mergepipe_pipeline.cli.replay import replay
@@ -45,6 +46,7 @@ def main(ctx: click.Context, home_dir: str | None) -> None:
 
 for command in (
     register,
+    land,
     analyze,
     ops,
     check,

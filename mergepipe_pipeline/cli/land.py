@@ -1,0 +1,26 @@
+"""The command `land`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from mergepipe_pipeline.cli.common import Console, size, verb
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.option("--name", help="Name in the inbox (default: the folder's name).")
+@click.option("--link", is_flag=True, help="Link the files instead of copying them.")
+@verb
+def land(console: Console, path: str, name: str | None, link: bool) -> None:
+    """Put a checkpoint into the inbox whole; it replaces an older version of its name."""
+    from mergepipe_pipeline.pipeline.land import land as run
+
+    done = run(console.home, path, name, link=link)
+    console.show(
+        asdict(done),
+        f"{done.name}: {done.files} file(s), {size(done.nbytes)}, in {done.path}"
+        + (", in place of an older version" if done.replaced else ""),
+    )
