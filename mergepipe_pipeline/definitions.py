@@ -23,6 +23,7 @@ from sensors.recipes import (
     job_name,
 )
 from sensors.reload import build_reload_sensor, recipes_token
+from sensors.retention import retention_sensor
 
 
 def build_definitions(
@@ -61,6 +62,7 @@ def build_definitions(
             orphans_sensor,
             build_recipe_sensor([chain.card for chain in chains], refused, jobs),
             build_reload_sensor(recipes_token(cards)),
+            retention_sensor,
         ],
         resources={
             "mergepipe": MergePipe(

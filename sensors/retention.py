@@ -1,0 +1,77 @@
+"""Deletes old runs from Dagster's storage, which itself deletes ticks alone."""
+
+import os
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import dagster as dg
+from dagster import DagsterRunStatus as Status
+
+from sensors import interval_s
+
+_OVER = [Status.SUCCESS, Status.FAILURE, Status.CANCELED]
+_DAY_S = 86_400
+_MOST_A_TICK = 50
+
+
+@dg.sensor(
+    minimum_interval_seconds=interval_s(600),
+    target=None,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+)
+def retention_sensor(context: dg.SensorEvaluationContext) -> dg.SkipReason:
+    """Deletes runs older than MERGEPIPE_KEEP_RUNS_DAYS (30), but not what an asset shows last.
+
+    At most 50 a tick, so that no tick is long.
+    """
+    days = float(os.environ.get("MERGEPIPE_KEEP_RUNS_DAYS", "30"))
+    gone = delete_runs(context.instance, time.time() - days * _DAY_S)
+    return dg.SkipReason(f"{gone} runs older than {days:g} days deleted")
+
+
+def delete_runs(instance: dg.DagsterInstance, before: float) -> int:
+    """Delete finished runs that were made before a time in seconds; how many there were.
+
+    A run stays while it is the last that made an asset, a partition of one, or ran its checks.
+    """
+    wanted = dg.RunsFilter(
+        statuses=_OVER, created_before=datetime.fromtimestamp(before).astimezone()
+    )
+    old = instance.get_run_ids(wanted, limit=None)
+    if not old:
+        return 0
+    shown = _shown(instance)
+    gone = [run_id for run_id in reversed(old) if run_id not in shown][:_MOST_A_TICK]
+    for run_id in gone:
+        instance.delete_run(run_id)
+        _delete_file(instance, run_id)
+    return len(gone)
+
+
+def _shown(instance: dg.DagsterInstance) -> set[str]:
+    """The runs that assets, their partitions and their checks show as their last."""
+    found = set[str]()
+    for record in instance.get_asset_records():
+        entry = record.asset_entry
+        if entry.last_run_id:
+            found.add(entry.last_run_id)
+        if entry.last_materialization:
+            found.add(entry.last_materialization.run_id)
+        storage = instance.event_log_storage
+        kind = dg.DagsterEventType.ASSET_MATERIALIZATION
+        ids = storage.get_latest_storage_id_by_partition(entry.asset_key, kind)
+        wanted = dg.EventRecordsFilter(kind, asset_key=entry.asset_key, storage_ids=[*ids.values()])
+        if ids:
+            found |= {r.event_log_entry.run_id for r in instance.get_event_records(wanted)}
+    return found
+
+
+def _delete_file(instance: dg.DagsterInstance, run_id: str) -> None:
+    """Dagster empties the SQLite file of a run, but leaves it, and what the run printed."""
+    root = Path(instance.root_directory)
+    for path in (root / "history" / "runs").glob(f"{run_id}.db*"):
+        with suppress(OSError):
+            path.unlink()
+    instance.compute_log_manager.delete_logs(prefix=[run_id])
