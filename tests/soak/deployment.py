@@ -1,0 +1,124 @@
+"""The deployment under test: `dagster dev` as `make ui` starts it, on a port of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from mergepipe_pipeline.warehouse import Warehouse
+
+ROOT = Path(__file__).parents[2]
+#: A word of a process's command line to what the process is; the first that fits.
+_ROLES = {
+    "dagster._daemon": "daemon",
+    "dagster_webserver": "webserver",
+    "code-server": "code server",
+    "grpc": "code server",
+    "multiprocessing": "run worker",
+    " dev ": "dev",
+}
+
+
+class Deployment:
+    """Every process of one warehouse's pipeline, known by the warehouse in its environment."""
+
+    def __init__(
+        self, home: Warehouse, log: Path, environment: dict[str, str], port: int = 0
+    ) -> None:
+        self.home, self.dagster_home, self._log = home, home.dagster_home, log
+        self.dagster_home.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "dagster.yaml", self.dagster_home)
+        self._port = port
+        self._mark = f"MERGEPIPE_HOME={home.root}"
+        mine = {"MERGEPIPE_HOME": str(home.root), "DAGSTER_HOME": str(self.dagster_home)}
+        given = {k: v for k, v in os.environ.items() if not k.startswith("MERGEPIPE_")}
+        self._environment = given | mine | {"PYTHONPATH": str(ROOT)} | environment
+
+    def start(self) -> None:
+        """Start what is not there; returns at once."""
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("127.0.0.1", self._port))
+            port = free.getsockname()[1]
+        args = ["-w", str(ROOT / "workspace.yaml"), "-h", "127.0.0.1", "-p", str(port)]
+        with self._log.open("ab") as log:
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "dagster", "dev", *args],
+                cwd=ROOT,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # A shell in the background ignores SIGINT, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
+
+    def kill(self, *roles: str) -> None:
+        """`kill -9` of every process of these roles, of all of them without one."""
+        for pid, role in self.processes():
+            if not roles or role in roles:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def kill_process(self, pid_of: Callable[[], int | None], wait_s: float = 20.0) -> None:
+        """`kill -9` of one process of ours, once its id is known."""
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end:
+            pid = pid_of()
+            if pid is not None:
+                if pid in dict(self.processes()):
+                    os.kill(pid, signal.SIGKILL)
+                return
+            time.sleep(0.1)
+
+    def stop(self, wait_s: float = 20.0) -> None:
+        """End everything, by force where asking does not help."""
+        for pid, role in self.processes():
+            if role == "dev":
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGINT)
+        end = time.monotonic() + wait_s
+        while list(self.processes()) and time.monotonic() < end:
+            time.sleep(0.2)
+        while list(self.processes()):
+            self.kill()
+            time.sleep(0.2)
+
+    def processes(self) -> Iterator[tuple[int, str]]:
+        """Id and role of each living process."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self._mark in (folder / "environ").read_text(errors="replace").split("\0"):
+                    line = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
+                    if line:  # none: it is dead already, and nobody has waited for it
+                        role = next((r for word, r in _ROLES.items() if word in line), "other")
+                        yield int(folder.name), role
+
+    def memory_mib(self) -> dict[str, float]:
+        """Resident memory by role, in MiB."""
+        found = dict[str, float]()
+        for pid, role in self.processes():
+            with suppress(OSError):
+                text = Path(f"/proc/{pid}/status").read_text()
+                kib = next((int(x.split()[1]) for x in text.splitlines() if "VmRSS" in x), 0)
+                found[role] = found.get(role, 0.0) + kib / 1024
+        return found
+
+    def storage_nbytes(self) -> dict[str, int]:
+        """Bytes under DAGSTER_HOME by its first folder: history, schedules, storage, logs."""
+        found = dict[str, int]()
+        for path in self.dagster_home.rglob("*"):
+            with suppress(OSError):
+                if path.is_file():
+                    top = path.relative_to(self.dagster_home).parts[0]
+                    found[top] = found.get(top, 0) + path.stat().st_size
+        return found

@@ -1,0 +1,76 @@
+"""What must be released, said plainly: no code of sensors, catalog or planner is used.
+
+All elements of a checkpoint hold one whole number, and recipes are task arithmetic, so the right
+result of a recipe is one number as well. A mixture of versions is a number that nobody asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A task arithmetic over the base; `comment` and `broken` change its text alone."""
+
+    experts: tuple[str, ...]
+    scale: float = 1.0
+    comment: str = ""
+    broken: bool = False
+
+    @property
+    def text(self) -> str:
+        """The file."""
+        models = "".join(f"  - model: {e}\n    parameters: {{weight: 1.0}}\n" for e in self.experts)
+        end = "models: [\n" if self.broken else ""
+        return (
+            f"# {self.comment}\nmerge_method: task_arithmetic\nbase_model: {BASE}\n"
+            f"models:\n{models}parameters: {{lambda: {self.scale}}}\n{end}"
+        )
+
+
+@dataclass
+class Model:
+    """What lies in the inbox (whole folders alone) and which recipes there are."""
+
+    inbox: dict[str, int] = field(default_factory=dict)
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    writes: Counter[str] = field(default_factory=Counter)
+    states: dict[str, list[float]] = field(default_factory=dict)
+
+    def wanted(self, name: str) -> float | None:
+        """The number a recipe must have released, or None where nothing can be asked of it."""
+        recipe = self.recipes.get(name)
+        if recipe is None or recipe.broken or not {BASE, *recipe.experts} <= self.inbox.keys():
+            return None
+        base = self.inbox[BASE]
+        return base + recipe.scale * sum(self.inbox[e] - base for e in recipe.experts)
+
+    def all_wanted(self) -> dict[str, float]:
+        """Recipe to number, for those of which something can be asked."""
+        found = {name: self.wanted(name) for name in self.recipes}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def mark(self) -> None:
+        """A new event begins: what came before counts no more."""
+        self.writes.clear()
+
+    def wrote(self, name: str, value: int) -> None:
+        """A folder became whole."""
+        self.inbox[name] = value
+        self.writes[name] += 1
+        self.note()
+
+    def lost(self, name: str) -> None:
+        """A folder is gone, or whole no more."""
+        self.inbox.pop(name, None)
+
+    def note(self) -> None:
+        """Remember what is wanted of each recipe from this moment."""
+        for name, value in self.all_wanted().items():
+            states = self.states.setdefault(name, [])
+            if not states or states[-1] != value:
+                states.append(value)

@@ -1,0 +1,110 @@
+"""What the deployment did, read from Dagster's own storage and from what was published."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import dagster as dg
+from safetensors.torch import load_file
+
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.warehouse import Warehouse
+
+_OVER = {dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: `recipe` is None for an index run; times in seconds, `started` None if not yet."""
+
+    run_id: str
+    recipe: str | None
+    experts: tuple[str, ...]
+    status: str
+    created: float
+    started: float | None
+    over: bool
+
+
+class Watch:
+    """Reads; changes nothing but what `cancel` is told to."""
+
+    def __init__(self, home: Warehouse, dagster_home: Path) -> None:
+        self._home = home
+        self.instance = dg.DagsterInstance.from_config(str(dagster_home))
+        self._values = dict[str, tuple[float, ...]]()
+
+    def runs(self, since: float = 0.0) -> list[Run]:
+        """Runs created after a time, oldest first."""
+        records = self.instance.get_run_records(limit=2000)
+        found = [_run(r) for r in reversed(records)]
+        return [r for r in found if r.created >= since]
+
+    def indexed(self, since: float) -> Counter[str]:
+        """Expert to how often it was indexed after a time."""
+        key = dg.AssetKey("expert_index")
+        wanted = dg.AssetRecordsFilter(asset_key=key, after_timestamp=since)
+        found = self.instance.fetch_materializations(wanted, limit=5000).records
+        return Counter(str(r.partition_key) for r in found)
+
+    def released(self, recipe: str) -> list[tuple[float, tuple[float, ...]]]:
+        """Each version of a recipe's ref: when, in seconds, and the numbers its tensors hold."""
+        refs = RefStore(self._home.refs)
+        if recipe not in refs.names():
+            return []
+        files = sorted((self._home.refs / recipe).glob("[0-9]*"))
+        times = [f.stat().st_mtime for f in files]
+        history = refs.history(recipe)
+        return [
+            (t, self._value(r.snapshot_id))
+            for t, r in zip(times[-len(history) :], history, strict=True)
+        ]
+
+    def ticks(self, since: float = 0.0) -> list[tuple[str, float, float]]:
+        """Sensor, start and end of each tick that is over, in seconds."""
+        return [
+            (state.instigator_name, tick.timestamp, tick.end_timestamp)
+            for state in self.instance.all_instigator_state()
+            for tick in self.instance.get_ticks(
+                state.instigator_origin_id, state.selector_id, after=since or None
+            )
+            if tick.end_timestamp
+        ]
+
+    def pid(self, run_id: str) -> int | None:
+        """The process that executes a run."""
+        for record in self.instance.all_logs(run_id):
+            message = record.message or record.user_message
+            if "in process (pid: " in message:
+                return int(message.split("(pid: ")[1].split(")")[0])
+        return None
+
+    def cancel(self, run_id: str) -> None:
+        """As a person does in the UI."""
+        self.instance.run_coordinator.cancel_run(run_id)
+
+    def _value(self, snapshot_id: str) -> tuple[float, ...]:
+        if snapshot_id not in self._values:
+            values = set[float]()
+            for path in (self._home.snapshots / snapshot_id).glob("*.safetensors"):
+                for tensor in load_file(path).values():
+                    values |= set(tensor.double().unique().tolist())
+            self._values[snapshot_id] = tuple(sorted(values))
+        return self._values[snapshot_id]
+
+
+def _run(record: dg.RunRecord) -> Run:
+    run = record.dagster_run
+    tags = run.tags
+    named = tags.get("dagster/partition") or tags.get("mergepipe/experts", "")
+    return Run(
+        run.run_id,
+        tags.get("mergepipe/recipe"),
+        tuple(named.replace(",", " ").split()),
+        run.status.value,
+        record.create_timestamp.timestamp(),
+        record.start_time,
+        run.status in _OVER,
+    )
