@@ -93,8 +93,8 @@ class Judge:
                 silent_since = None
             elif silent_since is None:
                 silent_since = max(time.time(), self.scene.world.last_byte + self.quiet_s + 1)
-            elif self._looked_since(silent_since):
-                return set()
+            elif self._looked_since(silent_since) and not self._lacking():
+                return set()  # and what they saw asked for nothing
             time.sleep(0.5)
             # A machine that stood still for a while gave nobody time.
             left_s -= min(time.monotonic() - looked, _LONGEST_LOOK_S)
