@@ -60,6 +60,7 @@ class Judge:
     def begin(self) -> None:
         """An event begins."""
         model = self.scene.world.model
+        self._given_up &= self._all_lacking()
         model.mark()
         self.scene.ended.clear()
         self._began, self._wanted = time.time(), model.all_wanted()
@@ -102,7 +103,11 @@ class Judge:
         return self._lacking()
 
     def _lacking(self) -> set[Lack]:
-        """Recipes and their numbers, experts and runs that the model still waits for."""
+        """What the model still waits for, but for what it has waited for in vain."""
+        return self._all_lacking() - self._given_up
+
+    def _all_lacking(self) -> set[Lack]:
+        """Recipes with their numbers, experts, and runs under way."""
         world, watch = self.scene.world, self.scene.watch
         lacking: set[Lack] = {
             ("recipe", name, value)
@@ -113,7 +118,7 @@ class Judge:
         here = {n for n in world.model.writes if n in world.model.inbox}
         lacking |= {("expert", n, world.model.inbox[n]) for n in here if n not in done}
         lacking |= {("run", r.run_id, "") for r in watch.runs() if not r.over}
-        return lacking - self._given_up
+        return lacking
 
     def _looked_since(self, moment: float) -> bool:
         ticks = self.scene.watch.ticks(moment)
