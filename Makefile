@@ -13,13 +13,14 @@ BENCH_ROWS ?= bench-families/rows.jsonl
 BENCH_RESULTS ?= bench-families/RESULTS.md
 TORTURE ?= all
 
-.PHONY: help venv demo ui test lint types layers pytest bench torture clean-demo
+.PHONY: help venv demo ui test lint types layers pytest bench torture soak clean-demo
 
 help:
 	@echo "make demo    train a small family, land it, merge under budgets, print the table"
 	@echo "make ui      Dagster UI on 127.0.0.1:$(UI_PORT) with the demo's warehouse"
 	@echo "make test    lint, types, layers and all tests"
 	@echo "make torture faults, kills, flips, hostile inputs and random verbs, long (about 25 minutes)"
+	@echo "make soak    a real daemon through a seeded month of events (10 minutes)"
 	@echo "make bench   merges against the disk and mergekit, cold: $(BENCH_RESULTS)"
 
 venv: $(VENV)/.installed
@@ -67,6 +68,9 @@ bench: venv
 
 torture: venv
 	$(BIN)/python -m tests.torture $(TORTURE)
+
+soak: venv
+	$(BIN)/python -W ignore -m tests.soak --minutes 10
 
 clean-demo:
 	rm -rf $(DEMO_HOME)
