@@ -30,12 +30,12 @@ class Sensor:
     def tick(self, pause_s: float = 0) -> tuple[list[dg.RunRequest], str]:
         """What one tick requests, and what it says."""
         repository = build_definitions(self.home).get_repository_def()
-        context = dg.build_sensor_context(
+        with dg.build_sensor_context(
             instance=self.instance,
             repository_def=repository,
             resources={"mergepipe": MergePipe(home=str(self.home.root), retry_s=pause_s)},
-        )
-        result: Any = repository.get_sensor_def("recipe_sensor")(context)
+        ) as context:
+            result: Any = repository.get_sensor_def("recipe_sensor")(context)
         said = result.skip_reason.skip_message if result.skip_reason else ""
         return list(result.run_requests or []), said
 

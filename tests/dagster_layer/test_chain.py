@@ -207,9 +207,9 @@ def test_nightly_recipes_wait_for_the_night_and_manual_ones_for_a_person(
     assert "n: it is to be merged, which its trigger leaves to its schedule" in said
     repository = build_definitions(home).get_repository_def()
     with dg.DagsterInstance.local_temp(str(tmp_path)) as kept:
-        context = dg.build_schedule_context(
+        with dg.build_schedule_context(
             instance=kept, resources={"mergepipe": MergePipe(home=str(home.root))}
-        )
-        tick = repository.get_schedule_def("nightly_merge_n").evaluate_tick(context)
+        ) as context:
+            tick = repository.get_schedule_def("nightly_merge_n").evaluate_tick(context)
     (asked,) = tick.run_requests
     assert asked.tags["mergepipe/attempt"] == "1"
