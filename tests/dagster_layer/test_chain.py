@@ -206,9 +206,12 @@ def test_nightly_recipes_wait_for_the_night_and_manual_ones_for_a_person(
     assert "m: it is to be merged, which its trigger leaves to a person" in said
     assert "n: it is to be merged, which its trigger leaves to its schedule" in said
     repository = build_definitions(home).get_repository_def()
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as kept, dg.build_schedule_context(
-        instance=kept, resources={"mergepipe": MergePipe(home=str(home.root))}
-    ) as context:
+    with (
+        dg.DagsterInstance.local_temp(str(tmp_path)) as kept,
+        dg.build_schedule_context(
+            instance=kept, resources={"mergepipe": MergePipe(home=str(home.root))}
+        ) as context,
+    ):
         tick = repository.get_schedule_def("nightly_merge_n").evaluate_tick(context)
     (asked,) = tick.run_requests
     assert asked.tags["mergepipe/attempt"] == "1"
