@@ -211,7 +211,7 @@ def _begin(console: Console, recipe: str, planning: dict[str, Any]) -> tuple[Mer
 @click.option("--threads", type=_COUNT, help="Threads for arithmetic and reading.")
 @click.option("--window-size", "window_elems", type=_COUNT, help="Elements per window.")
 @click.option(
-    "--memory", "memory_mib", type=_COUNT, help="Memory for plan and windows in MiB (64)."
+    "--memory", "memory_mib", type=_COUNT, help="Memory for plan and windows in MiB (128)."
 )
 @click.option("--device", help="Where to compute: cpu (default), cuda or cuda:N.")
 @click.option("--fresh", is_flag=True, help="Run every layer, those merged before, too.")

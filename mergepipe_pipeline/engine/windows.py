@@ -28,9 +28,12 @@ class EngineOptions:
     at least half of it. `window_elems` overrides the length that follows from it; `threads` workers
     each read and merge windows: one more than there are cores, so that some read while others
     compute. `device` is where operators work: cpu, cuda or cuda:N.
+
+    Measured with a ties merge of 20 experts of 0.6B, read cold, on 2 cores: 64 MiB 29.7 and 34.1 s,
+    128 MiB 24.0 and 25.4 s, 192 MiB no less.
     """
 
-    memory_bytes: int = 64 << 20
+    memory_bytes: int = 128 << 20
     window_elems: int | None = None
     threads: int = max(1, os.cpu_count() or 1) + 1
     device: str = "cpu"
