@@ -43,7 +43,7 @@ def verify(
     fresh: bool,
     inputs: bool,
 ) -> None:
-    """Re-hash every byte of a snapshot (id, prefix or ref), or with --all of the warehouse.
+    """Re-hash every byte of a snapshot (id, prefix, ref, REF@VERSION), or with --all of all.
 
     Exit 0, or name what is wrong and exit 19.
     """

@@ -127,7 +127,7 @@ def _ref_row(refs: RefStore, name: str) -> dict[str, Any]:
 
 
 def verify(home: Warehouse, what: str, progress: Progress | None = None) -> Verification:
-    """Re-hash every byte of a snapshot, given by id, unique prefix, or ref.
+    """Re-hash every byte of a snapshot, given by id, unique prefix, ref, or `REF@VERSION`.
 
     Raises CorruptionError naming the file and tensor that is wrong, NotFoundError for an unknown
     name.
@@ -140,10 +140,14 @@ def verify(home: Warehouse, what: str, progress: Progress | None = None) -> Veri
 
 
 def snapshot_of(home: Warehouse, what: str) -> str:
-    """The snapshot id that a ref, an id or a unique prefix of one means. Raises NotFoundError."""
+    """The id that a ref, `REF@VERSION`, an id or a unique prefix means. Raises NotFoundError."""
     refs = RefStore(home.refs)
-    if what in refs.names():
+    names = refs.names()
+    if what in names:
         return refs.current(what).snapshot_id
+    ref, _, number = what.rpartition("@")
+    if ref in names and number.isdecimal():
+        return refs.target(ref, int(number)).snapshot_id
     return load_snapshot(home.snapshots, what).snapshot_id
 
 

@@ -9,7 +9,6 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.pipeline.inspect import snapshot_of
 from mergepipe_pipeline.snapshots.load import load_snapshot, read_manifest
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
@@ -20,11 +19,6 @@ def snapshot_named(home: Warehouse, what: str) -> Snapshot:
 
     The folder may be an exported one. Raises NotFoundError, CorruptionError (manifest).
     """
-    ref, at, number = what.rpartition("@")
-    if at and number.isdecimal() and ref in RefStore(home.refs).names():
-        return load_snapshot(
-            home.snapshots, RefStore(home.refs).target(ref, int(number)).snapshot_id
-        )
     try:
         return load_snapshot(home.snapshots, snapshot_of(home, what))
     except NotFoundError:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.pipeline.inspect import explain
+from mergepipe_pipeline.pipeline.inspect import explain, verify
 from mergepipe_pipeline.pipeline.publish import history, publish, rollback
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_merge import run
@@ -55,3 +55,13 @@ def test_a_text_that_is_no_id_is_not_found(
 ) -> None:
     with pytest.raises(NotFoundError, match="Neither a plan, a snapshot nor a ref"):
         explain(home, what)
+
+
+def test_a_version_of_a_ref_is_verified_and_not_the_one_that_is_live(
+    home: Warehouse, published: list[str]
+) -> None:
+    damage(home, published[0])
+    assert verify(home, "live").snapshot_id == published[1]
+    assert verify(home, "live@2").snapshot_id == published[1]
+    with pytest.raises(CorruptionError, match=published[0]):
+        verify(home, "live@1")
