@@ -76,9 +76,7 @@ def replay(
     with _scratch(home, keep) as scratch:
         if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
             keep_seek(scratch, int(seek_nbytes))
-        found = {
-            m.text: _input(home, scratch, m, dict(inputs or {}), progress) for m in request.models
-        }
+        found = _inputs(home, scratch, request, inputs or {}, progress)
         plan = _plan(scratch, raw, request, found, progress)
         made = merge(scratch, plan, knobs=knobs, progress=progress).snapshot
         _compare(snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
@@ -123,6 +121,13 @@ def _refuse_unknown(given: Mapping[str, str], request: Request) -> None:
 def _scratch(home: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
     """An empty warehouse, in staging unless it is to be kept."""
     if keep is not None:
+        if keep.expanduser().resolve().is_relative_to(home.root):
+            raise MergePipeError(
+                "The folder for a replay lies inside the warehouse",
+                where=str(keep),
+                expected=f"a folder outside {home.root}",
+                next_step="choose another --keep",
+            )
         if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
             raise MergePipeError(
                 "The folder for a replay is not empty",
@@ -157,6 +162,34 @@ def _plan(
         return plan_checked(scratch, checked, progress, unnamed=results)
 
     return plan_stage(raw, run_stages(scratch, raw, plan_stage, progress))
+
+
+def _inputs(
+    home: Warehouse,
+    scratch: Warehouse,
+    request: Request,
+    given: Mapping[str, str],
+    progress: Progress | None,
+) -> dict[str, Checkpoint]:
+    """The inputs by the text that the recipe names them by. Says all that are missing at once."""
+    found: dict[str, Checkpoint] = {}
+    missing: dict[str, CheckpointChangedError] = {}
+    for model in request.models:
+        try:
+            found[model.text] = _input(home, scratch, model, given, progress)
+        except CheckpointChangedError as error:
+            missing[model.name] = error
+    if not missing:
+        return found
+    first, *others = missing.values()
+    if not others:
+        raise first
+    raise CheckpointChangedError(
+        f"{len(missing)} inputs are not to be had as they were merged",
+        where=", ".join(f"input {name}" for name in missing),
+        found="; ".join(f"{name}: expected {e.expected}, {e.found}" for name, e in missing.items()),
+        next_step="say where they are: " + " ".join(f"--input {name}=PATH" for name in missing),
+    )
 
 
 def _input(

@@ -15,7 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, NotFoundError
+from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
+    CorruptionError,
+    MergePipeError,
+    NotFoundError,
+)
 from mergepipe_pipeline.pipeline.calibrate import keep_seek
 from mergepipe_pipeline.pipeline.commit import object_store
 from mergepipe_pipeline.pipeline.export import export
@@ -99,6 +104,28 @@ def test_an_exported_folder_is_replayed_elsewhere_with_its_inputs_named(
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["snapshot_id"] == made.snapshot.snapshot_id
+
+
+def test_all_inputs_that_are_missing_are_named_at_once(
+    home: Warehouse, family: Path, tmp_path: Path, recipe_text: Text
+) -> None:
+    shutil.copytree(family, tmp_path / "there")
+    text = recipe_text(experts=3).replace(str(family), str(tmp_path / "there"))
+    made = run(home, text).snapshot.snapshot_id
+    for name in ("base", "expert_01"):
+        shutil.rmtree(tmp_path / "there" / name)
+    with pytest.raises(CheckpointChangedError) as error:
+        replay(home, made)
+    for name in ("base", "expert_01"):
+        assert f"--input {name}=PATH" in str(error.value)
+    assert "expert_00" not in str(error.value)
+
+
+def test_a_replay_is_not_kept_inside_the_warehouse(home: Warehouse, recipe_text: Text) -> None:
+    made = run(home, recipe_text(experts=1)).snapshot.snapshot_id
+    with pytest.raises(MergePipeError, match="inside the warehouse"):
+        replay(home, made, keep=home.snapshots / ".." / "kept")
+    assert not (home.root / "kept").exists()
 
 
 def test_a_fifo_in_the_place_of_a_folders_provenance_is_refused(
