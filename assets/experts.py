@@ -8,7 +8,7 @@ import dagster as dg
 from assets.metadata import MIB
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.pipeline.arrivals import arrival, index_arrival
-from mergepipe_pipeline.pipeline.deploy import Indexed
+from mergepipe_pipeline.pipeline.index import Indexed
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 

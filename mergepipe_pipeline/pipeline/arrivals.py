@@ -21,7 +21,7 @@ from mergepipe_pipeline.errors import (
     ResourceError,
     StorageFullError,
 )
-from mergepipe_pipeline.pipeline.deploy import Indexed, index_expert
+from mergepipe_pipeline.pipeline.index import Indexed, index_expert
 from mergepipe_pipeline.pipeline.stamps import Stamp, stamps_of, token_of
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse

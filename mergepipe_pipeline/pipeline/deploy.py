@@ -1,4 +1,4 @@
-"""What a standing pipeline does: index what landed, plan, merge and release what recipes want.
+"""What a standing pipeline does with a recipe: plan, merge and release what it wants.
 
 A recipe's wanted state is a digest of what it says and of its inputs' contents as indexed. It is
 compared with the state recorded at the last release, so no event can be missed and none is acted on
@@ -12,47 +12,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.pipeline.analyze import common_pairs, ensure_stats, grid_for
 from mergepipe_pipeline.pipeline.audit import audit_snapshot, refuse_unfit
-from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards, uses
+from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.pipeline.commit import commit
 from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
-from mergepipe_pipeline.pipeline.digests import ensure_digests
+from mergepipe_pipeline.pipeline.index import content_of
 from mergepipe_pipeline.pipeline.leases import lease
 from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge_layers
-from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.pipeline.publish import publish
-from mergepipe_pipeline.pipeline.register import register, resolve
-from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.snapshots.load import load_snapshot
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
-from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
-from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Keys of a recipe that say when, not what.
 _WHEN = frozenset({"schedule", "trigger", "timezone"})
-
-
-@dataclass(frozen=True, slots=True)
-class Indexed:
-    """What indexing an expert found; `layers_changed` is against its last version."""
-
-    registration: Registration
-    content_sha256: str
-    layers_changed: tuple[str, ...]
-    layers: int
-    bases: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,84 +47,6 @@ class Release:
     snapshot_id: str
 
 
-def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -> Indexed:
-    """Register what lies in `inbox/<name>` (or is known as `name`), take digests and statistics.
-
-    Statistics are taken for every stage of a recipe that merges the expert into a registered base,
-    by itself or as an adapter on another model. A recipe that cannot use it does not stop it.
-    Raises what opening the checkpoint raises.
-    """
-    catalog = Catalog(home.catalog)
-    before = _digests_by_layer(catalog, name)
-    folder = home.inbox / name
-    registration = register(home, folder, name) if folder.exists() else resolve(home, name)
-    checkpoint = registration.checkpoint
-    known, bases = set(catalog.names()), dict[str, None]()
-    for stage in (stage for card in recipe_cards(home) for stage in card.stages):
-        for ref, base in _pairs(stage, name):
-            if known.issuperset((*uses(ref, stage), *uses(base, stage))):
-                opened = open_models(home, (ref, base), 1, home.recipes, {}, [])
-                if opened:
-                    _learn(home, opened, stage.block_elems, progress)
-                    bases[base.text] = None
-    ensure_digests(home, checkpoint, progress)
-    after = _digests_by_layer(catalog, name)
-    changed = tuple(layer for layer in after if after[layer] != before.get(layer))
-    return Indexed(
-        registration,
-        _content(catalog, checkpoint),
-        tuple(sorted(changed, key=layer_order)),
-        len(after),
-        tuple(bases),
-    )
-
-
-def _pairs(stage: RawRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]]:
-    """The stage's models that take something from `name`, each with the base, where both exist."""
-    base = None if stage.base is None else stage.references[stage.base]
-    if base is None or base.model in stage.stages_used:
-        return
-    for ref in stage.references:
-        if ref is not base and name in uses(ref, stage) and ref.model not in stage.stages_used:
-            yield ref, base
-
-
-def _learn(
-    home: Warehouse,
-    pair: Sequence[Model],
-    block_elems: int | None,
-    progress: Progress | None,
-) -> None:
-    expert, base = pair
-    grid = grid_for(base, block_elems)
-    ensure_stats(home, [(expert, common_pairs(expert, base))], base, grid, progress)
-
-
-def _content(catalog: Catalog, checkpoint: Checkpoint) -> str:
-    """The digest of all tensors and of what says what they mean: an adapter's scale, for one."""
-    tensors = catalog.content_sha256(checkpoint.checkpoint_id)
-    if checkpoint.kind == "full":
-        return tensors
-    return digest_json([tensors, checkpoint.kind, checkpoint.adapter_config])
-
-
-def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
-    if name not in catalog.names():
-        return {}
-    checkpoint = catalog.get(name).checkpoint
-    digests = catalog.digests(checkpoint.checkpoint_id)
-    if digests is None:
-        return {}
-    n = layer_count(digests)
-    layers: dict[str, list[str]] = {}
-    for tensor, digest in sorted(digests.items()):
-        layers.setdefault(layer_name(tensor, n), []).append(digest)
-    return {
-        layer: digest_json([checkpoint.kind, checkpoint.adapter_config, *parts])
-        for layer, parts in layers.items()
-    }
-
-
 def wanted(home: Warehouse, card: RecipeCard) -> str | None:
     """The digest of what a release would be made from; None while an input is not indexed."""
     catalog = Catalog(home.catalog)
@@ -155,7 +58,7 @@ def wanted(home: Warehouse, card: RecipeCard) -> str | None:
         checkpoint = catalog.get(member).checkpoint
         if catalog.digests(checkpoint.checkpoint_id) is None:
             return None
-        contents.append(_content(catalog, checkpoint))
+        contents.append(content_of(catalog, checkpoint))
     said = _said(card.raw.text) if card.raw else ""
     return digest_json([ENGINE_VERSION, sha256_hex(said.encode()), contents])[:24]
 

@@ -19,13 +19,9 @@ from mergepipe_pipeline.cli.snapshots import gc as gc_command
 from mergepipe_pipeline.pipeline import leases
 from mergepipe_pipeline.pipeline.cards import recipe_cards
 from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.deploy import (
-    index_expert,
-    merge_recipe,
-    plan_recipe,
-    snapshot_recipe,
-)
+from mergepipe_pipeline.pipeline.deploy import merge_recipe, plan_recipe, snapshot_recipe
 from mergepipe_pipeline.pipeline.gc import collect
+from mergepipe_pipeline.pipeline.index import index_expert
 from mergepipe_pipeline.pipeline.inspect import verify
 from mergepipe_pipeline.pipeline.leases import lease, staging
 from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge
