@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,9 +63,14 @@ class Warehouse:
         """Where experts land, one folder each."""
         return self.root / "inbox"
 
+    @property
+    def arrivals(self) -> Path:
+        """What became of each folder of the inbox."""
+        return self.root / "arrivals"
+
     def arrival_path(self, name: str) -> Path:
         """Record of what became of one folder of the inbox."""
-        return self.root / "arrivals" / f"{name}.json"
+        return self.arrivals / f"{name}.json"
 
     @property
     def recipes(self) -> Path:
@@ -138,12 +142,6 @@ class Warehouse:
         """Work in progress; never read by anyone else."""
         return self.root / "staging"
 
-    def new_staging(self, label: str) -> Path:
-        """A fresh folder in staging for one run."""
-        path = self.staging / f"{label}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
-        path.mkdir(parents=True)
-        return path
-
     @property
     def leases(self) -> Path:
         """What living processes need."""
@@ -167,6 +165,22 @@ class Warehouse:
     def verified_path(self, label: str) -> Path:
         """What a verification that was interrupted has found right."""
         return self.root / "verify" / f"{label}.jsonl"
+
+    def unnamed(self) -> Iterator[Path]:
+        """Files that have no final name yet; killed processes leave such behind."""
+        yield from sorted(self.root.glob(".*.tmp"))
+        for folder in (
+            self.arrivals,
+            self.catalog,
+            self.plans,
+            self.objects,
+            self.actions,
+            self.refs,
+            self.releases,
+            self.leases,
+            self.stages,
+        ):
+            yield from sorted(folder.rglob(".*.tmp"))
 
     @property
     def dagster_home(self) -> Path:

@@ -19,10 +19,11 @@ import numpy as np
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.pipeline.leases import staging
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.engine_pace import EnginePace, Flow
 from mergepipe_pipeline.spec.storage_profile import StorageProfile
-from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
+from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.measure import ColdFile, hash_s, is_stored, stream, write_s
 from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.warehouse import Warehouse
@@ -76,8 +77,7 @@ def calibrate(
     `temp_nbytes`. Without the engine, times of merges are not predicted. Raises
     MergePipeError if no file is large enough, or it cannot be read cold.
     """
-    folder = home.new_staging("calibrate")
-    try:
+    with staging(home, "calibrate") as folder:
         target = _file_to_read(home, path)
         if target is None:
             target = folder / "read"
@@ -86,8 +86,6 @@ def calibrate(
         written = min(RUN_NBYTES, temp_nbytes)
         wrote_s = min(write_s(folder / f"write{n}", written) for n in range(3))
         engine = _engine_pace(target, folder) if with_engine else None
-    finally:
-        remove_tree(folder)
     seek_s, rate = fit(observations)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     # A temporary file is gone by now.

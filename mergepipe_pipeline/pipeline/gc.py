@@ -36,7 +36,6 @@ def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = Fa
     What `repair` took away stays for 30 days at least. Waits for another collection; merges that
     begin meanwhile wait for this one.
     """
-    written = (home.catalog, home.plans, home.objects, home.actions, home.refs, home.releases)
     leases = Leases(home.leases)
     expired = tuple(_expired(home, max(older_than_s, _QUARANTINE_S)))
     with leases.alone():
@@ -44,7 +43,7 @@ def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = Fa
             object_store(home),
             home.snapshots,
             home.staging,
-            (*written, home.stages),
+            home.unnamed(),
             replace(_roots(home, leases.living(older_than_s)), expired=expired),
             older_than_s=older_than_s,
             dry_run=dry_run,

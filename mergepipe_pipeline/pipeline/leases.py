@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -15,12 +14,10 @@ from pathlib import Path
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.snapshots.leases import Leases, Need
 from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.storage.atomic import remove_tree
-from mergepipe_pipeline.storage.locks import is_held, locked_file
+from mergepipe_pipeline.storage.atomic import locked_file, remove_tree
+from mergepipe_pipeline.storage.locks import is_held
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: Seconds within which the maker of a lease has locked it.
-_MAKING_S = 5.0
 _until_exit = ExitStack()
 atexit.register(_until_exit.close)
 
@@ -61,13 +58,10 @@ def run_lives(home: Warehouse, run_id: str) -> bool | None:
     """
     found = None
     for path in home.leases.glob(f"run-{run_id}-*.json"):
-        try:
-            age_s, held = time.time() - path.stat().st_mtime, is_held(path)
-        except FileNotFoundError:  # it has just ended well
-            continue
-        if held is not False or age_s < _MAKING_S:
+        if is_held(path) is not False:
             return True
-        found = False
+        if path.exists():  # else it has just ended well
+            found = False
     return found
 
 

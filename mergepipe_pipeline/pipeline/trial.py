@@ -19,6 +19,7 @@ import numpy as np
 
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.pipeline.check import parse
+from mergepipe_pipeline.pipeline.leases import staging
 from mergepipe_pipeline.pipeline.plan import make_plan
 from mergepipe_pipeline.spec.engine_pace import MethodPace
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -175,15 +176,12 @@ class _Runs:
         from mergepipe_pipeline.engine.execute import LayerRunner
         from mergepipe_pipeline.engine.windows import EngineOptions
 
-        folder = self._home.new_staging("trial")
-
         def run() -> None:
             with LayerRunner(plan, EngineOptions()) as runner:
                 list(runner.run_all([(layer, folder / layer.name) for layer in plan.layers]))
 
-        cpu_s = _timed(run)[2]
-        shutil.rmtree(folder)
-        return cpu_s
+        with staging(self._home, "trial") as folder:
+            return _timed(run)[2]
 
     def _plan(self, method: str, k: int, budget: str | None = None) -> MergePlan:
         raw = parse(self._recipe(method, k), name="trial", where="calibrate")

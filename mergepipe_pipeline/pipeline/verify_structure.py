@@ -187,9 +187,7 @@ def _check_files(snapshot: Snapshot, audit: Auditor) -> None:
 
 
 def _note_leftovers(home: Warehouse, audit: Auditor) -> None:
-    written = (home.catalog, home.plans, home.objects, home.actions, home.refs, home.releases)
-    left = [*home.staging.glob("*"), *(p for f in written for p in f.rglob(".*.tmp"))]
-    old = [p for p in left if _age_s(p) > _OLD_S]
+    old = [p for p in (*home.staging.glob("*"), *home.unnamed()) if _age_s(p) > _OLD_S]
     if old:
         audit.notes.append(f"{len(old)} leftovers of killed runs: `mergepipe gc` removes them")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -22,7 +22,7 @@ from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.objects import ObjectStore, layer_key_of, object_of
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
-from mergepipe_pipeline.storage.locks import is_held
+from mergepipe_pipeline.storage.locks import is_held, probed
 
 _NOBODY = Living(Need(), frozenset(), None, (), (), judged_by_age=False)
 
@@ -60,14 +60,15 @@ def collect(
     objects: ObjectStore,
     snapshots: Path,
     staging: Path,
-    written: Sequence[Path] = (),
+    unnamed: Iterable[Path] = (),
     roots: Roots | None = None,
     *,
     older_than_s: float,
     dry_run: bool,
 ) -> Collected:
-    """Remove what is older than `older_than_s` and not needed; of `written` only files without
-    their final name.
+    """Remove what is older than `older_than_s` and not needed.
+
+    `unnamed` are files without their final name yet, which go if nobody holds them.
 
     No lease may be taken meanwhile. Actions go before objects, so that no action ever names an
     object that is gone for good.
@@ -84,7 +85,7 @@ def collect(
         for path in (
             *(_idle_layers(objects, left, damaged, need, roots.living)),
             *_idle_staging(staging, roots.living),
-            *(p for folder in written for p in sorted(folder.rglob(".*.tmp")) if not is_held(p)),
+            *(p for p in unnamed if not is_held(p)),
         )
         if _last_use(path) <= limit
     ]
@@ -94,7 +95,7 @@ def collect(
         for stage in stages:
             _retire(stage, staging, roots.marks)
         for path in old:
-            remove_tree(path)
+            _remove(path)
     notes = (*roots.notes, *(_stays(d) for d in damaged))
     ids = tuple(s.snapshot_id for s in stages)
     return Collected(len(old), nbytes, tuple(str(p) for p in old), ids, notes)
@@ -124,6 +125,16 @@ def _retire(stage: Snapshot, staging: Path, marks: Marks | None) -> None:
     remove_tree(aside)
     if marks is not None:
         marks.forget(stage.snapshot_id)
+
+
+def _remove(path: Path) -> None:
+    """Remove what is old; of temporary files only those that nobody has locked since."""
+    if path.suffix != ".tmp":
+        remove_tree(path)
+        return
+    with probed(path) as held:  # its maker locks it, then looks whether it is still there
+        if not held:
+            remove_tree(path)
 
 
 def _idle_layers(

@@ -7,7 +7,6 @@ collection runs, and before what it names is looked up: what is found then stays
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Collection, Iterator
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.errors import CorruptionError, StorageFullError
-from mergepipe_pipeline.storage.atomic import FULL
-from mergepipe_pipeline.storage.locks import is_held, locked, locked_file
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.storage.atomic import locked_file
+from mergepipe_pipeline.storage.locks import is_held, locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +73,7 @@ class Leases:
         }
         with ExitStack() as stack:
             with self._gate(shared=True):
-                try:
-                    stack.enter_context(locked_file(self._folder / f"{name}.json", seal(value)))
-                except OSError as error:
-                    if error.errno not in FULL:
-                        raise
-                    raise StorageFullError(
-                        "The disk is full",
-                        where=str(self._folder),
-                        found=os.strerror(error.errno or 0),
-                        next_step="free space and run the same command again",
-                    ) from error
+                stack.enter_context(locked_file(self._folder / f"{name}.json", seal(value)))
             yield name
 
     def alone(self) -> AbstractContextManager[None]:

@@ -1,8 +1,9 @@
 """The one home of every rename, link and fsync: a name appears whole or not at all.
 
 Not a general file layer: five ways to make a name appear (replace, exclusive, adopt, folder, and
-folder in place of another), each durable when it returns. `crash_hook`, if set, is called before
-each change of the file system, so that tests can stop at any of them.
+folder in place of another), each durable when it returns, and one for a while (`locked_file`).
+`crash_hook`, if set, is called before each change of the file system, so that tests can stop at any
+of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
 
@@ -47,6 +48,27 @@ def create_exclusive(path: str | Path, data: bytes) -> None:
         _step("link")
         os.link(temp, final)
         _fsync_dir(final.parent)
+
+
+@contextmanager
+def locked_file(path: str | Path, data: bytes) -> Iterator[None]:
+    """A file that is there, locked and whole, for as long as the context; it is not durable.
+
+    Raises StorageFullError.
+    """
+    final = Path(path)
+    with ExitStack() as stack:
+        with _full_disk_named(final):
+            handle, name = _locked_temp(final)
+            stack.callback(os.close, handle)
+            for made in (Path(name), final):
+                stack.callback(made.unlink, missing_ok=True)
+            while data:
+                data = data[os.write(handle, data) :]
+            os.fchmod(handle, 0o644)
+            _step("lease")
+            os.rename(name, final)
+        yield
 
 
 def adopt_file(temp: str | Path, final: str | Path) -> None:

@@ -27,16 +27,24 @@ def is_held(path: Path) -> bool | None:
 
     False for a file that is not there.
     """
+    with probed(path) as held:
+        return held
+
+
+@contextmanager
+def probed(path: Path) -> Iterator[bool | None]:
+    """What `is_held` says; if that is False, nobody can lock the file while the context lasts."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
+    except OSError as error:
+        yield False if isinstance(error, FileNotFoundError) else None
+        return
     try:
-        return None if not _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB) else False
-    except BlockingIOError:
-        return True
+        try:
+            held = False if _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB) else None
+        except BlockingIOError:
+            held = True
+        yield held
     finally:
         os.close(handle)
 
@@ -50,20 +58,6 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
         lock(handle, shared=shared)
         yield
     finally:
-        os.close(handle)
-
-
-@contextmanager
-def locked_file(path: Path, data: bytes) -> Iterator[None]:
-    """A new file that is locked and there for as long as the context, and not durable."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        lock(handle)
-        while data:
-            data = data[os.write(handle, data) :]
-        yield
-    finally:
-        path.unlink(missing_ok=True)
         os.close(handle)
 
 
