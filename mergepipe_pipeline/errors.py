@@ -99,6 +99,10 @@ class CheckpointChangedError(CheckpointError):
     exit_code = 14
 
 
+class InputChangedError(CheckpointChangedError):
+    """An input of a standing recipe is not as it was indexed; the recipe waits until it is."""
+
+
 class IncompatibleCheckpointsError(MergePipeError):
     """Checkpoints of one recipe do not fit together (tensors, shapes, layers)."""
 

@@ -7,7 +7,7 @@ from dagster import DagsterEventType as Event
 from dagster import DagsterRunStatus as Status
 from dagster_shared.error import SerializableErrorInfo
 
-from mergepipe_pipeline.pipeline.retry import MOST_ATTEMPTS, Attempt, is_lasting
+from mergepipe_pipeline.pipeline.retry import MOST_ATTEMPTS, Attempt, is_lasting, is_of_inputs
 
 RECIPE_TAG = "mergepipe/recipe"
 _ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
@@ -28,8 +28,17 @@ def recipes_under_way(instance: dg.DagsterInstance) -> set[str]:
 
 def failed_attempts(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> list[Attempt]:
     """The last runs with these tags that failed or were cancelled, oldest first."""
-    runs = dg.RunsFilter(tags=dict(tags), statuses=_FAILED)
-    return [_attempt(instance, r) for r in instance.get_run_records(runs, MOST_ATTEMPTS)][::-1]
+    runs = instance.get_run_records(_failed(tags), MOST_ATTEMPTS)
+    return [_attempt(instance, r) for r in runs][::-1]
+
+
+def count_failed(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> int:
+    """How many runs with these tags failed or were cancelled."""
+    return instance.get_runs_count(_failed(tags))
+
+
+def _failed(tags: Mapping[str, str]) -> dg.RunsFilter:
+    return dg.RunsFilter(tags=dict(tags), statuses=_FAILED)
 
 
 def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord) -> Attempt:
@@ -41,7 +50,8 @@ def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord) -> Attempt:
         if event and event.is_step_failure and event.step_failure_data.error:
             chain = list(_chain(event.step_failure_data.error))
             names = {name for name, _ in chain}
-            return Attempt(ended_s, chain[-1][1], _CHECK_FAILED in names or is_lasting(names))
+            lasts = _CHECK_FAILED in names or is_lasting(names)
+            return Attempt(ended_s, chain[-1][1], lasts, is_of_inputs(names))
         if event and event.message:
             return Attempt(ended_s, event.message, False)
     return Attempt(ended_s, "its run ended without an error of its own", False)

@@ -12,11 +12,12 @@ import dagster as dg
 
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.pipeline.deploy import last_release, wanted
+from mergepipe_pipeline.pipeline.recorded import reason_to_wait_for
 from mergepipe_pipeline.pipeline.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
 from sensors import interval_s
-from sensors.attempts import RECIPE_TAG, failed_attempts, recipes_under_way
+from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
@@ -54,6 +55,9 @@ def _request_or_reason(
     busy: Collection[str],
     is_time: bool,
 ) -> dg.RunRequest | str:
+    missing = reason_to_wait_for(mergepipe.warehouse, card.members)
+    if missing is not None:
+        return missing
     state = wanted(mergepipe.warehouse, card)
     if state is None:
         return "an input is not indexed yet"
@@ -76,7 +80,7 @@ def _request_or_reason(
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
-    attempt = str(len(attempts) + 1)
+    attempt = str(count_failed(instance, tags) + 1)
     return dg.RunRequest(
         job_name=job_name(card),
         run_key=f"{card.name}:{sequence}:{state}:{attempt}",

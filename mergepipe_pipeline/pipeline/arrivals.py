@@ -32,6 +32,8 @@ MAX_FAILURES = 3
 _PASSING = (BusyError, ResourceError, StorageFullError, MemoryError)
 #: By how much each wait is longer than the one before, and the longest one.
 _LONGER, _LONGEST_S = 4.0, 3600.0
+#: The token of no content.
+_CHANGED = "changed meanwhile"
 _SILENT = "its process ended without a word: it was killed, or had no memory"
 
 
@@ -107,6 +109,11 @@ def mark_landed(home: Warehouse, name: str, token: str) -> None:
     _write(home, name, replace(arrival(home, name), landed=token))
 
 
+def mark_changed(home: Warehouse, name: str) -> None:
+    """Remember that a folder is not as it was indexed, though its sizes and times are."""
+    _write(home, name, replace(arrival(home, name), indexed=_CHANGED))
+
+
 def index_arrival(home: Warehouse, name: str) -> Indexed:
     """Index what lies in the inbox under this name, and remember how that ended.
 
@@ -137,7 +144,10 @@ def _tried(home: Warehouse, name: str) -> Iterator[None]:
     except BaseException:  # somebody cancelled the run
         _write(home, name, replace(before, error="its run was cancelled"))
         raise
-    done = replace(before, indexed=before.token, stamps=stamps, tries=0, failures=0, error="")
+    # What changed meanwhile may be recorded half new, whatever comes after.
+    is_same = folder.is_dir() and stamps_of(folder)[0] == stamps
+    indexed = before.token if is_same else _CHANGED
+    done = replace(before, indexed=indexed, stamps=stamps, tries=0, failures=0, error="")
     _write(home, name, done)
 
 

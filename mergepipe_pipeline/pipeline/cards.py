@@ -53,6 +53,13 @@ class RecipeCard:
         return () if self.raw is None else (*self.raw.before, self.raw)
 
     @property
+    def pinned(self) -> frozenset[str]:
+        """The names of which a stage asks for a certain revision."""
+        found = [r for stage in self.stages for r in stage.references]
+        adapters = (r.lora for r in found if r.lora is not None and r.lora_revision)
+        return frozenset((*(r.model for r in found if r.revision), *adapters))
+
+    @property
     def identifier(self) -> str:
         """The name in letters, digits and underscores."""
         return _identifier(self.name)
@@ -174,8 +181,7 @@ def _not_registered(names: list[str]) -> str:
 
 def _layers(home: Warehouse, card: RecipeCard, known: Mapping[str, Checkpoint]) -> tuple[str, ...]:
     """The layers of the result. Raises as `check` does for models that do not fit."""
-    pinned = {r.model for stage in card.stages for r in stage.references if r.revision}
-    pending = {m: c for m, c in known.items() if m not in pinned}
+    pending = {m: c for m, c in known.items() if m not in card.pinned}
     names: list[str] = []
     for stage in card.stages:
         recipe, models = resolve_stage(home, stage, pending, home.recipes)

@@ -101,13 +101,14 @@ class Planning(TypedDict, total=False):
     """What a caller may say of a recipe's planning, in place of the recipe's own or the default.
 
     `relative_to` is the folder that relative paths start from; `budget` an amount as in recipes;
-    `block_elems` elements of a block.
+    `block_elems` elements of a block; `known` are checkpoints by name, which are not opened anew.
     """
 
     relative_to: Path | None
     budget: str | None
     strategy: str | None
     block_elems: int | None
+    known: Mapping[str, Checkpoint] | None
 
 
 def check(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Checked:
@@ -150,9 +151,10 @@ def check_stage(
     budget: str | None = None,
     strategy: str | None = None,
     block_elems: int | None = None,
+    known: Mapping[str, Checkpoint] | None = None,
 ) -> Checked:
     """As `check`, for one stage; `pending` are the results of earlier ones by name."""
-    recipe, models = resolve_stage(home, raw, pending, relative_to)
+    recipe, models = resolve_stage(home, raw, {**(known or {}), **pending}, relative_to)
     originals = models
     problems: list[MergePipeError] = []
     tokenizer, side, warnings = None, None, recipe.warnings

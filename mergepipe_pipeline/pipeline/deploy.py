@@ -8,7 +8,7 @@ twice.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,8 +25,15 @@ from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge_layers
 from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
 from mergepipe_pipeline.pipeline.progress import Progress
 from mergepipe_pipeline.pipeline.publish import publish
+from mergepipe_pipeline.pipeline.recorded import (
+    blaming_inputs,
+    recorded_inputs,
+    refuse_changed_inputs,
+    states_of,
+)
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
@@ -50,12 +57,14 @@ class Release:
 def wanted(home: Warehouse, card: RecipeCard) -> str | None:
     """The digest of what a release would be made from; None while an input is not indexed."""
     catalog = Catalog(home.catalog)
-    known = set(catalog.names())
+    if not set(catalog.names()).issuperset(card.members):
+        return None
+    return _wanted(catalog, card, [catalog.get(m).checkpoint for m in card.members])
+
+
+def _wanted(catalog: Catalog, card: RecipeCard, inputs: Iterable[Checkpoint]) -> str | None:
     contents = []
-    for member in card.members:
-        if member not in known:
-            return None
-        checkpoint = catalog.get(member).checkpoint
+    for checkpoint in inputs:
         if catalog.digests(checkpoint.checkpoint_id) is None:
             return None
         contents.append(content_of(catalog, checkpoint))
@@ -75,13 +84,25 @@ def _said(text: str) -> str:
 
 
 def plan_recipe(home: Warehouse, card: RecipeCard, progress: Progress | None = None) -> MergePlan:
-    """Plan a recipe of the warehouse and remember the plan as its current one."""
-    state = wanted(home, card)
-    plan = make_plan(home, card.recipe, relative_to=home.recipes, progress=progress)
-    write_atomic(
-        home.current_plan_path(card.name),
-        seal({"plan_id": plan.plan_id, "wanted": state or "", "snapshot_id": "", "layers": {}}),
-    )
+    """Plan a recipe of the warehouse and remember the plan as its current one.
+
+    Raises InputChangedError if an input is not as it was indexed.
+    """
+    inputs = recorded_inputs(home, card.members)
+    states = states_of(home, inputs)
+    given = {name: c for name, c in inputs.items() if name not in card.pinned}
+    with blaming_inputs(home, states):
+        plan = make_plan(
+            home, card.recipe, relative_to=home.recipes, known=given, progress=progress
+        )
+    state = {
+        "plan_id": plan.plan_id,
+        "wanted": _wanted(Catalog(home.catalog), card, inputs.values()) or "",
+        "inputs": states,
+        "snapshot_id": "",
+        "layers": {},
+    }
+    write_atomic(home.current_plan_path(card.name), seal(state))
     return plan
 
 
@@ -110,15 +131,23 @@ def _current(home: Warehouse, recipe: str) -> dict[str, Any]:
     return unseal(path.read_bytes(), str(path))
 
 
+def _inputs(state: Mapping[str, Any]) -> dict[str, str]:
+    """The inputs' states as planned; none are known of a plan of an earlier version."""
+    return dict(state.get("inputs", {}))
+
+
 def merge_recipe(
     home: Warehouse, recipe: str, layers: Sequence[str], knobs: EngineKnobs
 ) -> Iterator[LayerOutcome]:
-    """Run or reuse layers of the recipe's current plan, and remember what they cost."""
+    """Run or reuse layers of the recipe's current plan, and remember what they cost.
+
+    Raises InputChangedError if it fails since an input has changed.
+    """
     state = _current(home, recipe)
     costs: dict[str, Any] = dict(state["layers"])
     plan = _planned(home, recipe, state)
     try:
-        with lease(home, plan):
+        with lease(home, plan), blaming_inputs(home, _inputs(state)):
             for done in merge_layers(home, plan, layers, knobs=knobs):
                 costs[done.name] = asdict(Realised.of([done]))
                 yield done
@@ -135,7 +164,7 @@ def snapshot_recipe(home: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
     costs = [Realised(**cost) for cost in state["layers"].values()]
     realised = Realised.total(costs)
     plan = _planned(home, recipe, state)
-    with lease(home, plan):
+    with lease(home, plan), blaming_inputs(home, _inputs(state)):
         snapshot = commit(home, plan, realised)
     write_atomic(
         home.current_plan_path(recipe), seal({**state, "snapshot_id": snapshot.snapshot_id})
@@ -159,10 +188,12 @@ def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:
 def release_recipe(home: Warehouse, card: RecipeCard) -> tuple[Ref, Release]:
     """Publish the recipe's current snapshot under its ref and record what it was made from.
 
-    Exactly this snapshot is audited first, whoever did so before. Raises CorruptionError, and
-    MergePipeError for one that no reader should get.
+    Exactly this snapshot is audited first, whoever did so before. Raises InputChangedError if its
+    inputs are not those that were planned, CorruptionError, and MergePipeError for one that no
+    reader should get.
     """
     snapshot, state = current_snapshot(home, card.name), _current(home, card.name)
+    refuse_changed_inputs(home, _inputs(state))
     audit = audit_snapshot(home, card.name, snapshot)
     refuse_unfit(audit, _planned(home, card.name, state))
     last = last_release(home, card.name)

@@ -41,10 +41,11 @@ def make_plan(
 ) -> MergePlan:
     """Check the recipe, learn what the catalog lacks, buy blocks, store the plan.
 
-    Raises what `check` raises, and BudgetError for a budget that the strategy cannot meet.
+    Checkpoints that are `known` are registered already, and stay so. Raises what `check` raises,
+    and BudgetError for a budget that the strategy cannot meet.
     """
     checked, results = ready(home, raw, progress=progress, **planning)
-    return plan_checked(home, checked, progress, unnamed=results)
+    return plan_checked(home, checked, progress, unnamed=results, known=planning.get("known"))
 
 
 def ready(
@@ -60,7 +61,7 @@ def ready(
 
     def plan_stage(stage: RawRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
         checked = check_stage(home, stage, pending, **planning)
-        plan = plan_checked(home, checked, progress, unnamed=pending)
+        plan = plan_checked(home, checked, progress, unnamed=pending, known=planning.get("known"))
         models.extend(plan.request.models)
         return plan
 
@@ -77,9 +78,12 @@ def plan_checked(
     progress: Progress | None = None,
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
+    known: Mapping[str, Checkpoint] | None = None,
 ) -> MergePlan:
-    """The plan of a checked recipe, stored. Checkpoints in `unnamed` are not registered."""
-    learned = learn(home, checked, progress, unnamed=unnamed)
+    """The plan of a checked recipe, stored. Stages' results in `unnamed` are not registered, nor
+    what is `known`.
+    """
+    learned = learn(home, checked, progress, unnamed={**(known or {}), **(unnamed or {})})
     digests = [[ensure_digests(home, c, progress) for c in m.checkpoints] for m in learned.models]
     request = requested(checked, learned.models, digests, unnamed or {})
     plan = replace(learned.builder(digests).build(), request=request)

@@ -10,6 +10,7 @@ from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
     IncompatibleCheckpointsError,
+    InputChangedError,
     MergePipeError,
     OperatorError,
     RecipeError,
@@ -37,17 +38,24 @@ _LASTING_NAMES = frozenset(c.__name__ for c in _LASTING)
 class Attempt:
     """A run that ended without success at `ended_s` (seconds since 1970).
 
-    `is_lasting`: the same recipe and inputs would fail again.
+    `is_lasting`: the same recipe and inputs would fail again. `inputs_changed`: it found other
+    inputs than those that were indexed, which says nothing about either.
     """
 
     ended_s: float
     error: str
     is_lasting: bool
+    inputs_changed: bool = False
 
 
 def is_lasting(error_names: Collection[str]) -> bool:
     """Whether an error of one of these classes comes again while recipe and inputs are the same."""
     return not _LASTING_NAMES.isdisjoint(error_names)
+
+
+def is_of_inputs(error_names: Collection[str]) -> bool:
+    """Whether an error of one of these classes says that an input changed under the run."""
+    return InputChangedError.__name__ in error_names
 
 
 def reason_to_wait(attempts: Sequence[Attempt], now_s: float, pause_s: float) -> str | None:
@@ -58,12 +66,13 @@ def reason_to_wait(attempts: Sequence[Attempt], now_s: float, pause_s: float) ->
     if not attempts:
         return None
     last, n = attempts[-1], len(attempts)
+    counted = sum(not a.inputs_changed for a in attempts)
     error = last.error if len(last.error) <= _MOST_SHOWN else f"{last.error[:_MOST_SHOWN]}…"
-    if last.is_lasting or n >= MOST_ATTEMPTS:
+    if last.is_lasting or counted >= MOST_ATTEMPTS:
         why = "and would again" if last.is_lasting else f"after {n} attempts"
         return (
             f"failing {why}, until the recipe or an input changes or somebody runs it; "
             f"the last error: {error}"
         )
     left_s = pause_s * _GROWTH ** (n - 1) - (now_s - last.ended_s)
-    return None if left_s <= 0 else f"attempt {n + 1} comes in {left_s:.0f} s; the last: {error}"
+    return None if left_s <= 0 else f"the next attempt comes in {left_s:.0f} s; the last: {error}"

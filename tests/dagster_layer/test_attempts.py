@@ -85,7 +85,7 @@ def test_a_failed_run_is_not_asked_for_again_at_once(sensor: Sensor) -> None:
     sensor.ends(request, Status.FAILURE)
     requests, said = sensor.tick(pause_s=1000)
     assert not requests
-    assert re.search(r"a: attempt 2 comes in \d+ s; the last: its process is gone", said)
+    assert re.search(r"a: the next attempt comes in \d+ s; the last: its process is gone", said)
 
 
 def test_a_run_of_somebodys_choice_of_assets_is_waited_for(sensor: Sensor) -> None:
@@ -108,11 +108,14 @@ def test_a_tick_that_requests_a_run_tells_of_every_recipe_in_its_log(
     assert "b: A recipe cannot be used" in told
 
 
-def test_pauses_grow_and_lasting_errors_get_one_attempt() -> None:
+def test_pauses_grow_lasting_errors_get_one_attempt_and_changed_inputs_any_number() -> None:
     passing = [Attempt(0.0, "no disk", False), Attempt(100.0, "no disk", False)]
     assert reason_to_wait([], 0.0, 30.0) is None
     assert reason_to_wait(passing[:1], 30.0, 30.0) is None
-    assert "attempt 2 comes in 10 s" in str(reason_to_wait(passing[:1], 20.0, 30.0))
-    assert "attempt 3 comes in 120 s" in str(reason_to_wait(passing, 100.0, 30.0))
+    assert "attempt comes in 10 s" in str(reason_to_wait(passing[:1], 20.0, 30.0))
+    assert "attempt comes in 120 s" in str(reason_to_wait(passing, 100.0, 30.0))
+    changed = [Attempt(float(i), "input changed", False, True) for i in range(3)]
+    assert "attempt comes in 480 s" in str(reason_to_wait(changed, 2.0, 30.0))
+    assert reason_to_wait(changed, 482.0, 30.0) is None
     lasting = [Attempt(0.0, "no such expert", True)]
     assert "until the recipe or an input changes" in str(reason_to_wait(lasting, 1e9, 30.0))

@@ -1,0 +1,149 @@
+"""A recipe reads its inputs as they were indexed, or not at all: no mixture gets a name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import dagster as dg
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mergepipe_pipeline.errors import InputChangedError
+from mergepipe_pipeline.pipeline import arrivals
+from mergepipe_pipeline.pipeline.arrivals import index_arrival
+from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
+from mergepipe_pipeline.pipeline.deploy import (
+    merge_recipe,
+    plan_recipe,
+    release_recipe,
+    snapshot_recipe,
+)
+from mergepipe_pipeline.pipeline.inbox import scan_inbox
+from mergepipe_pipeline.pipeline.index import Indexed
+from mergepipe_pipeline.pipeline.merge import EngineKnobs
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import jobs, sum_of
+from tests.dagster_layer.test_release import error_of, materialise
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+WAITS = "expert_01 waits for its index"
+
+
+@pytest.fixture
+def card(home: Warehouse, drop: Drop) -> RecipeCard:
+    """Recipe n of a base and an expert of two shards, both indexed."""
+    home.recipe_path("n").write_text(sum_of("base", "expert_01"))
+    for name in ("base", "expert_01"):
+        drop(name)
+        index_arrival(home, name)
+    (card,) = recipe_cards(home)
+    return card
+
+
+def replace_shard(home: Warehouse, number: int) -> None:
+    """Puts one shard of a new version in the place of the old one."""
+    file = home.inbox / "expert_01" / f"model-0000{number}-of-00002.safetensors"
+    changed = {name: value * 1.5 for name, value in load_file(file).items()}
+    part = file.with_name(".part")
+    save_file(changed, part, metadata={"format": "pt"})
+    os.replace(part, file)
+
+
+def merge_some(home: Warehouse, *layers: str) -> None:
+    list(merge_recipe(home, "n", layers, EngineKnobs()))
+
+
+def refuse_release(home: Warehouse, card: RecipeCard, reason: str) -> None:
+    snapshot_recipe(home, "n")
+    with pytest.raises(InputChangedError, match=reason):
+        release_recipe(home, card)
+    assert RefStore(home.refs).names() == []
+
+
+def test_half_a_new_version_is_neither_asked_for_nor_planned_until_the_whole_one_is_indexed(
+    home: Warehouse, card: RecipeCard, ticker: Ticker, instance: dg.DagsterInstance
+) -> None:
+    patient = Ticker(home, instance, quiet_s=3600)  # what changed lately is half copied
+    replace_shard(home, 1)
+    assert patient.tick() == []
+    assert WAITS in patient.reasons()[1]
+    assert WAITS in error_of(materialise(home, instance, "plan"))
+    replace_shard(home, 2)
+    assert WAITS in patient.reasons()[1]
+    assert jobs(ticker.tick()) == ["expert_01", "merge_n"]
+
+
+def test_a_shard_replaced_while_layers_are_merged_ends_the_merge_with_its_name(
+    home: Warehouse, card: RecipeCard
+) -> None:
+    plan_recipe(home, card)
+    merge_some(home, *card.layers[:2])
+    replace_shard(home, 1)
+    with pytest.raises(InputChangedError, match=WAITS):
+        merge_some(home, *card.layers[2:])
+
+
+@pytest.mark.parametrize("changed", ["shard", "config", "gone"])
+def test_what_was_merged_before_an_input_changed_is_not_released_after(
+    home: Warehouse, card: RecipeCard, changed: str
+) -> None:
+    plan_recipe(home, card)
+    merge_some(home, *card.layers)
+    folder = home.inbox / "expert_01"
+    if changed == "shard":
+        replace_shard(home, 2)
+    elif changed == "config":
+        (folder / "config.json").write_text("{}")
+    else:
+        shutil.rmtree(folder)
+    refuse_release(home, card, "expert_01 is gone" if changed == "gone" else WAITS)
+
+
+def test_a_version_indexed_since_the_plan_is_planned_before_a_release(
+    home: Warehouse, card: RecipeCard
+) -> None:
+    plan_recipe(home, card)
+    merge_some(home, *card.layers)
+    for number in (1, 2):
+        replace_shard(home, number)
+    index_arrival(home, "expert_01")
+    refuse_release(home, card, "expert_01 has a newer version")
+
+
+def test_a_version_rolled_back_while_the_next_one_was_indexed_is_indexed_again(
+    home: Warehouse, card: RecipeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, aside = home.inbox / "expert_01", home.root / "aside"
+    real = arrivals.index_expert
+
+    def late(home: Warehouse, name: str) -> Indexed:
+        shutil.copytree(folder, aside)
+        replace_shard(home, 2)
+        return real(home, name)
+
+    monkeypatch.setattr(arrivals, "index_expert", late)
+    index_arrival(home, "expert_01")
+    shutil.rmtree(folder)
+    aside.rename(folder)
+    with pytest.raises(InputChangedError, match=WAITS):
+        plan_recipe(home, card)
+    assert [x.name for x in scan_inbox(home, 0.0) if x.is_ready] == ["expert_01"]
+
+
+def test_other_bytes_of_the_same_size_and_time_are_indexed_before_they_are_planned(
+    home: Warehouse, card: RecipeCard
+) -> None:
+    file = home.inbox / "expert_01" / "model-00002-of-00002.safetensors"
+    old = file.stat()
+    replace_shard(home, 2)
+    os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert file.stat().st_size == old.st_size
+    with pytest.raises(InputChangedError, match=WAITS):
+        plan_recipe(home, card)
+    assert [x.name for x in scan_inbox(home, 0.0) if x.is_ready] == ["expert_01"]
+    index_arrival(home, "expert_01")
+    plan_recipe(home, card)
