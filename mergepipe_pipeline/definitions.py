@@ -29,7 +29,7 @@ from sensors.retention import retention_sensor
 def build_definitions(
     home: Warehouse,
     *,
-    inbox_quiet_s: float = 10.0,
+    inbox_quiet_s: float = 4.0,
     inbox_retry_s: float = 30.0,
     retry_s: float = 30.0,
 ) -> dg.Definitions:
@@ -107,7 +107,7 @@ def build_job(card: RecipeCard) -> AssetJob:
 
 defs = build_definitions(
     Warehouse.at(os.environ.get("MERGEPIPE_HOME")),
-    inbox_quiet_s=float(os.environ.get("MERGEPIPE_INBOX_QUIET_S", "10")),
+    inbox_quiet_s=float(os.environ.get("MERGEPIPE_INBOX_QUIET_S", "4")),
     inbox_retry_s=float(os.environ.get("MERGEPIPE_INBOX_RETRY_S", "30")),
     retry_s=float(os.environ.get("MERGEPIPE_RETRY_S", "30")),
 )

@@ -20,7 +20,7 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
     threads: int | None = None
     memory_mib: int | None = None
     device: str | None = None
-    inbox_quiet_s: float = 10.0
+    inbox_quiet_s: float = 4.0
     retry_s: float = 30.0
     inbox_retry_s: float = 30.0
 

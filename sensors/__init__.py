@@ -2,6 +2,10 @@
 
 import os
 
+#: For sensors that somebody waits for. Dagster looks every 5 s: with 5 here, a tick that began late
+#: in one look would be skipped in the next.
+SOON_S = 4
+
 
 def interval_s(usual_s: int) -> int:
     """Seconds between the ticks of a sensor: MERGEPIPE_SENSOR_INTERVAL_S, or what is usual."""

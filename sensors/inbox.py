@@ -11,10 +11,12 @@ from mergepipe_pipeline.pipeline.inbox import Landed, Patience, scan_inbox
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import interval_s
+from sensors import SOON_S, interval_s
 
 #: Runs that one tick asks for at most, and experts of one run: few land as one run each.
 MAX_RUNS, MAX_EXPERTS = 8, 32
+#: Waiting experts of which a tick tells.
+MAX_TOLD = 20
 _ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 
 index_job = dg.define_asset_job("index_experts", selection=[expert_index])
@@ -22,7 +24,7 @@ index_job = dg.define_asset_job("index_experts", selection=[expert_index])
 
 @dg.sensor(
     jobs=[index_job, index_burst],
-    minimum_interval_seconds=interval_s(15),
+    minimum_interval_seconds=interval_s(SOON_S),
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
@@ -37,8 +39,7 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     ready = [x for x in landed if x.is_ready]
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))
     new = [x.name for x in ready if x.name not in known]
-    waiting = "; waiting: ".join(in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting)
-    said = f"{len(landed)} experts, {len(ready)} to index; waiting: {waiting or 'none'}"
+    said = f"{len(landed)} experts, {len(ready)} to index; waiting: {_waiting(landed)}"
     if ready:  # else Dagster shows it as the reason of the tick
         context.log.info(said)
     return dg.SensorResult(
@@ -46,6 +47,15 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
         dynamic_partitions_requests=[experts.build_add_request(new)] if new else [],
         skip_reason=None if ready else dg.SkipReason(said),
     )
+
+
+def _waiting(landed: Sequence[Landed]) -> str:
+    """What waits and why: the first of them, since every tick stores it."""
+    told = [in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting]
+    more = len(told) - MAX_TOLD
+    if more > 0:
+        told[MAX_TOLD:] = [f"{more} more"]
+    return "; waiting: ".join(told) or "none"
 
 
 def under_way(instance: dg.DagsterInstance) -> set[str]:

@@ -16,7 +16,7 @@ from mergepipe_pipeline.pipeline.recorded import reason_to_wait_for
 from mergepipe_pipeline.pipeline.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
-from sensors import interval_s
+from sensors import SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
@@ -101,7 +101,7 @@ def build_recipe_sensor(
     @dg.sensor(
         name="recipe_sensor",
         jobs=list(jobs),
-        minimum_interval_seconds=interval_s(15),
+        minimum_interval_seconds=interval_s(SOON_S),
         default_status=dg.DefaultSensorStatus.RUNNING,
     )
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:

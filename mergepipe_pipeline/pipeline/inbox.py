@@ -30,8 +30,9 @@ from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.written import unwritten
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: How many quiet periods a folder waits that looks half written or half replaced.
-DOUBT_PERIODS = 60
+#: How many quiet periods a folder waits that looks half written or half replaced: ten minutes with
+#: the usual one, which is short, since headers already prove that every file has its full length.
+DOUBT_PERIODS = 150
 
 
 @dataclass(frozen=True, slots=True)

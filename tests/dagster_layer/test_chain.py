@@ -215,3 +215,14 @@ def test_nightly_recipes_wait_for_the_night_and_manual_ones_for_a_person(
         tick = repository.get_schedule_def("nightly_merge_n").evaluate_tick(context)
     (asked,) = tick.run_requests
     assert asked.tags["mergepipe/attempt"] == "1"
+
+
+def test_a_tick_tells_of_the_first_that_wait_and_counts_the_rest(
+    home: Warehouse, ticker: Ticker
+) -> None:
+    for i in range(30):
+        (home.inbox / f"empty_{i:02d}").mkdir()
+    said = ticker.reasons()[0]
+    assert said.startswith("30 experts, 0 to index; waiting: empty_00: ")
+    assert said.count("; waiting: empty_") == 20
+    assert said.endswith("; waiting: 10 more")

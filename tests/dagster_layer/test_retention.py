@@ -1,4 +1,4 @@
-"""Old runs go, with their files; what an asset shows last stays."""
+"""Old runs go, with their files, and idle ticks; what an asset shows last stays."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from dagster._core.definitions.run_request import InstigatorType
+from dagster._core.remote_origin import (
+    RegisteredCodeLocationOrigin,
+    RemoteInstigatorOrigin,
+    RemoteRepositoryOrigin,
+)
+from dagster._core.scheduler.instigation import (
+    InstigatorState,
+    InstigatorStatus,
+    ScheduleInstigatorData,
+    TickData,
+    TickStatus,
+)
 
-from sensors.retention import delete_runs
+from sensors.retention import delete_idle_ticks, delete_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 _PARTS = dg.DynamicPartitionsDefinition(name="parts")
@@ -48,3 +61,36 @@ def test_old_runs_are_deleted_but_not_what_an_asset_shows_last(tmp_path: Path) -
         assert {p.stem for p in files.glob("*-*.db")} == left
         assert instance.get_materialized_partitions(made.key) == {"a", "b"}
         assert instance.get_latest_materialization_event(whole.key) is not None
+
+
+def test_old_ticks_of_sensors_that_asked_for_nothing_are_deleted(tmp_path: Path) -> None:
+    repository = RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("here"), "__repository__")
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        states = {}
+        nightly = ScheduleInstigatorData("0 2 * * *")
+        for kind, data in ((InstigatorType.SENSOR, None), (InstigatorType.SCHEDULE, nightly)):
+            origin = RemoteInstigatorOrigin(repository, kind.value)
+            states[kind] = InstigatorState(origin, kind, InstigatorStatus.RUNNING, data)
+            instance.add_instigator_state(states[kind])
+
+        def tick(kind: InstigatorType, status: TickStatus, at: float) -> None:
+            state = states[kind]
+            ids = state.instigator_origin_id, kind.value, kind, status, at
+            instance.create_tick(TickData(*ids, run_ids=[], selector_id=state.selector_id))
+
+        for kind in states:
+            tick(kind, TickStatus.SKIPPED, 100.0)
+            tick(kind, TickStatus.SKIPPED, 300.0)
+        tick(InstigatorType.SENSOR, TickStatus.SUCCESS, 100.0)
+        delete_idle_ticks(instance, 200.0)
+
+        def left(kind: InstigatorType) -> list[tuple[float, TickStatus]]:
+            state = states[kind]
+            ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id)
+            return [(t.timestamp, t.status) for t in ticks]
+
+        assert left(InstigatorType.SENSOR) == [
+            (300.0, TickStatus.SKIPPED),
+            (100.0, TickStatus.SUCCESS),
+        ]
+        assert len(left(InstigatorType.SCHEDULE)) == 2
