@@ -8,7 +8,8 @@ living processes lease.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.pipeline.commit import object_store
 from mergepipe_pipeline.pipeline.inspect import escaped
+from mergepipe_pipeline.pipeline.land import half_landed
 from mergepipe_pipeline.pipeline.leases import need_of
 from mergepipe_pipeline.pipeline.plan import load_plan
 from mergepipe_pipeline.snapshots.gc import Collected, Roots
@@ -37,14 +39,19 @@ def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = Fa
     begin meanwhile wait for this one.
     """
     leases = Leases(home.leases)
-    expired = tuple(_expired(home, max(older_than_s, _QUARANTINE_S)))
     with leases.alone():
+        living = leases.living(older_than_s)
+        left = half_landed(home, living.names)
+        expired = (
+            *_older(sorted(home.quarantine.glob("*")), max(older_than_s, _QUARANTINE_S)),
+            *_older(left, older_than_s),
+        )
         found = run(
             object_store(home),
             home.snapshots,
             home.staging,
             home.unnamed(),
-            replace(_roots(home, leases.living(older_than_s)), expired=expired),
+            replace(_roots(home, living), expired=expired),
             older_than_s=older_than_s,
             dry_run=dry_run,
         )
@@ -53,11 +60,12 @@ def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = Fa
     )
 
 
-def _expired(home: Warehouse, older_than_s: float) -> Iterator[Path]:
-    """What is in quarantine for longer than that."""
-    for folder in sorted(home.quarantine.iterdir()) if home.quarantine.is_dir() else ():
-        if time.time() - folder.lstat().st_mtime > older_than_s:
-            yield folder
+def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
+    """Those whose last change is longer ago; what is gone meanwhile is left out."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            if time.time() - path.lstat().st_mtime >= older_than_s:
+                yield path
 
 
 def _roots(home: Warehouse, living: Living) -> Roots:

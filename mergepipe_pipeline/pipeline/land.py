@@ -7,7 +7,9 @@ by one rename. A copy into the inbox itself can be seen half done.
 from __future__ import annotations
 
 import os
-import uuid
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +17,14 @@ from mergepipe_pipeline.catalog.catalog import NAME
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.pipeline.arrivals import mark_landed
 from mergepipe_pipeline.pipeline.stamps import stamps_of, token_of
+from mergepipe_pipeline.snapshots.leases import Leases, Need
 from mergepipe_pipeline.storage.atomic import copy_file, link_file, remove_tree, replace_dir
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
+
+#: What a lease of a landing is called, and with it the folder that is made.
+LANDING = "landing"
+_LEFT = re.compile(rf"\.(?P<name>.+)\.((?P<lease>{LANDING}-[\w-]+)|old-[0-9a-f]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +51,7 @@ def land(home: Warehouse, path: str, name: str | None = None, *, link: bool = Fa
     _refuse_wrong_places(home, source, chosen)
     open_checkpoint(str(source), chosen, probes=False)
     replaced = final.exists()
-    staged = home.inbox / f".{chosen}.landing-{uuid.uuid4().hex[:8]}"
-    try:
-        staged.mkdir()
+    with _staged(home, chosen) as staged:
         for file in sorted(f for f in source.iterdir() if f.is_file()):
             (link_file if link else copy_file)(file.resolve(), staged / file.name)
             stat = file.stat()
@@ -55,9 +60,32 @@ def land(home: Warehouse, path: str, name: str | None = None, *, link: bool = Fa
         stamps, _ = stamps_of(staged)
         mark_landed(home, chosen, token_of(stamps))
         replace_dir(staged, final)
-    finally:
-        remove_tree(staged)
     return Landing(chosen, str(final), len(stamps), sum(s.nbytes for s in stamps), replaced)
+
+
+@contextmanager
+def _staged(home: Warehouse, name: str) -> Iterator[Path]:
+    """A new folder beside the place where `name` lands, leased, gone when the context ends."""
+    with Leases(home.leases).hold(Need(), LANDING) as lease:
+        staged = home.inbox / f".{name}.{lease}"
+        try:
+            staged.mkdir()
+            yield staged
+        finally:
+            remove_tree(staged)
+
+
+def half_landed(home: Warehouse, living: Collection[str]) -> Iterator[Path]:
+    """What landings of dead processes left in the inbox; `living` are the names of leases.
+
+    The older version that a killed landing put aside stays while nothing is in its place.
+    """
+    for path in sorted(home.inbox.glob(".*")):
+        found = _LEFT.fullmatch(path.name)
+        if found is None or found["lease"] in living:
+            continue
+        if found["lease"] or (home.inbox / found["name"]).exists():
+            yield path
 
 
 def _refuse_wrong_places(home: Warehouse, source: Path, name: str) -> None:

@@ -8,6 +8,7 @@ of them.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -25,6 +26,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 #: What the kernel says where it copies nothing: between, or on, such file systems; in a sandbox.
 _NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
+
+#: Arguments of `renameat2`: paths are absolute, and the names change places.
+_HERE, _EXCHANGE = -100, 2
 
 crash_hook: Callable[[str], None] | None = None
 
@@ -107,19 +111,40 @@ def publish_dir(staged: str | Path, final: str | Path) -> bool:
 
 
 def replace_dir(staged: str | Path, final: str | Path) -> None:
-    """Give a complete folder its final name, durably; an older one of that name is gone then.
+    """Give a complete folder its final name, durably; an older one has the name `staged` then.
 
-    Between two renames there is neither: a process that is killed there leaves the old one beside
-    it, under a name with a dot. Raises StorageFullError.
+    Readers see the old one or the new one. Where the file system cannot exchange two names, there
+    is neither for a moment, and a process that is killed in it leaves the old one beside its place,
+    under a name with a dot. Raises StorageFullError.
     """
-    final = Path(final)
-    aside = final.with_name(f".{final.name}.old-{uuid.uuid4().hex[:8]}")
+    staged, final = Path(staged), Path(final)
     if publish_dir(staged, final):
         return
-    _step("aside")
-    os.rename(final, aside)
-    publish_dir(staged, final)
-    remove_tree(aside)
+    _step("exchange")
+    if not _exchanged(staged, final):
+        aside = final.with_name(f".{final.name}.old-{uuid.uuid4().hex[:8]}")
+        os.rename(final, aside)
+        _step("publish")
+        os.rename(staged, final)
+        os.rename(aside, staged)
+    for folder in {staged.parent, final.parent}:
+        _fsync_dir(folder)
+
+
+def _exchanged(a: Path, b: Path) -> bool:
+    """Let two names change places at once; False where the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(a.absolute()), os.fsencode(b.absolute())
+    try:
+        done: int = libc.renameat2(_HERE, names[0], _HERE, names[1], _EXCHANGE)
+    except AttributeError:  # a C library without it
+        return False
+    if done == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(b))
 
 
 def make_dirs(*folders: str | Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,19 +17,23 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.snapshots import gc as gc_command
 from mergepipe_pipeline.pipeline import leases
+from mergepipe_pipeline.pipeline.calibrate import calibrate
 from mergepipe_pipeline.pipeline.cards import recipe_cards
 from mergepipe_pipeline.pipeline.check import parse
 from mergepipe_pipeline.pipeline.deploy import merge_recipe, plan_recipe, snapshot_recipe
 from mergepipe_pipeline.pipeline.gc import collect
 from mergepipe_pipeline.pipeline.index import index_expert
 from mergepipe_pipeline.pipeline.inspect import verify
+from mergepipe_pipeline.pipeline.land import land
 from mergepipe_pipeline.pipeline.leases import lease, staging
 from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge
 from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.pipeline.progress import Advance, Silent
 from mergepipe_pipeline.pipeline.publish import publish
 from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.storage import atomic, locks
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_stages import both, first
 
@@ -178,6 +182,47 @@ def test_what_is_being_written_stays_and_what_a_dead_writer_left_goes(home: Ware
     left.write_bytes(b"half")
     collect(home, older_than_s=0)
     assert not left.exists()
+
+
+def test_what_killed_landings_left_goes_and_what_a_living_one_copies_stays(
+    home: Warehouse, family: Path
+) -> None:
+    names = ("landing-20260101T000000-0123abcd", "landing-0123abcd", "old-0123abcd")
+    for name in names:
+        for expert in ("here", "gone"):
+            (home.inbox / f".{expert}.{name}").mkdir()
+    (home.inbox / ".notes").mkdir()
+    (home.inbox / "here").mkdir()
+    home.arrivals.mkdir()
+    (home.arrivals / ".here.json.q1.tmp").write_bytes(b"half")
+
+    def hook(step: str) -> None:
+        atomic.crash_hook = None if step == "copy" else hook
+        if step == "copy":
+            collect(home, older_than_s=0)
+
+    atomic.crash_hook = hook
+    land(home, str(family / "base"), "here")
+    # An older version of which nothing is in its place may be the only copy.
+    assert {p.name for p in home.inbox.iterdir()} == {".gone.old-0123abcd", ".notes", "here"}
+    assert open_checkpoint(str(home.inbox / "here"), "here").tensors
+    assert [p.name for p in home.arrivals.iterdir()] == ["here.json"]
+
+
+class Collecting(Silent):
+    """A collection at the begin of every task."""
+
+    def __init__(self, home: Warehouse) -> None:
+        self._home = home
+
+    def task(self, label: str, total_nbytes: int) -> AbstractContextManager[Advance]:
+        collect(self._home, older_than_s=0)
+        return super().task(label, total_nbytes)
+
+
+def test_a_calibration_keeps_its_files_through_a_collection(home: Warehouse) -> None:
+    calibrate(home, temp_nbytes=4 << 20, with_engine=False, progress=Collecting(home))
+    assert not list(home.staging.iterdir())
 
 
 def test_a_stage_that_nothing_needs_is_collected_and_made_again(

@@ -242,3 +242,24 @@ def test_a_copy_onto_a_full_disk_is_named(
     monkeypatch.setattr(os, "copy_file_range", full)
     with pytest.raises(StorageFullError, match=r"disk is full.*copy"):
         atomic.copy_file(tmp_path / "source", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_takes_the_place_of_another_and_readers_see_one_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:  # a flag that no system knows
+        monkeypatch.setattr(atomic, "_EXCHANGE", 1 << 20)
+    staged, final = tmp_path / "staged", tmp_path / "final"
+    for folder in (staged, final):
+        folder.mkdir()
+        (folder / folder.name).write_bytes(b"x")
+
+    def look(step: str) -> None:
+        assert can_exchange is False or (final / "final").exists()
+
+    atomic.crash_hook = look
+    atomic.replace_dir(staged, final)
+    assert (final / "staged").exists()
+    assert (staged / "final").exists()
+    assert len(list(tmp_path.iterdir())) == 2
