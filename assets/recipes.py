@@ -38,9 +38,11 @@ from mergepipe_pipeline.pipeline.deploy import (
 )
 from mergepipe_pipeline.pipeline.forecast import forecast_plan
 from mergepipe_pipeline.pipeline.inspect import shares
-from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.text import in_one_line, markdown, visible
 
+#: The tag of a run that planned with another budget than the recipe's.
+BUDGET_TAG = "mergepipe/budget"
 #: The blocking checks of a snapshot, and what each says.
 _AUDITS = {
     "every_byte_verified": "Every file of the snapshot has the digest that its manifest states.",
@@ -131,13 +133,17 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
         tags=_tags(card),
         pool="disk_write" if len(card.stages) > 1 else None,
     )
-    def plan(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+    def plan(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
+    ) -> dg.MaterializeResult[None]:
         """What will be read of which expert under the budget, and the bound on what that costs.
 
         Stages before the last are merged here: what they give is what the plan reads.
         """
         started = time.monotonic()
-        made = plan_recipe(mergepipe.warehouse, card)
+        if engine.budget is not None:
+            context.instance.add_run_tags(context.run_id, {BUDGET_TAG: engine.budget})
+        made = plan_recipe(mergepipe.warehouse, card, budget=engine.budget)
         seconds = round(time.monotonic() - started, 3)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.plan_id),
@@ -145,6 +151,7 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
                 **stages_metadata(card.stages),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
                 "predicted_time": forecast_plan(mergepipe.warehouse, made).to_json(),
+                "budget_from": "the recipe" if made.request.budget is None else "the run",
                 "seconds": seconds,
             },
         )
@@ -186,13 +193,13 @@ def _layers(card: RecipeCard) -> dg.AssetsDefinition:
 
     @dg.multi_asset(name=f"{_group(card)}__layers", specs=specs, can_subset=True, pool="disk_write")
     def layers(
-        context: dg.AssetExecutionContext, mergepipe: MergePipe
+        context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> Iterator[dg.MaterializeResult[None]]:
         """Merge each layer, or reuse it from the action cache; reported as each one ends."""
         selected = [names[key] for key in context.selected_asset_keys]
         plan = current_plan(mergepipe.warehouse, card.name)
         tasks = {layer.name: layer for layer in plan.layers}
-        for done in merge_recipe(mergepipe.warehouse, card.name, selected, mergepipe.knobs):
+        for done in merge_recipe(mergepipe.warehouse, card.name, selected, engine.knobs):
             yield dg.MaterializeResult(
                 asset_key=layer_key(card.name, done.name),
                 data_version=dg.DataVersion(done.layer_key),

@@ -4,7 +4,6 @@ Loaded by `workspace.yaml`. Loading reads recipe files and the catalog, never a 
 import torch.
 """
 
-import os
 from dataclasses import dataclass, replace
 
 import dagster as dg
@@ -12,7 +11,7 @@ import dagster as dg
 from assets.experts import expert_index, index_burst
 from assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
-from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.inbox import inbox_sensor, index_job
 from sensors.orphans import orphans_sensor
@@ -26,14 +25,8 @@ from sensors.reload import build_reload_sensor, recipes_token
 from sensors.retention import retention_sensor
 
 
-def build_definitions(
-    home: Warehouse,
-    *,
-    inbox_quiet_s: float = 4.0,
-    inbox_retry_s: float = 30.0,
-    retry_s: float = 30.0,
-) -> dg.Definitions:
-    """The definitions of one warehouse.
+def build_definitions(home: Warehouse, mergepipe: MergePipe | None = None) -> dg.Definitions:
+    """The definitions of one warehouse, with its resource (by default as the environment says).
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
@@ -65,12 +58,8 @@ def build_definitions(
             retention_sensor,
         ],
         resources={
-            "mergepipe": MergePipe(
-                home=str(home.root),
-                inbox_quiet_s=inbox_quiet_s,
-                inbox_retry_s=inbox_retry_s,
-                retry_s=retry_s,
-            )
+            "mergepipe": mergepipe or MergePipe(home=str(home.root)),
+            "engine": Engine(),
         },
         executor=dg.in_process_executor,
     )
@@ -105,9 +94,4 @@ def build_job(card: RecipeCard) -> AssetJob:
     )
 
 
-defs = build_definitions(
-    Warehouse.at(os.environ.get("MERGEPIPE_HOME")),
-    inbox_quiet_s=float(os.environ.get("MERGEPIPE_INBOX_QUIET_S", "4")),
-    inbox_retry_s=float(os.environ.get("MERGEPIPE_INBOX_RETRY_S", "30")),
-    retry_s=float(os.environ.get("MERGEPIPE_RETRY_S", "30")),
-)
+defs = build_definitions(Warehouse.at())

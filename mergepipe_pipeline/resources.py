@@ -1,28 +1,48 @@
 """What assets and sensors get from Dagster: the warehouse, and the knobs of the engine.
 
-The only place where Dagster configuration becomes core values.
+The only place where Dagster configuration becomes core values. Settings are read from the
+environment when this module is loaded, so that a wrong one stops definitions from loading.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import dagster as dg
+from pydantic import Field
 
 from mergepipe_pipeline.pipeline.leases import lease_run
 from mergepipe_pipeline.pipeline.merge import EngineKnobs
+from mergepipe_pipeline.settings import (
+    BUDGET,
+    DEVICE,
+    INBOX_QUIET,
+    INBOX_RETRY,
+    MEMORY,
+    OF_A_RUN,
+    RETRY,
+    THREADS,
+    Setting,
+)
 from mergepipe_pipeline.warehouse import Warehouse
 
 
+def _variable(setting: Setting[Any]) -> Any:
+    """A field of a run's config: what it says, else the variable, else the default."""
+    default = setting.value()
+    if setting.text is not None:
+        kind = dg.EnvVar.int if isinstance(default, int) else dg.EnvVar
+        default = kind(setting.variable)
+    return Field(default=default, description=setting.meaning)
+
+
 class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
-    """The warehouse at `home`, and how fast and how big a merge may be."""
+    """The warehouse at `home`, and how patient its sensors are."""
 
     home: str
-    threads: int | None = None
-    memory_mib: int | None = None
-    device: str | None = None
-    inbox_quiet_s: float = 4.0
-    retry_s: float = 30.0
-    inbox_retry_s: float = 30.0
+    inbox_quiet_s: float = INBOX_QUIET.value()
+    inbox_retry_s: float = INBOX_RETRY.value()
+    retry_s: float = RETRY.value()
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator["MergePipe"]:
@@ -37,6 +57,27 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
     def warehouse(self) -> Warehouse:
         """Every path of the warehouse."""
         return Warehouse.at(self.home).ensure()
+
+
+class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]
+    """How fast and how big a run's merge may be, and what it may read.
+
+    A `budget` stands for the recipe's own amount in the runs that have it. It is no part of what a
+    recipe wants, which is its file and its inputs: sensors take what such a run releases as
+    current, and merge again when these change.
+    """
+
+    threads: int | None = _variable(THREADS)
+    memory_mib: int | None = _variable(MEMORY)
+    device: str | None = _variable(DEVICE)
+    budget: str | None = _variable(BUDGET)
+
+    def setup_for_execution(self, context: dg.InitResourceContext) -> None:
+        """Raise MergePipeError for a wrong value of a run's config, before any step."""
+        for setting in OF_A_RUN:
+            value = getattr(self, setting.field)
+            if value is not None:
+                setting.read(str(value), f"resources > engine > config > {setting.field}")
 
     @property
     def knobs(self) -> EngineKnobs:

@@ -26,7 +26,8 @@ class Ticker:
     """The sensors of one warehouse with their cursors, over one Dagster instance."""
 
     def __init__(self, home: Warehouse, instance: dg.DagsterInstance, quiet_s: float = 0.0) -> None:
-        self._home, self._instance, self._quiet_s = home, instance, quiet_s
+        self._home, self._instance = home, instance
+        self._resource = MergePipe(home=str(home.root), inbox_quiet_s=quiet_s)
         self._cursors: dict[str, str | None] = {}
         self._run_keys: set[str] = set()
         self._token = ""
@@ -56,18 +57,17 @@ class Ticker:
     def _definitions(self) -> dg.Definitions:
         token = recipes_token(recipe_cards(self._home))
         if token != self._token:
-            self._defs = build_definitions(self._home, inbox_quiet_s=self._quiet_s)
+            self._defs = build_definitions(self._home, self._resource)
             self._token = token
         return self._defs
 
     def _evaluate(self, defs: dg.Definitions, name: str) -> dg.SensorResult:
         repository = defs.get_repository_def()
-        resource = MergePipe(home=str(self._home.root), inbox_quiet_s=self._quiet_s)
         with dg.build_sensor_context(
             instance=self._instance,
             cursor=self._cursors.get(name),
             repository_def=repository,
-            resources={"mergepipe": resource},
+            resources={"mergepipe": self._resource},
         ) as context:
             result = repository.get_sensor_def(name)(context)
         assert isinstance(result, dg.SensorResult)

@@ -1,6 +1,6 @@
 """Dagster sensors and schedules: one watched place per file; they decide when, never what."""
 
-import os
+from mergepipe_pipeline.settings import SENSOR_INTERVAL
 
 #: For sensors that somebody waits for. Dagster looks every 5 s: with 5 here, a tick that began late
 #: in one look would be skipped in the next.
@@ -8,5 +8,5 @@ SOON_S = 4
 
 
 def interval_s(usual_s: int) -> int:
-    """Seconds between the ticks of a sensor: MERGEPIPE_SENSOR_INTERVAL_S, or what is usual."""
-    return int(os.environ.get("MERGEPIPE_SENSOR_INTERVAL_S", usual_s))
+    """Seconds between the ticks of a sensor, as its setting says, or what is usual."""
+    return SENSOR_INTERVAL.value() or usual_s

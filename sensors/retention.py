@@ -1,6 +1,5 @@
 """Deletes old runs from Dagster's storage, and ticks sooner than Dagster can be told to."""
 
-import os
 import time
 from contextlib import suppress
 from datetime import datetime
@@ -11,6 +10,7 @@ from dagster import DagsterRunStatus as Status
 from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.scheduler.instigation import TickStatus
 
+from mergepipe_pipeline.settings import KEEP_RUNS
 from sensors import interval_s
 
 _OVER = [Status.SUCCESS, Status.FAILURE, Status.CANCELED]
@@ -19,6 +19,7 @@ _MOST_A_TICK = 50
 #: For how long ticks that asked for nothing are kept: some sensors have 17,000 of them a day, and
 #: Dagster counts in whole days.
 _IDLE_TICKS_S = 6 * 3600.0
+_KEPT_DAYS = KEEP_RUNS.value()
 
 
 @dg.sensor(
@@ -27,14 +28,13 @@ _IDLE_TICKS_S = 6 * 3600.0
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 def retention_sensor(context: dg.SensorEvaluationContext) -> dg.SkipReason:
-    """Deletes runs older than MERGEPIPE_KEEP_RUNS_DAYS (30), but not what an asset shows last.
+    """Deletes runs older than its setting says, but not what an asset shows last.
 
     At most 50 a tick, so that no tick is long. Ticks that asked for nothing go after six hours.
     """
     delete_idle_ticks(context.instance, time.time() - _IDLE_TICKS_S)
-    days = float(os.environ.get("MERGEPIPE_KEEP_RUNS_DAYS", "30"))
-    gone = delete_runs(context.instance, time.time() - days * _DAY_S)
-    return dg.SkipReason(f"{gone} runs older than {days:g} days deleted")
+    gone = delete_runs(context.instance, time.time() - _KEPT_DAYS * _DAY_S)
+    return dg.SkipReason(f"{gone} runs older than {_KEPT_DAYS:g} days deleted")
 
 
 def delete_idle_ticks(instance: dg.DagsterInstance, before: float) -> None:

@@ -83,17 +83,30 @@ def _said(text: str) -> str:
     )
 
 
-def plan_recipe(home: Warehouse, card: RecipeCard, progress: Progress | None = None) -> MergePlan:
+def plan_recipe(
+    home: Warehouse,
+    card: RecipeCard,
+    progress: Progress | None = None,
+    *,
+    budget: str | None = None,
+) -> MergePlan:
     """Plan a recipe of the warehouse and remember the plan as its current one.
 
-    Raises InputChangedError if an input is not as it was indexed.
+    `budget` stands for the recipe's amount; what the recipe wants stays what its file says, so that
+    a release of this plan answers it and nothing asks for another. Raises InputChangedError if an
+    input is not as it was indexed.
     """
     inputs = recorded_inputs(home, card.members)
     states = states_of(home, inputs)
     given = {name: c for name, c in inputs.items() if name not in card.pinned}
     with blaming_inputs(home, states):
         plan = make_plan(
-            home, card.recipe, relative_to=home.recipes, known=given, progress=progress
+            home,
+            card.recipe,
+            relative_to=home.recipes,
+            known=given,
+            progress=progress,
+            budget=budget,
         )
     state = {
         "plan_id": plan.plan_id,

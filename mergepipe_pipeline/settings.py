@@ -1,0 +1,165 @@
+"""The settings of the standing pipeline: what each one means, its variable, unit and default.
+
+The one place that knows them. README's table is checked against `SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.recipe.budget import parse_budget
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """One setting: the environment variable that gives it, and what the values are.
+
+    `field` is its name in the resource `engine`, if a run's config may say it. `read` gives the
+    value of a text, and raises MergePipeError with the place it is given. Where `default` is None,
+    somebody else decides, as `otherwise` says.
+    """
+
+    variable: str
+    field: str
+    unit: str
+    default: T
+    meaning: str
+    read: Callable[[str, str], T]
+    otherwise: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The default in words."""
+        return self.otherwise if self.default is None else f"{self.default:g}"
+
+    @property
+    def text(self) -> str | None:
+        """What the environment says; None if it says nothing. An empty variable says nothing."""
+        return os.environ.get(self.variable) or None
+
+    def value(self) -> T:
+        """The value in the environment, or the default. Raises MergePipeError for a wrong one."""
+        return self.default if self.text is None else self.read(self.text, self.variable)
+
+
+def _refuse(where: str, expected: str, text: str) -> MergePipeError:
+    return MergePipeError(
+        "A setting has a wrong value",
+        where=where,
+        expected=expected,
+        found=repr(text),
+        next_step="correct it, or leave it out for the default",
+    )
+
+
+def _count(text: str, where: str) -> int:
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text, re.ASCII):
+        raise _refuse(where, "a whole number from 1 up", text)
+    return int(text)
+
+
+def _number(text: str, where: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text, re.ASCII):
+        raise _refuse(where, "a number from 0 up", text)
+    return float(text)
+
+
+def _device(text: str, where: str) -> str:
+    if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", text, re.ASCII):
+        raise _refuse(where, "cpu, cuda or cuda:0, cuda:1 and so on", text)
+    return text
+
+
+def _budget(text: str, where: str) -> str:
+    parse_budget(text, where)
+    return text
+
+
+THREADS = Setting[int | None](
+    "MERGEPIPE_THREADS",
+    "threads",
+    "threads",
+    None,
+    "For arithmetic and reading.",
+    _count,
+    "one more than cores",
+)
+MEMORY = Setting[int | None](
+    "MERGEPIPE_MEMORY_MIB",
+    "memory_mib",
+    "MiB",
+    None,
+    "For a merge's plan and windows, beside some 100 MiB of program.",
+    _count,
+    "128",
+)
+DEVICE = Setting[str | None](
+    "MERGEPIPE_DEVICE",
+    "device",
+    "name",
+    None,
+    "Where merges compute: cpu, cuda, or one of several as cuda:1.",
+    _device,
+    "cpu",
+)
+BUDGET = Setting[str | None](
+    "MERGEPIPE_BUDGET",
+    "budget",
+    "amount",
+    None,
+    "Expert bytes that may be read, written as in recipes.",
+    _budget,
+    "the recipe's",
+)
+INBOX_QUIET = Setting[float](
+    "MERGEPIPE_INBOX_QUIET_S",
+    "",
+    "seconds",
+    4.0,
+    "A copy into the inbox is whole when its files have not changed for so long.",
+    _number,
+)
+INBOX_RETRY = Setting[float](
+    "MERGEPIPE_INBOX_RETRY_S",
+    "",
+    "seconds",
+    30.0,
+    "The pause after a failed index run; each further one is four times as long.",
+    _number,
+)
+RETRY = Setting[float](
+    "MERGEPIPE_RETRY_S",
+    "",
+    "seconds",
+    30.0,
+    "The pause after a failed merge; each further one is four times as long.",
+    _number,
+)
+SENSOR_INTERVAL = Setting[int | None](
+    "MERGEPIPE_SENSOR_INTERVAL_S",
+    "",
+    "seconds",
+    None,
+    "Between two ticks of each sensor.",
+    _count,
+    "each its own",
+)
+KEEP_RUNS = Setting[float](
+    "MERGEPIPE_KEEP_RUNS_DAYS",
+    "",
+    "days",
+    30.0,
+    "Older finished runs are deleted with their files, but not what an asset shows last.",
+    _number,
+)
+
+#: How a merge runs, and what it may read: a run's config may say these, too.
+OF_A_RUN: tuple[Setting[Any], ...] = (THREADS, MEMORY, DEVICE, BUDGET)
+SETTINGS = (*OF_A_RUN, INBOX_QUIET, INBOX_RETRY, RETRY, SENSOR_INTERVAL, KEEP_RUNS)

@@ -1,0 +1,126 @@
+"""Settings: from the environment and from a run's config, refused by name where they are wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.engine.windows import EngineOptions
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.pipeline.deploy import current_plan, last_release
+from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.settings import MEMORY, SETTINGS, THREADS, Setting
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import sum_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+ROOT = Path(__file__).parents[2]
+#: A setting's variable without its prefix, and values that are none of it.
+WRONG = {
+    "THREADS": ["many", "0", "-1", "1.5", "1_0", " 2"],
+    "MEMORY_MIB": ["-1", "64MiB", "9999999999"],
+    "DEVICE": ["gpu", "cuda:", "cuda:x"],
+    "BUDGET": ["lots", "25", "-1%", "error=2"],
+    "INBOX_QUIET_S": ["-1", "nan", "inf", "1e3"],
+    "INBOX_RETRY_S": ["soon"],
+    "RETRY_S": ["30s"],
+    "SENSOR_INTERVAL_S": ["0", "0.5"],
+    "KEEP_RUNS_DAYS": ["-30"],
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.variable)
+def test_a_wrong_value_is_refused_with_the_name_of_its_variable(
+    setting: Setting[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in WRONG[setting.variable.removeprefix("MERGEPIPE_")]:
+        monkeypatch.setenv(setting.variable, text)
+        with pytest.raises(MergePipeError, match=rf"Where: {setting.variable}.*Expected .* found"):
+            setting.value()
+
+
+def test_a_right_value_is_taken_and_an_empty_variable_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(THREADS.variable, "3")
+    assert THREADS.value() == 3
+    monkeypatch.setenv(THREADS.variable, "")
+    assert THREADS.value() is None
+    assert int(MEMORY.shown) << 20 == EngineOptions().memory_bytes
+
+
+def test_the_readme_lists_the_settings_as_they_are() -> None:
+    rows = re.findall(r"^\| `(MERGEPIPE_\w+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert rows == [
+        (s.variable, " | ".join([f"`{s.field}`" if s.field else "", s.unit, s.shown, s.meaning]))
+        for s in SETTINGS
+    ]
+
+
+def test_no_other_module_knows_a_variable() -> None:
+    found = {
+        (path.name, name)
+        for folder in ("mergepipe_pipeline", "assets", "sensors")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r'"(MERGEPIPE_\w+)"', path.read_text())
+    }
+    assert {name for path, name in found if path == "settings.py"} == {s.variable for s in SETTINGS}
+    elsewhere = {name for path, name in found if path != "settings.py"}
+    assert elsewhere == {"MERGEPIPE_HOME", "MERGEPIPE_TRACEBACK"}
+
+
+def launch(
+    home: Warehouse, instance: dg.DagsterInstance, **engine: object
+) -> dg.ExecuteInProcessResult:
+    """Start recipe r's job as from the launchpad, with a config of the engine."""
+    job = build_definitions(home).resolve_job_def("merge_r")
+    config = {"resources": {"engine": {"config": engine}}}
+    return job.execute_in_process(run_config=config, instance=instance, raise_on_error=False)
+
+
+def test_a_runs_budget_is_released_and_recorded_and_asks_for_no_other_merge(
+    home: Warehouse, instance: dg.DagsterInstance, ticker: Ticker, drop: Drop
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    home.recipe_path("r").write_text(sum_of("base", "expert_00"))
+    ticker.tick()
+    full = current_plan(home, "r").estimates
+    assert full.budget_bytes is None
+    run = launch(home, instance, budget="50%", threads=1, memory_mib=8, device="cpu")
+    assert run.success
+    plan = current_plan(home, "r")
+    assert 0 < plan.estimates.expert_bytes_planned <= full.expert_bytes_total // 2
+    told = instance.get_run_by_id(run.run_id)
+    assert told is not None
+    assert told.tags["mergepipe/budget"] == plan.request.budget == "50%"
+    released = last_release(home, "r")
+    assert released is not None
+    assert (released.sequence, released.plan_id) == (2, plan.plan_id)
+    assert ticker.tick() == []
+    assert "r: the release is current" in ticker.reasons()[1]
+    drop("expert_00", "expert_02")
+    assert [run["job"] for run in ticker.tick()] == ["index_experts", "merge_r"]
+    assert current_plan(home, "r").estimates.budget_bytes is None
+
+
+def test_a_wrong_value_of_a_runs_config_fails_it_before_any_step(
+    home: Warehouse, family: Path, instance: dg.DagsterInstance
+) -> None:
+    for name in ("base", "expert_00"):
+        register(home, family / name, name)
+    home.recipe_path("r").write_text(sum_of("base", "expert_00"))
+    run = launch(home, instance, threads=0)
+    assert not run.success
+    assert not [event for event in run.all_events if event.is_step_start]
+    error = run.all_events[-1].job_failure_data.error
+    assert error is not None
+    assert error.cause is not None
+    assert "Where: resources > engine > config > threads. Expected" in error.cause.message
