@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.pipeline.commit import commit
 from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
 from mergepipe_pipeline.pipeline.index import content_of
-from mergepipe_pipeline.pipeline.leases import lease
+from mergepipe_pipeline.pipeline.leases import lease, lease_recipe
 from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge_layers
 from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
 from mergepipe_pipeline.pipeline.progress import Progress
@@ -93,29 +94,31 @@ def plan_recipe(
     """Plan a recipe of the warehouse and remember the plan as its current one.
 
     `budget` stands for the recipe's amount; what the recipe wants stays what its file says, so that
-    a release of this plan answers it and nothing asks for another. Raises InputChangedError if an
-    input is not as it was indexed.
+    a release of this plan answers it and nothing asks for another. Raises BusyError while somebody
+    else works on the recipe, InputChangedError if an input is not as it was indexed. So do the
+    verbs after it.
     """
-    inputs = recorded_inputs(home, card.members)
-    states = states_of(home, inputs)
-    given = {name: c for name, c in inputs.items() if name not in card.pinned}
-    with blaming_inputs(home, states):
-        plan = make_plan(
-            home,
-            card.recipe,
-            relative_to=home.recipes,
-            known=given,
-            progress=progress,
-            budget=budget,
-        )
-    state = {
-        "plan_id": plan.plan_id,
-        "wanted": _wanted(Catalog(home.catalog), card, inputs.values()) or "",
-        "inputs": states,
-        "snapshot_id": "",
-        "layers": {},
-    }
-    write_atomic(home.current_plan_path(card.name), seal(state))
+    with lease_recipe(home, card.name):
+        inputs = recorded_inputs(home, card.members)
+        states = states_of(home, inputs)
+        known = {name: c for name, c in inputs.items() if name not in card.pinned}
+        with blaming_inputs(home, states):
+            plan = make_plan(
+                home,
+                card.recipe,
+                relative_to=home.recipes,
+                known=known,
+                progress=progress,
+                budget=budget,
+            )
+        state = {
+            "plan_id": plan.plan_id,
+            "wanted": _wanted(Catalog(home.catalog), card, inputs.values()) or "",
+            "inputs": states,
+            "snapshot_id": "",
+            "layers": {},
+        }
+        write_atomic(home.current_plan_path(card.name), seal(state))
     return plan
 
 
@@ -152,20 +155,15 @@ def _inputs(state: Mapping[str, Any]) -> dict[str, str]:
 def merge_recipe(
     home: Warehouse, recipe: str, layers: Sequence[str], knobs: EngineKnobs
 ) -> Iterator[LayerOutcome]:
-    """Run or reuse layers of the recipe's current plan, and remember what they cost.
-
-    Raises InputChangedError if it fails since an input has changed.
-    """
-    state = _current(home, recipe)
-    costs: dict[str, Any] = dict(state["layers"])
-    plan = _planned(home, recipe, state)
-    try:
-        with lease(home, plan), blaming_inputs(home, _inputs(state)):
+    """Run or reuse layers of the recipe's current plan, and remember what they cost."""
+    with _working(home, recipe) as (state, plan):
+        costs: dict[str, Any] = dict(state["layers"])
+        try:
             for done in merge_layers(home, plan, layers, knobs=knobs):
                 costs[done.name] = asdict(Realised.of([done]))
                 yield done
-    finally:
-        write_atomic(home.current_plan_path(recipe), seal({**state, "layers": costs}))
+        finally:
+            write_atomic(home.current_plan_path(recipe), seal({**state, "layers": costs}))
 
 
 def snapshot_recipe(home: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
@@ -173,16 +171,23 @@ def snapshot_recipe(home: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
 
     Returns what the plan's layers cost, over all runs that worked on it.
     """
-    state = _current(home, recipe)
-    costs = [Realised(**cost) for cost in state["layers"].values()]
-    realised = Realised.total(costs)
-    plan = _planned(home, recipe, state)
-    with lease(home, plan), blaming_inputs(home, _inputs(state)):
+    with _working(home, recipe) as (state, plan):
+        costs = [Realised(**cost) for cost in state["layers"].values()]
+        realised = Realised.total(costs)
         snapshot = commit(home, plan, realised)
-    write_atomic(
-        home.current_plan_path(recipe), seal({**state, "snapshot_id": snapshot.snapshot_id})
-    )
+        done = {**state, "snapshot_id": snapshot.snapshot_id}
+        write_atomic(home.current_plan_path(recipe), seal(done))
     return snapshot, realised
+
+
+@contextmanager
+def _working(home: Warehouse, recipe: str) -> Iterator[tuple[dict[str, Any], MergePlan]]:
+    """What is current of a recipe, for nobody else to change, and its plan with all it needs."""
+    with lease_recipe(home, recipe):
+        state = _current(home, recipe)
+        plan = _planned(home, recipe, state)
+        with lease(home, plan), blaming_inputs(home, _inputs(state)):
+            yield state, plan
 
 
 def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:
@@ -205,22 +210,23 @@ def release_recipe(home: Warehouse, card: RecipeCard) -> tuple[Ref, Release]:
     inputs are not those that were planned, CorruptionError, and MergePipeError for one that no
     reader should get.
     """
-    snapshot, state = current_snapshot(home, card.name), _current(home, card.name)
-    refuse_changed_inputs(home, _inputs(state))
-    audit = audit_snapshot(home, card.name, snapshot)
-    refuse_unfit(audit, _planned(home, card.name, state))
-    last = last_release(home, card.name)
-    ref = publish(
-        home, snapshot.snapshot_id, card.recipe.ref, reason=f"recipe {card.name}", audit=False
-    )
-    done = Release(
-        card.name,
-        (last.sequence if last else 0) + 1,
-        state["wanted"],
-        snapshot.manifest.plan_id,
-        snapshot.snapshot_id,
-    )
-    write_atomic(home.release_path(card.name), seal(asdict(done)))
+    with lease_recipe(home, card.name):
+        snapshot, state = current_snapshot(home, card.name), _current(home, card.name)
+        audit = audit_snapshot(home, card.name, snapshot)
+        refuse_unfit(audit, _planned(home, card.name, state))
+        refuse_changed_inputs(home, _inputs(state))
+        last = last_release(home, card.name)
+        ref = publish(
+            home, snapshot.snapshot_id, card.recipe.ref, reason=f"recipe {card.name}", audit=False
+        )
+        done = Release(
+            card.name,
+            (last.sequence if last else 0) + 1,
+            state["wanted"],
+            snapshot.manifest.plan_id,
+            snapshot.snapshot_id,
+        )
+        write_atomic(home.release_path(card.name), seal(asdict(done)))
     return ref, done
 
 

@@ -1,4 +1,4 @@
-"""What the verbs lease while they work: a plan's layers, the results it reads, a staging folder.
+"""What the verbs lease while they work: a plan's layers, the results it reads, a recipe's turn.
 
 Also the lease of a run: who only wants to know whether the process of a run still lives asks here.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import atexit
 import os
+import platform
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal
+from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.snapshots.leases import Leases, Need
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.atomic import locked_file, remove_tree
-from mergepipe_pipeline.storage.locks import is_held
+from mergepipe_pipeline.storage.locks import claimed, is_held
 from mergepipe_pipeline.warehouse import Warehouse
 
 _until_exit = ExitStack()
@@ -63,6 +66,32 @@ def run_lives(home: Warehouse, run_id: str) -> bool | None:
         if path.exists():  # else it has just ended well
             found = False
     return found
+
+
+@contextmanager
+def lease_recipe(home: Warehouse, recipe: str) -> Iterator[None]:
+    """Work alone on what is current of a recipe, until the context ends.
+
+    Raises BusyError at once, if somebody does so already: to wait would take a place from a run
+    that can work. It says who.
+    """
+    with claimed(home.leases / f"recipe-{recipe}.lock", _myself(home).encode()) as other:
+        if other is not None:
+            raise BusyError(
+                "Somebody else works on this recipe",
+                where=recipe,
+                found=other.decode(errors="replace"),
+                next_step="let it end; then run this again, if the release is not current yet",
+            )
+        yield
+
+
+def _myself(home: Warehouse) -> str:
+    """This process for people, with the run that it executes, if it does."""
+    process = os.getpid()
+    runs = [p.name.removeprefix("run-")[:8] for p in home.leases.glob(f"run-*-{process}.json")]
+    run = f"run {', '.join(runs)}, " if runs else ""
+    return f"{run}process {process} on {platform.node()} since {time.strftime('%F %T')}"
 
 
 @contextmanager

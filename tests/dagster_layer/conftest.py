@@ -9,6 +9,8 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from mergepipe_pipeline.pipeline.arrivals import index_arrival
+from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -36,3 +38,16 @@ def drop(home: Warehouse, family: Path) -> Drop:
         shutil.copytree(family / (source or name), home.inbox / name, dirs_exist_ok=True)
 
     return copy
+
+
+@pytest.fixture
+def card(home: Warehouse, drop: Drop) -> RecipeCard:
+    """Recipe n of a base and an expert of two shards, both indexed, without any run."""
+    model = "- {model: expert_01, parameters: {weight: 0.5}}"
+    text = f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{model}\n"
+    home.recipe_path("n").write_text(text)
+    for name in ("base", "expert_01"):
+        drop(name)
+        index_arrival(home, name)
+    (card,) = recipe_cards(home)
+    return card

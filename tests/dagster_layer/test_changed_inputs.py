@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.errors import InputChangedError
 from mergepipe_pipeline.pipeline import arrivals
 from mergepipe_pipeline.pipeline.arrivals import index_arrival
-from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
+from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.pipeline.deploy import (
     merge_recipe,
     plan_recipe,
@@ -25,23 +25,11 @@ from mergepipe_pipeline.pipeline.merge import EngineKnobs
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.conftest import Drop
-from tests.dagster_layer.test_experts import jobs, sum_of
+from tests.dagster_layer.test_experts import jobs
 from tests.dagster_layer.test_release import error_of, materialise
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 WAITS = "expert_01 waits for its index"
-
-
-@pytest.fixture
-def card(home: Warehouse, drop: Drop) -> RecipeCard:
-    """Recipe n of a base and an expert of two shards, both indexed."""
-    home.recipe_path("n").write_text(sum_of("base", "expert_01"))
-    for name in ("base", "expert_01"):
-        drop(name)
-        index_arrival(home, name)
-    (card,) = recipe_cards(home)
-    return card
 
 
 def replace_shard(home: Warehouse, number: int) -> None:
