@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import dagster as dg
 
 from assets.experts import expert_index
+from assets.failures import told
 from assets.metadata import (
     MIB,
     conflict_metadata,
@@ -26,9 +27,9 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.audit import audit_snapshot, is_over_budget
 from mergepipe_pipeline.pipeline.cards import RecipeCard
-from mergepipe_pipeline.pipeline.conflicts import conflicts as find_conflicts
 from mergepipe_pipeline.pipeline.curve import curve_of_plan
 from mergepipe_pipeline.pipeline.deploy import (
+    conflicts_of_recipe,
     current_plan,
     current_snapshot,
     merge_recipe,
@@ -103,6 +104,7 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
         group_name=_group(card),
         tags=_tags(card),
     )
+    @told
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """How the experts' deltas agree and differ, from catalog sketches: no weight is read.
 
@@ -111,9 +113,7 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
         of it), below 0 where they agree.
         """
         started = time.monotonic()
-        found = find_conflicts(
-            mergepipe.warehouse, card.recipe, relative_to=mergepipe.warehouse.recipes
-        )
+        found = conflicts_of_recipe(mergepipe.warehouse, card)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(digest_json([[s, f.digest] for s, f in found.items()])),
             metadata={
@@ -133,6 +133,7 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
         tags=_tags(card),
         pool="disk_write" if len(card.stages) > 1 else None,
     )
+    @told
     def plan(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -161,6 +162,7 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
 
 def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=dg.AssetKey([card.name, "plan"]), blocking=True, name="within_budget")
+    @told
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan buys no more expert bytes than the budget."""
         plan = current_plan(mergepipe.warehouse, card.name)
@@ -192,6 +194,7 @@ def _layers(card: RecipeCard) -> dg.AssetsDefinition:
     ]
 
     @dg.multi_asset(name=f"{_group(card)}__layers", specs=specs, can_subset=True, pool="disk_write")
+    @told
     def layers(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> Iterator[dg.MaterializeResult[None]]:
@@ -218,9 +221,9 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
         deps=deps,
         group_name=_group(card),
         tags=_tags(card),
-        retry_policy=dg.RetryPolicy(max_retries=1),
         pool="disk_write",
     )
+    @told
     def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """The immutable Hugging Face folder of the merged layers, committed by one rename."""
         made, cost = snapshot_recipe(mergepipe.warehouse, card.name)
@@ -261,6 +264,7 @@ def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
     ]
 
     @dg.multi_asset_check(name=f"{_group(card)}__audit", specs=specs)
+    @told
     def audit(mergepipe: MergePipe) -> Iterator[dg.AssetCheckResult]:
         """Reads every byte of the snapshot once."""
         home = mergepipe.warehouse
@@ -292,6 +296,7 @@ def _release(card: RecipeCard) -> dg.AssetsDefinition:
         group_name=_group(card),
         tags=_tags(card),
     )
+    @told
     def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """The ref that names the audited snapshot: what readers load."""
         ref, done = release_recipe(mergepipe.warehouse, card)
@@ -316,6 +321,7 @@ def _report(card: RecipeCard) -> dg.AssetsDefinition:
         group_name=_group(card),
         tags=_tags(card),
     )
+    @told
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Which bytes of which expert went into each layer of what is released now."""
         plan = current_plan(mergepipe.warehouse, card.name)

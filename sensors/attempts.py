@@ -48,10 +48,13 @@ def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord) -> Attempt:
     for log in instance.all_logs(run.run_id, of_type={Event.STEP_FAILURE, Event.RUN_FAILURE}):
         event = log.dagster_event
         if event and event.is_step_failure and event.step_failure_data.error:
-            chain = list(_chain(event.step_failure_data.error))
+            data = event.step_failure_data
+            chain = list(_chain(data.error))
             names = {name for name, _ in chain}
             lasts = _CHECK_FAILED in names or is_lasting(names)
-            return Attempt(ended_s, chain[-1][1], lasts, is_of_inputs(names))
+            told = data.user_failure_data and data.user_failure_data.description
+            error = " ".join(told.split()) if told else chain[-1][1]
+            return Attempt(ended_s, error, lasts, is_of_inputs(names))
         if event and event.message:
             return Attempt(ended_s, event.message, False)
     return Attempt(ended_s, "its run ended without an error of its own", False)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
@@ -19,6 +19,7 @@ from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.pipeline.audit import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.pipeline.commit import commit
+from mergepipe_pipeline.pipeline.conflicts import conflicts
 from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
 from mergepipe_pipeline.pipeline.index import content_of
 from mergepipe_pipeline.pipeline.leases import lease, lease_recipe
@@ -39,6 +40,9 @@ from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.analysis.conflicts import ConflictReport
 
 #: Keys of a recipe that say when, not what.
 _WHEN = frozenset({"schedule", "trigger", "timezone"})
@@ -84,6 +88,21 @@ def _said(text: str) -> str:
     )
 
 
+def conflicts_of_recipe(home: Warehouse, card: RecipeCard) -> Mapping[str, ConflictReport]:
+    """How the experts of a recipe conflict, by stage, as they were indexed. See `conflicts`.
+
+    Raises InputChangedError.
+    """
+    inputs = recorded_inputs(home, card.members)
+    with blaming_inputs(home, states_of(home, inputs)):
+        return conflicts(home, card.recipe, relative_to=home.recipes, known=_unpinned(inputs, card))
+
+
+def _unpinned(inputs: Mapping[str, Checkpoint], card: RecipeCard) -> dict[str, Checkpoint]:
+    """The inputs of which no revision is asked for: others are looked up by it."""
+    return {name: c for name, c in inputs.items() if name not in card.pinned}
+
+
 def plan_recipe(
     home: Warehouse,
     card: RecipeCard,
@@ -101,13 +120,12 @@ def plan_recipe(
     with lease_recipe(home, card.name):
         inputs = recorded_inputs(home, card.members)
         states = states_of(home, inputs)
-        known = {name: c for name, c in inputs.items() if name not in card.pinned}
         with blaming_inputs(home, states):
             plan = make_plan(
                 home,
                 card.recipe,
                 relative_to=home.recipes,
-                known=known,
+                known=_unpinned(inputs, card),
                 progress=progress,
                 budget=budget,
             )

@@ -25,7 +25,7 @@ def materialise(
     home: Warehouse, instance: dg.DagsterInstance, *assets: str
 ) -> dg.ExecuteInProcessResult:
     """What a click on assets of recipe `n` runs, and their checks."""
-    keys = dg.AssetSelection.keys(*(["n", asset] for asset in assets))
+    keys = dg.AssetSelection.keys(*(["n", *asset.split("/")] for asset in assets))
     defs = build_definitions(home)
     job = defs.resolve_implicit_global_asset_job_def().get_subset(
         asset_selection=keys.resolve(defs.resolve_asset_graph())

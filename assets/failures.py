@@ -1,0 +1,47 @@
+"""How the work of an asset fails: with one text, the cause first, and whether to try again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import dagster as dg
+
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.pipeline.retry import is_lasting
+
+
+def told(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Work whose errors become failures that lead with the error's own text.
+
+    What the same recipe and inputs would give again is not retried, here or by sensors.
+    """
+    if inspect.isgeneratorfunction(work):
+
+        @wraps(work)
+        def several(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with _failing():
+                yield from work(*args, **kwargs)
+
+        return several
+
+    @wraps(work)
+    def once(*args: Any, **kwargs: Any) -> Any:
+        with _failing():
+            return work(*args, **kwargs)
+
+    return once
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except MergePipeError as error:
+        lasting = is_lasting([type(error).__name__])
+        raise dg.Failure(str(error), allow_retries=not lasting) from error
+    except Exception as error:
+        raise dg.Failure(f"{type(error).__name__}: {error}") from error
