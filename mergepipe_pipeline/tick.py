@@ -73,9 +73,14 @@ class Ticker:
         assert isinstance(result, dg.SensorResult)
         self._cursors[name] = result.cursor or self._cursors.get(name)
         for request in result.dynamic_partitions_requests or []:
-            self._instance.add_dynamic_partitions(
-                request.partitions_def_name, list(request.partition_keys)
-            )
+            keys = list(request.partition_keys)
+            if isinstance(request, dg.AddDynamicPartitionsRequest):
+                self._instance.add_dynamic_partitions(request.partitions_def_name, keys)
+            else:
+                for key in keys:
+                    self._instance.delete_dynamic_partition(request.partitions_def_name, key)
+        for event in result.asset_events:
+            self._instance.report_runless_asset_event(event)
         return result
 
     def _execute(self, defs: dg.Definitions, sensor: str, request: dg.RunRequest) -> dict[str, Any]:

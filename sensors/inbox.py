@@ -8,6 +8,7 @@ from dagster import DagsterRunStatus as Status
 from assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
 from mergepipe_pipeline.pipeline.arrivals import ask
 from mergepipe_pipeline.pipeline.inbox import Landed, Patience, scan_inbox
+from mergepipe_pipeline.pipeline.recorded import is_gone
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
@@ -38,13 +39,22 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     landed = scan_inbox(home, patience, under_way(context.instance), MAX_RUNS * MAX_EXPERTS)
     ready = [x for x in landed if x.is_ready]
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))
-    new = [x.name for x in ready if x.name not in known]
-    said = f"{len(landed)} experts, {len(ready)} to index; waiting: {_waiting(landed)}"
+    new = [x.name for x in landed if (x.is_ready or x.is_indexed) and x.name not in known]
+    gone = sorted(n for n in known - {x.name for x in landed} if is_gone(home, n))
+    left = f"left the inbox: {', '.join(gone)}; " if gone else ""
+    said = f"{len(landed)} experts, {len(ready)} to index; {left}waiting: {_waiting(landed)}"
     if ready:  # else Dagster shows it as the reason of the tick
         context.log.info(said)
     return dg.SensorResult(
         run_requests=_requests(home, ready),
-        dynamic_partitions_requests=[experts.build_add_request(new)] if new else [],
+        dynamic_partitions_requests=[
+            *([experts.build_add_request(new)] if new else []),
+            *([experts.build_delete_request(gone)] if gone else []),
+        ],
+        asset_events=[
+            dg.AssetObservation(expert_index.key, partition=name, description="It left the inbox.")
+            for name in gone
+        ],
         skip_reason=None if ready else dg.SkipReason(said),
     )
 

@@ -22,9 +22,12 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 def is_gone(home: Warehouse, name: str) -> bool:
-    """Whether nothing lies any more where a name was registered, nor under it in the inbox."""
-    root = Catalog(home.catalog).root(name)
-    return "://" not in root and not (home.inbox / name).exists() and not Path(root).exists()
+    """Whether nothing lies in the inbox under a name, nor where it was registered, if it was."""
+    if (home.inbox / name).exists():
+        return False
+    catalog = Catalog(home.catalog)
+    root = catalog.root(name) if name in catalog.names() else ""
+    return "://" not in root and not (root and Path(root).exists())
 
 
 def reason_to_wait_for(home: Warehouse, names: Collection[str]) -> str | None:
