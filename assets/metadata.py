@@ -12,7 +12,7 @@ import dagster as dg
 
 from mergepipe_pipeline.pipeline import conflict_tables as tables
 from mergepipe_pipeline.pipeline.commit import operator_counts
-from mergepipe_pipeline.pipeline.cost import LayerOutcome
+from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
 from mergepipe_pipeline.pipeline.curve import Told, picture, rows_of
 from mergepipe_pipeline.pipeline.explain_tables import bytes_picture
 from mergepipe_pipeline.pipeline.inspect import makings, shares
@@ -139,6 +139,18 @@ def stages_metadata(stages: Sequence[RawRecipe]) -> Mapping[str, Any]:
         (s.stage or "the result", s.method, ", ".join(r.text for r in s.references)) for s in stages
     ]
     return {"stages": markdown_table(("stage", "method", "models"), rows)}
+
+
+def merge_metadata(cost: Realised, seconds: float) -> Mapping[str, Any]:
+    """What all layers of a run cost together."""
+    return {
+        "layers_merged": cost.layers_executed,
+        "layers_reused": cost.layers_reused,
+        "expert_mib_read": round(cost.expert_bytes_read / MIB, 3),
+        "base_mib_read": round(cost.base_bytes_read / MIB, 3),
+        "mib_written": round(cost.bytes_written / MIB, 3),
+        "seconds": round(seconds, 3),
+    }
 
 
 def layer_metadata(plan: MergePlan, layer: LayerTask, done: LayerOutcome) -> Mapping[str, Any]:

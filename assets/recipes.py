@@ -1,4 +1,4 @@
-"""The asset family of one recipe: conflicts → plan → layer/* → snapshot → release, and a report.
+"""The asset family of one recipe: conflicts → plan → merge → snapshot → release, and a report.
 
 A factory: each recipe file of the warehouse gives its own chain, whose edge to `expert_index` names
 exactly the checkpoints it uses, so that lineage and staleness in the UI are the truth.
@@ -11,12 +11,13 @@ import dagster as dg
 
 from assets.experts import expert_index
 from assets.failures import told
+from assets.labels import labels, owners
+from assets.layers import build_merge
 from assets.metadata import (
     MIB,
     conflict_metadata,
     description,
     error_metadata,
-    layer_metadata,
     markdown_table,
     operators_table,
     plain_name,
@@ -32,7 +33,6 @@ from mergepipe_pipeline.pipeline.deploy import (
     conflicts_of_recipe,
     current_plan,
     current_snapshot,
-    merge_recipe,
     plan_recipe,
     release_recipe,
     snapshot_recipe,
@@ -51,18 +51,13 @@ _AUDITS = {
 }
 
 
-def layer_key(recipe: str, layer: str) -> dg.AssetKey:
-    """`<recipe>/layer/03` for `layer.03`; embed and head keep their names."""
-    return dg.AssetKey([recipe, "layer", layer.removeprefix("layer.")])
-
-
 def build_recipe_assets(card: RecipeCard) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
     """All assets and checks of one recipe."""
     return [
         _conflicts(card),
         _plan(card),
         _within_budget(card),
-        _layers(card),
+        *build_merge(card),
         _snapshot(card),
         _audit(card),
         _release(card),
@@ -77,19 +72,11 @@ def build_problem(card: RecipeCard) -> dg.AssetsDefinition:
         deps=[_members(card)] if card.members else [],
         description=description(card.problem or ""),
         metadata={"problem": dg.MetadataValue.text(visible(card.problem or ""))},
-        group_name=_group(card),
+        group_name=card.identifier,
+        owners=owners(),
         kinds={"problem"},
     )
     return dg.AssetsDefinition(specs=[spec])
-
-
-def _group(card: RecipeCard) -> str:
-    return card.identifier
-
-
-def _tags(card: RecipeCard) -> dict[str, str]:
-    # Dagster's tags take 63 characters; names may be longer.
-    return {"recipe": card.name, **{f"expert/{m[:63]}": "" for m in card.members}}
 
 
 def _members(card: RecipeCard) -> dg.AssetDep:
@@ -101,8 +88,7 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "conflicts"],
         deps=[_members(card)],
-        group_name=_group(card),
-        tags=_tags(card),
+        **labels(card, "python", "parquet"),
     )
     @told
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -129,9 +115,8 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "plan"],
         deps=[[card.name, "conflicts"], _members(card)],
-        group_name=_group(card),
-        tags=_tags(card),
         pool="disk_write" if len(card.stages) > 1 else None,
+        **labels(card, "python", "json"),
     )
     @told
     def plan(
@@ -178,50 +163,12 @@ def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
     return within_budget
 
 
-def _layers(card: RecipeCard) -> dg.AssetsDefinition:
-    names = {layer_key(card.name, layer): layer for layer in card.layers}
-    group = f"{_group(card)}_layers"
-    specs = [
-        dg.AssetSpec(
-            key,
-            deps=[[card.name, "plan"]],
-            skippable=True,
-            kinds={"safetensors"},
-            group_name=group,
-            tags=_tags(card),
-        )
-        for key in names
-    ]
-
-    @dg.multi_asset(name=f"{_group(card)}__layers", specs=specs, can_subset=True, pool="disk_write")
-    @told
-    def layers(
-        context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
-    ) -> Iterator[dg.MaterializeResult[None]]:
-        """Merge each layer, or reuse it from the action cache; reported as each one ends."""
-        selected = [names[key] for key in context.selected_asset_keys]
-        plan = current_plan(mergepipe.warehouse, card.name)
-        tasks = {layer.name: layer for layer in plan.layers}
-        for done in merge_recipe(mergepipe.warehouse, card.name, selected, engine.knobs):
-            yield dg.MaterializeResult(
-                asset_key=layer_key(card.name, done.name),
-                data_version=dg.DataVersion(done.layer_key),
-                metadata=layer_metadata(plan, tasks[done.name], done),
-            )
-
-    return layers
-
-
 def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
-    layers = (layer_key(card.name, layer) for layer in card.layers)
-    deps = [dg.AssetKey([card.name, "plan"]), *layers]
-
     @dg.asset(
         key=[card.name, "snapshot"],
-        deps=deps,
-        group_name=_group(card),
-        tags=_tags(card),
+        deps=[[card.name, "plan"], [card.name, "merge"]],
         pool="disk_write",
+        **labels(card, "huggingface", "safetensors"),
     )
     @told
     def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -263,7 +210,7 @@ def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
         for name, text in _AUDITS.items()
     ]
 
-    @dg.multi_asset_check(name=f"{_group(card)}__audit", specs=specs)
+    @dg.multi_asset_check(name=f"{card.identifier}__audit", specs=specs)
     @told
     def audit(mergepipe: MergePipe) -> Iterator[dg.AssetCheckResult]:
         """Reads every byte of the snapshot once."""
@@ -293,8 +240,7 @@ def _release(card: RecipeCard) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "release"],
         deps=[[card.name, "snapshot"]],
-        group_name=_group(card),
-        tags=_tags(card),
+        **labels(card, "json"),
     )
     @told
     def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -318,8 +264,7 @@ def _report(card: RecipeCard) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "report"],
         deps=[[card.name, "release"]],
-        group_name=_group(card),
-        tags=_tags(card),
+        **labels(card, "markdown"),
     )
     @told
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:

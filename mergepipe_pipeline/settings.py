@@ -37,7 +37,7 @@ class Setting(Generic[T]):
     @property
     def shown(self) -> str:
         """The default in words."""
-        return self.otherwise if self.default is None else f"{self.default:g}"
+        return self.otherwise or f"{self.default:g}"
 
     @property
     def text(self) -> str | None:
@@ -80,6 +80,15 @@ def _device(text: str, where: str) -> str:
 def _budget(text: str, where: str) -> str:
     parse_budget(text, where)
     return text
+
+
+def _owners(text: str, where: str) -> tuple[str, ...]:
+    named = [owner for part in text.split(",") if (owner := part.strip())]
+    for owner in named:
+        # Stricter than Dagster, which refuses a whole definition for an owner it does not take.
+        if not re.fullmatch(r"team:[\w.-]+|[\w.+-]+@[\w-]+(\.[\w-]+)+", owner, re.ASCII):
+            raise _refuse(where, "emails and teams, like `ann@example.org, team:models`", owner)
+    return tuple(named)
 
 
 THREADS = Setting[int | None](
@@ -159,7 +168,16 @@ KEEP_RUNS = Setting[float](
     "Older finished runs are deleted with their files, but not what an asset shows last.",
     _number,
 )
+OWNERS = Setting[tuple[str, ...]](
+    "MERGEPIPE_OWNERS",
+    "",
+    "emails, teams",
+    (),
+    "Who is asked about the assets, with commas between them.",
+    _owners,
+    "nobody",
+)
 
 #: How a merge runs, and what it may read: a run's config may say these, too.
 OF_A_RUN: tuple[Setting[Any], ...] = (THREADS, MEMORY, DEVICE, BUDGET)
-SETTINGS = (*OF_A_RUN, INBOX_QUIET, INBOX_RETRY, RETRY, SENSOR_INTERVAL, KEEP_RUNS)
+SETTINGS = (*OF_A_RUN, INBOX_QUIET, INBOX_RETRY, RETRY, SENSOR_INTERVAL, KEEP_RUNS, OWNERS)

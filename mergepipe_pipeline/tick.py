@@ -95,9 +95,9 @@ class Ticker:
         )
         reused = {}
         for event in result.get_asset_materialization_events():
-            if event.asset_key and "layer" in event.asset_key.path[:-1]:
+            if event.asset_key and event.partition and event.asset_key.path[-1] == "layers":
                 metadata = event.step_materialization_data.materialization.metadata
-                reused[event.asset_key.path[-1]] = metadata["reused"].value
+                reused[event.partition] = metadata["reused"].value
         return {
             "job": job,
             "partition": request.partition_key,

@@ -27,7 +27,7 @@ def failure_of(home: Warehouse, instance: dg.DagsterInstance, asset: str) -> str
 def test_every_asset_of_a_recipe_that_fails_leads_with_the_cause(
     home: Warehouse, card: RecipeCard, instance: dg.DagsterInstance
 ) -> None:
-    for asset in ("layer/00", "snapshot", "release", "report"):
+    for asset in ("merge", "snapshot", "release", "report"):
         said = failure_of(home, instance, asset)
         assert said.startswith("A recipe has no plan yet. Where: n."), asset
     replace_shard(home, 1)

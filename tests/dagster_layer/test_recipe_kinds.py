@@ -99,17 +99,22 @@ def change(file: Path, wanted: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def told(instance: dg.DagsterInstance, *key: str) -> dict[str, Any]:
-    """The metadata of what an asset was last materialised as."""
-    event = instance.get_latest_materialization_event(dg.AssetKey(key))
-    assert event is not None, key
-    assert event.asset_materialization is not None
-    return {k: v.value for k, v in event.asset_materialization.metadata.items()}
+def told(
+    instance: dg.DagsterInstance, recipe: str, asset: str, layer: str | None = None
+) -> dict[str, Any]:
+    """The metadata of what an asset, or the partition of a layer, was last materialised as."""
+    wanted = dg.AssetRecordsFilter(
+        dg.AssetKey([recipe, asset]), asset_partitions=None if layer is None else [layer]
+    )
+    (record,) = instance.fetch_materializations(wanted, limit=1).records
+    assert record.asset_materialization is not None
+    return {k: v.value for k, v in record.asset_materialization.metadata.items()}
 
 
 def layer_assets(home: Warehouse, recipe: str) -> list[str]:
-    keys = build_definitions(home).resolve_asset_graph().get_all_asset_keys()
-    return sorted(k.path[2] for k in keys if k.path[:2] == [recipe, "layer"])
+    layers = build_definitions(home).resolve_asset_graph().get(dg.AssetKey([recipe, "layers"]))
+    assert layers.partitions_def is not None
+    return sorted(layers.partitions_def.get_partition_keys())
 
 
 def snapshots(home: Warehouse) -> set[str]:
@@ -126,7 +131,7 @@ def test_a_stack_shows_the_layers_of_its_output_and_what_each_is_made_from(
     assert jobs(runs) == ["expert_00", "expert_01", "merge_stack"]
     shown = ["00", "01", "02", "03", "04", "embed", "head"]
     assert layer_assets(home, "stack") == sorted(runs[-1]["layers_reused"]) == shown
-    made_from = {layer: told(instance, "stack", "layer", layer)["made_from"] for layer in shown}
+    made_from = {layer: told(instance, "stack", "layers", layer)["made_from"] for layer in shown}
     assert made_from["01"] == made_from["04"] == "expert_00 layer.01"
     assert made_from["03"] == "expert_01 layer.01"
     change(home.inbox / "expert_00" / "model.safetensors", r"layers\.1\.mlp\.up_proj")
@@ -146,8 +151,8 @@ def test_modules_show_the_layers_of_their_deepest_stack(
     home.recipe_path("sees").write_text(MODULES)
     assert jobs(ticker.tick()) == ["one", "two", "merge_sees"]
     assert layer_assets(home, "sees") == ["00", "01", "02", "embed", "head"]
-    assert told(instance, "sees", "layer", "02")["made_from"] == "two layer.02"
-    assert told(instance, "sees", "layer", "00")["tensors"] == 10
+    assert told(instance, "sees", "layers", "02")["made_from"] == "two layer.02"
+    assert told(instance, "sees", "layers", "00")["tensors"] == 10
     change(home.inbox / "two" / "model.safetensors", r"visual\.blocks\.2")
     runs = ticker.tick()
     assert jobs(runs) == ["two", "merge_sees"]
@@ -223,7 +228,7 @@ def test_what_auto_chose_is_counted_and_given_reasons(
     assert f"… and {len(choices) - 8} more" in plan["choices"]
     per_layer: Counter[str] = Counter()
     for layer in layer_assets(home, "own"):
-        for pair in told(instance, "own", "layer", layer)["operators"].split(", "):
+        for pair in told(instance, "own", "layers", layer)["operators"].split(", "):
             operator, _, n = pair.partition(": ")
             per_layer[operator.partition(" ")[0]] += int(n)
     assert per_layer == counts
@@ -243,7 +248,9 @@ def test_a_union_of_vocabularies_is_merged_when_all_have_landed(
     embedding = merged(home, "words")["model.embed_tokens.weight"]
     assert len(embedding) == len(words)
     assert layer_assets(home, "words") == ["00", "embed", "head"]
-    assert "B embed, new token rows embed" in told(instance, "words", "layer", "embed")["made_from"]
+    assert (
+        "B embed, new token rows embed" in told(instance, "words", "layers", "embed")["made_from"]
+    )
     assert "token-rows-" not in told(instance, "words", "plan")["experts"]
 
 

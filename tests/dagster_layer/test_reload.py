@@ -42,7 +42,7 @@ def test_a_new_recipe_appears_on_any_port_and_an_edited_one_is_merged_once(
         daemon.wait_for("indexing", lambda: len(daemon.partitions(Status.SUCCESS)) == 2)
         home.recipe_path("new").write_text(sum_of("base", "expert_00"))
         daemon.wait_for("a merge", lambda: daemon.runs("merge_new", Status.SUCCESS))
-        assert {"new/plan", "new/layer/01", "new/release"} <= assets_shown(daemon)
+        assert {"new/plan", "new/layers", "new/release"} <= assets_shown(daemon)
         home.recipe_path("new").write_text(sum_of("base", "expert_00").replace("0.5", "0.25"))
         daemon.wait_for(
             "the edited merge", lambda: len(daemon.runs("merge_new", Status.SUCCESS)) == 2

@@ -1,0 +1,35 @@
+"""What all assets carry for people: owners, kinds, tags and the group they are shown in."""
+
+from typing import TypedDict
+
+from mergepipe_pipeline.pipeline.cards import RecipeCard
+from mergepipe_pipeline.settings import OWNERS
+
+
+def owners() -> list[str]:
+    """Who is asked about the assets."""
+    return list(OWNERS.value())
+
+
+class Labels(TypedDict):
+    """Keywords of `dg.asset` and `dg.AssetSpec`."""
+
+    group_name: str
+    tags: dict[str, str]
+    owners: list[str]
+    kinds: set[str]
+
+
+def labels(card: RecipeCard, *kinds: str) -> Labels:
+    """What an asset of a recipe carries; `kinds` are at most three.
+
+    The tag `expert/<name>` finds every asset that depends on an expert.
+    """
+    # Dagster's tags take 63 characters; names may be longer.
+    experts = {f"expert/{member[:63]}": "" for member in card.members}
+    return {
+        "group_name": card.identifier,
+        "tags": {"recipe": card.name, **experts},
+        "owners": owners(),
+        "kinds": set(kinds),
+    }
