@@ -1,24 +1,44 @@
-"""`python -m tests.soak [--minutes M] [--seed N] [--short]`: prints tables, exit 1 if it finds."""
+"""`python -m tests.soak [--minutes M] [--seed N]`: prints tables, exit 1 if it finds anything.
+
+Every round of events happens once, however long that takes, and then any until the time is over.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.soak.deployment import ROOT, Deployment
-from tests.soak.events import EVENTS, FIRST, SHORT, Event, Scene
+from tests.soak.deployment import APART, DAEMON, DEV, ROOT, Deployment
+from tests.soak.events import FIRST, ROUNDS, SHORT, Event, Scene
 from tests.soak.figures import Figures
 from tests.soak.judge import Judge, Row
 from tests.soak.watch import Watch
 from tests.soak.world import World
+
+#: Seconds of quiet for a folder, as by default.
+_QUIET_S = 4.0
+#: Sooner than by default, so that more fits into the time: the first pause after what failed, and
+#: all sensors at the pace of those that somebody waits for.
+_SOONER = {
+    "MERGEPIPE_INBOX_RETRY_S": "5",
+    "MERGEPIPE_RETRY_S": "5",
+    "MERGEPIPE_SENSOR_INTERVAL_S": "4",
+}
+_SHORT_QUIET_S = 1.0
+_SHORT = {
+    "MERGEPIPE_INBOX_RETRY_S": "1",
+    "MERGEPIPE_RETRY_S": "1",
+    "MERGEPIPE_SENSOR_INTERVAL_S": "1",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,11 +46,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--short", action="store_true", help="two events, for `make test`")
+    parser.add_argument("--short", action="store_true", help="one round, as in `make test`")
     parser.add_argument(
-        "--only", default="", help="events whose name contains one of these, by comma"
-    )
-    parser.add_argument("--timeout", type=float, default=150.0, help="most seconds for one event")
+        "--only", default="", help="events whose name contains one of these, by comma; again and "
+        "again until the time is over"
+    )  # fmt: skip
+    parser.add_argument("--experts", type=int, default=0, help="that are there from the start")
+    parser.add_argument("--defaults", action="store_true", help="leave every setting as it is")
+    parser.add_argument("--timeout", type=float, default=300.0, help="most seconds for one event")
     parser.add_argument("--port", type=int, default=0, help="of the UI; 0: any that is free")
     parser.add_argument("--keep", type=Path, help="leave the warehouse and the log in this folder")
     given = parser.parse_args(argv)
@@ -44,46 +67,61 @@ def main(argv: Sequence[str]) -> int:
 
 def _soak(folder: Path, given: argparse.Namespace, argv: Sequence[str]) -> int:
     home = Warehouse(folder.resolve() / "warehouse").ensure()
-    quiet_s = 2.0 if given.short else 10.0
-    environment = {"MERGEPIPE_INBOX_QUIET_S": str(quiet_s)}
-    deployment = Deployment(home, folder / "log", environment, given.port)
+    deployment = _deployment(home, folder / "log", given)
     watch = Watch(home, deployment.dagster_home)
     scene = Scene(World(home, folder / "made", given.seed), deployment, watch)
+    scene.world.crowd(given.experts)
+    quiet_s = _SHORT_QUIET_S if given.short else _QUIET_S
     judge, figures = Judge(scene, quiet_s, given.timeout), Figures(deployment, watch)
     rows = list[Row]()
     try:
-        end = time.monotonic() + 60 * given.minutes
-        for event in _order(given):
-            if time.monotonic() > end:
-                break
-            rows += _judged(event, scene, judge)
+        for events in _rounds(given):
+            rows += _judged(events, scene, judge)
             figures.sample()
     finally:
         deployment.stop()
-    print(f"python -m tests.soak {' '.join(argv)}")
+    print(f"python -m tests.soak {' '.join(argv)}\n")
     figures.show(rows, judge.latencies)
     damaged = _verify(home)
     return int(damaged or not all(row.good for row in rows))
 
 
-def _order(given: argparse.Namespace) -> list[Event]:
-    """The first start, then every event once, then any."""
+def _deployment(home: Warehouse, log: Path, given: argparse.Namespace) -> Deployment:
     if given.short:
-        return [FIRST, *SHORT]
-    chosen = [e for e in EVENTS if any(w in e.__name__ for w in given.only.split(","))]
-    source = random.Random(given.seed)
-    again = [] if given.only else source.choices(chosen, k=1000)
-    return [FIRST, *source.sample(chosen, len(chosen)), *again]
+        environment = _SHORT | {"MERGEPIPE_INBOX_QUIET_S": str(_SHORT_QUIET_S)}
+        return Deployment(home, log, environment, kinds=(DAEMON,), quick=True)
+    environment = {} if given.defaults else _SOONER
+    return Deployment(home, log, environment, given.port, kinds=(DEV, APART))
 
 
-def _judged(event: Event, scene: Scene, judge: Judge) -> list[Row]:
-    rows = []
+def _rounds(given: argparse.Namespace) -> Iterator[tuple[Event, ...]]:
+    """The first start, then every round once, then any while there is time."""
+    if given.short:
+        yield (SHORT,)
+        return
+    end, source = time.monotonic() + 60 * given.minutes, random.Random(given.seed)
+    chosen = [tuple(e for e in r if _is_meant(e, given.only)) for r in ROUNDS]
+    chosen = [r for r in chosen if r]
+    yield (FIRST,)
+    yield from source.sample(chosen, len(chosen))
+    while time.monotonic() < end:
+        yield source.choice(chosen)
+
+
+def _is_meant(event: Event, only: str) -> bool:
+    return any(word in event.__name__ for word in only.split(","))
+
+
+def _judged(events: Sequence[Event], scene: Scene, judge: Judge) -> list[Row]:
+    """Have the parts of several events happen side by side, and judge after each part."""
+    rows, parts = [], [event(scene) for event in events]
     judge.begin()
-    for what in event(scene):
+    while what := "; ".join(filter(None, [next(p, "") for p in parts])):
         row = judge.end(what)
         rows.append(row)
         told = "; ".join((*row.missed, *row.superfluous, *row.wrong))
-        print(f"{what}: {row.seconds:.0f} s {told}", file=sys.stderr, flush=True)
+        load = f"load {os.getloadavg()[0]:.0f}"
+        print(f"{what}: {row.seconds:.0f} s, {load} {told}", file=sys.stderr, flush=True)
         judge.begin()
     return rows
 

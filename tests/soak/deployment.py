@@ -1,4 +1,4 @@
-"""The deployment under test: `dagster dev` as `make ui` starts it, on a port of its own."""
+"""The deployment under test, on a port of its own: `dagster dev`, or its daemon and UI apart."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 
 from mergepipe_pipeline.warehouse import Warehouse
 
+Kind = tuple[tuple[str, ...], ...]
 ROOT = Path(__file__).parents[2]
+_WORKSPACE = ROOT / "workspace.yaml"
+#: What one start starts: the commands of its processes, which each take a workspace.
+DEV: Kind = (("dagster", "dev"),)
+APART: Kind = (("dagster._daemon", "run"), ("dagster_webserver",))
+DAEMON: Kind = (("dagster._daemon", "run"),)
 #: A word of a process's command line to what the process is; the first that fits.
 _ROLES = {
     "dagster._daemon": "daemon",
@@ -28,39 +35,52 @@ _ROLES = {
 
 
 class Deployment:
-    """Every process of one warehouse's pipeline, known by the warehouse in its environment."""
+    """Every process of one warehouse's pipeline, known by the warehouse in its environment.
+
+    Each start takes the next of `kinds`. `quick`: sensors are looked at each second, not each 5 s.
+    """
 
     def __init__(
-        self, home: Warehouse, log: Path, environment: dict[str, str], port: int = 0
+        self,
+        home: Warehouse,
+        log: Path,
+        environment: dict[str, str],
+        port: int = 0,
+        *,
+        kinds: Sequence[Kind] = (DEV, APART),
+        quick: bool = False,
     ) -> None:
         self.home, self.dagster_home, self._log = home, home.dagster_home, log
         self.dagster_home.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "dagster.yaml", self.dagster_home)
-        self._port = port
+        self._port, self._kinds = port, cycle(kinds)
         self._mark = f"MERGEPIPE_HOME={home.root}"
         mine = {"MERGEPIPE_HOME": str(home.root), "DAGSTER_HOME": str(self.dagster_home)}
         given = {k: v for k, v in os.environ.items() if not k.startswith("MERGEPIPE_")}
-        self._environment = given | mine | {"PYTHONPATH": str(ROOT)} | environment
+        path = [str(ROOT / "tests" / "quick_daemon")] * quick + [str(ROOT)]
+        self._environment = given | mine | {"PYTHONPATH": os.pathsep.join(path)} | environment
 
     def start(self) -> None:
-        """Start what is not there; returns at once."""
+        """Start the processes of the next kind; returns at once."""
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("127.0.0.1", self._port))
             port = free.getsockname()[1]
-        args = ["-w", str(ROOT / "workspace.yaml"), "-h", "127.0.0.1", "-p", str(port)]
-        with self._log.open("ab") as log:
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "dagster", "dev", *args],
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                # A shell in the background ignores SIGINT, and children inherit that.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )
+        for command in next(self._kinds):
+            serves = command[0] != "dagster._daemon"
+            args = ["-h", "127.0.0.1", "-p", str(port)] if serves else []
+            with self._log.open("ab") as log:
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-m", *command, "-w", str(_WORKSPACE), *args],
+                    cwd=ROOT,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    # A shell in the background ignores SIGINT, and children inherit that.
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                )
 
     def kill(self, *roles: str) -> None:
         """`kill -9` of every process of these roles, of all of them without one."""
@@ -82,8 +102,10 @@ class Deployment:
 
     def stop(self, wait_s: float = 20.0) -> None:
         """End everything, by force where asking does not help."""
-        for pid, role in self.processes():
-            if role == "dev":
+        found = list(self.processes())
+        first = {"dev"} if "dev" in {role for _, role in found} else {"daemon", "webserver"}
+        for pid, role in found:
+            if role in first:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGINT)
         end = time.monotonic() + wait_s

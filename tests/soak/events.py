@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from mergepipe_pipeline.pipeline.arrivals import index_arrival
 from tests.soak.deployment import Deployment
 from tests.soak.model import BASE, Recipe
 from tests.soak.watch import Run, Watch
 from tests.soak.world import World
 
 _BURST = 20
-_START_S = 90.0
+_START_S = 150.0
 
 
 @dataclass
@@ -27,12 +28,16 @@ class Scene:
     watch: Watch
     ended: set[str] = field(default_factory=set)
 
+    def merging(self) -> Run | None:
+        """The first merge of this event once it works on layers, None if none comes."""
+        return self.running(lambda r: bool(r.recipe) and self.watch.is_at(r.run_id, "__layers"))
+
     def running(self, is_it: Callable[[Run], bool], status: str = "STARTED") -> Run | None:
         """The first run of this event that is asked for and under way, None if none comes."""
         began, end = self.world.last_byte, time.monotonic() + _START_S
         while time.monotonic() < end:
             for run in self.watch.runs(began):
-                if is_it(run) and run.status == status:
+                if run.status == status and is_it(run):
                     return run
             time.sleep(0.1)
         return None
@@ -58,6 +63,19 @@ def first_experts(s: Scene) -> Iterator[str]:
     s.world.write("r2", Recipe(("b", "c")))
     s.deployment.start()
     yield "first start: base, 3 experts, 2 recipes"
+
+
+def killed_start(s: Scene) -> Iterator[str]:
+    for name in (BASE, "a"):
+        s.world.land(name)
+        index_arrival(s.world.home, name)
+    s.world.model.mark()
+    s.world.write("r1", Recipe(("a",)))
+    s.deployment.start()
+    s.world.land("unused")
+    s.kill_worker(s.merging())
+    _edit(s, "r1", comment="somebody's note")
+    yield "first start, kill -9 of a worker amid its merge; an expert lands, a comment is edited"
 
 
 def new_version(s: Scene) -> Iterator[str]:
@@ -166,8 +184,8 @@ def added(s: Scene) -> Iterator[str]:
 
 def kill_merge(s: Scene) -> Iterator[str]:
     s.world.land("a")
-    s.kill_worker(s.running(lambda r: r.recipe is not None))
-    yield "kill -9 of a merge's worker"
+    s.kill_worker(s.merging())
+    yield "kill -9 of a worker amid its merge"
 
 
 def kill_index(s: Scene) -> Iterator[str]:
@@ -218,31 +236,22 @@ def cancel_queue(s: Scene) -> Iterator[str]:
 
 
 FIRST: Event = first_experts
-EVENTS: tuple[Event, ...] = (
-    new_version,
-    shared_version,
-    unused,
-    awaited,
-    burst,
-    five_versions,
-    half_copy,
-    half_expert,
-    same_bytes,
-    deleted,
-    renamed,
-    edited,
-    commented,
-    broken,
-    mended_otherwise,
-    added,
-    kill_merge,
-    kill_index,
-    kill_daemon,
-    kill_everything,
-    cancel_merge,
-    cancel_queue,
+#: What happens at once, and is waited for once: nothing of a round needs what another of it holds.
+ROUNDS: tuple[tuple[Event, ...], ...] = (
+    (new_version, commented, unused),
+    (shared_version, renamed),
+    (burst, half_copy),
+    (deleted, half_expert, edited),
+    (broken, mended_otherwise, same_bytes),
+    (awaited, added, five_versions),
+    (kill_merge,),
+    (kill_index,),
+    (kill_daemon,),
+    (kill_everything,),
+    (cancel_merge,),
+    (cancel_queue,),
 )
-SHORT: tuple[Event, ...] = (kill_merge,)
+SHORT: Event = killed_start
 
 
 def _edit(s: Scene, name: str, **changes: object) -> None:

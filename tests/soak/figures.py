@@ -88,7 +88,7 @@ def _table(rows: Sequence[Row]) -> None:
         )
         for r in rows
     ]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    for name, *counts in (head, *cells):
-        shown = (c.rjust(w) for c, w in zip(counts, widths[1:], strict=True))
-        print("  ".join([name.ljust(widths[0]), *shown]))
+    rule = ("---", *("--:" for _ in head[1:]))
+    for line in (head, rule, *cells):
+        print(f"| {' | '.join(line)} |")
+    print()

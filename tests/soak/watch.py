@@ -81,6 +81,11 @@ class Watch:
                 return int(message.split("(pid: ")[1].split(")")[0])
         return None
 
+    def is_at(self, run_id: str, step: str) -> bool:
+        """Whether a run has begun the step whose name ends so."""
+        begun = self.instance.all_logs(run_id, of_type=dg.DagsterEventType.STEP_START)
+        return any((record.step_key or "").endswith(step) for record in begun)
+
     def cancel(self, run_id: str) -> None:
         """As a person does in the UI."""
         self.instance.run_coordinator.cancel_run(run_id)

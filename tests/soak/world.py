@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from mergepipe_pipeline.pipeline.arrivals import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import layout, write_model
 from tests.soak.model import Model, Recipe
@@ -31,6 +33,17 @@ class World:
         source = self._made(name, value, shards)
         shutil.copytree(source, self.home.inbox / name, dirs_exist_ok=True)
         self._whole(name, value)
+
+    def crowd(self, count: int) -> None:
+        """Land and index checkpoints of one tensor that nobody uses or touches again."""
+        one = self._scratch / "one.safetensors"
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        save_file({"model.norm.weight": torch.ones(8)}, one)
+        for i in range(count):
+            folder = self.home.inbox / f"crowd-{i:04d}"
+            folder.mkdir()
+            shutil.copy(one, folder / "model.safetensors")
+            index_arrival(self.home, folder.name)
 
     def land_half(self, name: str) -> None:
         """Copy the first shard of a next version; what else was there stays as it was."""
@@ -66,7 +79,8 @@ class World:
 
     def bring_back(self, name: str) -> None:
         """Put back what `delete` took."""
-        shutil.copytree(self._scratch / f"{name}-away", self.home.inbox / name)
+        away, here = self._scratch / f"{name}-away", self.home.inbox / name
+        shutil.copytree(away, here, copy_function=shutil.copy)  # with times of its own
         shutil.rmtree(self._scratch / f"{name}-away")
         self._whole(name, self._aside.pop(name))
 
