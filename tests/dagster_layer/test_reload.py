@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 from dagster import DagsterRunStatus as Status
 
+from mergepipe_pipeline.pipeline.arrivals import index_arrival
 from mergepipe_pipeline.pipeline.publish import history
-from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.reload import listening
 from tests.dagster_layer.conftest import Drop
-from tests.dagster_layer.daemon import SENSOR_INTERVAL_S, Daemon, running_daemon
+from tests.dagster_layer.daemon import Daemon, running_daemon
 from tests.dagster_layer.test_experts import sum_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -33,21 +31,25 @@ def assets_shown(daemon: Daemon) -> set[str]:
 
 
 def test_a_new_recipe_appears_on_any_port_and_an_edited_one_is_merged_once(
-    home: Warehouse, family: Path, drop: Drop
+    home: Warehouse, drop: Drop
 ) -> None:
     for name in ("base", "expert_00"):
         drop(name)
-        register(home, family / name, name)
+        index_arrival(home, name)
+    shown = {"new/plan", "new/layers", "new/release"}
     with running_daemon(home, ui=True) as daemon:
-        daemon.wait_for("indexing", lambda: len(daemon.partitions(Status.SUCCESS)) == 2)
+        daemon.wait_for("a look at recipes", lambda: daemon.skips("recipe_sensor"))
         home.recipe_path("new").write_text(sum_of("base", "expert_00"))
         daemon.wait_for("a merge", lambda: daemon.runs("merge_new", Status.SUCCESS))
-        assert {"new/plan", "new/layers", "new/release"} <= assets_shown(daemon)
+        daemon.wait_for("its assets in the UI", lambda: shown <= assets_shown(daemon))
         home.recipe_path("new").write_text(sum_of("base", "expert_00").replace("0.5", "0.25"))
         daemon.wait_for(
             "the edited merge", lambda: len(daemon.runs("merge_new", Status.SUCCESS)) == 2
         )
-        time.sleep(3 * SENSOR_INTERVAL_S)
+        daemon.wait_for(
+            "two looks that find nothing to do",
+            lambda: all("release is current" in s for s in daemon.skips("recipe_sensor")[:2]),
+        )
         assert len(daemon.runs("merge_new")) == 2
         assert [r.number for r in history(home, "new")] == [1, 2]
 
