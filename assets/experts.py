@@ -5,7 +5,9 @@ from typing import Any
 
 import dagster as dg
 
-from assets.metadata import MIB
+from assets.labels import owners
+from assets.links import dependents_link
+from assets.metadata import gib
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.pipeline.arrivals import arrival, index_arrival
 from mergepipe_pipeline.pipeline.index import Indexed
@@ -22,15 +24,17 @@ EXPERTS_TAG = "mergepipe/experts"
     partitions_def=experts,
     group_name="catalog",
     kinds={"python", "parquet"},
+    owners=owners(),
     pool="disk_read",
 )
 def expert_index(
     context: dg.AssetExecutionContext, mergepipe: MergePipe
 ) -> dg.MaterializeResult[None]:
-    """Headers, content digests and block statistics of one checkpoint.
+    """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
 
-    The data version is the digest of the checkpoint's contents: touching files without changing a
-    byte changes nothing downstream. A failure is retried by the inbox sensor, three times.
+    A partition is a checkpoint. Its data version is the digest of the contents: files touched
+    without a change of a byte change nothing downstream. A failure is retried by inbox_sensor,
+    three times.
     """
     started = time.monotonic()
     name = context.partition_key
@@ -79,7 +83,7 @@ def index_several(context: dg.OpExecutionContext, config: Burst, mergepipe: Merg
 
 @dg.job
 def index_burst() -> None:
-    """Indexes many experts that landed at once: to start a process for each takes longer."""
+    """Indexes many experts that landed at once; a process for each would take longer."""
     index_several()
 
 
@@ -104,12 +108,13 @@ def _metadata(done: Indexed, started: float) -> dict[str, Any]:
         "kind": checkpoint.kind,
         "version": done.registration.version,
         "tensors": len(checkpoint.tensors),
-        "mib": round(checkpoint.nbytes / MIB, 3),
+        "GiB": gib(checkpoint.nbytes),
         "content": done.content_sha256,
         "layers": done.layers,
         "layers_changed": len(done.layers_changed),
         "changed": ", ".join(done.layers_changed) or "none",
         "bases": ", ".join(done.bases) or "none",
+        "used by": dependents_link(done.registration.name),
         "path": dg.MetadataValue.path(checkpoint.root),
         "seconds": round(time.monotonic() - started, 3),
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from assets.links import Link
 from mergepipe_pipeline.pipeline import conflict_tables as tables
 from mergepipe_pipeline.pipeline.commit import operator_counts
 from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
@@ -25,7 +26,7 @@ from mergepipe_pipeline.text import in_one_line, markdown
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.conflicts import ConflictReport, Pair
 
-MIB = 1 << 20
+_GIB = 1 << 30
 #: Chosen operators that are shown with their reasons.
 _MOST_REASONS = 8
 #: Pairs shown as the most conflicting and as the most redundant.
@@ -37,13 +38,17 @@ _TOKEN_ROWS = re.compile(r"token-rows-[0-9a-f]+")
 def markdown_table(
     headers: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> dg.MarkdownMetadataValue:
-    """A Markdown table as the UI renders it; cells are shown letter by letter."""
+    """A Markdown table as the UI renders it; cells but links are shown letter by letter."""
     lines = [_table_row(headers), "|" + "---|" * len(headers), *map(_table_row, rows)]
     return dg.MetadataValue.md("\n".join(lines))
 
 
 def _table_row(cells: Sequence[Any]) -> str:
-    return "| " + " | ".join(markdown(str(c)) for c in cells) + " |"
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(cell: Any) -> str:
+    return cell.markdown if isinstance(cell, Link) else markdown(str(cell))
 
 
 def description(text: str) -> str:
@@ -61,14 +66,14 @@ def plan_metadata(plan: MergePlan, told: Told | None = None) -> Mapping[str, Any
     return {
         "method": plan.method,
         "strategy": e.strategy,
-        "budget_mib": "none" if e.budget_bytes is None else round(e.budget_bytes / MIB, 3),
-        "expert_mib_planned": round(e.expert_bytes_planned / MIB, 3),
-        "expert_mib_total": round(e.expert_bytes_total / MIB, 3),
-        "expert_mib_saved": round(saved / MIB, 3),
+        "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
+        "expert GiB planned": gib(e.expert_bytes_planned),
+        "expert GiB in all": gib(e.expert_bytes_total),
+        "expert GiB saved": gib(saved),
         **error_metadata(plan),
         **({"warnings": dg.MetadataValue.md(warnings)} if warnings else {}),
         **_curve_metadata(told),
-        "bytes_read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
+        "share read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
         "blocks_bought": e.blocks_bought,
         "blocks_total": e.blocks_total,
         "blocks_known_zero": e.blocks_zero,
@@ -83,12 +88,12 @@ def plan_metadata(plan: MergePlan, told: Told | None = None) -> Mapping[str, Any
         "operators": operators_table(plan),
         **_choices_metadata(plan),
         "experts": markdown_table(
-            ("expert", "MiB", "MiB read", "read"),
+            ("expert", "size", "read", "share"),
             [
                 (
                     plain_name(s.expert),
-                    f"{s.nbytes_total / MIB:.2f}",
-                    f"{s.nbytes_read / MIB:.2f}",
+                    size(s.nbytes_total),
+                    size(s.nbytes_read),
                     f"{100 * s.nbytes_read / max(1, s.nbytes_total):.1f} %",
                 )
                 for s in shares(plan, "expert")
@@ -141,14 +146,33 @@ def stages_metadata(stages: Sequence[RawRecipe]) -> Mapping[str, Any]:
     return {"stages": markdown_table(("stage", "method", "models"), rows)}
 
 
+def _bytes_metadata(cost: Realised | LayerOutcome) -> dict[str, float]:
+    return {
+        "expert GiB read": gib(cost.expert_bytes_read),
+        "base GiB read": gib(cost.base_bytes_read),
+        "GiB written": gib(cost.bytes_written),
+    }
+
+
+def gib(nbytes: int) -> float:
+    """Bytes in GiB, for figures that the UI plots over time."""
+    return short(nbytes / _GIB)
+
+
+def size(nbytes: int) -> str:
+    """Bytes with the unit that suits them, for tables and sentences."""
+    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << scale:
+            return f"{nbytes / (1 << scale):.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
 def merge_metadata(cost: Realised, seconds: float) -> Mapping[str, Any]:
     """What all layers of a run cost together."""
     return {
         "layers_merged": cost.layers_executed,
         "layers_reused": cost.layers_reused,
-        "expert_mib_read": round(cost.expert_bytes_read / MIB, 3),
-        "base_mib_read": round(cost.base_bytes_read / MIB, 3),
-        "mib_written": round(cost.bytes_written / MIB, 3),
+        **_bytes_metadata(cost),
         "seconds": round(seconds, 3),
     }
 
@@ -161,9 +185,7 @@ def layer_metadata(plan: MergePlan, layer: LayerTask, done: LayerOutcome) -> Map
         "tensors": len(layer.tasks),
         "operators": ", ".join(f"{name}: {n}" for name, n in sorted(operators.items())),
         "made_from": in_one_line(", ".join(_origins(plan, layer))),
-        "expert_bytes_read": done.expert_bytes_read,
-        "base_bytes_read": done.base_bytes_read,
-        "bytes_written": done.bytes_written,
+        **_bytes_metadata(done),
         "seconds": round(done.wall_s, 3),
         "object_sha256": done.stored.sha256,
     }
@@ -193,7 +215,7 @@ def _curve_metadata(told: Told | None) -> Mapping[str, Any]:
         return {}
     knee = told.curve.knee
     return {
-        **({"knee_mib": round(knee.nbytes / MIB, 3)} if knee else {}),
+        **({"knee GiB": gib(knee.nbytes)} if knee else {}),
         "budget_curve": png(picture(told), "predicted error over expert bytes"),
     }
 

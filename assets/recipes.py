@@ -6,27 +6,37 @@ exactly the checkpoints it uses, so that lineage and staleness in the UI are the
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import dagster as dg
 
 from assets.experts import expert_index
 from assets.failures import told
+from assets.freshness import release_freshness
 from assets.labels import labels, owners
 from assets.layers import build_merge
+from assets.links import Link, expert_link
 from assets.metadata import (
-    MIB,
     conflict_metadata,
     description,
     error_metadata,
+    gib,
     markdown_table,
+    merge_metadata,
     operators_table,
     plain_name,
     plan_metadata,
+    size,
     stages_metadata,
 )
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.pipeline.audit import audit_snapshot, is_over_budget
+from mergepipe_pipeline.pipeline.audit import (
+    audit_snapshot,
+    budget_told,
+    finite_told,
+    is_over_budget,
+)
 from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.pipeline.curve import curve_of_plan
 from mergepipe_pipeline.pipeline.deploy import (
@@ -40,14 +50,17 @@ from mergepipe_pipeline.pipeline.deploy import (
 from mergepipe_pipeline.pipeline.forecast import forecast_plan
 from mergepipe_pipeline.pipeline.inspect import shares
 from mergepipe_pipeline.resources import Engine, MergePipe
+from mergepipe_pipeline.snapshots.stage import MANIFEST
 from mergepipe_pipeline.text import in_one_line, markdown, visible
 
 #: The tag of a run that planned with another budget than the recipe's.
 BUDGET_TAG = "mergepipe/budget"
 #: The blocking checks of a snapshot, and what each says.
 _AUDITS = {
-    "every_byte_verified": "Every file of the snapshot has the digest that its manifest states.",
-    "all_finite": "No merged weight is NaN or infinite.",
+    "every_byte_verified": (
+        "Every file of the snapshot is as its manifest states; else it is not released."
+    ),
+    "all_finite": "No merged weight is NaN or infinite; else the snapshot is not released.",
 }
 
 
@@ -92,9 +105,10 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
     )
     @told
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
-        """How the experts' deltas agree and differ, from catalog sketches: no weight is read.
+        """Says where the experts agree and where they cancel each other; no weight is read.
 
-        Of every stage that merges into a checkpoint; results of earlier stages are not compared.
+        From the catalog's sketches, for every stage that merges into a checkpoint; results of
+        earlier stages are not compared.
         Interference is 0 for deltas without a common direction, above 0 where they cancel (1: all
         of it), below 0 where they agree.
         """
@@ -122,9 +136,10 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
     def plan(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
-        """What will be read of which expert under the budget, and the bound on what that costs.
+        """Decides what is read of which expert under the budget, and bounds what that loses.
 
-        Stages before the last are merged here: what they give is what the plan reads.
+        Stages before the last are merged here: what they give is what the plan reads. The pictures
+        show what each budget would lose, and where the bytes go.
         """
         started = time.monotonic()
         if engine.budget is not None:
@@ -149,14 +164,15 @@ def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=dg.AssetKey([card.name, "plan"]), blocking=True, name="within_budget")
     @told
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
-        """The plan buys no more expert bytes than the budget."""
+        """The plan reads no more of the experts than the budget allows; else nothing is merged."""
         plan = current_plan(mergepipe.warehouse, card.name)
         e = plan.estimates
         return dg.AssetCheckResult(
             passed=not is_over_budget(plan),
+            description=markdown(budget_told(plan)),
             metadata={
-                "planned_bytes": e.expert_bytes_planned,
-                "budget_bytes": str(e.budget_bytes or "unlimited"),
+                "expert GiB planned": gib(e.expert_bytes_planned),
+                "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
             },
         )
 
@@ -172,7 +188,10 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
     )
     @told
     def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
-        """The immutable Hugging Face folder of the merged layers, committed by one rename."""
+        """Makes the merged model: a folder that transformers loads, and that never changes.
+
+        It appears whole, by one rename. The checks read each of its bytes before it is released.
+        """
         made, cost = snapshot_recipe(mergepipe.warehouse, card.name)
         plan = current_plan(mergepipe.warehouse, card.name)
         return dg.MaterializeResult(
@@ -180,20 +199,16 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
             metadata={
                 "snapshot_id": made.snapshot_id,
                 "path": dg.MetadataValue.path(made.path),
-                "mib": round(sum(s.nbytes for s in made.manifest.shards) / MIB, 3),
-                "layers_reused": cost.layers_reused,
-                "layers_executed": cost.layers_executed,
-                "expert_mib_read": round(cost.expert_bytes_read / MIB, 3),
-                "base_mib_read": round(cost.base_bytes_read / MIB, 3),
-                "mib_written": round(cost.bytes_written / MIB, 3),
-                "layers_seconds": cost.layers_s,
+                "manifest": dg.MetadataValue.path(str(Path(made.path) / MANIFEST)),
+                "GiB": gib(sum(s.nbytes for s in made.manifest.shards)),
+                **merge_metadata(cost, cost.layers_s),
                 **error_metadata(plan),
                 "plan_id": plan.plan_id,
                 "operators": operators_table(plan),
                 "inputs": markdown_table(
                     ("role", "name", "content sha256"),
                     [
-                        (i.role, plain_name(i.name), i.content_sha256[:16])
+                        (i.role, _input(i.name, card), i.content_sha256[:16])
                         for i in made.manifest.inputs
                     ],
                 ),
@@ -201,6 +216,10 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
         )
 
     return snapshot
+
+
+def _input(name: str, card: RecipeCard) -> Link | str:
+    return expert_link(name) if name in card.members else plain_name(name)
 
 
 def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
@@ -217,19 +236,23 @@ def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
         home = mergepipe.warehouse
         whole, finite = _AUDITS
         try:
-            found = audit_snapshot(home, card.name, current_snapshot(home, card.name), anew=True)
+            snapshot = current_snapshot(home, card.name)
+            found = audit_snapshot(home, card.name, snapshot, anew=True)
         except CorruptionError as error:
             told = markdown(str(error))
             yield dg.AssetCheckResult(check_name=whole, passed=False, description=told)
             yield dg.AssetCheckResult(check_name=finite, passed=False, description=told)
             return
         yield dg.AssetCheckResult(
-            check_name=whole, passed=True, metadata={"files": found.files, "bytes": found.nbytes}
+            check_name=whole,
+            passed=True,
+            description="Each file has the bytes that the manifest states.",
+            metadata={"files": found.files, "GiB": gib(found.nbytes)},
         )
         yield dg.AssetCheckResult(
             check_name=finite,
             passed=not found.non_finite,
-            description=f"NaN or infinity: {markdown(found.told)}" if found.non_finite else None,
+            description=markdown(finite_told(found, snapshot)),
             metadata={"tensors": in_one_line(", ".join(found.non_finite)) or "none"},
         )
 
@@ -240,17 +263,22 @@ def _release(card: RecipeCard) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "release"],
         deps=[[card.name, "snapshot"]],
+        freshness_policy=release_freshness(card),
         **labels(card, "json"),
     )
     @told
     def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
-        """The ref that names the audited snapshot: what readers load."""
+        """Publishes the snapshot under the recipe's ref, which readers load, after auditing it.
+
+        `mergepipe rollback` brings back the version before.
+        """
         ref, done = release_recipe(mergepipe.warehouse, card)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(ref.snapshot_id),
             metadata={
                 "ref": ref.name,
                 "ref_version": ref.number,
+                "snapshot": dg.MetadataValue.asset(dg.AssetKey([card.name, "snapshot"])),
                 "snapshot_id": ref.snapshot_id,
                 "path": dg.MetadataValue.path(str(mergepipe.warehouse.snapshots / ref.snapshot_id)),
                 "releases_of_this_recipe": done.sequence,
@@ -268,13 +296,19 @@ def _report(card: RecipeCard) -> dg.AssetsDefinition:
     )
     @told
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
-        """Which bytes of which expert went into each layer of what is released now."""
+        """Says how much of which expert went into each layer of what is released."""
         plan = current_plan(mergepipe.warehouse, card.name)
         rows = [
-            (s.place, plain_name(s.expert), s.nbytes_total, s.nbytes_read, s.nbytes_known_zero)
+            (
+                s.place,
+                plain_name(s.expert),
+                size(s.nbytes_total),
+                size(s.nbytes_read),
+                size(s.nbytes_known_zero),
+            )
             for s in shares(plan, "layer")
         ]
-        headers = ("layer", "expert", "bytes", "bytes read", "bytes known zero")
+        headers = ("layer", "expert", "size", "read", "known zero")
         return dg.MaterializeResult(
             metadata={"by_layer": markdown_table(headers, rows), **plan_metadata(plan)}
         )

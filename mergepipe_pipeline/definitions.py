@@ -13,6 +13,7 @@ from assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors.failures import failure_sensor
 from sensors.inbox import inbox_sensor, index_job
 from sensors.orphans import orphans_sensor
 from sensors.recipes import (
@@ -56,6 +57,7 @@ def build_definitions(home: Warehouse, mergepipe: MergePipe | None = None) -> dg
             build_recipe_sensor([chain.card for chain in chains], refused, jobs),
             build_reload_sensor(recipes_token(cards)),
             retention_sensor,
+            failure_sensor,
         ],
         resources={
             "mergepipe": mergepipe or MergePipe(home=str(home.root)),
@@ -90,7 +92,13 @@ def build_job(card: RecipeCard) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
     selection = dg.AssetSelection.key_prefixes(card.name)
     return dg.define_asset_job(
-        job_name(card), selection=selection, tags={"mergepipe/recipe": card.name}
+        job_name(card),
+        selection=selection,
+        description=(
+            f"Merges {card.name} and releases it: plan, merge, snapshot, its checks, release. "
+            "Layers that are known are reused; recipe_sensor starts it when an input changed."
+        ),
+        tags={"mergepipe/recipe": card.name},
     )
 
 

@@ -91,6 +91,13 @@ def _owners(text: str, where: str) -> tuple[str, ...]:
     return tuple(named)
 
 
+def _url(text: str, where: str) -> str:
+    if not re.fullmatch(r"https?://[!-~]+", text, re.ASCII):
+        # An address may be a secret.
+        raise _refuse(where, "an address that begins with http:// or https://", text[:5] + "…")
+    return text
+
+
 THREADS = Setting[int | None](
     "MERGEPIPE_THREADS",
     "threads",
@@ -177,7 +184,16 @@ OWNERS = Setting[tuple[str, ...]](
     _owners,
     "nobody",
 )
+WEBHOOK = Setting[str | None](
+    "MERGEPIPE_WEBHOOK",
+    "",
+    "URL",
+    None,
+    "Gets a POST of JSON for each failed run: text, recipe, run_id, cause and next_step.",
+    _url,
+    "none",
+)
 
 #: How a merge runs, and what it may read: a run's config may say these, too.
 OF_A_RUN: tuple[Setting[Any], ...] = (THREADS, MEMORY, DEVICE, BUDGET)
-SETTINGS = (*OF_A_RUN, INBOX_QUIET, INBOX_RETRY, RETRY, SENSOR_INTERVAL, KEEP_RUNS, OWNERS)
+SETTINGS = (*OF_A_RUN, INBOX_QUIET, INBOX_RETRY, RETRY, SENSOR_INTERVAL, KEEP_RUNS, OWNERS, WEBHOOK)

@@ -46,6 +46,11 @@ def markdown(text: str) -> str:
     return _MARKDOWN.sub(r"\\\1", in_one_line(text))
 
 
+def plain_of_markdown(text: str) -> str:
+    """Text that `markdown` made, as it was before but for what steers a terminal."""
+    return re.sub(r"\\([\\`|*\[\]<>&~/.])", r"\1", text)
+
+
 def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode("ascii")
 

@@ -8,6 +8,7 @@ from dagster import DagsterRunStatus as Status
 from dagster_shared.error import SerializableErrorInfo
 
 from mergepipe_pipeline.pipeline.retry import MOST_ATTEMPTS, Attempt, is_lasting, is_of_inputs
+from mergepipe_pipeline.text import plain_of_markdown
 
 RECIPE_TAG = "mergepipe/recipe"
 _ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
@@ -32,6 +33,12 @@ def failed_attempts(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> li
     return [_attempt(instance, r) for r in runs][::-1]
 
 
+def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
+    """How a run that failed or was cancelled ended."""
+    (record,) = instance.get_run_records(dg.RunsFilter(run_ids=[run_id]))
+    return _attempt(instance, record)
+
+
 def count_failed(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> int:
     """How many runs with these tags failed or were cancelled."""
     return instance.get_runs_count(_failed(tags))
@@ -51,13 +58,26 @@ def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord) -> Attempt:
             data = event.step_failure_data
             chain = list(_chain(data.error))
             names = {name for name, _ in chain}
-            lasts = _CHECK_FAILED in names or is_lasting(names)
+            if _CHECK_FAILED in names:
+                return Attempt(ended_s, _refusals(instance, run.run_id) or chain[-1][1], True)
             told = data.user_failure_data and data.user_failure_data.description
             error = " ".join(told.split()) if told else chain[-1][1]
-            return Attempt(ended_s, error, lasts, is_of_inputs(names))
+            return Attempt(ended_s, error, is_lasting(names), is_of_inputs(names))
         if event and event.message:
             return Attempt(ended_s, event.message, False)
     return Attempt(ended_s, "its run ended without an error of its own", False)
+
+
+def _refusals(instance: dg.DagsterInstance, run_id: str) -> str:
+    """What the checks that a run failed say; "" if none says anything."""
+    found = []
+    for log in instance.all_logs(run_id, of_type=Event.ASSET_CHECK_EVALUATION):
+        event = log.dagster_event
+        if event and not event.asset_check_evaluation_data.passed:
+            told = event.asset_check_evaluation_data
+            where = f"{told.asset_key.to_user_string()}: {told.check_name}"
+            found.append(f"{where}: {plain_of_markdown(told.description or 'it failed')}")
+    return "; ".join(found)
 
 
 def _chain(error: SerializableErrorInfo | None) -> Iterator[tuple[str, str]]:

@@ -20,10 +20,18 @@ MAX_RUNS, MAX_EXPERTS = 8, 32
 MAX_TOLD = 20
 _ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 
-index_job = dg.define_asset_job("index_experts", selection=[expert_index])
+index_job = dg.define_asset_job(
+    "index_experts",
+    selection=[expert_index],
+    description="Indexes one checkpoint of the inbox; inbox_sensor starts it when it is whole.",
+)
 
 
 @dg.sensor(
+    description=(
+        "Starts the index of every checkpoint of the inbox that is new or changed, and whole; its "
+        "ticks say what waits and why."
+    ),
     jobs=[index_job, index_burst],
     minimum_interval_seconds=interval_s(SOON_S),
     default_status=dg.DefaultSensorStatus.RUNNING,

@@ -20,6 +20,10 @@ SILENCE_S = 120.0
 
 
 @dg.sensor(
+    description=(
+        "Fails every run whose process is gone, as after a power loss, so that its recipe is free "
+        "to be merged again."
+    ),
     minimum_interval_seconds=interval_s(30),
     target=None,
     default_status=dg.DefaultSensorStatus.RUNNING,

@@ -21,6 +21,7 @@ from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
+_CURRENT = "the release is current"
 _WHOSE = {"nightly": "its schedule", "manual": "a person"}
 
 
@@ -63,7 +64,7 @@ def _request_or_reason(
         return "an input is not indexed yet"
     last = last_release(mergepipe.warehouse, card.name)
     if last and last.wanted == state:
-        return "the release is current"
+        return _CURRENT
     if card.name in busy:
         return "a run is under way"
     # With the sequence, a change and its undoing both run.
@@ -100,6 +101,10 @@ def build_recipe_sensor(
 
     @dg.sensor(
         name="recipe_sensor",
+        description=(
+            "Starts the merge of every recipe whose release is not what its inputs ask for; its "
+            "ticks say of each recipe what is done and why."
+        ),
         jobs=list(jobs),
         minimum_interval_seconds=interval_s(SOON_S),
         default_status=dg.DefaultSensorStatus.RUNNING,
@@ -138,6 +143,9 @@ def build_nightly(card: RecipeCard, job: AssetJob) -> dg.ScheduleDefinition | No
 
     @dg.schedule(
         name=f"nightly_{job.name}",
+        description=(
+            f"Merges {card.name} at this time if its inputs changed, and else confirms its release."
+        ),
         job=job,
         cron_schedule=schedule,
         execution_timezone=card.recipe.timezone,
@@ -149,6 +157,30 @@ def build_nightly(card: RecipeCard, job: AssetJob) -> dg.ScheduleDefinition | No
         """Runs the chain unless the release is current, or has failed too often."""
         busy = recipes_under_way(context.instance)
         found = request_or_reason(mergepipe, card, context.instance, busy, is_time=True)
-        return found if isinstance(found, dg.RunRequest) else dg.SkipReason(visible(found))
+        if isinstance(found, dg.RunRequest):
+            return found
+        if found == _CURRENT:
+            _confirm(context.instance, mergepipe, card)
+        return dg.SkipReason(visible(found))
 
     return nightly
+
+
+def _confirm(instance: dg.DagsterInstance, mergepipe: MergePipe, card: RecipeCard) -> None:
+    """Report the release as it is once more: it is as fresh as its schedule asks, and its age must
+    not say otherwise.
+    """
+    last = last_release(mergepipe.warehouse, card.name)
+    assert last is not None
+    instance.report_runless_asset_event(
+        dg.AssetMaterialization(
+            [card.name, "release"],
+            description="The schedule found nothing to merge: the release is current.",
+            metadata={
+                "confirmed": True,
+                "snapshot_id": last.snapshot_id,
+                "releases_of_this_recipe": last.sequence,
+            },
+            tags={"dagster/data_version": last.snapshot_id},
+        )
+    )

@@ -26,6 +26,7 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
 
     @dg.sensor(
         name="reload_sensor",
+        description="Loads the definitions anew when a recipe, or what it is made from, changed.",
         minimum_interval_seconds=interval_s(15),
         target=None,
         default_status=dg.DefaultSensorStatus.RUNNING,

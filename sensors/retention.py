@@ -23,6 +23,10 @@ _KEPT_DAYS = KEEP_RUNS.value()
 
 
 @dg.sensor(
+    description=(
+        "Deletes runs older than MERGEPIPE_KEEP_RUNS_DAYS (30), but not the last one that an asset "
+        "shows."
+    ),
     minimum_interval_seconds=interval_s(600),
     target=None,
     default_status=dg.DefaultSensorStatus.RUNNING,

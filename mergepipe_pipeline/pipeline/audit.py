@@ -10,6 +10,7 @@ from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.pipeline.commit import object_store
+from mergepipe_pipeline.pipeline.inspect import shares
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -20,6 +21,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 #: Tensors that a warning names.
 _MOST_NAMED = 5
+_MEND = "mend the expert that holds them there, or the recipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def refuse_unfit(audit: Audit, plan: MergePlan) -> None:
             where=f"snapshot {audit.snapshot_id[:16]}",
             expected="finite weights",
             found=audit.told,
-            next_step="mend the expert that holds them there, or the recipe",
+            next_step=_MEND,
         )
     if is_over_budget(plan):
         raise MergePipeError(
@@ -92,6 +94,33 @@ def is_over_budget(plan: MergePlan) -> bool:
     """Whether the plan buys more expert bytes than its budget allows."""
     e = plan.estimates
     return e.budget_bytes is not None and e.expert_bytes_planned > e.budget_bytes
+
+
+def budget_told(plan: MergePlan) -> str:
+    """How the expert bytes that a plan buys compare with its budget; where most of them are."""
+    e = plan.estimates
+    if not is_over_budget(plan) or e.budget_bytes is None:
+        return f"{e.expert_bytes_planned} bytes of experts are read: the budget allows them."
+    most = max(shares(plan, "tensor"), key=lambda share: share.nbytes_read)
+    return (
+        f"{e.expert_bytes_planned} bytes of experts would be read, "
+        f"{e.expert_bytes_planned - e.budget_bytes} more than the budget of {e.budget_bytes}; "
+        f"most, {most.nbytes_read}, from expert {most.expert}, tensor {most.place}. "
+        f"Plan {plan.plan_id}. Next: materialize the plan again"
+    )
+
+
+def finite_told(found: Audit, snapshot: Snapshot) -> str:
+    """Which tensors of a snapshot hold NaN or infinity, and in which files; else that none does."""
+    if not found.non_finite:
+        return "Every weight is finite."
+    entries = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12]).by_name
+    files = sorted({entries[name].file for name in found.non_finite})
+    more = f" and {len(files) - _MOST_NAMED} files more" if len(files) > _MOST_NAMED else ""
+    return (
+        f"NaN or infinity: {found.told}; file {', '.join(files[:_MOST_NAMED])}{more} of "
+        f"{snapshot.path}. Next: {_MEND}"
+    )
 
 
 def non_finite(snapshot: Snapshot) -> dict[str, int]:

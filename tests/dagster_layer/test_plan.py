@@ -49,7 +49,7 @@ def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
     assert shown["error_bound_l2"] == pytest.approx(e.error_bound, rel=1e-3)
     assert shown["reads"] == e.reads
     assert len(str(shown["budgets"]).splitlines()) == 2 + 15
-    for name in ("budget_curve", "bytes_read"):
+    for name in ("budget_curve", "share read"):
         match = re.fullmatch(r"!\[.+\]\(data:image/png;base64,([\w+/=]+)\)", str(shown[name]))
         assert match
         assert b64decode(match[1]).startswith(b"\x89PNG\r\n\x1a\n")
@@ -60,5 +60,5 @@ def test_a_plan_without_a_base_has_no_curve(home: Warehouse, drop: Drop) -> None
     shown = metadata_of(home, drop, "merge_method: linear\n")
     assert "budget_curve" not in shown
     assert "predicted_error_l2" not in shown
-    assert shown["expert_mib_saved"] == 0
-    assert shown["budget_mib"] == "none"
+    assert shown["expert GiB saved"] == 0
+    assert shown["budget GiB"] == "none"

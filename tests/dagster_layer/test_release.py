@@ -140,4 +140,6 @@ def test_the_failed_check_of_a_nan_names_its_tensor(
     assert check_of(result, "every_byte_verified").passed
     check = check_of(result, "all_finite")
     assert not check.passed
-    assert check.description == f"NaN or infinity: 1 in {TENSOR}"
+    told = check.description or ""
+    assert told.startswith(f"NaN or infinity: 1 in {TENSOR}; file ")
+    assert any(shard.file in told for shard in current_snapshot(with_nan, "n").manifest.shards)

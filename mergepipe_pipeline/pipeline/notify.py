@@ -1,0 +1,51 @@
+"""Tells people of a run that failed: in one sentence, and by a webhook where one is set."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+#: Seconds that a webhook may take to answer.
+_TIMEOUT_S = 10
+_NEXT = " Next: "
+_TRIED_AGAIN = "wait: it is tried again by itself"
+_LASTS = "mend the cause: the same recipe and inputs would fail again"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailure:
+    """What failed, why, and what to do; `recipe` is "" for a run that belongs to none."""
+
+    text: str
+    recipe: str
+    run_id: str
+    cause: str
+    next_step: str
+
+
+def run_failure(what: str, recipe: str, run_id: str, error: str, *, is_lasting: bool) -> RunFailure:
+    """A failure in words. `what` failed with the text of `error`, which may name the next step."""
+    cause, _, step = error.strip().rpartition(_NEXT) if _NEXT in error else (error.strip(), "", "")
+    cause, step = cause.strip().rstrip("."), step.strip().rstrip(".")
+    next_step = step or (_LASTS if is_lasting else _TRIED_AGAIN)
+    text = f"{what} failed: {cause}.{_NEXT}{next_step}. Run {run_id[:8]}."
+    return RunFailure(text, recipe, run_id, cause, next_step)
+
+
+def post(url: str, failure: RunFailure) -> str | None:
+    """POST a failure as JSON; what is wrong if that did not work. Raises nothing.
+
+    The address is a secret of who gave it, and no text names it.
+    """
+    try:
+        if urlsplit(url).scheme not in {"http", "https"}:
+            return "the webhook is no http or https address"
+        body = json.dumps(asdict(failure)).encode()
+        request = Request(url, body, {"Content-Type": "application/json"}, method="POST")
+        with urlopen(request, timeout=_TIMEOUT_S):
+            return None
+    except (OSError, ValueError) as error:
+        status = getattr(error, "code", None)
+        return f"the webhook answered {status}" if status else f"no answer: {type(error).__name__}"

@@ -1,0 +1,41 @@
+"""Tells of every run that failed: in the log, and to a webhook."""
+
+import dagster as dg
+
+from assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.pipeline.notify import RunFailure, post, run_failure
+from mergepipe_pipeline.settings import WEBHOOK
+from mergepipe_pipeline.text import in_one_line
+from sensors import interval_s
+from sensors.attempts import RECIPE_TAG, attempt_of
+
+_URL = WEBHOOK.value()
+
+
+@dg.run_failure_sensor(
+    name="failure_sensor",
+    description=(
+        "Says in one sentence why a run failed and what to do: in its tick's log and, if "
+        f"{WEBHOOK.variable} is set, by a POST of JSON with text, recipe, run_id, cause and "
+        "next_step."
+    ),
+    minimum_interval_seconds=interval_s(30),
+    default_status=dg.DefaultSensorStatus.RUNNING,
+)
+def failure_sensor(context: dg.RunFailureSensorContext) -> None:
+    """Tells of one failed run; a webhook that fails harms nothing."""
+    failure = failure_of(context.instance, context.dagster_run)
+    context.log.error(failure.text)
+    problem = post(_URL, failure) if _URL else None
+    if problem:
+        context.log.warning(f"{WEBHOOK.variable}: {problem}")
+
+
+def failure_of(instance: dg.DagsterInstance, run: dg.DagsterRun) -> RunFailure:
+    """Why a run failed, in words."""
+    attempt = attempt_of(instance, run.run_id)
+    recipe = run.tags.get(RECIPE_TAG, "")
+    experts = run.tags.get("dagster/partition") or run.tags.get(EXPERTS_TAG)
+    what = f"Recipe {recipe}" if recipe else f"The index of {experts}" if experts else run.job_name
+    error = in_one_line(attempt.error)
+    return run_failure(what, recipe, run.run_id, error, is_lasting=attempt.is_lasting)

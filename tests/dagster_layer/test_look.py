@@ -1,0 +1,138 @@
+"""What a person finds in the UI: who is asked, what each thing does, where links lead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from assets.labels import owners
+from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.pipeline.audit import budget_told, is_over_budget
+from mergepipe_pipeline.pipeline.deploy import current_plan
+from mergepipe_pipeline.pipeline.publish import history
+from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import jobs, sum_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+NIGHTLY = "trigger: nightly\nschedule: '30 2 * * 1-5'\ntimezone: Europe/Berlin\n"
+
+
+@pytest.fixture
+def known(home: Warehouse, family: Path) -> Warehouse:
+    """Recipes a and n over registered models; n has a schedule."""
+    for name in ("base", "expert_00"):
+        register(home, family / name, name)
+    home.recipe_path("a").write_text(sum_of("base", "expert_00"))
+    home.recipe_path("n").write_text(sum_of("base", "expert_00") + NIGHTLY)
+    return home
+
+
+def described(home: Warehouse) -> Iterator[tuple[str, str | None]]:
+    defs = build_definitions(home)
+    repository, graph = defs.get_repository_def(), defs.resolve_asset_graph()
+    for part in (*repository.sensor_defs, *repository.schedule_defs):
+        yield part.name, part.description
+    for job in repository.get_all_jobs():
+        if not job.name.startswith("__"):
+            yield job.name, job.description
+    for key in (*graph.get_all_asset_keys(), *graph.asset_check_keys):
+        yield key.to_user_string(), graph.get(key).description
+
+
+def test_everything_says_in_its_first_sentence_what_it_does(known: Warehouse) -> None:
+    found = dict(described(known))
+    assert len(found) > 25
+    for name, text in found.items():
+        first = (text or "").partition(". ")[0].partition(".\n")[0]
+        assert 20 < len(first) <= 200, (name, text)
+
+
+def test_owners_are_those_of_the_environment(
+    known: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MERGEPIPE_OWNERS", "ann@example.org, team:models")
+    graph = build_definitions(known).resolve_asset_graph()
+    # `expert_index` is made when its module is imported.
+    for key in graph.get_all_asset_keys() - {dg.AssetKey("expert_index")}:
+        assert graph.get(key).owners == ["ann@example.org", "team:models"]
+        assert 1 <= len(graph.get(key).kinds) <= 3
+
+
+def test_a_wrong_owner_is_refused_with_the_name_of_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for wrong in ("ann", "team:", "ann@", "a b@example.org", "team:a b"):
+        monkeypatch.setenv("MERGEPIPE_OWNERS", wrong)
+        with pytest.raises(MergePipeError, match="MERGEPIPE_OWNERS"):
+            owners()
+
+
+def test_only_a_release_with_a_schedule_can_be_overdue(known: Warehouse) -> None:
+    graph = build_definitions(known).resolve_asset_graph()
+    policies = {key: graph.get(key).freshness_policy for key in graph.get_all_asset_keys()}
+    (key,) = [key for key, policy in policies.items() if policy]
+    assert key == dg.AssetKey(["n", "release"])
+    # From Friday to Monday, and six hours; an hour more or less when clocks change between.
+    hours = [72 + 6 + change for change in (-1, 0, 1)]
+    wanted = [
+        dg.FreshnessPolicy.time_window(timedelta(hours=h), timedelta(hours=h - 4)) for h in hours
+    ]
+    assert policies[key] in wanted
+
+
+def test_a_schedule_that_finds_nothing_to_merge_confirms_the_release(
+    home: Warehouse, ticker: Ticker, drop: Drop, tmp_path: Path
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    home.recipe_path("a").write_text(sum_of("base", "expert_00") + "schedule: '30 2 * * *'\n")
+    assert jobs(ticker.tick())[-1] == "merge_a"
+    schedule = build_definitions(home).get_repository_def().get_schedule_def("nightly_merge_a")
+    resources = {"mergepipe": MergePipe(home=str(home.root))}
+    with (
+        dg.DagsterInstance.local_temp(str(tmp_path)) as kept,
+        dg.build_schedule_context(instance=kept, resources=resources) as context,
+    ):
+        assert "current" in str(schedule.evaluate_tick(context).skip_message)
+        event = kept.get_latest_materialization_event(dg.AssetKey(["a", "release"]))
+    assert event is not None
+    assert event.asset_materialization is not None
+    told = event.asset_materialization
+    (released,) = history(home, "a")
+    assert (told.tags or {})["dagster/data_version"] == released.snapshot_id
+
+
+def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_inputs(
+    home: Warehouse, ticker: Ticker, drop: Drop, instance: dg.DagsterInstance
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    home.recipe_path("a").write_text(sum_of("base", "expert_00"))
+    ticker.tick()
+
+    def told(*key: str) -> dict[str, object]:
+        event = instance.get_latest_materialization_event(dg.AssetKey(key))
+        assert event is not None
+        assert event.asset_materialization is not None
+        return {k: v.value for k, v in event.asset_materialization.metadata.items()}
+
+    assert "tag%3A%22expert%2Fexpert_00%22" in str(told("expert_index")["used by"])
+    snapshot, release = told("a", "snapshot"), told("a", "release")
+    assert Path(str(snapshot["manifest"])).is_file()
+    assert "](/assets/expert_index?partition=expert_00)" in str(snapshot["inputs"])
+    assert release["snapshot"] == dg.AssetKey(["a", "snapshot"])
+    assert 0 < float(str(snapshot["expert GiB read"])) < 0.01
+    plan = current_plan(home, "a")
+    over = replace(plan, estimates=replace(plan.estimates, budget_bytes=1000))
+    assert is_over_budget(over)
+    assert "from expert expert_00, tensor model." in budget_told(over)
