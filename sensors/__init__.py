@@ -6,6 +6,9 @@ from mergepipe_pipeline.settings import SENSOR_INTERVAL
 #: in one look would be skipped in the next.
 SOON_S = 4
 
+#: Places in the queue, the highest first. Merges, single arrivals and what a person starts have 0.
+BURST_PRIORITY, NIGHTLY_PRIORITY = "-1", "-2"
+
 
 def interval_s(usual_s: int) -> int:
     """Seconds between the ticks of a sensor, as its setting says, or what is usual."""

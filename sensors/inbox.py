@@ -12,7 +12,7 @@ from mergepipe_pipeline.pipeline.recorded import is_gone
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import SOON_S, interval_s
+from sensors import BURST_PRIORITY, SOON_S, interval_s
 
 #: Runs that one tick asks for at most, and experts of one run: few land as one run each.
 MAX_RUNS, MAX_EXPERTS = 8, 32
@@ -100,5 +100,5 @@ def _request(home: Warehouse, some: Sequence[Landed]) -> dg.RunRequest:
         return dg.RunRequest(keys[0], job_name=index_job.name, partition_key=names[0], tags=tags)
     config = dg.RunConfig({"index_several": {"config": {"experts": names}}})
     # A burst lets merges and single arrivals pass.
-    tags["dagster/priority"] = "-1"
+    tags["dagster/priority"] = BURST_PRIORITY
     return dg.RunRequest(keys[0], job_name=index_burst.name, run_config=config, tags=tags)

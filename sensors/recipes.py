@@ -16,7 +16,7 @@ from mergepipe_pipeline.pipeline.recorded import reason_to_wait_for
 from mergepipe_pipeline.pipeline.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
-from sensors import SOON_S, interval_s
+from sensors import NIGHTLY_PRIORITY, SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
@@ -82,10 +82,15 @@ def _request_or_reason(
     if waiting is not None:
         return waiting
     attempt = str(count_failed(instance, tags) + 1)
+    is_late = is_time or card.recipe.trigger == "nightly"
     return dg.RunRequest(
         job_name=job_name(card),
         run_key=f"{card.name}:{sequence}:{state}:{attempt}",
-        tags={**tags, "mergepipe/attempt": attempt},
+        tags={
+            **tags,
+            "mergepipe/attempt": attempt,
+            **({"dagster/priority": NIGHTLY_PRIORITY} if is_late else {}),
+        },
     )
 
 

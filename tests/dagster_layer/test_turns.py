@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import dagster as dg
 import pytest
+from dagster._core.remote_origin import (
+    ManagedGrpcPythonEnvCodeLocationOrigin,
+    RemoteJobOrigin,
+    RemoteRepositoryOrigin,
+)
+from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
+from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import (
+    QueuedRunCoordinatorDaemon,
+)
 
+from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.errors import BusyError
-from mergepipe_pipeline.pipeline.cards import RecipeCard
+from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
 from mergepipe_pipeline.pipeline.deploy import (
     merge_recipe,
     plan_recipe,
@@ -19,9 +33,22 @@ from mergepipe_pipeline.pipeline.deploy import (
 )
 from mergepipe_pipeline.pipeline.leases import lease_recipe, lease_run
 from mergepipe_pipeline.pipeline.merge import EngineKnobs
+from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors import BURST_PRIORITY
+from sensors.attempts import recipes_under_way
+from sensors.recipes import request_or_reason
+from tests.dagster_layer.daemon import REPOSITORY
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+#: Where runs of the queue come from, as a daemon with the repository's workspace says it.
+_LOCATION = RemoteRepositoryOrigin(
+    ManagedGrpcPythonEnvCodeLocationOrigin(
+        LoadableTargetOrigin(module_name="mergepipe_pipeline.definitions"), "mergepipe"
+    ),
+    "__repository__",
+)
+_BURST = {"ops": {"index_several": {"config": {"experts": ["base"]}}}}
 #: Works on recipe n until somebody ends it.
 HOLD = """
 import sys, time
@@ -68,3 +95,71 @@ def test_the_turn_of_a_killed_run_ends_with_it(home: Warehouse, card: RecipeCard
         first.communicate(timeout=20)
     with lease_recipe(home, "n"):
         pass
+
+
+class Queue:
+    """The run queue of an instance that has the repository's dagster.yaml."""
+
+    def __init__(self, home: Warehouse, instance: dg.DagsterInstance) -> None:
+        self.home, self.instance = home, instance
+        self._definitions = build_definitions(home)
+        self._coordinator = QueuedRunCoordinatorDaemon(interval_seconds=1)
+
+    def add(self, job: str, tags: dict[str, str] | None = None) -> None:
+        """Queue a run as the UI does: it has the tags of its job, and its pools."""
+        definition = self._definitions.resolve_job_def(job)
+        run = self.instance.create_run_for_job(
+            definition,
+            run_config=_BURST if job == "index_burst" else None,
+            tags={**definition.run_tags, **(tags or {})},
+            remote_job_origin=RemoteJobOrigin(_LOCATION, job),
+        )
+        self._report(run, "PIPELINE_ENQUEUED")
+
+    def start(self) -> list[str]:
+        """Start what the daemon would start next; the jobs in their order."""
+        config = self.instance.get_concurrency_config()
+        runs = self._coordinator._get_runs_to_dequeue(self.instance, config, None)
+        for run in runs:
+            self._report(run, "PIPELINE_START")
+        return [run.job_name for run in runs]
+
+    def _report(self, run: dg.DagsterRun, event: str) -> None:
+        self.instance.report_dagster_event(dg.DagsterEvent(event, run.job_name), run.run_id)
+
+
+@pytest.fixture
+def queue(home: Warehouse, card: RecipeCard, tmp_path: Path) -> Iterator[Queue]:
+    """An empty queue for recipes n, o and p."""
+    for name in "op":
+        shutil.copy(home.recipe_path("n"), home.recipe_path(name))
+    shutil.copy(REPOSITORY / "dagster.yaml", tmp_path)
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        for pool in ("disk_read", "disk_write"):  # else its first run of all makes it known
+            instance.event_log_storage.initialize_concurrency_limit_to_default(pool)
+        yield Queue(home, instance)
+
+
+def test_a_recipe_has_one_run_whoever_starts_it_and_each_pool_leaves_places_for_the_other(
+    queue: Queue,
+) -> None:
+    for recipe in "nnop":
+        queue.add(f"merge_{recipe}")
+    for _ in range(3):
+        queue.add("index_burst")
+    assert recipes_under_way(queue.instance) == {"n", "o", "p"}
+    assert queue.start() == ["merge_n", "merge_o", "index_burst", "index_burst"]
+    assert queue.start() == []
+
+
+def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
+    resource = MergePipe(home=str(queue.home.root))
+    asked = [
+        request_or_reason(resource, card, queue.instance, (), is_time=card.name == "o")
+        for card in recipe_cards(queue.home)[:2]
+    ]
+    by_day, by_night = (r for r in asked if isinstance(r, dg.RunRequest))
+    queue.add("merge_o", by_night.tags)
+    queue.add("index_burst", {"dagster/priority": BURST_PRIORITY})
+    queue.add("merge_n", by_day.tags)
+    assert queue.start() == ["merge_n", "index_burst", "merge_o"]
