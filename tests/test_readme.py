@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline import errors
 from mergepipe_pipeline.cli.main import main
+from tests.dagster_layer.daemon import dg_program
 from tests.family import write_adapter
 
 ROOT = Path(__file__).parent.parent
@@ -82,3 +84,25 @@ def test_the_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (demo|test|ui)\b", TEXT):
         assert f"\n{target}:" in makefile
+
+
+@pytest.mark.skipif(dg_program() is None, reason="needs dg (pip install -e .[dev])")
+def test_the_commands_of_the_standing_pipeline_run(tmp_path: Path) -> None:
+    for name in ("dagster.yaml", "pyproject.toml", "mergepipe_pipeline", "assets", "sensors"):
+        os.symlink(ROOT / name, tmp_path / name)
+    (commands,) = (b for b in blocks("sh") if "DAGSTER_HOME" in b)
+    assert commands.splitlines()[-1].startswith("dg dev ")
+    # It runs until it is stopped; tests/dagster_layer/test_reload.py starts it.
+    script = commands.replace("dg dev ", "exit 0 ").replace("dg ", f"{dg_program()} ")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    found = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "All definitions loaded successfully" in found.stdout
+    assert (tmp_path / "warehouse" / "dagster" / "dagster.yaml").is_file()

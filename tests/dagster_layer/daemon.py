@@ -6,6 +6,7 @@ All its processes share a session, by which they are killed: one of a kind, or a
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,12 +29,12 @@ REPOSITORY = Path(__file__).parents[2]
 QUICK = REPOSITORY / "tests" / "quick_daemon"
 ACTIVE = (Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING)
 _STEP_START = dg.DagsterEventType.STEP_START
-_DAEMON = ("-m", "dagster._daemon", "run")
-_DEV = ("-m", "dagster", "dev")
+_WORKSPACE = ("-w", str(REPOSITORY / "workspace.yaml"))
+_DAEMON = (sys.executable, "-m", "dagster._daemon", "run", *_WORKSPACE)
 
 
 class Daemon:
-    """Starts, kills and asks one daemon; `ui` starts `dagster dev` on a free port instead."""
+    """Starts, kills and asks one daemon; `ui` starts `dg dev` on a free port instead."""
 
     def __init__(
         self, home: Warehouse, *, ui: bool = False, environment: dict[str, str] | None = None
@@ -55,13 +56,6 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
         self._sessions: list[int] = []
         self.settle({})
-        location = {
-            "module_name": "mergepipe_pipeline.definitions",
-            "working_directory": str(REPOSITORY),
-            "location_name": "mergepipe",
-        }
-        self._workspace = self.folder / "workspace.yaml"
-        self._workspace.write_text(yaml.safe_dump({"load_from": [{"python_module": location}]}))
 
     def settle(self, changes: dict[str, dict[str, Any]]) -> None:
         """Write dagster.yaml: the repository's, with sections changed. Before `start` only."""
@@ -77,11 +71,12 @@ class Daemon:
 
     def start(self) -> None:
         """Start the processes; what they say goes to `log`."""
-        verb = (*_DEV, "-h", "127.0.0.1", "-p", str(self.port)) if self._ui else _DAEMON
+        address = ("--host", "127.0.0.1", "--port", str(self.port))
+        command = (*dev_command(), *address) if self._ui else _DAEMON
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *verb, "-w", str(self._workspace)],
-                cwd=self.folder,
+                command,
+                cwd=self.folder,  # not the repository: definitions load from any directory
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -187,6 +182,19 @@ def running_daemon(home: Warehouse, *, ui: bool = False, **environment: str) -> 
         yield daemon
     finally:
         daemon.kill()
+
+
+def dg_program() -> str | None:
+    """Dagster's program `dg` beside this interpreter; None if it is not installed."""
+    return shutil.which("dg", path=str(Path(sys.executable).parent))
+
+
+def dev_command() -> tuple[str, ...]:
+    """What starts daemon, webserver and code server: `dg dev`, or `dagster dev` without `dg`."""
+    program = dg_program()
+    if program is None:
+        return (sys.executable, "-m", "dagster", "dev", *_WORKSPACE)
+    return (program, "dev", "--target-path", str(REPOSITORY))
 
 
 def free_port() -> int:
