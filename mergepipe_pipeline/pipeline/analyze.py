@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import MergePipeError, RecipeError
-from mergepipe_pipeline.pipeline.digests import (
-    Known,
-    ensure_digests,
-    put_taken,
-    refuse_changed,
-)
+from mergepipe_pipeline.pipeline.digests import Contents, Known, ensure_digests, put_taken
 from mergepipe_pipeline.pipeline.inputs import pass_inputs
 from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.progress import Progress, Silent
@@ -237,6 +232,7 @@ def _analyze(
 
     nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
     names = ", ".join(m.name for m, _ in batch[:3]) + (", …" if len(batch) > 3 else "")
+    contents = Contents(home)
     inputs = pass_inputs(home, [*(model for model, _ in batch), base], progress)
     with (
         progress.task(f"analyze {names}", nbytes) as advance,
@@ -254,7 +250,7 @@ def _analyze(
                         part = of.views[name].stored[0]
                         whose = of.checkpoints[part.source]
                         known = Known(whose.checkpoint_id, whose)
-                        refuse_changed(home, known, part.entry.name, taken[0].content)
+                        contents.refuse_changed(known, part.entry.name, taken[0].content)
                         digested.setdefault(whose.checkpoint_id, {})[part.entry.name] = taken
                 unsaved_nbytes += batch[number][0].views[stats.tensor].stored_nbytes
             if unsaved_nbytes >= _SAVE_NBYTES:

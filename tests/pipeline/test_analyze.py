@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.formats import DIGESTS, SEGMENTS
 from mergepipe_pipeline.pipeline import analyze as verb
 from mergepipe_pipeline.pipeline.analyze import analyze
+from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.register import register, resolve
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.warehouse import Warehouse
@@ -85,6 +89,38 @@ def test_a_second_analysis_reads_nothing(registered: Warehouse) -> None:
     assert [(a.content_sha256, a.norm) for a in again] == [
         (a.content_sha256, a.norm) for a in first
     ]
+
+
+def test_digests_that_are_lost_follow_from_those_of_segments(registered: Warehouse) -> None:
+    analyze(registered, ["expert_00"], block_elems=BLOCK)
+    folder = registered.catalog / DIGESTS
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    shutil.rmtree(folder)
+    with tensor_reads() as reads:
+        for name in ("base", "expert_00"):
+            ensure_digests(registered, resolve(registered, name).checkpoint)
+    assert not reads
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    shutil.rmtree(folder)
+    shutil.rmtree(registered.catalog / SEGMENTS)
+    analyze(registered, ["expert_00"], block_elems=BLOCK)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_the_known_digests_are_listed_a_few_times_whatever_the_number_of_tensors(
+    registered: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, real = list[Path](), os.listdir
+
+    def listdir(folder: Path) -> list[str]:
+        listed.append(folder)
+        return real(folder)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    names = ["expert_00", "expert_01"]
+    analyze(registered, names, block_elems=BLOCK)
+    tensors = len(resolve(registered, "base").checkpoint.tensors)
+    assert 0 < listed.count(registered.catalog / DIGESTS) < tensors
 
 
 def test_what_is_found_does_not_depend_on_how_experts_are_put_together(
