@@ -103,8 +103,9 @@ def finding_line(found: Finding) -> str:
 def repair(console: Console, dry_run: bool) -> None:
     """Take away what is wrong and can be found again, and learn it again where inputs are there.
 
-    Catalog, plans, actions and objects go to the warehouse's quarantine folder. Names, refs,
-    snapshots and inputs are never touched; what is wrong with them is listed, with exit 19.
+    Catalog, plans, actions and objects go to the warehouse's quarantine folder. Damaged versions of
+    names and refs are set aside: the newest good one counts. Snapshots and inputs are never
+    touched; what is wrong with them is listed, with exit 19.
     """
     from mergepipe_pipeline.pipeline.repair import repair as run
 
@@ -117,6 +118,7 @@ def repair(console: Console, dry_run: bool) -> None:
         f"{verb_done} {counted(len(done.taken), 'file')}{where}",
         *(f"  {path}" for path in done.taken),
         *(f"made again: {label}" for label in done.made),
+        *done.aside,
         *(f"left for you: {finding_line(f)}" for f in done.left),
     )
     if done.left:

@@ -1,7 +1,8 @@
 """The verb `repair`: take away what is wrong and can be found again, and find it again.
 
-Nothing is destroyed: files go to the warehouse's quarantine. Names, refs, snapshots and inputs are
-never touched; what is wrong with them is listed. A damaged object loses only its name in the store,
+Nothing is destroyed: files go to the warehouse's quarantine. Damaged versions of names and refs are
+set aside, so that good ones count (`repair_names`). Snapshots and inputs are never touched; what is
+wrong with them is listed. A damaged object loses only its name in the store,
 so that no later merge takes it for a layer; a snapshot that links to it stays as it is.
 """
 
@@ -24,6 +25,7 @@ from mergepipe_pipeline.pipeline.auditor import Finding, Scope
 from mergepipe_pipeline.pipeline.commit import object_store
 from mergepipe_pipeline.pipeline.digests import ensure_digests
 from mergepipe_pipeline.pipeline.progress import Progress
+from mergepipe_pipeline.pipeline.repair_names import set_aside
 from mergepipe_pipeline.pipeline.verify_all import verify_all
 from mergepipe_pipeline.pipeline.verify_structure import action_of
 from mergepipe_pipeline.storage.atomic import adopt_file
@@ -37,6 +39,7 @@ _STATS = re.compile(r"(?P<checkpoint_id>[0-9a-f]+)\.b(?P<block_elems>\d+)\.")
 class Repair:
     """What was, or would be, taken away and made again; `left` are findings for a person.
 
+    `aside` tells of each name and ref that had damaged versions.
     `made` and `not_made` say what, and why not, in a line each; what is not made again now is made
     where it is needed.
     """
@@ -46,23 +49,26 @@ class Repair:
     made: tuple[str, ...]
     not_made: tuple[str, ...]
     left: tuple[Finding, ...]
+    aside: tuple[str, ...]
 
 
 def repair(home: Warehouse, *, dry_run: bool = False, progress: Progress | None = None) -> Repair:
     """Verify records and results, take away what is derivable and wrong, learn it again."""
     findings = verify_all(home, _SCOPES, fresh=True, progress=progress).findings
-    left = tuple(f for f in findings if not f.is_derivable)
+    aside = set_aside(home, dry_run=dry_run)
+    told, files = tuple(a.told for a in aside), {file for a in aside for file in a.files}
+    left = tuple(f for f in findings if not f.is_derivable and f.file not in files)
     wrong = {Path(f.file) for f in findings if f.is_derivable}
     wrong |= set(_actions_of(home, {p.name for p in wrong}))
     taken = sorted(p for p in wrong if p.is_relative_to(home.root))
     names = tuple(map(str, taken))
     if dry_run or not taken:
-        return Repair(names, None, (), (), left)
+        return Repair(names, None, (), (), left, told)
     folder = home.quarantine / f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
     for path in taken:
         adopt_file(path, folder / path.relative_to(home.root))
     made, not_made = _learn_again(home, taken, progress)
-    return Repair(names, str(folder), made, not_made, left)
+    return Repair(names, str(folder), made, not_made, left, told)
 
 
 def _actions_of(home: Warehouse, objects: Collection[str]) -> Iterator[Path]:

@@ -1,7 +1,7 @@
 """The one home of every rename, link and fsync: a name appears whole or not at all.
 
-Not a general file layer: five ways to make a name appear (replace, exclusive, adopt, folder, and
-folder in place of another), each durable when it returns, and one for a while (`locked_file`).
+Not a general file layer: six ways to make a name appear (replace, exclusive, adopt, rename, folder,
+and folder in place of another), each durable when it returns, and one for a while (`locked_file`).
 `crash_hook`, if set, is called before each change of the file system, so that tests can stop at any
 of them.
 """
@@ -84,6 +84,18 @@ def adopt_file(temp: str | Path, final: str | Path) -> None:
         _step("adopt")
         os.replace(temp, final)
         _fsync_dir(final.parent)
+
+
+def rename(path: str | Path, to: str | Path) -> Path:
+    """Give a file or folder, whatever is in it, a name that nothing has; gives the new path."""
+    path, to = Path(path), Path(to)
+    with _full_disk_named(to):
+        make_dirs(to.parent)
+        _step("rename")
+        os.rename(path, to)
+        for folder in {path.parent, to.parent}:
+            _fsync_dir(folder)
+    return to
 
 
 def publish_dir(staged: str | Path, final: str | Path) -> bool:

@@ -1,11 +1,13 @@
 """A folder of numbered versions, the highest is current: how names point at facts.
 
 Each version is one sealed JSON file created exclusively, so two writers cannot both publish the
-next one and history is never rewritten.
+next one and history is never rewritten. A damaged one can be set aside: it keeps its number and
+does not count.
 """
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,16 @@ from typing import Any
 
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, NotFoundError
-from mergepipe_pipeline.storage.atomic import create_exclusive
+from mergepipe_pipeline.storage.atomic import create_exclusive, rename
 
-_FILE = re.compile(r"^(\d{8})\.json$")
+_FILE = re.compile(r"(\d{8})\.json")
+_ASIDE = re.compile(r"(\d{8})\.json\.damaged")
+#: What a disk says of damage, or a system of what is no file; None: it is no regular file.
+_DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR, None})
+_NEXT = (
+    "run `mergepipe repair`: it sets a damaged version aside, so that the newest good one counts; "
+    "or restore the file from a copy first"
+)
 _TRIES = 64
 
 
@@ -26,17 +35,41 @@ class VersionChain:
         self._folder = Path(folder)
 
     def versions(self) -> list[int]:
-        """All version numbers, ascending; empty if the folder is not there.
+        """All version numbers that count, ascending; empty if the folder is not there.
 
         Raises CorruptionError for a folder that cannot be listed.
         """
+        return self._numbers(_FILE)
+
+    def aside(self) -> list[int]:
+        """The numbers of versions that were set aside, ascending. Raises as `versions`."""
+        return self._numbers(_ASIDE)
+
+    def damaged(self) -> list[int]:
+        """The numbers of versions that are not what was written. Raises as `versions`."""
+        return [n for n in self.versions() if self._is_damaged(n)]
+
+    def set_aside(self, number: int) -> Path:
+        """Let a version not count any more; where it lies then. Its number is not used again."""
+        path = self._path(number)
+        return rename(path, path.with_name(f"{path.name}.damaged"))
+
+    def _numbers(self, names: re.Pattern[str]) -> list[int]:
         if not self._folder.is_dir():
             return []
         try:
-            found = [_FILE.match(p.name) for p in self._folder.iterdir()]
+            found = [names.fullmatch(p.name) for p in self._folder.iterdir()]
         except OSError as error:
             raise _unreadable(self._folder, error) from error
         return sorted(int(m.group(1)) for m in found if m)
+
+    def _is_damaged(self, number: int) -> bool:
+        try:
+            self.get(number)
+        except CorruptionError as error:
+            cause = error.__cause__
+            return not isinstance(cause, OSError) or cause.errno in _DAMAGE
+        return False
 
     def get(self, number: int) -> dict[str, Any]:
         """The value of one version. Raises NotFoundError, CorruptionError."""
@@ -55,7 +88,11 @@ class VersionChain:
             ) from None
         except OSError as error:
             raise _unreadable(path, error) from error
-        return unseal(data, str(path))
+        try:
+            return unseal(data, str(path))
+        except CorruptionError as error:
+            error.next_step = _NEXT
+            raise
 
     def current(self) -> tuple[int, dict[str, Any]] | None:
         """The highest version and its value, or None. Raises CorruptionError."""
@@ -69,17 +106,17 @@ class VersionChain:
         without, the version goes after whatever is current when it is written.
         """
         for _ in range(_TRIES):
-            versions = self.versions()
-            last = versions[-1] if versions else 0
-            if expected is not None and last != expected:
-                raise self._conflict(expected, last)
+            current = max(self.versions(), default=0)
+            if expected is not None and current != expected:
+                raise self._conflict(expected, current)
+            number = max([current, *self.aside()]) + 1
             try:
-                create_exclusive(self._path(last + 1), seal(value))
+                create_exclusive(self._path(number), seal(value))
             except FileExistsError:
                 if expected is not None:
-                    raise self._conflict(expected, last + 1) from None
+                    raise self._conflict(expected, number) from None
                 continue
-            return last + 1
+            return number
         raise self._conflict(-1, -1)
 
     def _path(self, number: int) -> Path:
@@ -134,5 +171,5 @@ def _unreadable(path: Path, error: OSError) -> CorruptionError:
         "A version cannot be read",
         where=str(path),
         found=error.strerror or str(error),
-        next_step="mend or restore it, then run again",
+        next_step=_NEXT,
     )

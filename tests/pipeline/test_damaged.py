@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.check import parse
 from mergepipe_pipeline.pipeline.merge import merge
 from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.publish import publish
+from mergepipe_pipeline.pipeline.publish import history, publish
 from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.pipeline.repair import repair
+from mergepipe_pipeline.pipeline.verify_all import verify_all
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -109,6 +112,54 @@ def test_a_ref_whose_newest_version_is_damaged_is_an_error_and_not_the_version_b
     with pytest.raises(CorruptionError, match=r"one/00000002\.json"):
         refs.publish("one", ids[0], "")
     assert refs.current("two").snapshot_id == ids[1]
+
+
+def test_repair_sets_a_damaged_version_of_a_ref_aside_and_the_newest_good_one_is_live(
+    home: Warehouse, ids: list[str]
+) -> None:
+    publish(home, ids[1], "one")
+    flip(home.refs / "one" / "00000002.json")
+    (home.refs / "two" / "00000001.json").unlink()
+    (home.refs / "two" / "00000001.json").mkdir()
+    with pytest.raises(CorruptionError, match="mergepipe repair"):
+        publish(home, ids[0], "two")
+    assert len(repair(home, dry_run=True).aside) == 2
+    one, two = repair(home).aside
+    assert one.startswith(
+        f"ref one: version 2 damaged, set aside; version 1 counts: snapshot {ids[0]}"
+    )
+    assert "mergepipe publish SNAPSHOT --ref two" in two
+    assert [r.snapshot_id for r in history(home, "one")] == [ids[0]]
+    assert publish(home, ids[1], "one").number == 3
+    assert publish(home, ids[1], "two").number == 2
+    report = verify_all(home, ("structure", "lineage"))
+    assert report.ok
+    assert len(report.notes) == 2
+
+
+def test_repair_registers_a_damaged_name_again_where_it_can_and_says_where_it_cannot(
+    home: Warehouse, family: Path, ids: list[str]
+) -> None:
+    path, name = victim(home, ids, "checkpoint")
+    for n in ("landed", "twice"):
+        shutil.copytree(family / "expert_02", home.inbox / n)
+        register(home, home.inbox / n)
+    register(home, family / "expert_03", "twice")
+    for damaged in (path, *(path.parents[1] / n / "00000001.json" for n in ("landed", "twice"))):
+        flip(damaged)
+    with pytest.raises(CorruptionError, match="mergepipe repair"):
+        register(home, family / name)
+    told = repair(home).aside
+    assert [t.partition("; ")[2].partition(":")[0] for t in told] == [
+        "no version is left",
+        "registered again",
+        "version 2 counts",
+    ]
+    assert register(home, family / name).version == 2
+    catalog = Catalog(home.catalog)
+    assert catalog.root("landed") == str(home.inbox / "landed")
+    assert catalog.root("twice") == str(family / "expert_03")
+    assert verify_all(home, ("structure",)).ok
 
 
 def test_registering_again_gets_past_a_damaged_name(

@@ -79,6 +79,22 @@ def test_a_flipped_bit_in_a_version_is_corruption_of_that_file(data: st.DataObje
             chain.current()
 
 
+def test_a_version_that_is_set_aside_does_not_count_and_its_number_is_not_used_again(
+    tmp_path: Path,
+) -> None:
+    chain = VersionChain(tmp_path)
+    for n in range(3):
+        chain.append({"n": n})
+    (tmp_path / "00000003.json").write_bytes(b"{}")
+    assert chain.damaged() == [3]
+    assert chain.set_aside(3).read_bytes() == b"{}"
+    assert chain.current() == (2, {"n": 1})
+    with pytest.raises(CommitConflictError):
+        chain.append({"n": 4}, expected=3)
+    assert chain.append({"n": 4}, expected=2) == 4
+    assert (chain.versions(), chain.aside()) == ([1, 2, 4], [3])
+
+
 def test_a_version_that_is_not_there_is_not_found(tmp_path: Path) -> None:
     assert VersionChain(tmp_path / "none").current() is None
     with pytest.raises(NotFoundError, match="Expected none exists yet, found 3"):
