@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,8 +161,13 @@ class Warehouse:
 
     @property
     def quarantine(self) -> Path:
-        """What `repair` took away, by time."""
+        """What `repair` took away, and snapshots that were damaged and made anew; by time."""
         return self.root / "quarantine"
+
+    def new_quarantine(self) -> Path:
+        """Where what is taken away now goes; nothing is there yet."""
+        name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        return self.quarantine / name
 
     def verified_path(self, label: str) -> Path:
         """What a verification that was interrupted has found right."""

@@ -6,6 +6,7 @@ merge: in the manifest what determines the result, in the provenance the rest. C
 
 from __future__ import annotations
 
+import logging
 import platform
 from base64 import b64decode
 from collections import Counter
@@ -22,7 +23,7 @@ from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
 from mergepipe_pipeline.pipeline.cost import Realised, Times
 from mergepipe_pipeline.pipeline.leases import staging as staging_of
-from mergepipe_pipeline.snapshots.commit import commit_snapshot
+from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import (
     config_json,
@@ -47,6 +48,7 @@ from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
 from mergepipe_pipeline.warehouse import Warehouse
 
+_LOG = logging.getLogger("mergepipe")
 #: Layers that are hashed at once.
 _HASHERS = 2
 
@@ -63,7 +65,8 @@ def commit(
     """Build the snapshot of a plan whose layers are all in the object store, and commit it.
 
     `realised` and `times` go to the provenance; `is_stage` as in `merge`. For a new snapshot the
-    bytes of all layers are read but of those that were `made` just now, by name. Raises
+    bytes of all layers are read but of those that were `made` just now, by name. One that is there
+    and damaged is made anew, and goes to quarantine. Raises
     NotFoundError naming the first layer that is not merged yet, DamagedLayerError.
     """
     store = object_store(home)
@@ -104,13 +107,18 @@ def commit(
             side_files=tuple(sorted((*own, *copied), key=lambda side: side.file)),
         )
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
-        is_new = not (home.snapshots / manifest.snapshot_id).exists()
-        if is_new:
-            _refuse_damaged(store, reused)
+        final = home.snapshots / manifest.snapshot_id
+        is_new = not final.exists()
         staged = stage_snapshot(
             staging, manifest, store, written | files, _provenance(plan, realised, times)
         )
-        snapshot = commit_snapshot(staged, home.snapshots)
+        damage = None if is_new else damage_of(final, staged)
+        if is_new or damage:
+            _refuse_damaged(store, reused)
+        aside = home.new_quarantine() / "snapshots" / final.name if damage else None
+        snapshot = commit_snapshot(staged, home.snapshots, aside)
+        if damage:
+            _LOG.warning("A damaged snapshot was made anew; it lies in %s. %s", aside, damage)
         Marks(home.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
         return snapshot
 

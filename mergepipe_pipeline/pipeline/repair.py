@@ -3,14 +3,13 @@
 Nothing is destroyed: files go to the warehouse's quarantine. Damaged versions of names and refs are
 set aside, so that good ones count (`repair_names`). Snapshots and inputs are never touched; what is
 wrong with them is listed. A damaged object loses only its name in the store,
-so that no later merge takes it for a layer; a snapshot that links to it stays as it is.
+so that no later merge takes it for a layer; a snapshot that links to it stays as it is, until its
+recipe is merged again.
 """
 
 from __future__ import annotations
 
 import re
-import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ def repair(home: Warehouse, *, dry_run: bool = False, progress: Progress | None 
     names = tuple(map(str, taken))
     if dry_run or not taken:
         return Repair(names, None, (), (), left, told)
-    folder = home.quarantine / f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+    folder = home.new_quarantine()
     for path in taken:
         adopt_file(path, folder / path.relative_to(home.root))
     made, not_made = _learn_again(home, taken, progress)

@@ -137,7 +137,7 @@ def _report(snapshot: Snapshot, shard: ShardEntry, audit: Auditor) -> None:
         where=f"{path}, layer {shard.layer}",
         expected=f"sha256 {shard.sha256[:16]}",
         found="other bytes",
-        next_step="run `mergepipe repair`, remove the snapshot's folder, and merge again",
+        next_step="run `mergepipe repair`, then merge its recipe again: it is made anew",
     )
     audit.report("digests", path, error)
 
@@ -150,7 +150,7 @@ def _check_side(path: Path, sha256: str) -> None:
             where=str(path),
             expected=f"sha256 {sha256[:16]}",
             found=f"sha256 {found[:16]}",
-            next_step="remove the snapshot's folder and merge again: layers are reused",
+            next_step="merge its recipe again: it is made anew, and layers are reused",
         )
 
 

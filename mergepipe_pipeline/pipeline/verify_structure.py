@@ -184,7 +184,7 @@ def _check_files(snapshot: Snapshot, audit: Auditor) -> None:
             where=str(folder / name),
             expected=name if is_missing else "only what the manifest names",
             found="no such file" if is_missing else name,
-            next_step="remove the snapshot's folder and merge again: layers are reused"
+            next_step="merge its recipe again: it is made anew, and layers are reused"
             if is_missing
             else "remove the file",
         )

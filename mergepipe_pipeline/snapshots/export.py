@@ -143,7 +143,7 @@ def _present(path: Path) -> Path:
             where=str(path),
             expected="a file",
             found="none",
-            next_step="remove the snapshot's folder, then merge again: layers are reused",
+            next_step="merge its recipe again: it is made anew, and layers are reused",
         )
     return path
 

@@ -62,7 +62,7 @@ def _load(snapshots: Path, snapshot_id: str) -> Snapshot:
             where=str(folder / MANIFEST),
             expected=snapshot_id,
             found=manifest.snapshot_id,
-            next_step="remove the folder and merge again: layers are reused",
+            next_step="merge its recipe again: it is made anew, and layers are reused",
         )
     return Snapshot(snapshot_id, str(folder), manifest)
 
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
             where=str(path),
             expected=MANIFEST,
             found=error.strerror or str(error),
-            next_step="remove the folder and merge again: layers are reused",
+            next_step="merge its recipe again: it is made anew, and layers are reused",
         ) from error
     value = unseal(data, str(path))
     try:

@@ -14,7 +14,7 @@ from mergepipe_pipeline.spec.snapshot import ShardEntry
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 
 _CHUNK_NBYTES = 1 << 22
-_AGAIN = "remove the snapshot folder and the object it links to, then merge again"
+_AGAIN = "run `mergepipe repair`, then merge its recipe again: the snapshot is made anew"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.calibrate import keep_seek
 from mergepipe_pipeline.pipeline.gc import collect
 from mergepipe_pipeline.pipeline.inspect import verify
 from mergepipe_pipeline.pipeline.publish import publish, released
 from mergepipe_pipeline.pipeline.repair import repair
 from mergepipe_pipeline.pipeline.verify_all import verify_all
+from mergepipe_pipeline.snapshots.verify import verify_snapshot
+from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_merge import run
 
@@ -182,6 +185,33 @@ def test_a_damaged_object_is_named_with_its_tensor_and_its_snapshot_is_left_for_
     again = run(home, recipe, budget="60%").snapshot
     assert verify(home, again.snapshot_id).snapshot_id == shard.parent.name
     assert cli(home, "verify", "--all")[0] == 0
+
+
+@pytest.mark.parametrize("damage", ["object", "touched object", "side file", "manifest", "gone"])
+def test_a_damaged_snapshot_is_made_anew_by_the_next_merge_and_the_old_one_is_kept(
+    home: Warehouse, recipe: str, damage: str
+) -> None:
+    folder = next(home.snapshots.iterdir())
+    shard = sorted(folder.glob("*.safetensors"))[2]
+    match damage:
+        case "object" | "touched object":
+            flip(shard, shard.stat().st_size - 3, keep_time=damage == "object")
+        case "side file" | "manifest":
+            flip(folder / {"manifest": "manifest.json"}.get(damage, "tokenizer.json"), 40)
+        case _:
+            shard.unlink()
+    if damage == "object":  # nobody but a verification sees what a disk does
+        assert cli(home, "repair")[0] == 19
+    seen: list[bool] = []
+    atomic.crash_hook = lambda step: seen.append(folder.is_dir())
+    again = run(home, recipe, budget="60%").snapshot
+    assert all(seen)
+    assert again.path == str(folder)
+    assert released(home, "live").snapshot_id == again.snapshot_id
+    assert verify_all(home).ok
+    (old,) = home.quarantine.glob(f"*/snapshots/{again.snapshot_id}")
+    with pytest.raises(CorruptionError):
+        verify_snapshot(old)
 
 
 def test_all_findings_are_listed_not_only_the_first(home: Warehouse) -> None:
