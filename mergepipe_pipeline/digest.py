@@ -56,9 +56,12 @@ def sha256_hex(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def blake3_hex(data: bytes | memoryview) -> str:
-    """BLAKE3 of `data` as 64 hexadecimal characters."""
-    return blake3(data).hexdigest()
+def blake3_hex(*parts: bytes | memoryview) -> str:
+    """BLAKE3 of the parts, one after the other, as 64 hexadecimal characters."""
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:

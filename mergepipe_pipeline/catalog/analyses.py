@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 from mergepipe_pipeline.catalog import tables
 from mergepipe_pipeline.catalog.formats import BLOCK_STATS
 from mergepipe_pipeline.catalog.magnitudes import MAGNITUDES, decode_magnitudes, encode_magnitudes
-from mergepipe_pipeline.catalog.row_groups import RowGroups, groups_seal, write_groups
+from mergepipe_pipeline.catalog.row_groups import RowGroups, write_groups
 from mergepipe_pipeline.catalog.seals import (
     drop,
     find_sealed,
     known,
+    name_parts,
+    place_of,
+    seal_of,
     sealed_path,
     version,
     write_sealed,
@@ -76,9 +79,9 @@ class Analyses:
         seal = None
         if any(t.block_magnitudes for t in stats.tensors):
             magnitudes = encode_magnitudes(stats)
-            seal = groups_seal(magnitudes)
-            write_groups(folder, f"{stem}.magnitudes", magnitudes)
-        tensors, blocks = tables.encode_stats(stats, seal)
+            _, seal = name_parts(write_groups(folder, f"{stem}.magnitudes", magnitudes))
+        place = place_of(folder, f"{stem}.blocks")
+        tensors, blocks = tables.encode_stats(stats, seal, partial(seal_of, place=place))
         write_sealed(folder, f"{stem}.blocks", blocks)
         write_sealed(folder, f"{stem}.tensors", tensors)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mergepipe_pipeline.catalog.seals import is_good
+from mergepipe_pipeline.catalog.verify import is_good
 from mergepipe_pipeline.catalog.views import FILES, VIEWS, Files, View
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mergepipe_pipeline.catalog.seals import damaged, name_parts, readable, seal_of, write_sealed
+from mergepipe_pipeline.catalog.seals import (
+    check_seal,
+    damaged,
+    place_of,
+    readable,
+    seal_of,
+    write_sealed,
+)
 from mergepipe_pipeline.catalog.tables import FACTS_KEY, corruption_named, meta_of
 
 #: What a row group is asked for by.
@@ -69,15 +76,11 @@ def encode_groups(
     return sink.getvalue()
 
 
-def groups_seal(data: bytes) -> str:
-    """What a file of `encode_groups` is named by: the seal of its footer."""
-    nbytes = int.from_bytes(data[-_END_NBYTES:-4], "little") + _END_NBYTES
-    return seal_of(memoryview(data)[-nbytes:])
-
-
 def write_groups(folder: Path, stem: str, data: bytes) -> Path:
     """Write bytes of `encode_groups` under their seal. Raises StorageFullError."""
-    return write_sealed(folder, stem, data, groups_seal(data))
+    nbytes = int.from_bytes(data[-_END_NBYTES:-4], "little") + _END_NBYTES
+    footer = memoryview(data)[-nbytes:]
+    return write_sealed(folder, stem, data, seal_of(footer, place_of(folder, stem)))
 
 
 class RowGroups:
@@ -132,12 +135,10 @@ class RowGroups:
 
     def _footer(self) -> bytes:
         """Metadata, length and magic number at the end, as the name seals them."""
-        _, seal = name_parts(self._path)
         end = self._bytes(self._nbytes - _END_NBYTES, self._nbytes)
         nbytes = int.from_bytes(end[:4], "little") + _END_NBYTES
         footer = self._bytes(self._nbytes - nbytes, self._nbytes)
-        if seal_of(footer) != seal:
-            raise damaged(self._path, f"BLAKE3 {seal} of the footer", seal_of(footer))
+        check_seal(self._path, footer, " of the footer")
         return footer
 
     def _bytes(self, start: int, stop: int) -> bytes:

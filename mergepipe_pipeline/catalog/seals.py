@@ -3,8 +3,11 @@
 Rows that are made for tokens are weights: `STEM.SEAL.safetensors`.
 
 The seal is BLAKE3 over the file's bytes, or, of a file that is read in parts (see `row_groups`),
-over its footer. A file that is not what its name says counts as unknown: what it told can be found
-again from the weights, and equal facts have equal names, so that the next writer mends it.
+over its footer; and over the place: the names of two folders and the stem, which say whose facts
+these are. So a file that got another's name is as wrong as one whose bytes changed. A file that is
+not what its name says counts as unknown: what it told can be found again from the weights, and
+equal facts have equal names, so that the next writer mends it. Older files, whose seals cover bytes
+alone, are read.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 
 _LOG = logging.getLogger("mergepipe")
 _SEALED = re.compile(r"(?P<stem>.+)\.(?P<seal>[0-9a-f]{32})\.(parquet|safetensors)")
+_SEAL_HEX = 32
 #: What is said of sectors, checksums and names that are not what they were.
 _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR})
 #: Read at once by who only checks.
@@ -36,9 +40,34 @@ _judged: ContextVar[bool] = ContextVar("_judged", default=False)
 T = TypeVar("T")
 
 
-def seal_of(data: bytes | memoryview) -> str:
-    """What a file of these bytes is named by: the first 32 hexadecimal characters of BLAKE3."""
-    return blake3_hex(data)[:32]
+def seal_of(data: bytes | memoryview, place: str = "") -> str:
+    """The first 32 hexadecimal characters of BLAKE3 over bytes and a file's `place_of`."""
+    return blake3_hex(data, place.encode())[:_SEAL_HEX]
+
+
+def place_of(folder: Path, stem: str) -> str:
+    """What a seal covers beside a file's bytes; the same wherever the warehouse lies."""
+    return "/".join((*folder.parts[-2:], stem))
+
+
+def check_seal(path: Path, data: bytes | memoryview, of: str = "") -> None:
+    """Raise CorruptionError if these bytes `of` a file are not what its name seals."""
+    stem, seal = name_parts(path)
+    found = seal_of(data, place_of(path.parent, stem))
+    if seal not in (found, seal_of(data)):
+        raise damaged(path, f"BLAKE3 {seal}{of}", found)
+
+
+def is_sealed(path: Path) -> bool:
+    """As `check_seal` of all bytes, read in small parts; says whether the seal is theirs."""
+    hasher = new_content_hash()
+    with readable(path), path.open("rb") as file:
+        while part := file.read(_PART_NBYTES):
+            hasher.update(part)
+    stem, seal = name_parts(path)
+    older = hasher.hexdigest()[:_SEAL_HEX]
+    hasher.update(place_of(path.parent, stem).encode())
+    return seal in (hasher.hexdigest()[:_SEAL_HEX], older)
 
 
 def sealed_path(folder: Path, stem: str, seal: str, suffix: str = "parquet") -> Path:
@@ -49,11 +78,11 @@ def sealed_path(folder: Path, stem: str, seal: str, suffix: str = "parquet") -> 
 def write_sealed(
     folder: Path, stem: str, data: bytes, seal: str | None = None, suffix: str = "parquet"
 ) -> Path:
-    """Write a file under its seal (default: that of all its bytes); mends a damaged equal one.
+    """Write a file under its seal (default: of all its bytes); mends a damaged equal one.
 
     Raises StorageFullError.
     """
-    path = sealed_path(folder, stem, seal or seal_of(data), suffix)
+    path = sealed_path(folder, stem, seal or seal_of(data, place_of(folder, stem)), suffix)
     write_atomic(path, data)
     return path
 
@@ -84,9 +113,7 @@ def read_sealed(path: Path) -> bytes:
     """
     with readable(path):
         data = path.read_bytes()
-    _, seal = name_parts(path)
-    if seal_of(data) != seal:
-        raise damaged(path, f"BLAKE3 {seal}", seal_of(data))
+    check_seal(path, data)
     return data
 
 
@@ -166,25 +193,6 @@ def drop(path: Path, error: CorruptionError, seen: tuple[int, int] | None) -> No
         with suppress(OSError):  # a warehouse that may only be read
             remove_tree(path)
             _said.discard(path)
-
-
-def is_good(path: Path) -> bool:
-    """Whether a file of `write_sealed` is as it was written; says it if not, and leaves it."""
-    try:
-        with readable(path), path.open("rb") as file:
-            hasher = new_content_hash()
-            while part := file.read(_PART_NBYTES):
-                hasher.update(part)
-        _, seal = name_parts(path)
-        found = hasher.hexdigest()[: len(seal)]
-        if found != seal:
-            raise damaged(path, f"BLAKE3 {seal}", found)
-    except FileNotFoundError:
-        return False
-    except CorruptionError as error:
-        said(path, error)
-        return False
-    return True
 
 
 def said(path: Path, error: CorruptionError) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -186,7 +186,11 @@ def decode_digests(data: bytes, where: str) -> dict[str, str]:
     return dict(zip(table["tensor"].to_pylist(), table["digest"].to_pylist(), strict=True))
 
 
-def encode_stats(stats: ExpertStats, magnitudes_seal: str | None = None) -> tuple[bytes, bytes]:
+def encode_stats(
+    stats: ExpertStats,
+    magnitudes_seal: str | None = None,
+    seal_blocks: Callable[[bytes], str] = seal_of,
+) -> tuple[bytes, bytes]:
     """Parquet bytes of the tensor rows and of the block rows, in the same order of tensors.
 
     The tensor rows name the seals of the other files of their analysis.
@@ -221,7 +225,7 @@ def encode_stats(stats: ExpertStats, magnitudes_seal: str | None = None) -> tupl
         schema=BLOCK_STATS,
     )
     packed = encode(blocks, meta)
-    seals = {"blocks": seal_of(packed), "magnitudes": magnitudes_seal}
+    seals = {"blocks": seal_blocks(packed), "magnitudes": magnitudes_seal}
     return encode(tensors, meta | seals), packed
 
 

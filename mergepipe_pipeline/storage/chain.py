@@ -19,6 +19,8 @@ from mergepipe_pipeline.storage.atomic import create_exclusive, rename
 
 _FILE = re.compile(r"(\d{8})\.json")
 _ASIDE = re.compile(r"(\d{8})\.json\.damaged")
+#: Key under which a version says of which name it is which; older ones do not.
+_OF = "version_of"
 #: What a disk says of damage, or a system of what is no file; None: it is no regular file.
 _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR, None})
 _NEXT = (
@@ -89,10 +91,15 @@ class VersionChain:
         except OSError as error:
             raise _unreadable(path, error) from error
         try:
-            return unseal(data, str(path))
+            value = unseal(data, str(path))
+            if (of := value.pop(_OF, self._of(number))) != self._of(number):
+                raise CorruptionError(
+                    "A version is another's", where=str(path), expected=self._of(number), found=of
+                )
         except CorruptionError as error:
             error.next_step = _NEXT
             raise
+        return value
 
     def current(self) -> tuple[int, dict[str, Any]] | None:
         """The highest version and its value, or None. Raises CorruptionError."""
@@ -111,13 +118,16 @@ class VersionChain:
                 raise self._conflict(expected, current)
             number = max([current, *self.aside()]) + 1
             try:
-                create_exclusive(self._path(number), seal(value))
+                create_exclusive(self._path(number), seal({**value, _OF: self._of(number)}))
             except FileExistsError:
                 if expected is not None:
                     raise self._conflict(expected, number) from None
                 continue
             return number
         raise self._conflict(-1, -1)
+
+    def _of(self, number: int) -> str:
+        return f"{self._folder.name}/{number}"
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.json"

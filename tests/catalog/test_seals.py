@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,10 +18,14 @@ from mergepipe_pipeline.catalog.seals import (
     drop,
     find_sealed,
     known,
+    name_parts,
     read_sealed,
+    seal_of,
+    sealed_path,
     version,
     write_sealed,
 )
+from mergepipe_pipeline.catalog.verify import is_good
 from mergepipe_pipeline.errors import CorruptionError
 from tests.catalog.flips import flipped
 
@@ -45,6 +51,35 @@ def test_a_flipped_bit_is_seen_when_a_file_is_read(data: bytes, draw: st.DataObj
             read_sealed(path)
         assert write_sealed(Path(tmp), "a.b", data) == path
         assert read_sealed(path) == data
+
+
+@pytest.mark.parametrize("target", ["v1/other/a", "v1/other/b", "v2/base/b"])
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_file_that_got_the_name_of_another_is_as_wrong_as_a_flipped_bit(
+    tmp_path: Path, in_parts: bool, target: str
+) -> None:
+    """Whose facts a file holds, the folder's name and the stem say."""
+    folder, (other, stem) = tmp_path / "v1" / "base", target.rsplit("/", 1)
+    path = write_groups(folder, "a", PARTS) if in_parts else write_sealed(folder, "a", PARTS)
+    renamed = sealed_path(tmp_path / other, stem, name_parts(path)[1])
+    renamed.parent.mkdir(parents=True, exist_ok=True)
+    moved = path.rename(tmp_path / "moved")
+    for place, is_right in ((renamed, False), (path, True)):
+        shutil.copy(moved, place)
+        assert is_good(place) is is_right
+        with nullcontext() if is_right else pytest.raises(CorruptionError, match=str(place)):
+            if in_parts:
+                RowGroups(place, SCHEMA).__exit__()
+            else:
+                read_sealed(place)
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_file_of_before_seals_covered_the_place_is_read(tmp_path: Path, in_parts: bool) -> None:
+    footer = PARTS[-int.from_bytes(PARTS[-8:-4], "little") - 8 :]
+    path = sealed_path(tmp_path, "a", seal_of(footer if in_parts else PARTS))
+    path.write_bytes(PARTS)
+    assert is_good(path)
 
 
 def test_files_are_found_by_exactly_their_stem(tmp_path: Path) -> None:

@@ -125,6 +125,44 @@ def test_a_flipped_bit_in_any_record_is_found_and_the_file_is_named(
         path.write_bytes(right)
 
 
+SEALED = {k: p for k, p in DERIVABLE.items() if p.startswith("catalog")}
+
+
+@pytest.mark.parametrize("kind", SEALED)
+def test_a_sealed_file_under_the_name_of_another_is_found_and_made_again(
+    home: Warehouse, recipe: str, kind: str
+) -> None:
+    """Two files of one kind exchange what their names say of whose facts they hold."""
+    one, other = _of_two_owners(home, SEALED[kind])
+    swapped = [_renamed(one, other), _renamed(other, one)]
+    data = [path.read_bytes() for path in (one, other)]
+    for path in (one, other):
+        path.unlink()
+    for path, bytes_ in zip(swapped, data, strict=True):
+        path.write_bytes(bytes_)
+    found = verify_all(home, ("structure",)).findings
+    assert {Path(f.file) for f in found} == set(swapped)
+    for action in home.actions.glob("*/*.json"):
+        action.unlink()
+    again = run(home, recipe, budget="60%").snapshot.snapshot_id
+    assert again == released(home, "live").snapshot_id
+    repair(home)
+    assert verify_all(home).ok
+
+
+def _of_two_owners(home: Warehouse, pattern: str) -> tuple[Path, Path]:
+    """The first file of a kind, and one about another checkpoint."""
+    one, *others = sorted(home.root.glob(pattern))
+    key = one.name.rpartition(".parquet")[0].rpartition(".")[0]
+    return one, next(p for p in others if not p.name.startswith(key) or p.parent != one.parent)
+
+
+def _renamed(path: Path, other: Path) -> Path:
+    """Where a file would lie that is taken for the other one, under its own seal."""
+    seal = path.name.split(".")[-2]
+    return other.with_name(other.name.replace(other.name.split(".")[-2], seal))
+
+
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_no_bit_of_a_warehouse_can_flip_unseen(home: Warehouse, data: st.DataObject) -> None:

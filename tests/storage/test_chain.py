@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, NotFoundError
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.chain import VersionChain
@@ -93,6 +95,23 @@ def test_a_version_that_is_set_aside_does_not_count_and_its_number_is_not_used_a
         chain.append({"n": 4}, expected=3)
     assert chain.append({"n": 4}, expected=2) == 4
     assert (chain.versions(), chain.aside()) == ([1, 2, 4], [3])
+
+
+def test_a_version_of_one_name_is_none_of_another_and_has_its_own_number(tmp_path: Path) -> None:
+    one, other = VersionChain(tmp_path / "one"), VersionChain(tmp_path / "other")
+    for chain in (one, other):
+        for n in range(2):
+            chain.append({"n": n})
+    files = [tmp_path / "one" / "00000002.json", tmp_path / "other" / "00000001.json"]
+    for file in files:
+        shutil.copy(tmp_path / "one" / "00000001.json", file)
+    for chain, number in ((one, 2), (other, 1)):
+        assert chain.damaged() == [number]
+        with pytest.raises(CorruptionError, match="another's"):
+            chain.get(number)
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "00000001.json").write_bytes(seal({"n": 7}))
+    assert VersionChain(tmp_path / "older").current() == (1, {"n": 7})
 
 
 def test_a_version_that_is_not_there_is_not_found(tmp_path: Path) -> None:

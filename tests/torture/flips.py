@@ -1,5 +1,7 @@
 """One flipped bit in one file, of the warehouse or of its inputs; size and time stay.
 
+Now and then two sealed files of one kind change places instead.
+
 The flow that uses the file must then end in the right snapshot, or in a named error. What is
 published or verified without an error is compared byte by byte with an undisturbed run.
 """
@@ -22,6 +24,8 @@ from tests.torture.tally import Outcome, Problem
 from tests.torture.world import State, copy_place, make_world, state_of
 
 _SHORT, _LONG = 16, 2200
+#: Kinds of files that say what they are, and the share of tries in which two of them are swapped.
+_SEALED, _SWAPS = ("catalog/", "plans", "actions", "objects", "refs"), 0.2
 _INPUTS = ("base", "expert_00", "expert_01", "adapter")
 
 
@@ -64,6 +68,8 @@ class Flips:
         copy_place(ours.place, place)
         kinds = _files(place / "w", ours.world)
         kind = draw.choice(sorted(kinds))
+        if kind.startswith(_SEALED) and len(kinds[kind]) > 1 and draw.random() < _SWAPS:
+            return self._swapped(one, kind, draw.sample(kinds[kind], 2), folder)
         path = draw.choice(kinds[kind])
         data = path.read_bytes()
         bit = draw.randrange(8 * _end(kind, data)) if data else 0
@@ -78,6 +84,19 @@ class Flips:
         finally:
             if ours.world in path.parents:
                 _put(path, data)
+
+    def _swapped(self, one: Try, kind: str, files: list[Path], folder: Path) -> Outcome:
+        """Let two files change places, use one of them, and compare."""
+        where = f"{one}: {files[0].name} and {files[1].name} change places ({kind})"
+        data = [file.read_bytes() for file in files]
+        targets = [_as_named(files[0], files[1]), _as_named(files[1], files[0])]
+        for file in files:
+            file.unlink()
+        for target, bytes_ in zip(targets, data, strict=True):
+            target.write_bytes(bytes_)
+        flow = _Flow(self._undisturbed(), folder / "place", folder, where)
+        flow.run(kind, files[0])
+        return Outcome.of(f"{kind}, swapped", flow.problems())
 
     def _undisturbed(self) -> Undisturbed:
         if os.getpid() not in self._mine:
@@ -268,6 +287,14 @@ def _role(path: Path) -> str:
 def _end(kind: str, data: bytes) -> int:
     """Bytes from the start that count: all, or a header's."""
     return 8 + int.from_bytes(data[:8], "little") if kind == "inputs/header" else len(data)
+
+
+def _as_named(file: Path, other: Path) -> Path:
+    """The other's path; of a file that is sealed by its name, with the seal of this one's bytes."""
+    if other.suffix != ".parquet":
+        return other
+    stem, _, suffix = other.name.rsplit(".", 2)
+    return other.with_name(f"{stem}.{file.name.rsplit('.', 2)[1]}.{suffix}")
 
 
 def _put(path: Path, data: bytes) -> None:
