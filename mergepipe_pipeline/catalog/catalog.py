@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog import tables
 from mergepipe_pipeline.catalog.analyses import Analyses
-from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, TENSOR_FACTS
+from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, SIDE_FILES, TENSOR_FACTS
 from mergepipe_pipeline.catalog.seals import find_sealed, known, version, write_sealed
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import (
@@ -30,6 +30,8 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names, read_chains
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
+from mergepipe_pipeline.storage.source import open_source
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.queries import Limits, Rows
@@ -82,6 +84,7 @@ class Catalog(Analyses):
         records = find_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id)
         if not any(known(path, len) for path in records):
             self._put_checkpoint(checkpoint)
+        self._put_side_files(checkpoint)
         if current and current[1] == value:
             return Registration(checkpoint.name, current[0], checkpoint, value["base"])
         return Registration(checkpoint.name, chain.append(value), checkpoint, value["base"])
@@ -168,6 +171,13 @@ class Catalog(Analyses):
                 return found
         return None
 
+    def side_digests(self, checkpoint_id: str) -> Mapping[SideStamp, str]:
+        """SHA-256 of files beside a checkpoint's weights, as each was when it was registered."""
+        found: dict[SideStamp, str] = {}
+        for path in find_sealed(self._folder / SIDE_FILES, checkpoint_id):
+            found |= _side_digests(path, version(path)) or {}
+        return found
+
     def content_sha256(self, checkpoint_id: str) -> str:
         """One digest over all tensors' names and digests.
 
@@ -235,6 +245,19 @@ class Catalog(Analyses):
         data = tables.encode_checkpoint(checkpoint)
         write_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id, data)
 
+    def _put_side_files(self, checkpoint: Checkpoint) -> None:
+        """Remember the digests of side files that nobody has seen as they are."""
+        known = self.side_digests(checkpoint.checkpoint_id)
+        fresh: dict[SideStamp, str] = {}
+        with open_source(checkpoint.root) as source:
+            for stamp in side_stamps(source, checkpoint.root):
+                if stamp not in known:
+                    with suppress(CheckpointError):  # who needs it says why it cannot be read
+                        fresh[stamp] = side_sha256(source, stamp)
+        if fresh:
+            data = tables.encode_side_files(fresh)
+            write_sealed(self._folder / SIDE_FILES, checkpoint.checkpoint_id, data)
+
     def _chain(self, name: str) -> VersionChain:
         return VersionChain(self._folder / "names" / name)
 
@@ -248,6 +271,11 @@ def _decoded_checkpoint(path: Path, name: str, root: str, data: bytes) -> Checkp
 
 def _decoded_facts(path: Path, data: bytes) -> dict[str, Fact]:
     return tables.decode_facts(data, str(path))
+
+
+@lru_cache(maxsize=512)
+def _side_digests(path: Path, version: tuple[int, int] | None) -> Mapping[SideStamp, str] | None:
+    return known(path, lambda data: tables.decode_side_files(data, str(path)))
 
 
 # One verb asks for these several times, of every expert.

@@ -16,5 +16,7 @@ DIGESTS = "digests/v3"
 BLOCK_STATS = "block_stats/v7"
 #: Facts of whole tensors, by base, owner and key.
 TENSOR_FACTS = "tensor_facts/v3"
+#: Digests of the files beside a checkpoint's weights, by its id.
+SIDE_FILES = "side_files/v1"
 #: Digests of segments of a checkpoint's tensors, by its id.
 SEGMENTS = "segments/v1"

@@ -19,6 +19,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
+from mergepipe_pipeline.storage.side_files import SideStamp
 
 FACTS_KEY = b"mergepipe"
 _NOISE = ("sketch", "sample")
@@ -35,6 +36,14 @@ TENSORS = pa.schema(
     ]
 )
 DIGESTS = pa.schema([("tensor", pa.string()), ("digest", pa.string())])
+SIDE_FILES = pa.schema(
+    [
+        ("file", pa.string()),
+        ("nbytes", pa.int64()),
+        ("mtime_ns", pa.int64()),
+        ("sha256", pa.string()),
+    ]
+)
 TENSOR_STATS = pa.schema(
     [
         ("tensor", pa.string()),
@@ -184,6 +193,20 @@ def decode_digests(data: bytes, where: str) -> dict[str, str]:
     """The mapping of `encode_digests`. Raises CorruptionError."""
     table, _ = decode(data, where, DIGESTS)
     return dict(zip(table["tensor"].to_pylist(), table["digest"].to_pylist(), strict=True))
+
+
+def encode_side_files(digests: Mapping[SideStamp, str]) -> bytes:
+    """Digests of files beside the weights, with the sizes and times that they had."""
+    rows = [(*stamp, digest) for stamp, digest in digests.items()]
+    columns = dict(zip(SIDE_FILES.names, zip(*rows, strict=True), strict=True))
+    return encode(pa.table(columns, schema=SIDE_FILES), {})
+
+
+def decode_side_files(data: bytes, where: str) -> dict[SideStamp, str]:
+    """The mapping of `encode_side_files`. Raises CorruptionError."""
+    table, _ = decode(data, where, SIDE_FILES)
+    columns = (table[c].to_pylist() for c in SIDE_FILES.names)
+    return {SideStamp(*stamp): sha256 for *stamp, sha256 in zip(*columns, strict=True)}
 
 
 def encode_stats(

@@ -19,6 +19,7 @@ from mergepipe_pipeline.pipeline.estimate import Cost, estimate
 from mergepipe_pipeline.pipeline.models import open_models, tied_updates
 from mergepipe_pipeline.pipeline.register import exists
 from mergepipe_pipeline.pipeline.side import side_of, template_of
+from mergepipe_pipeline.pipeline.side_digests import refuse_changed_files
 from mergepipe_pipeline.pipeline.tokens import Reindexer, build_for
 from mergepipe_pipeline.pipeline.vocabulary import fit_rows
 from mergepipe_pipeline.planner.build import Side
@@ -159,6 +160,10 @@ def check_stage(
     problems: list[MergePipeError] = []
     tokenizer, side, warnings = None, None, recipe.warnings
     try:
+        if recipe.tokenizer is not None or recipe.chat_template is not None:
+            for checkpoint in (m.checkpoint for m in models if not m.is_partial):
+                if checkpoint.tokenizer_files is None:  # of a stage that is yet to be merged
+                    refuse_changed_files(home, checkpoint)
         tokenizer = build_for(recipe, models)
         if tokenizer is not None:
             models = Reindexer(None, recipe, models, tokenizer).models()

@@ -23,6 +23,7 @@ from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
 from mergepipe_pipeline.pipeline.cost import Realised, Times
 from mergepipe_pipeline.pipeline.leases import staging as staging_of
+from mergepipe_pipeline.pipeline.side_digests import refuse_changed_file
 from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import (
@@ -43,8 +44,8 @@ from mergepipe_pipeline.spec.snapshot import (
     Snapshot,
 )
 from mergepipe_pipeline.storage.atomic import write_atomic
-from mergepipe_pipeline.storage.side_files import CONFIG, pieces, side_files
-from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.side_files import CONFIG, SideStamp, pieces, side_files
+from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -94,9 +95,9 @@ def commit(
             )
         )
     inputs, operators = _lineage(home, plan), operator_counts(plan)
-    written = _made_files(plan, shards, inputs, operators)
+    written = _made_files(home, plan, shards, inputs, operators)
     with staging_of(home, "commit") as staging:
-        copied = _copied_files(plan, staging, written)
+        copied = _copied_files(home, plan, staging, written)
         own = [SideFile(name, sha256_hex(data), len(data)) for name, data in written.items()]
         manifest = Manifest(
             plan_id=plan.plan_id,
@@ -161,6 +162,7 @@ def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
 
 
 def _made_files(
+    home: Warehouse,
     plan: MergePlan,
     shards: Sequence[ShardEntry],
     inputs: Sequence[LineageEntry],
@@ -175,6 +177,7 @@ def _made_files(
             dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
             dtype = dtypes.pop() if len(dtypes) == 1 else None
             original = source.read_range(CONFIG, 0, nbytes)
+            _refuse_changed(home, plan, SideFile(CONFIG, sha256_hex(original), nbytes), source)
             files[CONFIG] = config_json(original, dtype, plan.side.config)
     total = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
     files["model.safetensors.index.json"] = index_json(shards, total)
@@ -182,7 +185,9 @@ def _made_files(
     return files
 
 
-def _copied_files(plan: MergePlan, staging: Path, made: Collection[str]) -> list[SideFile]:
+def _copied_files(
+    home: Warehouse, plan: MergePlan, staging: Path, made: Collection[str]
+) -> list[SideFile]:
     """Copy the template's other side files to `staging`, a piece at a time; what was written."""
     root = plan.sources[plan.side.template].root
     replaced = frozenset(() if plan.side.files is None else TOKENIZER_FILES)
@@ -193,7 +198,16 @@ def _copied_files(plan: MergePlan, staging: Path, made: Collection[str]) -> list
                 digest = new_hash()
                 write_atomic(staging / name, pieces(source, name, nbytes, digest.update))
                 copied.append(SideFile(name, digest.hexdigest(), nbytes))
+                _refuse_changed(home, plan, copied[-1], source)
     return copied
+
+
+def _refuse_changed(
+    home: Warehouse, plan: MergePlan, side: SideFile, source: CheckpointSource
+) -> None:
+    template = plan.sources[plan.side.template]
+    stamp = SideStamp(side.file, side.nbytes, source.mtime_ns(side.file))
+    refuse_changed_file(home, template.checkpoint_id, template.root, stamp, side.sha256)
 
 
 def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None) -> dict[str, Any]:

@@ -38,6 +38,7 @@ _FORMATS = (
     formats.SEGMENTS,
     formats.BLOCK_STATS,
     formats.TENSOR_FACTS,
+    formats.SIDE_FILES,
 )
 #: Staging of a merge that runs is younger than this, in seconds.
 _OLD_S = 3600.0

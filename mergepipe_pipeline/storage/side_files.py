@@ -6,7 +6,9 @@ A name that is not known here is never copied: a folder may hold anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.storage.regular import too_large
 from mergepipe_pipeline.storage.source import CheckpointSource
 
@@ -45,6 +47,28 @@ _MOST_NBYTES = dict.fromkeys(
     ),
     MAX_JSON_NBYTES,
 )
+
+
+class SideStamp(NamedTuple):
+    """A side file as it was seen: name, size in bytes, time of its last change."""
+
+    file: str
+    nbytes: int
+    mtime_ns: int
+
+
+def side_stamps(source: CheckpointSource, uri: str) -> list[SideStamp]:
+    """The side files there are, by name. Raises as `side_files`."""
+    found = side_files(source, uri)
+    return [SideStamp(name, nbytes, source.mtime_ns(name)) for name, nbytes in found.items()]
+
+
+def side_sha256(source: CheckpointSource, stamp: SideStamp) -> str:
+    """SHA-256 of a side file, read a piece at a time. Raises CheckpointError."""
+    digest = new_hash()
+    for _ in pieces(source, stamp.file, stamp.nbytes, digest.update):
+        pass
+    return digest.hexdigest()
 
 
 def side_files(source: CheckpointSource, uri: str) -> dict[str, int]:

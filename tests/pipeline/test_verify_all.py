@@ -36,6 +36,7 @@ DERIVABLE = {
     "tensor statistics": "catalog/block_stats/v*/*/*.tensors.*.parquet",
     "block statistics": "catalog/block_stats/v*/*/*.blocks.*.parquet",
     "magnitudes": "catalog/block_stats/v*/*/*.magnitudes.*.parquet",
+    "side files": "catalog/side_files/v*/*.parquet",
     "segments": "catalog/segments/v*/*.parquet",
     "facts": "catalog/tensor_facts/v*/*/*/*.parquet",
     "plan": "plans/*.json",

@@ -1,0 +1,37 @@
+"""Whether files beside weights are those that were registered: tokenizers, configs, templates.
+
+A file whose size or time is another is another file, and known by its next registration. One that
+differs under the same size and time is damaged, and its bytes go into no result.
+"""
+
+from __future__ import annotations
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
+from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def refuse_changed_file(
+    home: Warehouse, checkpoint_id: str, root: str, stamp: SideStamp, sha256: str
+) -> None:
+    """Raise CorruptionError if a side file that was read is not what was registered as this."""
+    known = Catalog(home.catalog).side_digests(checkpoint_id).get(stamp, sha256)
+    if known != sha256:
+        raise CorruptionError(
+            "A file's bytes are not those that were registered, though size and time are",
+            where=f"{root}, {stamp.file}",
+            expected=f"sha256 {known[:16]}",
+            found=f"sha256 {sha256[:16]}",
+            next_step="copy the file again; if the change is meant, `touch` it, and run again",
+        )
+
+
+def refuse_changed_files(home: Warehouse, checkpoint: Checkpoint) -> None:
+    """As `refuse_changed_file`, of all side files of a checkpoint as they are now."""
+    with open_source(checkpoint.root) as source:
+        for stamp in side_stamps(source, checkpoint.root):
+            sha256 = side_sha256(source, stamp)
+            refuse_changed_file(home, checkpoint.checkpoint_id, checkpoint.root, stamp, sha256)
