@@ -29,21 +29,26 @@ _OPERATOR_BYTES = 4 * 5
 
 
 class Job:
-    """One output tensor to make from the checkpoints of a plan."""
+    """One output tensor to make from the checkpoints of a plan.
 
-    def __init__(self, task: TensorTask, sources: SourcePool) -> None:
+    `before` the merge itself, who reads is not counted.
+    """
+
+    def __init__(self, task: TensorTask, sources: SourcePool, *, before: bool = False) -> None:
         self.task, self.sources = task, sources
         known, experts = sources.known, task.experts
+        expert = sources.expert_before if before else sources.expert
+        below = sources.base_before if before else sources.base
         self.operator: Operator | None = OPERATORS.get(task.operator)
         #: Bytes per stored element of each expert, and of the base at the end.
         self.sizes = [itemsize(e.view.dtype) for e in task.experts]
         self.sizes += [itemsize(task.base.view.dtype)] if task.base else []
         self.updates = [
-            LowRankUpdate(sources.expert, e.view.low_rank, known) if e.view.low_rank else None
+            LowRankUpdate(expert, e.view.low_rank, known) if e.view.low_rank else None
             for e in task.experts
         ]
         low_rank = task.base and task.base.view.low_rank
-        self.base_update = LowRankUpdate(sources.base, low_rank, known) if low_rank else None
+        self.base_update = LowRankUpdate(below, low_rank, known) if low_rank else None
         self.verifiers = [sources.verifier(e.view, e.digest) if e.read else None for e in experts]
         base = task.base
         self.base_verifier = sources.verifier(base.view, base.digest) if base else None

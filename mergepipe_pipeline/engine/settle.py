@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.begun import begun
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.engine.windows import cut
 from mergepipe_pipeline.engine.workspace import Desk
@@ -31,8 +32,7 @@ from mergepipe_pipeline.operators.kept_kernel import (
     l1_scale,
 )
 from mergepipe_pipeline.operators.random import keep_below, stream_key
-from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
-from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
+from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import Bytes
 
@@ -87,9 +87,12 @@ class Settler:
     def _kept(self, task: TensorTask) -> list[float]:
         """Per expert, the L1 norm of what its drop leaves; 0 where nobody asks."""
         parts: list[list[Sums]] = [[] for _ in task.experts]
-        for found in self._each(look.run for look in _looks(task, self._sources)):
+        job = Job(task, self._sources, before=True)
+        looks = (_Look(job, start, stop) for start, stop in cut(prod(task.shape), _WINDOW_ELEMS))
+        for found in self._each(look.run for look in looks):
             for part, sums in zip(parts, found, strict=True):
                 part.append(sums)
+        job.finish()
         return [math.fsum(x for sums in part for x in sums.tolist()) for part in parts]
 
     def _each(self, looks: Iterable[Callable[[Desk], T]]) -> Iterator[T]:
@@ -104,31 +107,11 @@ class Settler:
             yield pending.popleft().result()
 
 
-def _looks(task: TensorTask, sources: SourcePool) -> Iterator[_Look]:
-    updates = [
-        LowRankUpdate(sources.expert_before, e.view.low_rank) if e.view.low_rank else None
-        for e in task.experts
-    ]
-    low = task.base and task.base.view.low_rank
-    base_update = LowRankUpdate(sources.base_before, low) if low else None
-    for start, stop in cut(prod(task.shape), _WINDOW_ELEMS):
-        yield _Look(task, sources, updates, base_update, start, stop)
-
-
 class _Look:
     """One run of elements of all experts of a task."""
 
-    def __init__(
-        self,
-        task: TensorTask,
-        sources: SourcePool,
-        updates: list[LowRankUpdate | None],
-        base_update: LowRankUpdate | None,
-        start_elem: int,
-        stop_elem: int,
-    ) -> None:
-        self._task, self._sources = task, sources
-        self._updates, self._base_update = updates, base_update
+    def __init__(self, job: Job, start_elem: int, stop_elem: int) -> None:
+        self._job, self._task, self._sources = job, job.task, job.sources
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
 
@@ -139,25 +122,26 @@ class _Look:
         sizes = [itemsize(v.dtype) for v in (task.base.view, *(e.view for e in task.experts))]
         # One expert after the other in the same room: only the base must stay.
         desk.clear(n * (sizes[0] + max(sizes)), 2)
-        base = BaseRow(
-            self._sources.base_before, task.base.view, desk.take(n * sizes[0]), self._base_update
-        )
+        job, buffer = self._job, desk.take(n * sizes[0])
+        verify = job.base_verifier.check if job.base_verifier else None
+        base = BaseRow(self._sources.base_before, task.base.view, buffer, job.base_update, verify)
         base.fetch(self._start, self._stop)
         room = desk.take(n * max(sizes))
         return [
-            self._kept(e, update, base, room[: n * size], desk)
-            for e, update, size in zip(task.experts, self._updates, sizes[1:], strict=True)
+            self._kept(number, base, room[: n * size], desk)
+            for number, size in enumerate(sizes[1:])
         ]
 
-    def _kept(
-        self, e: ExpertInput, update: LowRankUpdate | None, base: BaseRow, room: Bytes, desk: Desk
-    ) -> Sums:
-        task, n = self._task, self._n
+    def _kept(self, number: int, base: BaseRow, room: Bytes, desk: Desk) -> Sums:
+        job, task, n = self._job, self._task, self._n
+        e, update, verifier = task.experts[number], job.updates[number], job.verifiers[number]
         sums = np.zeros(-(-n // CHUNK_ELEMS))
         drawn_below = keep_below(float(dict(e.params)["density"]))
         if e.l1 is None or not drawn_below:
             return sums
-        row = ExpertRow(self._sources.expert_before, e.view, e.read, room, update)
+        # Here and at once: the room is another expert's next.
+        verify = verifier.check if verifier else None
+        row = ExpertRow(self._sources.expert_before, e.view, e.read, room, update, verify)
         row.fetch(self._start, self._stop)
         key = stream_key(task.seed, e.position, task.name)
         which = (key, self._start, np.uint32(drawn_below - 1), sums)

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.check import parse
 from mergepipe_pipeline.pipeline.merge import EngineKnobs, MergeOutcome, merge
 from mergepipe_pipeline.pipeline.plan import make_plan
 from mergepipe_pipeline.snapshots.load import list_snapshots
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.warehouse import Warehouse
 
 METHODS = {
@@ -200,3 +203,31 @@ def test_a_plan_whose_inputs_are_known_no_longer_takes_only_the_bytes_it_was_mad
     with pytest.raises(CorruptionError, match=view.name):
         merge(home, plan)
     assert not any(home.actions.rglob("*.json"))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_byte_that_is_read_wrong_only_while_factors_are_found_is_seen(
+    home: Warehouse, inputs: Path, monkeypatch: pytest.MonkeyPatch, gated: bool
+) -> None:
+    opened = SourcePool._open
+
+    class Wrong:
+        """A reader to which a disk gives other bytes once."""
+
+        def __init__(self, reader: BlockReader) -> None:
+            self._reader = reader
+
+        def read_into(self, entry: TensorEntry, start: int, stop: int, out: memoryview) -> None:
+            self._reader.read_into(entry, start, stop, out)
+            out[0] ^= 8
+
+        def verify_unchanged(self) -> None:
+            self._reader.verify_unchanged()
+
+    def half_wrong(pool: SourcePool, number: int, **how: bool) -> BlockReader | Wrong:
+        reader = opened(pool, number, **how)
+        return Wrong(reader) if how["before"] and how["gated"] is gated else reader
+
+    monkeypatch.setattr(SourcePool, "_open", half_wrong)
+    with pytest.raises(CorruptionError, match="not those that were analysed"):
+        run(home, recipe(inputs, "dare_ties", METHODS["dare_ties"]))
