@@ -46,6 +46,7 @@ class Warehouse:
         """Create the folders that are missing; returns itself."""
         make_dirs(
             self.inbox,
+            self.arrivals,
             self.recipes,
             self.catalog,
             self.plans,

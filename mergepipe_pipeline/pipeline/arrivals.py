@@ -7,11 +7,12 @@ one, and why it failed. A run that is killed, cancelled or never starts is asked
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import (
@@ -24,6 +25,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.pipeline.index import Indexed, index_expert
 from mergepipe_pipeline.pipeline.stamps import Stamp, stamps_of, token_of
 from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.locks import locked
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Failures of one content after which it is asked for no more.
@@ -98,20 +100,22 @@ def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
 
 def ask(home: Warehouse, name: str, token: str) -> str:
     """Remember that a run is asked for; the key of the run, which no other one has."""
-    known = arrival(home, name).of(token)
-    asked = replace(known, asked=known.asked + 1, asked_s=time.time(), tries=known.tries + 1)
-    _write(home, name, asked)
-    return f"{name}:{token}:{asked.asked}"
+
+    def once_more(now: Arrival) -> Arrival:
+        known = now.of(token)
+        return replace(known, asked=known.asked + 1, asked_s=time.time(), tries=known.tries + 1)
+
+    return f"{name}:{token}:{_update(home, name, once_more).asked}"
 
 
 def mark_landed(home: Warehouse, name: str, token: str) -> None:
     """Remember that a folder of this content is whole, before it gets its name."""
-    _write(home, name, replace(arrival(home, name), landed=token))
+    _update(home, name, lambda now: replace(now, landed=token))
 
 
 def mark_changed(home: Warehouse, name: str) -> None:
     """Remember that a folder is not as it was indexed, though its sizes and times are."""
-    _write(home, name, replace(arrival(home, name), indexed=_CHANGED))
+    _update(home, name, lambda now: replace(now, indexed=_CHANGED))
 
 
 def index_arrival(home: Warehouse, name: str) -> Indexed:
@@ -131,25 +135,32 @@ def _tried(home: Warehouse, name: str) -> Iterator[None]:
         yield
         return
     stamps, _ = stamps_of(folder)
-    before = arrival(home, name).of(token_of(stamps))
-    _write(home, name, replace(before, failures=before.failures + 1, error=_SILENT))
+    token = token_of(stamps)
+    failures = arrival(home, name).of(token).failures
+
+    def say(**what: Any) -> None:
+        _update(home, name, lambda now: replace(now.of(token), **what))
+
+    say(failures=failures + 1, error=_SILENT)
     try:
         yield
     except Exception as error:
-        failures = before.failures + (not isinstance(error, _PASSING))
         is_said = isinstance(error, MergePipeError)
         said = str(error) if is_said else f"{type(error).__name__}: {error}"
-        _write(home, name, replace(before, failures=failures, error=said))
+        say(failures=failures + (not isinstance(error, _PASSING)), error=said)
         raise
     except BaseException:  # somebody cancelled the run
-        _write(home, name, replace(before, error="its run was cancelled"))
+        say(failures=failures, error="its run was cancelled")
         raise
     # What changed meanwhile may be recorded half new, whatever comes after.
     is_same = folder.is_dir() and stamps_of(folder)[0] == stamps
-    indexed = before.token if is_same else _CHANGED
-    done = replace(before, indexed=indexed, stamps=stamps, tries=0, failures=0, error="")
-    _write(home, name, done)
+    indexed = token if is_same else _CHANGED
+    say(indexed=indexed, stamps=stamps, tries=0, failures=0, error="")
 
 
-def _write(home: Warehouse, name: str, value: Arrival) -> None:
-    write_atomic(home.arrival_path(name), seal(asdict(value)))
+def _update(home: Warehouse, name: str, change: Callable[[Arrival], Arrival]) -> Arrival:
+    """Change the record of a folder, which sensors, runs and people may do at the same time."""
+    with locked(home.arrivals / ".lock"):
+        changed = change(arrival(home, name))
+        write_atomic(home.arrival_path(name), seal(asdict(changed)))
+    return changed

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from mergepipe_pipeline.errors import MergePipeError, StorageFullError
 from mergepipe_pipeline.pipeline import arrivals
 from mergepipe_pipeline.pipeline.arrivals import MAX_FAILURES, arrival, ask, index_arrival
 from mergepipe_pipeline.pipeline.inbox import Landed, Patience, scan_inbox
+from mergepipe_pipeline.pipeline.index import Indexed, index_expert
 from mergepipe_pipeline.pipeline.land import land
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
@@ -181,3 +183,18 @@ def test_a_scan_of_a_thousand_indexed_experts_opens_none_and_takes_less_than_0_3
     assert len(landed) == 1000
     assert all(x.is_indexed for x in landed)
     assert seconds < 0.3
+
+
+def test_what_lands_while_an_older_version_is_indexed_is_taken_at_once(
+    home: Warehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(home.inbox / "a", tensors_of(0, 0), shards=2)
+    source, index = write_model(tmp_path / "new", tensors_of(0, 1), shards=2), index_expert
+
+    def index_while_it_lands(*given: Any) -> Indexed:
+        land(home, str(source), "a")
+        return index(*given)
+
+    monkeypatch.setattr(arrivals, "index_expert", index_while_it_lands)
+    index_arrival(home, "a")
+    assert only(home, Patience(3600.0, 0.0)).is_ready
