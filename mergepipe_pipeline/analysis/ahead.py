@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -82,12 +81,7 @@ class RunAhead:
                 self._torch_threads = torch.get_num_threads()
                 torch.set_num_threads(1)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
         if self._torch_threads is not None:
             import torch

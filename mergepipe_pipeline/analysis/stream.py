@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
@@ -60,13 +59,8 @@ class WindowReader:
         self._ahead.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ahead.__exit__(kind, error, trace)
+    def __exit__(self, *ended: object) -> None:
+        self._ahead.__exit__(*ended)
         for source in self._sources:
             source.close()
 

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import prod
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -59,12 +58,7 @@ class Settler:
     def __enter__(self) -> Settler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:

@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.errors import DamagedLayerError
@@ -173,12 +172,7 @@ class _LayerMerger:
     def __enter__(self) -> _LayerMerger:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._keeper.shutdown()  # before staging goes: what the engine has finished is kept
         self._stack.close()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
@@ -67,12 +66,7 @@ class CheckpointSource(RangedFiles, Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class LocalSource:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from mergepipe_pipeline.digest import new_hash
@@ -55,12 +54,7 @@ class ShardWriter:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._finished:
             self._discard()
 
