@@ -62,24 +62,19 @@ def test_a_crash_at_any_write_leaves_the_old_state_or_the_new_and_a_retry_succee
     verify(home, "live")
 
 
-@pytest.mark.parametrize("delay_s", [0.6, 1.0, 1.4, 1.8])
+def merging(recipe: Path, home: Path) -> list[str]:
+    """The command that merges a recipe and prints a record."""
+    program = [sys.executable, "-m", "mergepipe_pipeline.cli.main"]
+    return [*program, "merge", str(recipe), "--json", "--home", str(home)]
+
+
+@pytest.mark.parametrize("delay_s", [1.0, 1.6])
 def test_kill_9_in_the_middle_then_the_same_command_finishes_and_verifies(
     tmp_path: Path, recipe_text: Callable[..., str], delay_s: float
 ) -> None:
     recipe = tmp_path / "r.yml"
     recipe.write_text(recipe_text())
-    command = [
-        sys.executable,
-        "-m",
-        "mergepipe_pipeline.cli.main",
-        "merge",
-        str(recipe),
-        "--json",
-        "--home",
-        str(tmp_path / "w"),
-        "--window-size",
-        "64",
-    ]
+    command = [*merging(recipe, tmp_path / "w"), "--window-size", "64"]
     victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(delay_s)
     os.kill(victim.pid, signal.SIGKILL)
@@ -95,16 +90,7 @@ def test_two_merges_of_one_recipe_at_once_end_with_one_snapshot(
 ) -> None:
     recipe = tmp_path / "r.yml"
     recipe.write_text(recipe_text())
-    command = [
-        sys.executable,
-        "-m",
-        "mergepipe_pipeline.cli.main",
-        "merge",
-        str(recipe),
-        "--json",
-        "--home",
-        str(tmp_path / "w"),
-    ]
+    command = merging(recipe, tmp_path / "w")
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [p.communicate()[0] for p in both]
     assert [p.returncode for p in both] == [0, 0]

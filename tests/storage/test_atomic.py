@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,30 +12,7 @@ import pytest
 
 from mergepipe_pipeline.errors import StorageFullError
 from mergepipe_pipeline.storage import atomic
-
-
-class Crash(Exception):
-    """The power went."""
-
-
-def crash_at(step: int) -> None:
-    """Crash before the `step`-th change of the file system."""
-    left = [step]
-
-    def hook(name: str) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Crash(name)
-
-    atomic.crash_hook = hook
-
-
-def count_steps(work: Callable[[], object]) -> int:
-    names: list[str] = []
-    atomic.crash_hook = names.append
-    work()
-    atomic.crash_hook = None
-    return len(names)
+from tests.snapshots.tiny import Crash, count_steps, crash_at
 
 
 def test_write_atomic_leaves_old_or_new_content_at_every_crash(tmp_path: Path) -> None:
