@@ -7,7 +7,7 @@ is the operator's business; `pipeline.facts` remembers it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -123,8 +123,3 @@ def _windows(
         if progress:
             progress(nbytes)
         yield found
-
-
-def with_facts(site: Site, numbers: tuple[float, ...]) -> Site:
-    """The site with a step's numbers added to what its task knows."""
-    return replace(site, task=replace(site.task, facts=(*site.task.facts, *numbers)))

@@ -31,11 +31,6 @@ def parse_reference(value: object) -> ModelRef:
     raise UnreadableReference(f"expected a catalog name or a path, found {shown(value)}")
 
 
-def same_model(a: ModelRef, b: ModelRef) -> bool:
-    """Whether two references mean the same model, however they are written."""
-    return identity(a) == identity(b)
-
-
 def identity(ref: ModelRef) -> tuple[str | None, ...]:
     """What makes two references one: everything but the text."""
     return (ref.model, ref.revision, ref.lora, ref.lora_revision)

@@ -74,11 +74,6 @@ def is_post(tensor_name: str) -> bool:
     return layer_index(tensor_name) is None and _HEAD.search(tensor_name) is not None
 
 
-def is_pre(tensor_name: str) -> bool:
-    """Whether a tensor stands before the layers: embeddings and all that has no other place."""
-    return layer_index(tensor_name) is None and not is_post(tensor_name)
-
-
 def layer_name(tensor_name: str, n_layers: int) -> str:
     """`embed`, `head` or `layer.<n>` padded so that names sort in order (two digits at least)."""
     index = layer_index(tensor_name)

@@ -41,11 +41,6 @@ class BlockReader:
         self._allowed = allowed
         self._tally = tally or Tally()
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes delivered so far to the thread that asks."""
-        return self._tally.nbytes
-
     def read_into(
         self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
     ) -> None:

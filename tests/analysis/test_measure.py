@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis import stream
-from mergepipe_pipeline.analysis.measure import Site, measure, with_facts
+from mergepipe_pipeline.analysis.measure import Site, measure
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.operators.measure import Largest, Quantiles, Sums
 from mergepipe_pipeline.operators.registry import Window
@@ -128,6 +128,11 @@ def test_largest_may_keep_nothing_or_all_that_is_above_zero(
     wanted = int(above_zero.sum()) if kept is None else kept
     assert (kept_by(found, case.spread) & above_zero).sum() == wanted
     assert found == {0: (np.inf, 0.0), None: (0.0, 0.0)}.get(kept, found)
+
+
+def with_facts(site: Site, numbers: tuple[float, ...]) -> Site:
+    """The site with a step's numbers added to what its task knows."""
+    return replace(site, task=replace(site.task, facts=(*site.task.facts, *numbers)))
 
 
 def test_a_count_sees_sizes_facts_and_parameters(kinds: Kinds) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference, same_model
+from mergepipe_pipeline.recipe.references import UnreadableReference, identity, parse_reference
 from mergepipe_pipeline.spec.recipe import ModelRef
 
 NAMES = st.from_regex(r"[a-z0-9_.-]{1,8}(/[a-z0-9_-]{1,8})?", fullmatch=True).filter(
@@ -72,5 +72,5 @@ def test_a_mapping_and_its_text_name_the_same_model(
     if lora is not None:
         mapping["lora"] = {"path": lora, "revision": lora_revision}
     ref = parse_reference(mapping)
-    assert same_model(ref, parse_reference(ref.text))
+    assert identity(ref) == identity(parse_reference(ref.text))
     assert (ref.model, ref.lora) == (path, lora)

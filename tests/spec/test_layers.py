@@ -8,7 +8,6 @@ from mergepipe_pipeline.spec.layers import (
     embedding_like,
     is_optional,
     is_post,
-    is_pre,
     layer_index,
     layer_name,
     layer_stack,
@@ -105,9 +104,9 @@ FAMILIES = {
 def test_each_architecture_has_layers_an_embedding_and_an_end(family: str) -> None:
     layer, embedding, last, head = FAMILIES[family]
     assert layer_index(layer) == 3
-    assert not is_pre(layer)
     assert not is_post(layer)
-    assert is_pre(embedding)
+    assert layer_index(embedding) is None
+    assert not is_post(embedding)
     assert embedding_like(embedding)
     assert is_post(last)
     assert not embedding_like(last)

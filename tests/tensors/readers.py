@@ -17,6 +17,10 @@ class CountingReader(BlockReader):
         super().__init__(*args)  # type: ignore[arg-type]
         self.asked: list[str] = []
 
+    @property
+    def bytes_read(self) -> int:
+        return self._tally.nbytes
+
     def read_into(
         self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
     ) -> None:
