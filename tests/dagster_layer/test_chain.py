@@ -20,6 +20,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+NAMES = ("base", "expert_00", "expert_01", "expert_02")
 
 
 def write_recipe(home: Warehouse, name: str, experts: list[str], extra: str = "") -> None:
@@ -30,16 +31,28 @@ def write_recipe(home: Warehouse, name: str, experts: list[str], extra: str = ""
     )
 
 
-@pytest.fixture
-def released(home: Warehouse, ticker: Ticker, drop: Drop) -> Ticker:
-    """Recipes a (experts 0, 1) and b (experts 0, 2), both released."""
-    for name in ("base", "expert_00", "expert_01", "expert_02"):
-        drop(name)
+@pytest.fixture(scope="module")
+def first_release(tmp_path_factory: pytest.TempPathFactory, family: Path) -> Warehouse:
+    """Recipes a (experts 0, 1) and b (experts 0, 2), both released; read-only."""
+    home = Warehouse.at(tmp_path_factory.mktemp("first") / "warehouse").ensure()
+    for name in NAMES:
+        shutil.copytree(family / name, home.inbox / name)
     write_recipe(home, "a", ["expert_00", "expert_01"])
     write_recipe(home, "b", ["expert_00", "expert_02"])
-    runs = ticker.tick()
-    assert [r["success"] for r in runs] == [True] * 6
-    assert ticker.tick() == []
+    with dg.DagsterInstance.ephemeral() as instance:
+        ticker = Ticker(home, instance)
+        assert [r["success"] for r in ticker.tick()] == [True] * 6
+        assert ticker.tick() == []
+    return home
+
+
+@pytest.fixture
+def released(
+    home: Warehouse, first_release: Warehouse, instance: dg.DagsterInstance, ticker: Ticker
+) -> Ticker:
+    """A copy of the warehouse `first_release` under an instance that knows its experts."""
+    shutil.copytree(first_release.root, home.root, dirs_exist_ok=True)
+    instance.add_dynamic_partitions("experts", list(NAMES))
     return ticker
 
 

@@ -88,16 +88,13 @@ def test_a_flipped_bit_in_the_catalog_is_said_and_changes_no_plan(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_command_over_a_damaged_catalog_gives_the_same_snapshot(
-    home: Warehouse, raw: RawRecipe, planned: MergePlan, tmp_path: Path, kind: str
+def test_a_command_over_a_catalog_of_damaged_files_gives_the_same_snapshot(
+    home: Warehouse, raw: RawRecipe, planned: MergePlan, tmp_path: Path
 ) -> None:
     wanted = merge(home, planned).snapshot.snapshot_id
     for folder in (home.snapshots, home.objects, home.actions, home.plans):
         shutil.rmtree(folder)
-    if kind == "magnitudes":
-        shutil.rmtree(next(home.catalog.glob("tensor_facts")))
-    for path in files(home, kind):
+    for path in (path for kind in KINDS for path in files(home, kind)):
         data = path.read_bytes()
         path.write_bytes(flipped(data, 8 * len(data) - 40))
     recipe = tmp_path / "r.yml"
