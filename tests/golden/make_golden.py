@@ -8,16 +8,13 @@ the metadata.
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.family import make_family
+from tests.parity.peer import run_mergekit
 
 GOLDEN = Path(__file__).parent / "mergekit.safetensors"
 EXPERTS = 3
@@ -55,22 +52,6 @@ def recipe(name: str, family: Path, extra: str = "") -> str:
         ]
     lines += [f"parameters: {parameters}"] if parameters else []
     return "\n".join([*lines, "dtype: float32", "out_dtype: bfloat16", extra, ""])
-
-
-def run_mergekit(text: str) -> dict[str, torch.Tensor]:
-    """All tensors of mergekit's output."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, out = Path(folder) / "r.yml", Path(folder) / "out"
-        path.write_text(text)
-        command = [
-            str(Path(sys.executable).parent / "mergekit-yaml"),
-            str(path),
-            str(out),
-            "--quiet",
-        ]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        subprocess.run(command, check=True, capture_output=True, env=env)
-        return {n: t for f in sorted(out.glob("*.safetensors")) for n, t in load_file(f).items()}
 
 
 def family_digest(family: Path) -> str:

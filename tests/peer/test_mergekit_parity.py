@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import make_family
-from tests.golden.make_golden import EXPERTS, GOLDEN, RECIPES, family_digest, recipe, run_mergekit
+from tests.golden.make_golden import EXPERTS, GOLDEN, RECIPES, family_digest, recipe
 from tests.oracles import trim_keep
+from tests.parity.peer import run_mergekit
 from tests.pipeline.test_merge import run, tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -123,15 +124,14 @@ def test_dare_keeps_its_density_and_rescales_by_l1(
         assert float(kept.abs().sum()) == pytest.approx(float(delta.abs().sum()), rel=1e-3)
 
 
-def test_dare_has_the_expectation_of_the_undropped_merge(tmp_path: Path, trio: Path) -> None:
+def test_dare_has_the_expectation_of_the_undropped_merge(home: Warehouse, trio: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     plain_text = _dare(trio, "dare_linear", 0).replace("density: 0.4", "density: 1.0")
-    plain = tensors(run(Warehouse.at(tmp_path / "p").ensure(), plain_text).snapshot.path)[name]
+    plain = tensors(run(home, plain_text).snapshot.path)[name]
     base = tensors(trio / "base")[name].double()
     seeds = 12
     total = torch.zeros_like(base)
     for seed in range(seeds):
-        home = Warehouse.at(tmp_path / str(seed)).ensure()
         total += tensors(run(home, _dare(trio, "dare_linear", seed)).snapshot.path)[name].double()
     update, mean = plain.double() - base, total / seeds - base
     slope = float((mean * update).sum() / update.square().sum())
