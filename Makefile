@@ -56,7 +56,7 @@ layers: venv
 	$(BIN)/lint-imports
 
 pytest: venv
-	$(BIN)/pytest -n 2 -q
+	$(BIN)/pytest -n 3 --dist worksteal -q
 
 bench: venv
 	mkdir -p bench-families
