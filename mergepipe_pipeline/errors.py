@@ -102,6 +102,8 @@ class CheckpointChangedError(CheckpointError):
 class InputChangedError(CheckpointChangedError):
     """An input of a standing recipe is not as it was indexed; the recipe waits until it is."""
 
+    exit_code = 26
+
 
 class IncompatibleCheckpointsError(MergePipeError):
     """Checkpoints of one recipe do not fit together (tensors, shapes, layers)."""
