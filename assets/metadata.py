@@ -14,7 +14,7 @@ from assets.links import Link
 from mergepipe_pipeline.pipeline import conflict_tables as tables
 from mergepipe_pipeline.pipeline.commit import operator_counts
 from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
-from mergepipe_pipeline.pipeline.curve import Told, picture, rows_of
+from mergepipe_pipeline.pipeline.curve import Told, picture, rows_of, small_picture
 from mergepipe_pipeline.pipeline.explain_tables import bytes_picture
 from mergepipe_pipeline.pipeline.inspect import makings, shares
 from mergepipe_pipeline.recipe.load import RawRecipe
@@ -216,6 +216,7 @@ def _curve_metadata(told: Told | None) -> Mapping[str, Any]:
     knee = told.curve.knee
     return {
         **({"knee GiB": gib(knee.nbytes)} if knee else {}),
+        "error by budget": svg(small_picture(told), "predicted error over bytes"),
         "budget_curve": png(picture(told), "predicted error over expert bytes"),
     }
 
@@ -270,7 +271,13 @@ def _pairs(pairs: Sequence[Pair]) -> dg.MarkdownMetadataValue | str:
     return markdown_table(tables.PAIR_HEADERS, rows) if rows else "none"
 
 
+def svg(picture: str, description: str) -> dg.MarkdownMetadataValue:
+    """A picture that the UI shows in its place: it does so with Markdown under 1000 characters."""
+    encoded = b64encode(picture.encode()).decode()
+    return dg.MetadataValue.md(f"![{description}](data:image/svg+xml;base64,{encoded})")
+
+
 def png(picture: bytes, description: str) -> dg.MarkdownMetadataValue:
-    """A picture that the UI shows in its place: Markdown with the bytes in it."""
+    """A picture that the UI shows after a click: Markdown with the bytes in it."""
     encoded = b64encode(picture).decode()
     return dg.MetadataValue.md(f"![{description}](data:image/png;base64,{encoded})")

@@ -5,12 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from io import BytesIO
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from mergepipe_pipeline.pictures import HeatMap, Line, Mark, curve_picture, heat_map, heat_maps
+from mergepipe_pipeline.pictures import (
+    HeatMap,
+    Line,
+    Mark,
+    curve_picture,
+    heat_map,
+    heat_maps,
+    sketch,
+)
 
 
 def shape(png: bytes) -> tuple[int, ...]:
@@ -23,6 +34,23 @@ def test_a_heat_map_has_the_colours_of_its_values() -> None:
     pixels = imread(BytesIO(png))[..., :3].reshape(-1, 3)
     for colour in (low, high):
         assert (np.abs(pixels - colour).max(axis=1) < 0.01).sum() > 1000
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e6)), max_size=60),
+    st.tuples(st.floats(0, 1), st.floats(0, 1e6)),
+)
+def test_a_sketch_is_short_whole_xml_and_stays_in_its_frame(
+    points: list[tuple[float, float]], mark: tuple[float, float]
+) -> None:
+    drawn = sketch(points, mark, "predicted error")
+    assert len(drawn) <= 700
+    root = ElementTree.fromstring(drawn)
+    for spot in root.iterfind("{*}polyline"):
+        for pair in spot.attrib["points"].split():
+            x, y = map(int, pair.split(","))
+            assert 8 <= x <= 308
+            assert 16 <= y <= 88
 
 
 def test_the_same_values_give_the_same_bytes() -> None:

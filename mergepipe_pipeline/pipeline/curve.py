@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Unpack
 
-from mergepipe_pipeline.pictures import Line, Mark, curve_picture
+from mergepipe_pipeline.pictures import Line, Mark, curve_picture, sketch
 from mergepipe_pipeline.pipeline.ask import Asked, ask, ask_again
 from mergepipe_pipeline.pipeline.check import Planning
 from mergepipe_pipeline.pipeline.progress import Progress
@@ -105,6 +105,16 @@ def bound_percent(curve: BudgetCurve, p: Point) -> str:
     """A point's bound in percent of the update."""
     bound = curve.relative(p.bound)
     return "none" if bound is None else f"{100 * bound:.1f} %"
+
+
+def small_picture(told: Told) -> str:
+    """SVG: predicted error of the best strategy over bytes, the recipe's own budget marked."""
+    found = told.curve
+
+    def place(p: Point) -> tuple[float, float]:
+        return p.nbytes / max(1, found.nbytes_total), found.relative(p.error) or 0.0
+
+    return sketch([*map(place, found.of(found.best))], place(found.chosen), "predicted error")
 
 
 def picture(told: Told) -> bytes:

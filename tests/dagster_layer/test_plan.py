@@ -45,6 +45,8 @@ def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
     assert list(shown).index("budget_curve") < list(shown).index("inputs")
     for name in ("predicted_error_l2", "error_bound_relative"):
         assert len(str(shown[name]).replace(".", "").lstrip("0")) <= 4
+    # The UI shows longer Markdown after a click only.
+    assert len(str(shown["error by budget"])) < 1000
     assert shown["predicted_margin_l2"] == pytest.approx(e.predicted_margin, rel=1e-3)
     assert shown["error_bound_l2"] == pytest.approx(e.error_bound, rel=1e-3)
     assert shown["reads"] == e.reads
