@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.layers import embedding_like, is_post
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS
 from mergepipe_pipeline.spec.view import Part, Run, TensorView, view_of
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.header import build_header
@@ -40,6 +41,9 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
     import torch
+
+#: Of segments that rows are taken from: 128 KiB each of bfloat16.
+_HELD_SEGMENTS = 16
 
 
 def build_for(recipe: Recipe, models: Sequence[Model]) -> TokenizerBuild | None:
@@ -222,12 +226,16 @@ def _row_values(
 
 
 class _RowReader:
-    """Single rows of stored matrices of several models, as float32, verified in the end."""
+    """Single rows of stored matrices of several models, as float32, from verified segments.
+
+    Rows come in any order; a few segments are held, those used last.
+    """
 
     def __init__(self, home: Warehouse, models: Sequence[Model]) -> None:
         self._home, self._models, self._stack = home, models, ExitStack()
         self._readers: dict[tuple[int, int], BlockReader] = {}
         self._verifiers: dict[tuple[int, TensorEntry], tuple[TensorView, Verifier]] = {}
+        self._segment = lru_cache(maxsize=_HELD_SEGMENTS)(self._read_segment)
 
     def __enter__(self) -> _RowReader:
         return self
@@ -238,20 +246,26 @@ class _RowReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._stack:
-            if error is None:
-                for (model, _), (view, verifier) in self._verifiers.items():
-                    verifier.finish(partial(read_stored, partial(self._reader, model), view))
+        self._stack.close()
 
     def row(self, view: TensorView, model: int, at: int) -> torch.Tensor:
-        """Row `at` of a view of a model. Raises CorruptionError, here or at the end."""
+        """Row `at` of a view of a model. Raises CorruptionError."""
         part = view.stored[0]
-        whole, verifier = self._verifier(model, part)
         width = part.entry.numel // part.entry.shape[0]
-        raw = np.empty(width * itemsize(part.entry.dtype), np.uint8)
-        where = (at * width, (at + 1) * width, raw.data)
-        read_stored(partial(self._reader, model), whole, *where, verifier.check)
-        return as_float32(raw, part.entry.dtype).view(view.shape[1:])
+        first, size = at * width // COARSE_ELEMS, itemsize(part.entry.dtype)
+        last = -(-(at + 1) * width // COARSE_ELEMS)
+        segments = [self._segment(model, part, number) for number in range(first, last)]
+        raw = segments[0] if len(segments) == 1 else np.concatenate(segments)
+        start = (at * width - first * COARSE_ELEMS) * size
+        return as_float32(raw[start : start + width * size], part.entry.dtype).view(view.shape[1:])
+
+    def _read_segment(self, model: int, part: Part, number: int) -> npt.NDArray[np.uint8]:
+        whole, verifier = self._verifier(model, part)
+        start = number * COARSE_ELEMS
+        stop = min(start + COARSE_ELEMS, whole.numel)
+        raw = np.empty((stop - start) * itemsize(whole.dtype), np.uint8)
+        read_stored(partial(self._reader, model), whole, start, stop, raw.data, verifier.check)
+        return raw
 
     def _verifier(self, model: int, part: Part) -> tuple[TensorView, Verifier]:
         key = (model, part.entry)

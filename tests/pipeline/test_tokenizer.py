@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
+from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.pipeline.models import open_models
 from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.pipeline.tokens import _RowReader
+from mergepipe_pipeline.recipe.references import ModelRef
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
 from tests.family import tensors_of, write_model
@@ -489,3 +494,29 @@ models:
     for file in ("tokenizer.json", "config.json"):
         made, expected = (Path(o.snapshot.path) / file for o in (outcome, by_hand))
         assert made.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.parametrize("width", [512, 300])
+def test_rows_from_all_over_a_matrix_are_verified_and_take_little_memory(
+    home: Warehouse, tmp_path: Path, width: int
+) -> None:
+    matrix = torch.randn(1 << 14, width, dtype=torch.bfloat16)
+    root = write_model(tmp_path / "wide", {EMBEDDING: matrix})
+    models = open_models(home, [ModelRef(str(root), str(root))], None, None, {}, [])
+    view = models[0].views[EMBEDDING]
+    with _RowReader(home, models) as reader:
+        reader.row(view, 0, 0)
+        tracemalloc.start()
+        try:
+            for at in range(len(matrix) - 1, 0, -100):
+                assert torch.equal(reader.row(view, 0, at), matrix[at].float())
+            _, peak_nbytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak_nbytes < 4 << 20  # of 10 MiB and more
+    file = root / "model.safetensors"
+    data, was = file.read_bytes(), file.stat()
+    file.write_bytes(flipped(data, 8 * len(data) - 2))
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    with _RowReader(home, models) as reader, pytest.raises(CorruptionError, match="elements"):
+        reader.row(view, 0, len(matrix) - 1)
