@@ -71,29 +71,18 @@ def commit(
     NotFoundError naming the first layer that is not merged yet, DamagedLayerError.
     """
     store = object_store(home)
-    shards, reused = [], []
-    for number, layer in enumerate(plan.layers, 1):
-        stored = store.lookup(layer.action_key)
-        if stored is None:
-            raise NotFoundError(
-                "A layer of the plan is not merged yet",
-                where=layer.name,
-                expected=f"an object for layer key {layer.layer_key[:16]}",
-                found="none",
-                next_step="run `mergepipe merge` on the recipe",
-            )
-        if layer.name not in made:
-            reused.append((layer, stored))
-        shards.append(
-            ShardEntry(
-                shard_name(number, len(plan.layers)),
-                layer.name,
-                layer.layer_key,
-                stored.sha256,
-                stored.nbytes,
-                stored.tensors,
-            )
+    merged = [(layer, _merged(store, layer)) for layer in plan.layers]
+    shards = [
+        ShardEntry(
+            shard_name(number, len(merged)),
+            layer.name,
+            layer.layer_key,
+            stored.sha256,
+            stored.nbytes,
+            stored.tensors,
         )
+        for number, (layer, stored) in enumerate(merged, 1)
+    ]
     inputs, operators = _lineage(home, plan), operator_counts(plan)
     written = _made_files(home, plan, shards, inputs, operators)
     with staging_of(home, "commit") as staging:
@@ -115,13 +104,27 @@ def commit(
         )
         damage = None if is_new else damage_of(final, staged)
         if is_new or damage:
-            _refuse_damaged(store, reused)
+            _refuse_damaged(store, [pair for pair in merged if pair[0].name not in made])
         aside = home.new_quarantine() / "snapshots" / final.name if damage else None
         snapshot = commit_snapshot(staged, home.snapshots, aside)
         if damage:
             _LOG.warning("A damaged snapshot was made anew; it lies in %s. %s", aside, damage)
         Marks(home.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
         return snapshot
+
+
+def _merged(store: ObjectStore, layer: LayerTask) -> StoredObject:
+    """The object of a layer. Raises NotFoundError if it is not merged yet."""
+    stored = store.lookup(layer.action_key)
+    if stored is None:
+        raise NotFoundError(
+            "A layer of the plan is not merged yet",
+            where=layer.name,
+            expected=f"an object for layer key {layer.layer_key[:16]}",
+            found="none",
+            next_step="run `mergepipe merge` on the recipe",
+        )
+    return stored
 
 
 def _refuse_damaged(store: ObjectStore, reused: Sequence[tuple[LayerTask, StoredObject]]) -> None:
