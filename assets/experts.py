@@ -7,7 +7,7 @@ import dagster as dg
 
 from assets.labels import owners
 from assets.links import dependents_link
-from assets.metadata import gib
+from assets.metadata import description, gib
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.pipeline.arrivals import arrival, index_arrival
 from mergepipe_pipeline.pipeline.index import Indexed
@@ -93,7 +93,7 @@ def _problem(home: Warehouse, name: str, error: MergePipeError) -> dg.AssetObser
     return dg.AssetObservation(
         expert_index.key,
         partition=name,
-        description=str(error),
+        description=description(str(error)),
         metadata={
             "problem": str(error),
             "failures_of_this_content": known.failures,

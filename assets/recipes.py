@@ -239,9 +239,9 @@ def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
             snapshot = current_snapshot(home, card.name)
             found = audit_snapshot(home, card.name, snapshot, anew=True)
         except CorruptionError as error:
-            told = markdown(str(error))
-            yield dg.AssetCheckResult(check_name=whole, passed=False, description=told)
-            yield dg.AssetCheckResult(check_name=finite, passed=False, description=told)
+            said = visible(str(error))  # the UI shows what a check says as plain text
+            yield dg.AssetCheckResult(check_name=whole, passed=False, description=said)
+            yield dg.AssetCheckResult(check_name=finite, passed=False, description=said)
             return
         yield dg.AssetCheckResult(
             check_name=whole,
@@ -252,7 +252,7 @@ def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
         yield dg.AssetCheckResult(
             check_name=finite,
             passed=not found.non_finite,
-            description=markdown(finite_told(found, snapshot)),
+            description=visible(finite_told(found, snapshot)),
             metadata={"tensors": in_one_line(", ".join(found.non_finite)) or "none"},
         )
 

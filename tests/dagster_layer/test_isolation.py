@@ -33,6 +33,14 @@ graph = defs.resolve_asset_graph()
 print(json.dumps({k.path[0]: graph.get(k).description for k in graph.get_all_asset_keys()
                   if "problem" in graph.get(k).kinds or k.path[-1] == "release"}))
 """
+#: Loads what a workspace names, from where the process stands.
+WORKSPACE = """
+import importlib, sys
+from dagster._core.workspace.load import location_origins_from_yaml_paths
+(origin,) = location_origins_from_yaml_paths(sys.argv[1:])
+module = importlib.import_module(origin.loadable_target_origin.module_name)
+print(module.defs.get_repository_def().get_sensor_def("inbox_sensor").name)
+"""
 
 
 def hostile_recipes(folder: Path) -> dict[str, str]:
@@ -122,6 +130,33 @@ def test_text_from_outside_steers_neither_the_page_nor_the_logs(
     )
     assert r"\<b\>" in (node.description or "")
     assert "\x1b" not in f"{node.description} {node.metadata}"
+
+
+def test_the_file_name_in_an_experts_problem_is_shown_letter_by_letter(
+    home: Warehouse, instance: dg.DagsterInstance
+) -> None:
+    (home.inbox / "x").mkdir()
+    (home.inbox / "x" / "<b>.safetensors").write_bytes(b"no header")
+    instance.add_dynamic_partitions("experts", ["x"])
+    job = definitions.build_definitions(home).resolve_job_def("index_experts")
+    job.execute_in_process(instance=instance, partition_key="x", raise_on_error=False)
+    (record,) = instance.fetch_observations(dg.AssetKey("expert_index"), 1).records
+    observation = record.asset_observation
+    assert r"\<b\>.safetensors" in str(observation and observation.description)
+
+
+def test_definitions_load_from_any_folder_and_make_no_warehouse(tmp_path: Path) -> None:
+    workspace = Path(__file__).parents[2] / "workspace.yaml"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKSPACE, str(workspace)],
+        cwd=tmp_path,
+        env={**env, "MERGEPIPE_HOME": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, list(tmp_path.iterdir())) == ("inbox_sensor\n", []), done.stderr
 
 
 def test_a_table_shows_the_letters_of_its_cells() -> None:
