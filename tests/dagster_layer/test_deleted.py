@@ -9,7 +9,7 @@ from assets.experts import expert_index
 from mergepipe_pipeline.pipeline.cards import RecipeCard
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dagster_layer.test_experts import jobs
+from tests.dagster_layer.test_attempts import Sensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
@@ -17,20 +17,23 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 def test_a_deleted_expert_leaves_the_partitions_and_its_recipe_waits_until_it_is_back(
     home: Warehouse, card: RecipeCard, ticker: Ticker, instance: dg.DagsterInstance
 ) -> None:
-    assert jobs(ticker.tick()) == ["merge_n"]
+    recipes = Sensor(home, instance)
+    ticker.reasons()
     assert set(instance.get_dynamic_partitions("experts")) == {"base", "expert_01"}
+    assert len(recipes.tick()[0]) == 1
     folder, aside = home.inbox / "expert_01", home.root / "aside"
     folder.rename(aside)
-    said = ticker.reasons()
-    assert "left the inbox: expert_01" in said[0]
-    assert "n: expert_01 is gone" in said[1]
+    assert "left the inbox: expert_01" in ticker.reasons()[0]
     assert instance.get_dynamic_partitions("experts") == ["base"]
-    seen = instance.fetch_observations(expert_index.key, 9).records
-    (observation,) = [r.asset_observation for r in seen]
+    (record,) = instance.fetch_observations(expert_index.key, 9).records
+    observation = record.asset_observation
+    assert observation is not None
     assert (observation.partition, observation.description) == ("expert_01", "It left the inbox.")
-    home.recipe_path("n").write_text(card.recipe.text.replace("0.5", "0.25"))
-    assert ticker.tick() == []
-    assert "n: expert_01 is gone" in ticker.reasons()[1]
+    for _ in range(2):
+        requests, said = recipes.tick()
+        assert not requests
+        assert "n: expert_01 is gone: nothing lies at " in said
     aside.rename(folder)
-    assert jobs(ticker.tick()) == ["merge_n"]
+    ticker.reasons()
     assert set(instance.get_dynamic_partitions("experts")) == {"base", "expert_01"}
+    assert len(recipes.tick()[0]) == 1
