@@ -6,7 +6,6 @@ a success is the snapshot, or nothing is.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from mergepipe_pipeline.snapshots.out_folder import check_folder, staging_name
 from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import copy_file, publish_dir, remove_tree, write_atomic
+from mergepipe_pipeline.storage.locks import locked_folder, probed
 
 RECIPE_FILE = "mergepipe_recipe.yml"
 
@@ -157,28 +157,14 @@ def _staging_beside(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     staged = out.parent / staging_name(out, uuid.uuid4().hex[:8])
     with ExitStack() as ours:
-        with _lock(out.parent, wait=True):  # none is seen between its making and its locking
+        with locked_folder(out.parent):  # none is seen between its making and its locking
             for old in out.parent.glob(f"{staging_name(Path(escape(out.name)), '?' * 8)}/"):
-                with _lock(old, wait=False) as is_dead:
-                    if is_dead:
+                with probed(old) as held:
+                    if held is False:
                         remove_tree(old)
             staged.mkdir()
-            ours.enter_context(_lock(staged, wait=False))
+            ours.enter_context(locked_folder(staged))
         try:
             yield staged
         finally:
             remove_tree(staged)
-
-
-@contextmanager
-def _lock(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a folder; False if another does, it is gone, or the system has no locks."""
-    with ExitStack() as stack:
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            locked = True
-        except OSError:
-            locked = False
-        yield locked

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 #: What the system says where a file system has no locks.
@@ -47,6 +47,17 @@ def probed(path: Path) -> Iterator[bool | None]:
         yield held
     finally:
         os.close(handle)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder that is there, after those who have it; if it cannot be, none."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            lock(handle)
+        yield
 
 
 @contextmanager
