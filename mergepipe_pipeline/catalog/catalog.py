@@ -28,7 +28,7 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.storage.chain import VersionChain, chain_names, read_chains
+from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain, read_chains
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import open_source
@@ -92,6 +92,10 @@ class Catalog(Analyses):
     def names(self) -> list[str]:
         """All registered names, sorted; those with damaged versions among them."""
         return chain_names(self._folder / "names")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a name is one of `names`; no other name is looked at."""
+        return bool(NAME.fullmatch(name)) and is_chain(self._folder / "names" / name)
 
     def get(self, name: str) -> Registration:
         """The current version of a name.

@@ -137,12 +137,11 @@ class _Checkpoints:
 
     def __init__(self, home: Warehouse) -> None:
         self._catalog = Catalog(home.catalog)
-        self._known = set(self._catalog.names())
         self._read: dict[str, Checkpoint] = {}
 
     def get(self, name: str) -> Checkpoint | None:
         """The current version of a name, None if it is not registered."""
-        if name in self._known and name not in self._read:
+        if name not in self._read and name in self._catalog:
             self._read[name] = self._catalog.get(name).checkpoint
         return self._read.get(name)
 

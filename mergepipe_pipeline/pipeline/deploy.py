@@ -62,7 +62,7 @@ class Release:
 def wanted(home: Warehouse, card: RecipeCard) -> str | None:
     """The digest of what a release would be made from; None while an input is not indexed."""
     catalog = Catalog(home.catalog)
-    if not set(catalog.names()).issuperset(card.members):
+    if not all(member in catalog for member in card.members):
         return None
     return _wanted(catalog, card, [catalog.get(m).checkpoint for m in card.members])
 

@@ -44,10 +44,10 @@ def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -
     folder = home.inbox / name
     registration = register(home, folder, name) if folder.exists() else resolve(home, name)
     checkpoint = registration.checkpoint
-    known, bases = set(catalog.names()), dict[str, None]()
+    bases = dict[str, None]()
     for stage in (stage for card in recipe_cards(home) for stage in card.stages):
         for ref, base in _pairs(stage, name):
-            if known.issuperset((*uses(ref, stage), *uses(base, stage))):
+            if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
                 opened = open_models(home, (ref, base), 1, home.recipes, {}, [])
                 if opened:
                     _learn(home, opened, stage.block_elems, progress)
@@ -94,7 +94,7 @@ def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
 
 
 def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
-    if name not in catalog.names():
+    if name not in catalog:
         return {}
     checkpoint = catalog.get(name).checkpoint
     digests = catalog.digests(checkpoint.checkpoint_id)

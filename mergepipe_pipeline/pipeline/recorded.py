@@ -26,7 +26,7 @@ def is_gone(home: Warehouse, name: str) -> bool:
     if (home.inbox / name).exists():
         return False
     catalog = Catalog(home.catalog)
-    root = catalog.root(name) if name in catalog.names() else ""
+    root = catalog.root(name) if name in catalog else ""
     return "://" not in root and not (root and Path(root).exists())
 
 
@@ -35,12 +35,11 @@ def reason_to_wait_for(home: Warehouse, names: Collection[str]) -> str | None:
 
     From names, sizes and times of files alone. Raises NotFoundError for a name without a record.
     """
-    known = set(Catalog(home.catalog).names())
-    return "; ".join(filter(None, (_reason(home, n, known) for n in names))) or None
+    return "; ".join(filter(None, (_reason(home, n) for n in names))) or None
 
 
-def _reason(home: Warehouse, name: str, known: Collection[str]) -> str | None:
-    if name not in known:
+def _reason(home: Warehouse, name: str) -> str | None:
+    if name not in Catalog(home.catalog):
         return f"{name} is not indexed yet"
     if is_gone(home, name):
         return f"{name} is gone: nothing lies at {Catalog(home.catalog).root(name)}"

@@ -57,7 +57,7 @@ def look(
     when nothing fits, CheckpointChangedError for a revision whose files were replaced.
     """
     catalog = Catalog(home.catalog)
-    if text in catalog.names():
+    if text in catalog:
         if revision is None:
             return open_checkpoint(catalog.root(text), text)
         return _as_registered(_revision(catalog, text, revision), revision)
@@ -87,7 +87,7 @@ def exists(home: Warehouse, text: str, relative_to: Path | None = None) -> bool:
     """Whether a text as it stands is a registered name or a path."""
     folders = [f for f in (Path.cwd(), relative_to) if f is not None]
     here = any(os.path.exists(folder / _expanded(text)) for folder in folders)
-    return here or text in Catalog(home.catalog).names()
+    return here or text in Catalog(home.catalog)
 
 
 def _expanded(path: str | Path) -> Path:
@@ -149,7 +149,7 @@ def _free_name(
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
     plain = plain.lstrip(".-_") or "checkpoint"
     owner = taken.get(plain)
-    if owner is None and plain in catalog.names():
+    if owner is None and plain in catalog:
         owner = catalog.root(plain)
     if owner not in (None, str(root)):
         return f"{plain}-{sha256_hex(str(root).encode())[:6]}"

@@ -147,7 +147,7 @@ def chain_names(folder: Path) -> list[str]:
 
     A crash may leave a folder without its first version, which is none.
     """
-    return sorted(p.name for p in folder.iterdir() if _is_chain(p)) if folder.is_dir() else []
+    return sorted(p.name for p in folder.iterdir() if is_chain(p)) if folder.is_dir() else []
 
 
 def read_chains(folder: Path) -> Iterator[tuple[str, int, dict[str, Any] | CorruptionError]]:
@@ -169,7 +169,8 @@ def read_chains(folder: Path) -> Iterator[tuple[str, int, dict[str, Any] | Corru
                 yield name, number, error
 
 
-def _is_chain(folder: Path) -> bool:
+def is_chain(folder: Path) -> bool:
+    """Whether a folder has a version, or cannot be listed."""
     try:
         return bool(VersionChain(folder).versions())
     except CorruptionError:
