@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from mergepipe_pipeline.cli.ending import as_error, traced
+from mergepipe_pipeline.cli.ending import as_error, narrow_space, traced
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.text import in_one_line, json_text, visible
@@ -139,6 +139,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         places = (home_dir, (ctx.obj or {}).get("home_dir"), os.environ.get("MERGEPIPE_HOME"))
         console = Console(next((p for p in places if p is not None), None), as_json)
         try:
+            console.warn(narrow_space())
             with console.logged_warnings():
                 function(console, **options)
         except (click.ClickException, click.exceptions.Exit, click.Abort):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import traceback
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ _NEXT = {
     errno.EMFILE: "raise `ulimit -n`, then run again",
     errno.EFBIG: "raise `ulimit -f`, then run again",
 }
+#: Address space below which compiled libraries were seen to abort: Rust's, of pydantic and BLAKE3.
+_NARROW_NBYTES = 640 << 20
 _received: list[int] = []
 
 
@@ -63,6 +66,18 @@ def _stop(number: int, frame: FrameType | None) -> None:
             signal.signal(other, signal.SIG_DFL)
     _received.append(number)
     raise Stopped(number)
+
+
+def narrow_space() -> list[str]:
+    """What to warn of before the work: a limit under which a process may end without an error."""
+    limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if not 0 <= limit_nbytes < _NARROW_NBYTES:
+        return []
+    return [
+        f"`ulimit -v` allows {limit_nbytes >> 20} MiB of address space: below "
+        f"{_NARROW_NBYTES >> 20} MiB a compiled library may abort the process (exit 134) instead "
+        "of an error; nothing finished is lost"
+    ]
 
 
 def as_error(error: Exception) -> MergePipeError:
