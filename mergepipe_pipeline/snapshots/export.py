@@ -13,17 +13,17 @@ from contextlib import ExitStack, contextmanager
 from glob import escape
 from pathlib import Path
 
-from mergepipe_pipeline.digest import new_hash, seal, sha256_hex, unseal
+from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.out_folder import check_folder, staging_name
 from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import copy_file, publish_dir, remove_tree, write_atomic
+from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_folder, probed
 
 RECIPE_FILE = "mergepipe_recipe.yml"
 
-_CHUNK_NBYTES = 1 << 22
 #: Differences that an error names.
 _MOST_NAMED = 5
 
@@ -68,7 +68,7 @@ def _provenance(folder: Path) -> tuple[bytes, bytes]:
 def _copy(source: Path, target: Path, sha256: str) -> None:
     # The copy is hashed, not the source: the kernel may copy without a byte passing through here.
     copy_file(_present(source), target)
-    if (found := _sha256(target)) != sha256:
+    if (found := file_sha256(target)) != sha256:
         raise CorruptionError(
             "A file of the snapshot is damaged, and nothing was written",
             where=str(source),
@@ -123,17 +123,9 @@ def _differences(digests: Mapping[str, str], out: Path) -> Iterator[str]:
             yield f"{name} is missing"
         elif not found[name].is_file(follow_symlinks=False):
             yield f"{name} is no file of its own"
-        elif name in expected and _sha256(out / name) != expected[name]:
+        elif name in expected and file_sha256(out / name) != expected[name]:
             yield f"{name} is edited"
     yield from (f"{name} is not of it" for name in sorted({*found} - known))
-
-
-def _sha256(path: Path) -> str:
-    running = new_hash()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            running.update(chunk)
-    return running.hexdigest()
 
 
 def _present(path: Path) -> Path:
