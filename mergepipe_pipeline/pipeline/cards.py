@@ -44,7 +44,12 @@ class RecipeCard:
     def recipe(self) -> RawRecipe:
         """The parsed recipe of a usable card. Raises RecipeError with the card's problem."""
         if self.raw is None:
-            raise RecipeError("A recipe cannot be used", where=self.name, found=self.problem or "")
+            raise RecipeError(
+                "A recipe cannot be used",
+                where=self.name,
+                found=self.problem or "",
+                next_step="mend its file: `mergepipe check FILE` tells all that is wrong",
+            )
         return self.raw
 
     @property
