@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
+from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments
@@ -98,13 +98,13 @@ class SourcePool:
     def verifier(self, view: TensorView, digest: str) -> Verifier | None:
         """What compares one reading of a view with its segments.
 
-        Raises CorruptionError if these are not of the content that the plan names.
+        Raises CheckpointChangedError if these are not of the content that the plan names.
         """
         if self.known is None or not view.stored:
             return None
         known = self.known.of_view(view)
         if view.whole and known.segment_elems == COARSE_ELEMS and known.content != digest:
-            raise CorruptionError(
+            raise CheckpointChangedError(
                 "What the catalog knows of a tensor is not what the plan was made from",
                 where=f"{known.where}, tensor {view.name}",
                 expected=f"content {digest[:16]}",
