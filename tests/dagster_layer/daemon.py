@@ -177,6 +177,7 @@ class Daemon:
 def running_daemon(home: Warehouse, *, ui: bool = False, **environment: str) -> Iterator[Daemon]:
     """A daemon that runs; none of its processes outlives the context."""
     daemon = Daemon(home, ui=ui, environment=environment)
+    daemon.runs()  # makes the storage: processes that do so at once stand in each other's way
     try:
         daemon.start()
         yield daemon

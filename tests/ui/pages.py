@@ -1,0 +1,109 @@
+"""A small deployment that shows everything, and the pages of it that people open first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dagster import DagsterRunStatus as Status
+
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.daemon import Daemon, running_daemon
+from tests.family import tensors_of, write_model
+from tests.ui.chromium import Page
+
+SIZE = {"layers": 8, "hidden": 16, "vocab": 64}
+NAN = "model.layers.3.mlp.up_proj.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A page: its address under the webserver's, the words that must be seen, pixels.
+
+    `scroll_to` is a text of the page that is brought into sight.
+    """
+
+    path: str
+    words: tuple[str, ...]
+    height: int = 760
+    scroll_to: str | None = None
+
+
+_GROUP = "/locations/mergepipe/asset-groups"
+VIEWS = {
+    "overview": View("/asset-groups", ("assistant", "catalog", "nightly_bad")),
+    "lineage": View(
+        f"{_GROUP}/assistant/lineage",
+        ("expert_index", "conflicts", "plan", "merge", "layers", "snapshot", "release", "report"),
+    ),
+    "plan": View(
+        "/assets/assistant/plan",
+        ("expert GiB planned", "error by budget", "Owners"),
+        height=900,
+        scroll_to="expert GiB in all",
+    ),
+    "sensor": View(
+        "/locations/mergepipe/sensors/recipe_sensor",
+        ("Starts the merge of every recipe", "runs requested"),
+    ),
+    "check": View(
+        "/assets/nightly_bad/snapshot?view=checks&checkDetail=all_finite",
+        ("all_finite", f"1 in {NAN}", "Next: mend the expert"),
+    ),
+}
+
+
+def fill(home: Warehouse) -> None:
+    """A recipe that is merged, and one whose expert holds a NaN."""
+    for i, name in enumerate(("base", "math", "code", "broken")):
+        tensors = tensors_of(0, i - 1 if i else None, **SIZE)
+        if name == "broken":
+            tensors[NAN][0, 0] = float("nan")
+        write_model(home.inbox / name, tensors, **SIZE)
+    _write_recipe(home, "assistant", ("math", "code"), 'schedule: "30 2 * * *"\n')
+    _write_recipe(home, "nightly_bad", ("math", "broken"), "")
+
+
+def _write_recipe(home: Warehouse, name: str, experts: tuple[str, ...], extra: str) -> None:
+    models = "".join(f"  - model: {e}\n    parameters: {{weight: 0.5}}\n" for e in experts)
+    home.recipe_path(name).write_text(
+        f"merge_method: ties\nbase_model: base\nmodels:\n{models}"
+        f"parameters: {{density: 0.5}}\nbudget: 50%\n{extra}"
+    )
+
+
+@contextmanager
+def running(home: Warehouse, **environment: str) -> Iterator[Daemon]:
+    """`dagster dev` over the deployment, once one recipe is released and the other has failed."""
+    fill(home)
+    owners = {"MERGEPIPE_OWNERS": "team:models"}
+    with running_daemon(home, ui=True, **owners, **environment) as daemon:
+        daemon.wait_for(
+            "a release and a refusal",
+            lambda: (
+                daemon.runs("merge_assistant", Status.SUCCESS)
+                and daemon.runs("merge_nightly_bad", Status.FAILURE)
+            ),
+            seconds=240,
+        )
+        daemon.wait_for(
+            "a tick that says so",
+            lambda: any("release is current" in said for said in daemon.skips("recipe_sensor")),
+        )
+        yield daemon
+
+
+def show(page: Page, daemon: Daemon, view: View) -> str:
+    """Open a view, wait for its words, and give all words that are seen."""
+    page.open(f"http://127.0.0.1:{daemon.port}{view.path}", 1400, view.height)
+    text = page.wait_for(*view.words)
+    if view.scroll_to:
+        page.scroll_to(view.scroll_to)
+    return text
+
+
+def warehouse(folder: Path) -> Warehouse:
+    """An empty warehouse in a folder."""
+    return Warehouse.at(folder / "warehouse").ensure()

@@ -1,0 +1,50 @@
+"""Takes the pictures of the README: `python -m tests.ui.screenshots docs/pictures`.
+
+Starts `dagster dev` over a small deployment, merges in it, and opens the main pages in Chromium.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from PIL import Image
+
+from tests.ui.chromium import browser
+from tests.ui.pages import VIEWS, running, show, warehouse
+
+#: Bytes that a picture of the README may take.
+MOST_NBYTES = 150_000
+#: Seconds for what moves on a page to come to rest.
+_REST_S = 3
+
+
+def small(png: bytes) -> bytes:
+    """A picture in 256 colours: a third of the bytes, and no fewer than the UI shows."""
+    out = BytesIO()
+    picture = Image.open(BytesIO(png)).convert("RGB")
+    picture.quantize(256, dither=Image.Dither.NONE).save(out, "png", optimize=True)
+    return out.getvalue()
+
+
+def main(folder: Path) -> None:
+    """Write one PNG per view. Raises AssertionError for a page without its words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        TemporaryDirectory() as scratch,
+        running(warehouse(Path(scratch))) as daemon,
+        browser(Path(scratch)) as page,
+    ):
+        for name, view in VIEWS.items():
+            show(page, daemon, view)
+            time.sleep(_REST_S)
+            png = small(page.picture())
+            assert len(png) <= MOST_NBYTES, (name, len(png))
+            (folder / f"{name}.png").write_bytes(png)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,58 @@
+"""The main pages of the UI say in a real browser what they should; a failed run is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.dagster_layer.daemon import REPOSITORY, Daemon
+from tests.dagster_layer.test_failure_sensor import webhook
+from tests.ui.chromium import CHROMIUM, browser
+from tests.ui.pages import NAN, VIEWS, running, show, warehouse
+from tests.ui.screenshots import MOST_NBYTES
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+
+@pytest.fixture(scope="module")
+def deployed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Daemon, list[dict[str, Any]]]]:
+    """`dagster dev` after its first merges, and what a webhook was told of them."""
+    home = warehouse(tmp_path_factory.mktemp("ui"))
+    with webhook() as (url, posted), running(home, MERGEPIPE_WEBHOOK=url) as daemon:
+        yield daemon, posted
+
+
+def test_a_webhook_is_told_once_of_a_run_that_failed_with_its_tensor_and_what_to_do(
+    deployed: tuple[Daemon, list[dict[str, Any]]],
+) -> None:
+    daemon, posted = deployed
+    daemon.wait_for("a POST", lambda: posted)
+    (told,) = posted
+    (run,) = daemon.runs("merge_nightly_bad")
+    assert (told["recipe"], told["run_id"]) == ("nightly_bad", run.run_id)
+    assert NAN in told["cause"]
+    assert told["next_step"].startswith("mend the expert")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_main_pages_say_what_they_should(
+    deployed: tuple[Daemon, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with browser(tmp_path_factory.mktemp("browser")) as page:
+        for name, view in VIEWS.items():
+            shown = show(page, deployed[0], view)
+            assert "Traceback" not in shown, name
+
+
+def test_the_pictures_of_the_readme_are_those_of_the_views_and_small() -> None:
+    found = {path.stem: path for path in (REPOSITORY / "docs" / "pictures").glob("*.png")}
+    assert VIEWS.keys() <= found.keys()
+    for name in VIEWS:
+        assert found[name].stat().st_size <= MOST_NBYTES
+        with Image.open(found[name]) as picture:
+            assert picture.width == 1400
