@@ -253,10 +253,11 @@ class Catalog(Analyses):
         """Remember the digests of side files that nobody has seen as they are."""
         known = self.side_digests(checkpoint.checkpoint_id)
         fresh: dict[SideStamp, str] = {}
-        with open_source(checkpoint.root) as source:
+        # Who needs a folder or file that cannot be read says why.
+        with suppress(CheckpointError), open_source(checkpoint.root) as source:
             for stamp in side_stamps(source, checkpoint.root):
                 if stamp not in known:
-                    with suppress(CheckpointError):  # who needs it says why it cannot be read
+                    with suppress(CheckpointError):
                         fresh[stamp] = side_sha256(source, stamp)
         if fresh:
             data = tables.encode_side_files(fresh)
