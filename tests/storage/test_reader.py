@@ -31,11 +31,11 @@ def test_reads_give_exactly_their_elements_and_are_counted_to_the_byte(
     checkpoint = open_checkpoint(str(folder), "m")
     ranges = [(min(p), max(p)) for p in pairs]
     with LocalSource(folder) as source:
-        reader = BlockReader(source, checkpoint, None)
+        reader = BlockReader(source, checkpoint, None, tally := Tally())
         for start, stop in ranges:
             data = np.frombuffer(reader.read(checkpoint.by_name[name], start, stop), np.float32)
             assert data.tolist() == list(range(start, stop))
-    assert reader.bytes_read == 4 * sum(stop - start for start, stop in ranges)
+    assert tally.nbytes == 4 * sum(stop - start for start, stop in ranges)
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,13 +47,13 @@ def test_a_read_is_allowed_iff_one_range_of_the_access_set_covers_it(
     checkpoint = open_checkpoint(str(folder), "m")
     allowed = {"a": ((0, 2), (3, 6))}
     with LocalSource(folder) as source:
-        reader = BlockReader(source, checkpoint, allowed)
+        reader = BlockReader(source, checkpoint, allowed, tally := Tally())
         if stop <= 2 or start >= 3:
             reader.read(checkpoint.by_name["a"], start, stop)
         else:
             with pytest.raises(BudgetError, match=rf"tensor a.*\[{start}, {stop}\)"):
                 reader.read(checkpoint.by_name["a"], start, stop)
-            assert reader.bytes_read == 0
+            assert tally.nbytes == 0
 
 
 def test_a_tensor_outside_the_access_set_cannot_be_read(folder: Path) -> None:
