@@ -4,6 +4,7 @@ Loaded by `workspace.yaml`. Loading reads recipe files and the catalog, never a 
 import torch.
 """
 
+import time
 from dataclasses import dataclass, replace
 
 import dagster as dg
@@ -26,8 +27,12 @@ from sensors.reload import build_reload_sensor, recipes_token
 from sensors.retention import retention_sensor
 
 
-def build_definitions(home: Warehouse, mergepipe: MergePipe | None = None) -> dg.Definitions:
+def build_definitions(
+    home: Warehouse, mergepipe: MergePipe | None = None, loaded_s: float = 0.0
+) -> dg.Definitions:
     """The definitions of one warehouse, with its resource (by default as the environment says).
+
+    `loaded_s`: when they were loaded, in seconds since 1970, if a daemon has yet to hear of them.
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
@@ -54,7 +59,7 @@ def build_definitions(home: Warehouse, mergepipe: MergePipe | None = None) -> dg
         sensors=[
             inbox_sensor,
             orphans_sensor,
-            build_recipe_sensor([chain.card for chain in chains], refused, jobs),
+            build_recipe_sensor([chain.card for chain in chains], refused, jobs, loaded_s),
             build_reload_sensor(recipes_token(cards)),
             retention_sensor,
             failure_sensor,
@@ -102,4 +107,4 @@ def build_job(card: RecipeCard) -> AssetJob:
     )
 
 
-defs = build_definitions(Warehouse.at())
+defs = build_definitions(Warehouse.at(), loaded_s=time.time())

@@ -22,6 +22,9 @@ from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
 _CURRENT = "the release is current"
+#: Seconds until the daemon knows definitions that were loaded anew: it looks each second, and a
+#: request for a job that it does not know fails the tick.
+_SPREADING_S = 5.0
 _WHOSE = {"nightly": "its schedule", "manual": "a person"}
 
 
@@ -95,14 +98,18 @@ def _request_or_reason(
 
 
 def build_recipe_sensor(
-    loaded: Sequence[RecipeCard], refused: Mapping[str, str], jobs: Sequence[AssetJob]
+    loaded: Sequence[RecipeCard],
+    refused: Mapping[str, str],
+    jobs: Sequence[AssetJob],
+    loaded_s: float,
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all recipe files.
 
-    `loaded` are the recipes with a job; `refused` says why Dagster takes no definitions of a card,
-    by the card's token.
+    `loaded` are the recipes with a job, loaded at `loaded_s` (seconds since 1970); `refused` says
+    why Dagster takes no definitions of a card, by the card's token.
     """
     layers = {card.name: card.layers for card in loaded}
+    known_s = loaded_s + _SPREADING_S
 
     @dg.sensor(
         name="recipe_sensor",
@@ -123,7 +130,7 @@ def build_recipe_sensor(
         requests, told = [], []
         for card in recipe_cards(mergepipe.warehouse):
             found = card.problem or refused.get(card.token)
-            if found is None and layers.get(card.name) != card.layers:
+            if found is None and (layers.get(card.name) != card.layers or time.time() < known_s):
                 found = "its definitions are being loaded"
             asked = found or request_or_reason(
                 mergepipe, card, context.instance, busy, is_time=False

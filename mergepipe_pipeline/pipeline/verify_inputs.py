@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +35,7 @@ def verify_inputs(
     compared; they are notes.
     """
     catalog = Catalog(home.catalog)
-    inputs = _sources(of) if of else list(_registered(catalog))
+    inputs = _sources(of) if of else _present(home, _registered(catalog), audit)
     found = [(c, catalog.digests(c.checkpoint_id)) for c in _opened(catalog, inputs, audit)]
     unknown = [c.name for c, digests in found if digests is None]
     if unknown:
@@ -52,6 +53,20 @@ def _registered(catalog: Catalog) -> Iterator[_Input]:
         for name, _, checkpoint_id, _, root in catalog.registrations():
             current[name] = (name, root, checkpoint_id)
     yield from current.values()
+
+
+def _present(home: Warehouse, inputs: Iterator[_Input], audit: Auditor) -> list[_Input]:
+    """The inputs but those that left the inbox, which anyone may take theirs from."""
+    found: list[_Input] = []
+    gone: list[_Input] = []
+    for recorded in inputs:
+        root = Path(recorded[1])
+        left = root.is_relative_to(home.inbox) and not os.path.lexists(root)
+        (gone if left else found).append(recorded)
+    if gone:
+        names = ", ".join(name for name, _, _ in gone)
+        audit.notes.append(f"left the inbox, so that no merge of them can be replayed: {names}")
+    return found
 
 
 def _sources(snapshot: Snapshot) -> list[_Input]:

@@ -327,6 +327,18 @@ def test_a_byte_of_an_analysed_expert_that_changed_is_found_though_size_and_time
     assert cli(home, "verify", *command)[0] == 0
 
 
+def test_an_expert_that_left_the_inbox_is_a_note_and_one_that_left_another_place_a_finding(
+    home: Warehouse, models: Path
+) -> None:
+    for place in (home.inbox / "here", home.root.parent / "there"):
+        shutil.copytree(models / "expert_00", place)
+        assert cli(home, "register", str(place), "--name", place.name)[0] == 0
+        shutil.rmtree(place)
+    report = verify_all(home, ("inputs",))
+    assert any("left the inbox" in note and "here" in note for note in report.notes)
+    assert [Path(finding.file).name for finding in report.findings] == ["there"]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
