@@ -24,15 +24,16 @@ def test_the_instance_queues_limits_monitors_and_forgets(tmp_path: Path) -> None
         assert concurrency.pool_config.default_pool_limit == 2
         queue = concurrency.run_queue_config
         assert queue is not None
-        assert queue.max_concurrent_runs == 2
+        assert queue.max_concurrent_runs == 4
         (one_each,) = queue.tag_concurrency_limits
         assert (one_each["key"], one_each["limit"]) == ("mergepipe/recipe", 1)
         assert one_each["value"] == {"applyLimitPerUniqueValue": True}
         assert instance.run_monitoring_enabled
         assert instance.run_monitoring_max_runtime_seconds == 86400
         assert instance.run_retries_max_retries == 0
-        for settings in (instance.get_sensor_settings(), instance.get_scheduler_settings()):
-            assert settings == {"use_threads": True, "num_workers": 4}
+        threads = {"use_threads": True, "num_workers": 4}
+        assert instance.get_sensor_settings() == threads | {"num_submit_workers": 4}
+        assert instance.get_scheduler_settings() == threads
         sensors = instance.get_tick_retention_settings(InstigatorType.SENSOR)
         assert {s.value: days for s, days in sensors.items() if days > 0} == {
             "SKIPPED": 1,
