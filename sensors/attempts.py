@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import dagster as dg
 from dagster import DagsterEventType as Event
 from dagster import DagsterRunStatus as Status
+from dagster._core.events import JobFailureData
 from dagster_shared.error import SerializableErrorInfo
 
 from mergepipe_pipeline.pipeline.retry import MOST_ATTEMPTS, Attempt, is_lasting, is_of_inputs
@@ -63,8 +64,11 @@ def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord) -> Attempt:
             told = data.user_failure_data and data.user_failure_data.description
             error = " ".join(told.split()) if told else chain[-1][1]
             return Attempt(ended_s, error, is_lasting(names), is_of_inputs(names))
-        if event and event.message:
-            return Attempt(ended_s, event.message, False)
+        if event and event.is_run_failure:
+            # An error before any step, as of a wrong configuration, or none: the process is gone.
+            ended = event.event_specific_data
+            errors = list(_chain(ended.error if isinstance(ended, JobFailureData) else None))
+            return Attempt(ended_s, errors[-1][1] if errors else event.message or "", False)
     return Attempt(ended_s, "its run ended without an error of its own", False)
 
 

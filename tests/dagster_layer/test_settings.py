@@ -17,6 +17,7 @@ from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.settings import MEMORY, SETTINGS, THREADS, Setting
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors.attempts import attempt_of
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import sum_of
 
@@ -122,7 +123,5 @@ def test_a_wrong_value_of_a_runs_config_fails_it_before_any_step(
     run = launch(home, instance, threads=0)
     assert not run.success
     assert not [event for event in run.all_events if event.is_step_start]
-    error = run.all_events[-1].job_failure_data.error
-    assert error is not None
-    assert error.cause is not None
-    assert "Where: resources > engine > config > threads. Expected" in error.cause.message
+    told = attempt_of(instance, run.run_id)
+    assert "Where: resources > engine > config > threads. Expected" in told.error
