@@ -39,6 +39,8 @@ def reason_to_wait_for(home: Warehouse, names: Collection[str]) -> str | None:
 
 
 def _reason(home: Warehouse, name: str) -> str | None:
+    if "/" in name:
+        return f"{name} is a path: a standing recipe takes names of the inbox, or registered ones"
     if name not in Catalog(home.catalog):
         return f"{name} is not indexed yet"
     if is_gone(home, name):

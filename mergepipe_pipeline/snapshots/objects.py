@@ -62,6 +62,8 @@ class ObjectStore:
         path = self._action(action_key)
         try:
             value = unseal(path.read_bytes(), str(path))
+            if value["action_key"] != action_key:  # another's file, under this name
+                return None
             stored = StoredObject(
                 value["object"],
                 value["nbytes"],

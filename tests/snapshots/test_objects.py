@@ -35,6 +35,15 @@ def test_a_recorded_layer_is_found_again_with_its_digests(store: Store) -> None:
     assert store.objects.lookup("f" * 64) is None
 
 
+def test_actions_that_change_places_are_unknown(store: Store) -> None:
+    keys = [store.shard(n).layer_key for n in (1, 2)]
+    one, other = store.objects.all_actions()
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+    assert [store.objects.lookup(key) for key in keys] == [None, None]
+
+
 @pytest.mark.parametrize("change", ["flip", "cut", "empty"])
 def test_a_damaged_action_is_unknown(store: Store, change: str) -> None:
     key = store.shard(1).layer_key

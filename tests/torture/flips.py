@@ -189,7 +189,8 @@ def _prepare(folder: Path) -> Undisturbed:
         _ok(child.run(["register", str(world / name), "--home", f"{place}/w"], folder))
     ids = {name: _id_of(place, folder, world, name, "--publish") for name in RECIPES}
     _ok(child.run(["publish", ids["other"], "--ref", "full", "--home", f"{place}/w"], folder))
-    shutil.copy(world / "full.yml", place / "w" / "recipes" / "full.yml")
+    standing = (world / "full.yml").read_text().replace(f"{world}/", "")  # by registered names
+    (place / "w" / "recipes" / "full.yml").write_text(standing)
     _profile(place / "w")
     found = child.call(_deploy, place, True)
     assert found == ids["full"], found
