@@ -29,8 +29,8 @@ class Scene:
     ended: set[str] = field(default_factory=set)
 
     def merging(self) -> Run | None:
-        """The first merge of this event once it works on layers, None if none comes."""
-        return self.running(lambda r: bool(r.recipe) and self.watch.is_at(r.run_id, "__layers"))
+        """The first merge of this event once it plans, None if none comes. Its layers take 0.2 s."""
+        return self.running(lambda r: bool(r.recipe) and self.watch.is_at(r.run_id, "__plan"))
 
     def running(self, is_it: Callable[[Run], bool], status: str = "STARTED") -> Run | None:
         """The first run of this event that is asked for and under way, None if none comes."""
@@ -39,7 +39,7 @@ class Scene:
             for run in self.watch.runs(began):
                 if run.status == status and is_it(run):
                     return run
-            time.sleep(0.1)
+            time.sleep(0.05)
         return None
 
     def kill_worker(self, run: Run | None) -> None:
