@@ -144,7 +144,7 @@ def _mutated_json(draw: Random, value: Any) -> str:
     value = copy.deepcopy(value)
     for _ in range(draw.randint(1, 2)):
         holder, key = draw.choice(list(_places(value)) or [({"": value}, "")])
-        odd = draw.choice(_VALUES)
+        odd = copy.deepcopy(draw.choice(_VALUES))
         how = draw.random()
         with contextlib.suppress(TypeError):
             if how < 0.7:
@@ -152,7 +152,7 @@ def _mutated_json(draw: Random, value: Any) -> str:
             elif how < 0.85:
                 del holder[key]
             else:
-                holder[str(odd)] = holder[key]
+                holder[str(odd)] = copy.deepcopy(holder[key])
     text = json.dumps(value)
     if draw.random() < 0.15:
         at = draw.randrange(len(text))
