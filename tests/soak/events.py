@@ -29,7 +29,7 @@ class Scene:
     ended: set[str] = field(default_factory=set)
 
     def merging(self) -> Run | None:
-        """The first merge of this event once it plans (its layers take 0.2 s), None if none comes."""
+        """The first merge of this event once it plans (layers take 0.2 s), None if none comes."""
         return self.running(lambda r: bool(r.recipe) and self.watch.is_at(r.run_id, "__plan"))
 
     def running(self, is_it: Callable[[Run], bool], status: str = "STARTED") -> Run | None:
