@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from dagster import DagsterRunStatus as Status
 from PIL import Image
 
+from sensors.attempts import attempt_of
 from tests.dagster_layer.daemon import REPOSITORY, Daemon
 from tests.dagster_layer.test_failure_sensor import webhook
 from tests.ui.chromium import CHROMIUM, browser
@@ -37,6 +41,40 @@ def test_a_webhook_is_told_once_of_a_run_that_failed_with_its_tensor_and_what_to
     assert (told["recipe"], told["run_id"]) == ("nightly_bad", run.run_id)
     assert NAN in told["cause"]
     assert told["next_step"].startswith("mend the expert")
+
+
+LAUNCH = """mutation($path: [String!]!) { launchRun(executionParams: {mode: "default", selector: {
+  repositoryLocationName: "mergepipe", repositoryName: "__repository__",
+  jobName: "merge_nightly_bad", assetSelection: [{path: $path}], assetCheckSelection: []}})
+  { __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
+
+
+def test_a_click_on_release_alone_publishes_nothing_that_a_check_refused(
+    deployed: tuple[Daemon, list[dict[str, Any]]],
+) -> None:
+    daemon, _ = deployed
+    daemon.wait_for("the refused run", lambda: daemon.runs("merge_nightly_bad", Status.FAILURE))
+    asked = json.dumps({"query": LAUNCH, "variables": {"path": ["nightly_bad", "release"]}})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{daemon.port}/graphql",
+        asked.encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        launched = json.load(answer)["data"]["launchRun"]
+    assert launched["__typename"] == "LaunchRunSuccess", launched
+    run_id = launched["run"]["runId"]
+
+    def ended() -> bool:
+        run = daemon.instance.get_run_by_id(run_id)
+        return run is not None and run.is_finished
+
+    daemon.wait_for("the release alone", ended)
+    run = daemon.instance.get_run_by_id(run_id)
+    assert run is not None
+    assert run.status is Status.FAILURE
+    assert NAN in attempt_of(daemon.instance, run_id).error
+    assert not (daemon.home.refs / "nightly_bad").exists()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
