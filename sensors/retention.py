@@ -24,8 +24,8 @@ _KEPT_DAYS = KEEP_RUNS.value()
 
 @dg.sensor(
     description=(
-        "Deletes runs older than MERGEPIPE_KEEP_RUNS_DAYS (30), but not the last one that an asset "
-        "shows."
+        f"Deletes runs older than {KEEP_RUNS.variable} ({KEEP_RUNS.shown}), but not the last one "
+        "that an asset shows, and after six hours ticks that asked for nothing."
     ),
     minimum_interval_seconds=interval_s(600),
     target=None,

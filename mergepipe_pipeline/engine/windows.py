@@ -29,8 +29,8 @@ class EngineOptions:
     each read and merge windows: one more than there are cores, so that some read while others
     compute. `device` is where operators work: cpu, cuda or cuda:N.
 
-    Measured with a ties merge of 20 experts of 0.6B, read cold, on 2 cores: 64 MiB 29.7 and 34.1 s,
-    128 MiB 24.0 and 25.4 s, 192 MiB no less.
+    Measured with a ties merge of 20 experts of 0.6B, read cold, on 2 cores, in turn: 64 MiB 24.5
+    and 27.5 s, 128 MiB 22.4 and 22.9 s, 192 MiB 24.9 and 21.7 s.
     """
 
     memory_bytes: int = 128 << 20
