@@ -19,4 +19,4 @@ TENSOR_FACTS = "tensor_facts/v3"
 #: Digests of the files beside a checkpoint's weights, by its id.
 SIDE_FILES = "side_files/v1"
 #: Digests of segments of a checkpoint's tensors, by its id.
-SEGMENTS = "segments/v1"
+SEGMENTS = "segments/v2"

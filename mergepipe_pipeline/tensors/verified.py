@@ -1,6 +1,6 @@
-"""Compares stored bytes, as they are read, with the digests under which they were analysed.
+"""Compares stored bytes, as they are read, with what they were when they were analysed.
 
-The digests are of segments. Who reads in other runs (rows, short windows) brings the ends of
+By the checksums of segments. Who reads in other runs (rows, short windows) brings the ends of
 segments in pieces, in any order: they are kept until a segment is whole.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from functools import partial
 
-from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES, segment_digests
+from mergepipe_pipeline.digest import CHECKSUM_NBYTES, segment_checksums
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.blocks import Range, coalesce
@@ -94,11 +94,11 @@ class Verifier:
         return raw[(a - start) * self._size : (b - start) * self._size]
 
     def _compare(self, first: int, stop: int, raw: memoryview) -> None:
-        found = segment_digests(raw, self._elems * self._size)
-        expected = self._known.of(first, stop)
+        found = segment_checksums(raw, self._elems * self._size)
+        expected = self._known.checksums(first, stop)
         if found == expected:
             return
-        width = SEGMENT_DIGEST_NBYTES
+        width = CHECKSUM_NBYTES
         number = next(
             i
             for i in range(stop - first)
@@ -108,7 +108,7 @@ class Verifier:
         raise CorruptionError(
             "An input's bytes are not those that were analysed",
             where=f"{self._where}, elements {a} to {min(a + self._elems, self._numel)}",
-            expected=f"BLAKE3 {expected[number * width :][:width].hex()}",
+            expected=f"XXH3 {expected[number * width :][:width].hex()}",
             found=f"{found[number * width :][:width].hex()}, in a file of the same size and time",
             next_step="copy the file again; if the change is meant, `touch` it, so that it is "
             "analysed anew",
