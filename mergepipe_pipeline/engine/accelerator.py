@@ -141,10 +141,12 @@ class DeviceDesk(Desk):
 class DeviceWindow(Window[DeviceDesk]):
     """A window that goes to the device of its desk, if its merge may."""
 
-    def _run(self) -> Bytes:
-        job, task, desk = self._job, self._job.task, self._desk
+    def run(self, desk: DeviceDesk) -> Bytes:
+        """As `Window.run`."""
+        job, task = self._job, self._job.task
         if job.unchanged or job.is_copy or stays_on_cpu(task):
-            return super()._run()
+            return super().run(desk)
+        self._desk = desk
         self._clear()
         with desk.at_work():
             rows = desk.rows_there(1 + len(task.experts), self._n)

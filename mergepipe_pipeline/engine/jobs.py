@@ -20,7 +20,7 @@ from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.stored import Readers, read_stored
-from mergepipe_pipeline.tensors.verified import Verifier
+from mergepipe_pipeline.tensors.verified import Verify
 
 #: Bytes per element of a merge before it is cast.
 MERGED_BYTES = 4
@@ -49,9 +49,12 @@ class Job:
         ]
         low_rank = task.base and task.base.view.low_rank
         self.base_update = LowRankUpdate(below, low_rank, known) if low_rank else None
-        self.verifiers = [sources.verifier(e.view, e.digest) if e.read else None for e in experts]
         base = task.base
-        self.base_verifier = sources.verifier(base.view, base.digest) if base else None
+        self._verifiers = [sources.verifier(e.view, e.digest) if e.read else None for e in experts]
+        self._base_verifier = sources.verifier(base.view, base.digest) if base else None
+        #: Per expert, and of the base, what compares the bytes that are read.
+        self.verify = [v.check if v else None for v in self._verifiers]
+        self.verify_base = self._base_verifier.check if self._base_verifier else None
         self.cuts = OpenCuts(task)
 
     def finish(self) -> None:
@@ -60,12 +63,12 @@ class Job:
         Of the base the rest of a segment is read: it is not budgeted. Of experts whole blocks are
         read, which are whole segments.
         """
-        for verifier in self.verifiers:
+        for verifier in self._verifiers:
             if verifier:
                 verifier.finish()
-        if self.base_verifier and self.task.base:
+        if self._base_verifier and self.task.base:
             view = self.task.base.view
-            self.base_verifier.finish(partial(read_stored, self.sources.base_before, view))
+            self._base_verifier.finish(partial(read_stored, self.sources.base_before, view))
 
     @property
     def needs_torch(self) -> bool:
@@ -109,8 +112,8 @@ class Job:
         return self.as_delta and not any(e.read for e in self.task.experts)
 
     @cached_property
-    def unchanged(self) -> tuple[Readers, TensorView, Verifier | None] | None:
-        """The stored bytes that are the result as they are, who may read and who verifies them.
+    def unchanged(self) -> tuple[Readers, TensorView, Verify | None] | None:
+        """The stored bytes that are the result as they are, who may read and what verifies them.
 
         They go through a buffer and not from file to file in the kernel: they must be hashed, which
         would read them back, and they are written past the page cache. Nor can blocks be shared:
@@ -118,17 +121,17 @@ class Job:
         """
         task = self.task
         if self.is_copy and task.base:
-            readers, view, verifier = self.sources.base, task.base.view, self.base_verifier
+            readers, view, verify = self.sources.base, task.base.view, self.verify_base
         # Passed through, 64 bits become those of a float32.
         elif is_unscaled(task) and task.out_dtype != "F64":
-            readers, view, verifier = self.sources.expert, task.experts[0].view, self.verifiers[0]
+            readers, view, verify = self.sources.expert, task.experts[0].view, self.verify[0]
             if coalesce(task.experts[0].read) != ((0, view.numel),):
                 return None
         else:
             return None
         is_stored = view.stands_alone and not view.low_rank
         is_same = (view.dtype, view.numel) == (task.out_dtype, prod(task.shape))
-        return (readers, view, verifier) if is_stored and is_same else None
+        return (readers, view, verify) if is_stored and is_same else None
 
     def needs_base(self, start_elem: int, stop_elem: int) -> bool:
         """Whether the base's elements [start, stop) take part in the result."""

@@ -117,8 +117,8 @@ class _Look:
         # One expert after the other in the same room: only the base must stay.
         desk.clear(n * (sizes[0] + max(sizes)), 2)
         job, buffer = self._job, desk.take(n * sizes[0])
-        verify = job.base_verifier.check if job.base_verifier else None
-        base = BaseRow(self._sources.base_before, task.base.view, buffer, job.base_update, verify)
+        below = (task.base.view, buffer, job.base_update, job.verify_base)
+        base = BaseRow(self._sources.base_before, *below)
         base.fetch(self._start, self._stop)
         room = desk.take(n * max(sizes))
         return [
@@ -128,13 +128,12 @@ class _Look:
 
     def _kept(self, number: int, base: BaseRow, room: Bytes, desk: Desk) -> Sums:
         job, task, n = self._job, self._task, self._n
-        e, update, verifier = task.experts[number], job.updates[number], job.verifiers[number]
+        e, update, verify = task.experts[number], job.updates[number], job.verify[number]
         sums = np.zeros(-(-n // CHUNK_ELEMS))
         drawn_below = keep_below(float(dict(e.params)["density"]))
         if e.l1 is None or not drawn_below:
             return sums
         # Here and at once: the room is another expert's next.
-        verify = verifier.check if verifier else None
         row = ExpertRow(self._sources.expert_before, e.view, e.read, room, update, verify)
         row.fetch(self._start, self._stop)
         key = stream_key(task.seed, e.position, task.name)

@@ -6,10 +6,8 @@ what the kernel was asked for.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -58,8 +56,6 @@ class SourcePool:
     def __init__(self, plan: MergePlan, known: KnownSegments | None = None) -> None:
         self._stack = ExitStack()
         self.known = known
-        #: Threads that compare what windows read.
-        self.verifying = self._stack.enter_context(ThreadPoolExecutor(os.cpu_count() or 1))
         self._readers: dict[tuple[int, bool], BlockReader] = {}
         self._before: dict[tuple[int, bool], BlockReader] = {}
         self._tallies = {True: Tally(), False: Tally()}

@@ -31,7 +31,7 @@ from mergepipe_pipeline.tensors.stored import (
     read_stored,
     torch_dtype,
 )
-from mergepipe_pipeline.tensors.verified import Checks, Verifier
+from mergepipe_pipeline.tensors.verified import Verify
 
 if TYPE_CHECKING:
     import torch
@@ -74,25 +74,7 @@ class Window(Generic[D]):
 
         Nobody else may use the desk meanwhile.
         """
-        self._desk = desk
-        with Checks(self._job.sources.verifying) as self._checks:
-            return self._run()
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the tensor ends with it."""
-        return self._stop == prod(self.task.shape)
-
-    def finish(self) -> None:
-        """Verify what is left of the tensor, when all its windows have run."""
-        self._job.finish()
-
-    def abandon(self) -> None:
-        """Say that the run is being left, so that no window of the tensor waits for another."""
-        self._job.cuts.abandon()
-
-    def _run(self) -> Bytes:
-        job = self._job
+        self._desk, job = desk, self._job
         if job.unchanged:
             return self._stored(*job.unchanged)
         self._clear()
@@ -108,6 +90,19 @@ class Window(Generic[D]):
             below = values.numpy() if values is not None else np.empty(0, np.float32)
             return self._fused(job.kernel, below, rows.numpy(), np.arange(len(rows)))
         return self._to_bytes(self._applied(values, rows))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the tensor ends with it."""
+        return self._stop == prod(self.task.shape)
+
+    def finish(self) -> None:
+        """Verify what is left of the tensor, when all its windows have run."""
+        self._job.finish()
+
+    def abandon(self) -> None:
+        """Say that the run is being left, so that no window of the tensor waits for another."""
+        self._job.cuts.abandon()
 
     def _to_bytes(self, values: torch.Tensor) -> Bytes:
         out = to_bytes(values, self._job.task.out_dtype)
@@ -140,8 +135,7 @@ class Window(Generic[D]):
         if base is None or not job.needs_base(self._start, self._stop):
             return None
         buffer = self._desk.take(self._n * job.sizes[-1])
-        verify = self._checks.by(job.base_verifier)
-        row = BaseRow(job.sources.base, base.view, buffer, job.base_update, verify)
+        row = BaseRow(job.sources.base, base.view, buffer, job.base_update, job.verify_base)
         row.fetch(self._start, self._stop)
         return row
 
@@ -149,7 +143,7 @@ class Window(Generic[D]):
         """Put all experts into `rows` [K, n] float32: δ or T, as the operator wants them."""
         job, task = self._job, self._job.task
         experts = []
-        helpers = zip(job.updates, map(self._checks.by, job.verifiers), strict=True)
+        helpers = zip(job.updates, job.verify, strict=True)
         for e, size, both in zip(task.experts, job.sizes, helpers, strict=False):
             buffer = self._desk.take(self._n * size)
             expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, *both)
@@ -186,8 +180,8 @@ class Window(Generic[D]):
             for a, b in parts:
                 piece = row[a:b].view(np.uint8)
                 first = self._start + a
-                part, verify = (first, first + b - a, piece.data), self._checks.by(job.verifiers[k])
-                read_stored(job.sources.expert, e.view, *part, verify)
+                part = (first, first + b - a, piece.data)
+                read_stored(job.sources.expert, e.view, *part, job.verify[k])
         numbers = np.array(present, np.int64)
         return below, bits[: len(present)], numbers, np.array(spans, np.int64).reshape(-1, 2)
 
@@ -229,9 +223,8 @@ class Window(Generic[D]):
 
         return self._job.cuts.stops(start, self._stop, find)
 
-    def _stored(self, readers: Readers, view: TensorView, verifier: Verifier | None) -> Bytes:
+    def _stored(self, readers: Readers, view: TensorView, verify: Verify | None) -> Bytes:
         raw = np.empty(self._n * itemsize(view.dtype), np.uint8)
-        verify = self._checks.by(verifier)
         read_stored(readers, view, self._start, self._stop, raw.data, verify)
         return raw
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, wait
-from functools import partial
 
 from mergepipe_pipeline.digest import CHECKSUM_NBYTES, segment_checksums
 from mergepipe_pipeline.dtypes import itemsize
@@ -18,8 +16,6 @@ from mergepipe_pipeline.spec.blocks import Range, coalesce
 from mergepipe_pipeline.spec.segments import Segments
 from mergepipe_pipeline.spec.view import TensorView
 
-#: Bytes that are handed to another thread together: each handing over takes some 30 µs.
-_BATCH_NBYTES = 1 << 20
 #: Compares the stored bytes of elements [start, stop). Raises CorruptionError.
 Verify = Callable[[int, int, memoryview], None]
 #: Fills a buffer with the stored bytes of elements [start, stop).
@@ -113,50 +109,6 @@ class Verifier:
             next_step="copy the file again; if the change is meant, `touch` it, so that it is "
             "analysed anew",
         )
-
-
-class Checks:
-    """Comparisons that go on in other threads while a window reads on and is merged.
-
-    A context manager: at its end all are done, and the first that failed raises its error. Until
-    then nobody may write into what was given to them.
-    """
-
-    def __init__(self, pool: Executor) -> None:
-        self._pool = pool
-        self._batch: list[Callable[[], None]] = []
-        self._nbytes = 0
-        self._running: list[Future[None]] = []
-
-    def __enter__(self) -> Checks:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._start()
-        wait(self._running)
-        if kind is None:
-            for future in self._running:
-                future.result()
-
-    def by(self, verifier: Verifier | None) -> Verify | None:
-        """What takes the bytes that a verifier is to check."""
-        return partial(self._add, verifier) if verifier else None
-
-    def _add(self, verifier: Verifier, start_elem: int, stop_elem: int, raw: memoryview) -> None:
-        self._batch.append(partial(verifier.check, start_elem, stop_elem, raw))
-        self._nbytes += len(raw)
-        if self._nbytes >= _BATCH_NBYTES:
-            self._start()
-
-    def _start(self) -> None:
-        if self._batch:
-            self._running.append(self._pool.submit(_each, self._batch))
-            self._batch, self._nbytes = [], 0
-
-
-def _each(checks: list[Callable[[], None]]) -> None:
-    for check in checks:
-        check()
 
 
 class _Pieces:

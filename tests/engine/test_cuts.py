@@ -107,7 +107,7 @@ def test_an_open_rule_costs_no_byte_that_the_plan_does_not_read(
     assert found == digest(closed_plan, tmp_path, EngineOptions(threads=2))
 
 
-@pytest.mark.parametrize("step", ["_run", "announce"])
+@pytest.mark.parametrize("step", ["run", "announce"])
 @pytest.mark.parametrize("at", [4000, 5000, 8000])
 def test_a_window_that_fails_stops_the_run_with_its_own_error(
     kinds: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, at: int
@@ -126,9 +126,9 @@ def test_a_window_that_fails_stops_the_run_with_its_own_error(
     def broken(self: Window[Desk]) -> object:
         if self._start == at:
             raise OSError("the disk is gone")
-        return late(self) if step == "_run" else real_step(self)
+        return late(self) if step == "run" else real_step(self)
 
-    monkeypatch.setattr(Window, "_run", late)
+    monkeypatch.setattr(Window, "run", late)
     monkeypatch.setattr(Window, step, broken)
     with pytest.raises(OSError, match="the disk is gone"):
         digest(plan, tmp_path, EngineOptions(window_elems=1000, threads=3))
