@@ -116,17 +116,17 @@ def test_a_window_that_fails_stops_the_run_with_its_own_error(
     delta = kinds.experts["full"].delta
     opened, _ = open_and_closed(delta, common_value(delta, 1), 1, 5)
     plan = with_rules(merged(kinds, ["full"], "breadcrumbs", (), [OWN]), [(opened, opened)])
-    real_run, real_step = Window._run, getattr(Window, step)
+    real_run, real_announce = Window.run, Window.announce
 
-    def late(self: Window[Desk]) -> Bytes:
+    def late(self: Window[Desk], desk: Desk) -> Bytes:
         if self._start < at:
             time.sleep(0.05)
-        return real_run(self)
+        return real_run(self, desk)
 
-    def broken(self: Window[Desk]) -> object:
+    def broken(self: Window[Desk], *desk: Desk) -> object:
         if self._start == at:
             raise OSError("the disk is gone")
-        return late(self) if step == "run" else real_step(self)
+        return late(self, *desk) if step == "run" else real_announce(self)
 
     monkeypatch.setattr(Window, "run", late)
     monkeypatch.setattr(Window, step, broken)
