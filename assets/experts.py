@@ -8,10 +8,10 @@ import dagster as dg
 from assets.labels import owners
 from assets.links import dependents_link
 from assets.metadata import description, gib
+from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.pipeline.arrivals import arrival, index_arrival
-from mergepipe_pipeline.pipeline.index import Indexed
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.verbs.index import Indexed, index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 
 experts = dg.DynamicPartitionsDefinition(name="experts")

@@ -10,8 +10,8 @@ from typing import Any
 
 import dagster as dg
 
+from mergepipe_pipeline.deploy.retry import is_lasting
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.pipeline.retry import is_lasting
 
 
 def told(work: Callable[..., Any]) -> Callable[..., Any]:

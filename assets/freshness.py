@@ -7,7 +7,7 @@ from itertools import pairwise
 import dagster as dg
 from dagster._utils.schedules import cron_string_iterator
 
-from mergepipe_pipeline.pipeline.cards import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard
 
 #: What a scheduled run may take before its release is overdue.
 GRACE = timedelta(hours=6)

@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from mergepipe_pipeline.pipeline.cards import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard
 from mergepipe_pipeline.settings import OWNERS
 
 

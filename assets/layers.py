@@ -20,13 +20,13 @@ from pydantic import Field
 from assets.failures import told
 from assets.labels import labels
 from assets.metadata import layer_metadata, merge_metadata
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.pipeline.cards import RecipeCard
-from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
-from mergepipe_pipeline.pipeline.deploy import current_plan, merge_recipe
+from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
+from mergepipe_pipeline.verbs.deploy import current_plan, merge_recipe
 
 
 class Layers(dg.Config):

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from assets.links import Link
-from mergepipe_pipeline.pipeline import conflict_tables as tables
-from mergepipe_pipeline.pipeline.commit import operator_counts
-from mergepipe_pipeline.pipeline.cost import LayerOutcome, Realised
-from mergepipe_pipeline.pipeline.curve import Told, picture, rows_of, small_picture
-from mergepipe_pipeline.pipeline.explain_tables import bytes_picture
-from mergepipe_pipeline.pipeline.inspect import makings, shares
+from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.execution.snapshot import operator_counts
 from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.report import conflict_tables as tables
+from mergepipe_pipeline.report.explain_tables import bytes_picture
+from mergepipe_pipeline.report.shares import makings, shares
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown
+from mergepipe_pipeline.verbs.curve import Told, picture, rows_of, small_picture
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.conflicts import ConflictReport, Pair

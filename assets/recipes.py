@@ -29,17 +29,22 @@ from assets.metadata import (
     size,
     stages_metadata,
 )
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.pipeline.audit import (
+from mergepipe_pipeline.integrity.weights import (
     audit_snapshot,
     budget_told,
     finite_told,
     is_over_budget,
 )
-from mergepipe_pipeline.pipeline.cards import RecipeCard
-from mergepipe_pipeline.pipeline.curve import curve_of_plan
-from mergepipe_pipeline.pipeline.deploy import (
+from mergepipe_pipeline.pipeline.forecast import forecast_plan
+from mergepipe_pipeline.report.shares import shares
+from mergepipe_pipeline.resources import Engine, MergePipe
+from mergepipe_pipeline.snapshots.stage import MANIFEST
+from mergepipe_pipeline.text import in_one_line, markdown, visible
+from mergepipe_pipeline.verbs.curve import curve_of_plan
+from mergepipe_pipeline.verbs.deploy import (
     conflicts_of_recipe,
     current_plan,
     current_snapshot,
@@ -47,11 +52,6 @@ from mergepipe_pipeline.pipeline.deploy import (
     release_recipe,
     snapshot_recipe,
 )
-from mergepipe_pipeline.pipeline.forecast import forecast_plan
-from mergepipe_pipeline.pipeline.inspect import shares
-from mergepipe_pipeline.resources import Engine, MergePipe
-from mergepipe_pipeline.snapshots.stage import MANIFEST
-from mergepipe_pipeline.text import in_one_line, markdown, visible
 
 #: The tag of a run that planned with another budget than the recipe's.
 BUDGET_TAG = "mergepipe/budget"

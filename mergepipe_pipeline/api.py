@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from mergepipe_pipeline.pipeline.check import SCHEMAS, parse
-from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.progress import Progress
+from mergepipe_pipeline.execution.merge import EngineKnobs, merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, parse
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Manifest
 from mergepipe_pipeline.warehouse import Warehouse

@@ -11,7 +11,7 @@ import dagster as dg
 
 from assets.experts import expert_index, index_burst
 from assets.recipes import build_problem, build_recipe_assets
-from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.failures import failure_sensor

@@ -11,8 +11,8 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from mergepipe_pipeline.pipeline.leases import lease_run
-from mergepipe_pipeline.pipeline.merge import EngineKnobs
+from mergepipe_pipeline.execution.leases import lease_run
+from mergepipe_pipeline.execution.merge import EngineKnobs
 from mergepipe_pipeline.settings import (
     BUDGET,
     DEVICE,

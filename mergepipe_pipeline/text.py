@@ -63,3 +63,8 @@ def _plain(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_plain(value) for value in data]
     return data
+
+
+def escaped(text: str) -> str:
+    """Text that can be printed though it has a name that is not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()

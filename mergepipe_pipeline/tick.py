@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.cards import recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import recipe_cards
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.reload import recipes_token

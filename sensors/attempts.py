@@ -8,7 +8,7 @@ from dagster import DagsterRunStatus as Status
 from dagster._core.events import JobFailureData
 from dagster_shared.error import SerializableErrorInfo
 
-from mergepipe_pipeline.pipeline.retry import MOST_ATTEMPTS, Attempt, is_lasting, is_of_inputs
+from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt, is_lasting, is_of_inputs
 from mergepipe_pipeline.text import plain_of_markdown
 
 RECIPE_TAG = "mergepipe/recipe"

@@ -3,7 +3,7 @@
 import dagster as dg
 
 from assets.experts import EXPERTS_TAG
-from mergepipe_pipeline.pipeline.notify import RunFailure, post, run_failure
+from mergepipe_pipeline.deploy.notify import RunFailure, post, run_failure
 from mergepipe_pipeline.settings import WEBHOOK
 from mergepipe_pipeline.text import in_one_line
 from sensors import interval_s

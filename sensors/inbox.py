@@ -6,9 +6,9 @@ import dagster as dg
 from dagster import DagsterRunStatus as Status
 
 from assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
-from mergepipe_pipeline.pipeline.arrivals import ask
-from mergepipe_pipeline.pipeline.inbox import Landed, Patience, scan_inbox
-from mergepipe_pipeline.pipeline.recorded import is_gone
+from mergepipe_pipeline.deploy.arrivals import ask
+from mergepipe_pipeline.deploy.inbox import Landed, Patience, scan_inbox
+from mergepipe_pipeline.deploy.recorded import is_gone
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse

@@ -10,12 +10,12 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
-from mergepipe_pipeline.pipeline.deploy import last_release, wanted
-from mergepipe_pipeline.pipeline.recorded import reason_to_wait_for
-from mergepipe_pipeline.pipeline.retry import reason_to_wait
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
+from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
+from mergepipe_pipeline.verbs.deploy import last_release, wanted
 from sensors import NIGHTLY_PRIORITY, SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
 from mergepipe_pipeline.resources import MergePipe
 from sensors import interval_s
 

@@ -6,7 +6,7 @@ and names the seals of the others, so that it says that all is there and no othe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +133,13 @@ class Analyses:
             if one.is_there and _is_whole(one.blocks, version(one.blocks)):
                 found |= one.pairs
         return found
+
+    def missing_pairs(
+        self, base_id: str, checkpoint_id: str, block_elems: int, pairs: Iterable[Pair]
+    ) -> list[Pair]:
+        """Those of `pairs` (expert's tensor, base's tensor) that have no statistics yet."""
+        known = self.known_pairs(base_id, checkpoint_id, block_elems)
+        return [pair for pair in pairs if pair not in known]
 
     def known_digests(self, base_id: str, model_id: str, block_elems: int) -> dict[str, str]:
         """Tensor name to digest as analyses of a model (or of experts of this base) saw them."""

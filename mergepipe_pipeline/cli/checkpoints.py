@@ -23,7 +23,7 @@ _EXAMPLE = "select snapshot_id, version from snapshot_inputs where name = 'math'
 @verb
 def register(console: Console, path: str, name: str | None, base: str | None) -> None:
     """Make a checkpoint known by name, from its headers alone."""
-    from mergepipe_pipeline.pipeline.register import register as run
+    from mergepipe_pipeline.verbs.register import register as run
 
     r = run(console.home, path, name, base)
     c = r.checkpoint
@@ -52,7 +52,7 @@ def analyze(
     console: Console, names: tuple[str, ...], base: str | None, block_elems: int | None
 ) -> None:
     """Read experts once against their base and remember block statistics (default: all names)."""
-    from mergepipe_pipeline.pipeline.analyze import analyze as run
+    from mergepipe_pipeline.verbs.analyze import analyze as run
 
     done = run(console.home, names, base=base, block_elems=block_elems, progress=console.progress)
     rows = [
@@ -77,7 +77,7 @@ def analyze(
 @verb
 def ls(console: Console) -> None:
     """List checkpoints, snapshots and refs."""
-    from mergepipe_pipeline.pipeline.inspect import ls as run
+    from mergepipe_pipeline.verbs.ls import ls as run
 
     listing = run(console.home)
     checkpoints = [
@@ -140,7 +140,7 @@ def sql(console: Console, query: str | None, timeout_s: int, memory_mib: int) ->
     """Query the catalog with SQL; without a query, list the views and their columns."""
     from mergepipe_pipeline.catalog.queries import Limits
     from mergepipe_pipeline.catalog.views import VIEWS
-    from mergepipe_pipeline.pipeline.query import query as run
+    from mergepipe_pipeline.report.query import query as run
 
     if not query:
         console.show(

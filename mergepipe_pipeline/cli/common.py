@@ -23,7 +23,7 @@ from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.text import in_one_line, json_text, visible
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.pipeline.progress import Advance
+    from mergepipe_pipeline.progress import Advance
     from mergepipe_pipeline.warehouse import Warehouse
 
 

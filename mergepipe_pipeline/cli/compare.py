@@ -10,7 +10,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, percent, table, verb, write_csv
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.pipeline.compare import Comparison
+    from mergepipe_pipeline.report.comparison import Comparison
 
 
 @click.command()
@@ -24,8 +24,8 @@ def compare(console: Console, snapshot: str, full: str | None, csv_file: str | N
     Both are read once; the result is remembered and stands in `explain snapshot` from then on.
     Without FULL the snapshot of the same recipe without a budget is looked for.
     """
-    from mergepipe_pipeline.pipeline.compare import compare as run
-    from mergepipe_pipeline.pipeline.explain_tables import layer_records
+    from mergepipe_pipeline.report.explain_tables import layer_records
+    from mergepipe_pipeline.verbs.compare import compare as run
 
     found = run(console.home, snapshot, full, console.progress)
     records = layer_records(found)

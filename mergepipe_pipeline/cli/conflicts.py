@@ -40,9 +40,9 @@ def conflicts(
     Experts that were not analysed yet are read once; then no weight is read. Figures are of deltas
     as they are, without the recipe's weights; errors are standard errors.
     """
-    from mergepipe_pipeline.pipeline.check import load_recipe
-    from mergepipe_pipeline.pipeline.conflict_tables import record
-    from mergepipe_pipeline.pipeline.conflicts import conflicts as run
+    from mergepipe_pipeline.report.conflict_tables import record
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
+    from mergepipe_pipeline.verbs.conflicts import conflicts as run
 
     found = run(
         console.home,
@@ -62,7 +62,7 @@ def conflicts(
 
 
 def _lines(stage: str, report: ConflictReport, by: str, most: int) -> list[str]:
-    from mergepipe_pipeline.pipeline import conflict_tables as tables
+    from mergepipe_pipeline.report import conflict_tables as tables
 
     whole, experts = report.whole, report.experts
     cosine_error = tables.largest_error(report, "cosine_error")
@@ -91,7 +91,7 @@ def _lines(stage: str, report: ConflictReport, by: str, most: int) -> list[str]:
 
 
 def _csv(found: Mapping[str, ConflictReport], by: str) -> str:
-    from mergepipe_pipeline.pipeline.conflict_tables import pair_records
+    from mergepipe_pipeline.report.conflict_tables import pair_records
 
     out = StringIO()
     rows = [row for stage, report in found.items() for row in pair_records(stage, report, by)]
@@ -104,7 +104,7 @@ def _csv(found: Mapping[str, ConflictReport], by: str) -> str:
 
 def _write_pictures(target: Path, found: Mapping[str, ConflictReport], by: str) -> None:
     """One file; of several stages one each, with the stage before the suffix."""
-    from mergepipe_pipeline.pipeline.conflict_tables import picture
+    from mergepipe_pipeline.report.conflict_tables import picture
 
     for stage, report in found.items():
         file = target if len(found) == 1 else target.with_stem(f"{target.stem}-{Path(stage).name}")

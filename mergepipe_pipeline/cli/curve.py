@@ -18,7 +18,7 @@ from mergepipe_pipeline.cli.common import (
 from mergepipe_pipeline.cli.merging import planning_options
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.pipeline.curve import Told
+    from mergepipe_pipeline.verbs.curve import Told
 
 
 def _shares(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:
@@ -55,10 +55,10 @@ def curve(
     curve of the recipe's strategy hangs farthest below the straight line between its ends: bytes
     before it save more than the average, bytes after it less.
     """
-    from mergepipe_pipeline.pipeline.check import load_recipe
-    from mergepipe_pipeline.pipeline.curve import curve as run
-    from mergepipe_pipeline.pipeline.curve import picture, records
     from mergepipe_pipeline.planner.curve import SHARES
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
+    from mergepipe_pipeline.verbs.curve import curve as run
+    from mergepipe_pipeline.verbs.curve import picture, records
 
     told = run(
         console.home,
@@ -89,7 +89,7 @@ def curve(
 
 
 def _lines(told: Told) -> list[str]:
-    from mergepipe_pipeline.pipeline.curve import bound_percent, percent, rows_of
+    from mergepipe_pipeline.verbs.curve import bound_percent, percent, rows_of
 
     found = told.curve
     own, knee = found.chosen, found.knee

@@ -11,7 +11,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, percent, table, verb, write_csv
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.pipeline.diff import Changed, Difference, LayerChange, TensorChange
+    from mergepipe_pipeline.verbs.diff import Changed, Difference, LayerChange, TensorChange
 
 _COLUMNS = ("state", "tensors", "elements changed", "distance (L2)", "of before", "largest")
 
@@ -28,7 +28,7 @@ def diff(console: Console, before: str, after: str, by: str, csv_file: str | Non
     Each is an id, a prefix, a ref, REF@VERSION, or the folder of a snapshot. Layers that both share
     are not read.
     """
-    from mergepipe_pipeline.pipeline.diff import diff as run
+    from mergepipe_pipeline.verbs.diff import diff as run
 
     found = run(console.home, before, after, console.progress)
     tensors = [_record(t) for t in found.tensors]

@@ -13,8 +13,8 @@ from mergepipe_pipeline.cli.compare import comparison_lines
 from mergepipe_pipeline.cli.merging import bound_text, error_text, strategy_text
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.pipeline.explain import ExpertStory, SnapshotStory, TensorStory
-    from mergepipe_pipeline.pipeline.inspect import Making, Share
+    from mergepipe_pipeline.report.explain import ExpertStory, SnapshotStory, TensorStory
+    from mergepipe_pipeline.report.shares import Making, Share
     from mergepipe_pipeline.spec.plan import MergePlan
 
 
@@ -85,9 +85,9 @@ def explain(
 
 
 def _plan(console: Console, what: str, by: str) -> Answer:
-    from mergepipe_pipeline.pipeline.explain_tables import bytes_picture
-    from mergepipe_pipeline.pipeline.inspect import explain as run
-    from mergepipe_pipeline.pipeline.inspect import makings
+    from mergepipe_pipeline.report.explain_tables import bytes_picture
+    from mergepipe_pipeline.report.shares import explain as run
+    from mergepipe_pipeline.report.shares import makings
 
     made, rows = run(console.home, what, by)
     tensors = makings(made) if by == "tensor" else ()
@@ -136,8 +136,8 @@ def _making_lines(tensors: tuple[Making, ...]) -> list[str]:
 
 
 def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
-    from mergepipe_pipeline.pipeline.explain import explain_tensor
-    from mergepipe_pipeline.pipeline.explain_tables import (
+    from mergepipe_pipeline.report.explain import explain_tensor
+    from mergepipe_pipeline.report.explain_tables import (
         block_records,
         blocks_picture,
         expert_records,
@@ -167,8 +167,8 @@ def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
 
 
 def _tensor_lines(story: TensorStory, most: int) -> list[str]:
-    from mergepipe_pipeline.pipeline.explain_tables import expert_records
     from mergepipe_pipeline.planner.explain import MEANING
+    from mergepipe_pipeline.report.explain_tables import expert_records
 
     task, told = story.task, story.account
     because = f" ({task.reason})" if task.reason else ""
@@ -226,8 +226,8 @@ def _span(least: float | None, most: float | None) -> str:
 
 
 def _expert(console: Console, name: str, where: str | None) -> Answer:
-    from mergepipe_pipeline.pipeline.explain import explain_expert
-    from mergepipe_pipeline.pipeline.explain_tables import (
+    from mergepipe_pipeline.report.explain import explain_expert
+    from mergepipe_pipeline.report.explain_tables import (
         contribution_records,
         contributions_picture,
     )
@@ -279,13 +279,13 @@ def _expert_lines(story: ExpertStory) -> list[str]:
 
 
 def _snapshot(console: Console, what: str) -> Answer:
-    from mergepipe_pipeline.pipeline.explain import explain_snapshot
-    from mergepipe_pipeline.pipeline.explain_tables import (
+    from mergepipe_pipeline.execution.lookup import plan_of
+    from mergepipe_pipeline.report.explain import explain_snapshot
+    from mergepipe_pipeline.report.explain_tables import (
         bytes_picture,
         layer_records,
         snapshot_records,
     )
-    from mergepipe_pipeline.pipeline.inspect import plan_of
 
     story = explain_snapshot(console.home, what)
     records = snapshot_records(story)

@@ -16,7 +16,7 @@ from mergepipe_pipeline.cli.common import Console, size, verb
 @verb
 def land(console: Console, path: str, name: str | None, link: bool) -> None:
     """Put a checkpoint into the inbox whole; it replaces an older version of its name."""
-    from mergepipe_pipeline.pipeline.land import land as run
+    from mergepipe_pipeline.verbs.land import land as run
 
     done = run(console.home, path, name, link=link)
     console.show(

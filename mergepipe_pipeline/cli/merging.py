@@ -12,9 +12,9 @@ import click
 from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, verb
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.pipeline.check import Checked
-    from mergepipe_pipeline.pipeline.cost import Begun
-    from mergepipe_pipeline.pipeline.merge import MergeOutcome
+    from mergepipe_pipeline.execution.merge import MergeOutcome
+    from mergepipe_pipeline.execution.outcome import Begun
+    from mergepipe_pipeline.resolution.resolve import Checked
     from mergepipe_pipeline.spec.plan import MergePlan
 
 
@@ -53,9 +53,9 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
 @verb
 def check(console: Console, recipe: str, **planning: Any) -> None:
     """Show every problem of a recipe and its full cost, from headers alone."""
-    from mergepipe_pipeline.pipeline.check import check as run
-    from mergepipe_pipeline.pipeline.check import load_recipe
     from mergepipe_pipeline.pipeline.forecast import forecast
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
+    from mergepipe_pipeline.resolution.resolve import check as run
 
     checked = run(console.home, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning)
     stages = (*checked.before, checked)
@@ -112,7 +112,7 @@ def _checked_lines(checked: Checked) -> tuple[str, ...]:
 @verb
 def plan(console: Console, recipe: str, **planning: Any) -> None:
     """Decide what to read under the budget, and print the bound on what that costs."""
-    from mergepipe_pipeline.pipeline.inspect import shares
+    from mergepipe_pipeline.report.shares import shares
 
     made = _plan(console, recipe, planning)
     e = made.estimates
@@ -174,8 +174,8 @@ def bound_text(made: MergePlan) -> str:
 
 
 def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
-    from mergepipe_pipeline.pipeline.check import load_recipe
-    from mergepipe_pipeline.pipeline.plan import make_plan
+    from mergepipe_pipeline.execution.planning import make_plan
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
 
     return make_plan(
         console.home,
@@ -188,11 +188,11 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 
 def _begin(console: Console, recipe: str, planning: dict[str, Any]) -> tuple[MergePlan, Begun]:
     """A recipe's plan, and how long its last stage was said to take before that was made."""
-    from mergepipe_pipeline.pipeline.check import load_recipe
-    from mergepipe_pipeline.pipeline.cost import Begun
+    from mergepipe_pipeline.execution.outcome import Begun
+    from mergepipe_pipeline.execution.planning import plan_checked, ready
     from mergepipe_pipeline.pipeline.early import base_early
     from mergepipe_pipeline.pipeline.forecast import forecast
-    from mergepipe_pipeline.pipeline.plan import plan_checked, ready
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
 
     home, raw = console.home, load_recipe(recipe)
     folder, progress = recipe_folder(recipe), console.progress
@@ -229,10 +229,10 @@ def merge(
     **planning: Any,
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
-    from mergepipe_pipeline.pipeline.audit import merged_non_finite, non_finite_warning
-    from mergepipe_pipeline.pipeline.export import check_out, export
-    from mergepipe_pipeline.pipeline.merge import EngineKnobs
-    from mergepipe_pipeline.pipeline.merge import merge as run
+    from mergepipe_pipeline.execution.merge import EngineKnobs
+    from mergepipe_pipeline.execution.merge import merge as run
+    from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
+    from mergepipe_pipeline.verbs.export import check_out, export
 
     knobs = EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20, device)
     knobs.check()
@@ -251,7 +251,7 @@ def merge(
         summary["path"] = summary["out"] = str(folder)
         lines.append(f"  folder        {summary['out']}")
     if publish_ref:
-        from mergepipe_pipeline.pipeline.publish import publish
+        from mergepipe_pipeline.verbs.publish import publish
 
         ref = publish(console.home, outcome.snapshot.snapshot_id, made.ref)
         summary["ref"], summary["ref_version"] = ref.name, ref.number

@@ -21,7 +21,7 @@ _WIDTH = 92
 @verb
 def ops(console: Console, name: str | None) -> None:
     """List merge methods with formula, parameters, defaults and source; or one of them."""
-    from mergepipe_pipeline.pipeline.ops import operators
+    from mergepipe_pipeline.verbs.operators import operators
 
     found = operators(name)
     blocks = [_block(schema) for schema in found]

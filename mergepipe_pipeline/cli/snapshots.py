@@ -18,7 +18,7 @@ from mergepipe_pipeline.cli.common import Console, size, table, verb
 @verb
 def publish(console: Console, snapshot: str, ref: str, reason: str, expected: int | None) -> None:
     """Make a ref name a snapshot, after checking every byte of it."""
-    from mergepipe_pipeline.pipeline.publish import publish as run
+    from mergepipe_pipeline.verbs.publish import publish as run
 
     done = run(console.home, snapshot, ref, reason=reason, expected=expected)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
@@ -29,7 +29,7 @@ def publish(console: Console, snapshot: str, ref: str, reason: str, expected: in
 @verb
 def history(console: Console, ref: str) -> None:
     """Show every version of a ref."""
-    from mergepipe_pipeline.pipeline.publish import history as run
+    from mergepipe_pipeline.verbs.publish import history as run
 
     refs = run(console.home, ref)
     console.show(
@@ -47,7 +47,7 @@ def history(console: Console, ref: str) -> None:
 @verb
 def rollback(console: Console, ref: str, to: int | None, reason: str) -> None:
     """Publish an older version of a ref again."""
-    from mergepipe_pipeline.pipeline.publish import rollback as run
+    from mergepipe_pipeline.verbs.publish import rollback as run
 
     done = run(console.home, ref, to, reason)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
@@ -74,7 +74,7 @@ def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float) -> f
 @verb
 def gc(console: Console, dry_run: bool, older_than_s: float) -> None:
     """Remove what nobody needs: old staging, stages, unreferenced objects and actions."""
-    from mergepipe_pipeline.pipeline.gc import collect
+    from mergepipe_pipeline.verbs.gc import collect
 
     done = collect(console.home, older_than_s=older_than_s, dry_run=dry_run)
     console.warn(done.notes)

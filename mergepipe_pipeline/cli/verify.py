@@ -13,8 +13,8 @@ from mergepipe_pipeline.cli.common import Console, counted, size, verb
 from mergepipe_pipeline.errors import CorruptionError
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.pipeline.auditor import Finding, Scope
-    from mergepipe_pipeline.pipeline.verify_all import Report
+    from mergepipe_pipeline.integrity.auditor import Finding, Scope
+    from mergepipe_pipeline.verbs.verify_all import Report
 
 _SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage", "inputs")
 _INPUTS: tuple[Scope, ...] = ("inputs",)
@@ -54,22 +54,22 @@ def verify(
     if what is not None:
         _verify_snapshot(console, what, inputs=inputs)
         return
-    from mergepipe_pipeline.pipeline.verify_all import verify_all
+    from mergepipe_pipeline.verbs.verify_all import verify_all
 
     report = verify_all(console.home, scopes or _SCOPES, fresh=fresh, progress=console.progress)
     _show(console, report)
 
 
 def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
-    from mergepipe_pipeline.pipeline.inspect import verify as run
+    from mergepipe_pipeline.verbs.verify import verify as run
 
     done = run(console.home, what, console.progress)
     told = f"ok: {done.files} files, {size(done.nbytes)} checked"
     if not inputs:
         console.show({"ok": True, **asdict(done)}, told)
         return
-    from mergepipe_pipeline.pipeline.named import snapshot_named
-    from mergepipe_pipeline.pipeline.verify_all import verify_all
+    from mergepipe_pipeline.execution.lookup import snapshot_named
+    from mergepipe_pipeline.verbs.verify_all import verify_all
 
     snapshot = snapshot_named(console.home, done.snapshot_id)
     report = verify_all(console.home, _INPUTS, inputs_of=snapshot, progress=console.progress)
@@ -107,7 +107,7 @@ def repair(console: Console, dry_run: bool) -> None:
     names and refs are set aside: the newest good one counts. Snapshots and inputs are never
     touched; what is wrong with them is listed, with exit 19.
     """
-    from mergepipe_pipeline.pipeline.repair import repair as run
+    from mergepipe_pipeline.verbs.repair import repair as run
 
     done = run(console.home, dry_run=dry_run, progress=console.progress)
     console.warn(done.not_made)

@@ -31,9 +31,9 @@ from mergepipe_pipeline.demo.family import (
 )
 from mergepipe_pipeline.demo.skills import SKILLS, score
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.pipeline.check import load_recipe
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -19,8 +19,8 @@ import numpy as np
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.pipeline.leases import staging
-from mergepipe_pipeline.pipeline.progress import Progress, Silent
+from mergepipe_pipeline.execution.leases import staging
+from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.engine_pace import EnginePace, Flow
 from mergepipe_pipeline.spec.storage_profile import StorageProfile
 from mergepipe_pipeline.storage.atomic import write_atomic

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.pipeline.check import Checked
+from mergepipe_pipeline.resolution.resolve import Checked
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache

@@ -15,9 +15,10 @@ from typing import Any
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.pipeline.calibrate import storage_profile
-from mergepipe_pipeline.pipeline.check import Checked, output_view
 from mergepipe_pipeline.pipeline.duration import Seconds, Work, seconds, total
 from mergepipe_pipeline.pipeline.early import reads_base_early
+from mergepipe_pipeline.planner.parts import stored_like
+from mergepipe_pipeline.resolution.resolve import Checked
 from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -67,7 +68,7 @@ def work_of(checked: Checked) -> Work:
     cost, recipe, models = checked.cost, checked.recipe, checked.models
     elems = expert_elems = inputs = 0
     for t in recipe.tensors:
-        like = output_view(t, models)
+        like = stored_like(t, models)
         elems += like.numel
         if like.dtype in FLOATING:
             expert_elems += sum(models[i.model].views[i.tensor].numel for i in t.inputs)

@@ -17,10 +17,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from mergepipe_pipeline.execution.leases import staging
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.leases import staging
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.engine_pace import MethodPace
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.writer import ShardWriter
@@ -148,8 +148,8 @@ class _Runs:
 
     def start_and_commit(self) -> tuple[float, float]:
         """Seconds that a merge takes beside planning and the engine, and of its commit."""
-        from mergepipe_pipeline.pipeline.commit import commit
-        from mergepipe_pipeline.pipeline.merge import merge
+        from mergepipe_pipeline.execution.merge import merge
+        from mergepipe_pipeline.execution.snapshot import commit
 
         recipe = self._base.parent / "recipe.yml"
         recipe.write_text(self._recipe("ties", FEW), encoding="utf-8")

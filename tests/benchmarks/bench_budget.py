@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import Estimates
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.operators.sparsify import trim_count
-from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import (
     HIST_SHIFT,
@@ -33,6 +32,7 @@ from mergepipe_pipeline.spec.stats import (
     narrowed,
 )
 from mergepipe_pipeline.storage.header import build_header
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 
 BLOCK_ELEMS = 1 << 20

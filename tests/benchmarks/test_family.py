@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file
 
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.benchmarks import family
 from tests.benchmarks.family import deviation, make_family, make_model

@@ -9,9 +9,9 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from mergepipe_pipeline.pipeline.arrivals import index_arrival
-from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 
 Drop = Callable[..., None]

@@ -11,7 +11,7 @@ import pytest
 from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.retry import Attempt, reason_to_wait
+from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse

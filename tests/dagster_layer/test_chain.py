@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.inspect import verify
-from mergepipe_pipeline.pipeline.publish import history
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.publish import history
+from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 

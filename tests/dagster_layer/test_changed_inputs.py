@@ -9,21 +9,20 @@ import dagster as dg
 import pytest
 from safetensors.torch import load_file, save_file
 
+from mergepipe_pipeline.deploy import arrivals
+from mergepipe_pipeline.deploy.inbox import scan_inbox
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard
 from mergepipe_pipeline.errors import InputChangedError
-from mergepipe_pipeline.pipeline import arrivals
-from mergepipe_pipeline.pipeline.arrivals import index_arrival
-from mergepipe_pipeline.pipeline.cards import RecipeCard
-from mergepipe_pipeline.pipeline.deploy import (
+from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
     plan_recipe,
     release_recipe,
     snapshot_recipe,
 )
-from mergepipe_pipeline.pipeline.inbox import scan_inbox
-from mergepipe_pipeline.pipeline.index import Indexed
-from mergepipe_pipeline.pipeline.merge import EngineKnobs
-from mergepipe_pipeline.snapshots.refs import RefStore
-from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.index import Indexed, index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.test_experts import jobs
 from tests.dagster_layer.test_release import error_of, materialise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import REPOSITORY, dg_program
 from tests.dagster_layer.test_experts import sum_of

@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 

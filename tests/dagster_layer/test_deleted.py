@@ -6,7 +6,7 @@ import dagster as dg
 import pytest
 
 from assets.experts import expert_index
-from mergepipe_pipeline.pipeline.cards import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.test_attempts import Sensor

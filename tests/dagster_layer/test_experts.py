@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.pipeline.publish import history
-from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.publish import history
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.family import tensors_of

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.notify import post, run_failure
+from mergepipe_pipeline.deploy.notify import post, run_failure
 from mergepipe_pipeline.text import in_one_line, markdown, plain_of_markdown
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.failures import failure_of

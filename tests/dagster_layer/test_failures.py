@@ -5,8 +5,8 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from mergepipe_pipeline.pipeline.cards import RecipeCard
-from mergepipe_pipeline.pipeline.leases import lease_recipe
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.execution.leases import lease_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.attempts import failed_attempts
 from tests.dagster_layer.test_changed_inputs import replace_shard

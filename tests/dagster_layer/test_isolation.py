@@ -14,9 +14,9 @@ import pytest
 
 from assets.metadata import markdown_table
 from mergepipe_pipeline import definitions
-from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs

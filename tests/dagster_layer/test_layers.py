@@ -6,9 +6,9 @@ import dagster as dg
 import pytest
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.deploy import current_plan
-from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import current_plan
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of

@@ -13,12 +13,12 @@ import pytest
 from assets.labels import owners
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.pipeline.audit import budget_told, is_over_budget
-from mergepipe_pipeline.pipeline.deploy import current_plan
-from mergepipe_pipeline.pipeline.publish import history
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.integrity.weights import budget_told, is_over_budget
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import current_plan
+from mergepipe_pipeline.verbs.publish import history
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of

@@ -15,8 +15,8 @@ from dagster._core.scheduler.instigation import (
 )
 from dagster._core.workspace.load_target import WorkspaceFileTarget
 
-from mergepipe_pipeline.pipeline.deploy import last_release
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import REPOSITORY, Daemon

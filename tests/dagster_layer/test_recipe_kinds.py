@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from assets.metadata import description
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.publish import history
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from tests import architectures
 from tests.dagster_layer.conftest import Drop

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.pipeline.deploy import current_snapshot
-from mergepipe_pipeline.pipeline.publish import history
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import current_snapshot
+from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of

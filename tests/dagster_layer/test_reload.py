@@ -8,8 +8,8 @@ from urllib.request import Request, urlopen
 import pytest
 from dagster import DagsterRunStatus as Status
 
-from mergepipe_pipeline.pipeline.arrivals import index_arrival
-from mergepipe_pipeline.pipeline.publish import history
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.reload import listening
 from tests.dagster_layer.conftest import Drop

@@ -12,10 +12,10 @@ import pytest
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.engine.windows import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.pipeline.deploy import current_plan, last_release
-from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.settings import MEMORY, SETTINGS, THREADS, Setting
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import current_plan, last_release
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.attempts import attempt_of
 from tests.dagster_layer.conftest import Drop

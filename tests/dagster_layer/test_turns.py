@@ -23,17 +23,17 @@ from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import (
 )
 
 from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
 from mergepipe_pipeline.errors import BusyError
-from mergepipe_pipeline.pipeline.cards import RecipeCard, recipe_cards
-from mergepipe_pipeline.pipeline.deploy import (
+from mergepipe_pipeline.execution.leases import lease_recipe, lease_run
+from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
     plan_recipe,
     release_recipe,
     snapshot_recipe,
 )
-from mergepipe_pipeline.pipeline.leases import lease_recipe, lease_run
-from mergepipe_pipeline.pipeline.merge import EngineKnobs
-from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import BURST_PRIORITY
 from sensors.attempts import recipes_under_way

@@ -21,9 +21,9 @@ from typing import Any
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main as mergepipe
-from mergepipe_pipeline.pipeline import deploy
-from mergepipe_pipeline.pipeline.cards import recipe_cards
-from mergepipe_pipeline.pipeline.merge import EngineKnobs
+from mergepipe_pipeline.deploy.recipe_files import recipe_cards
+from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_adapter, write_model
 

@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.deploy.recipe_files import recipe_cards
 from mergepipe_pipeline.digest import sha256_hex
-from mergepipe_pipeline.pipeline.cards import recipe_cards
-from mergepipe_pipeline.pipeline.deploy import last_release
-from mergepipe_pipeline.pipeline.export import export
+from mergepipe_pipeline.verbs.deploy import last_release
+from mergepipe_pipeline.verbs.export import export
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.golden.make_warehouse import PLACE, RECIPES, call
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.pipeline.inbox import scan_inbox
+from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.hostile.corpus import CORPUS, Build, write_adapter, write_full, write_sharded
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.pipeline.check import check, load_recipe, parse
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import load_recipe, parse
+from mergepipe_pipeline.resolution.resolve import check
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.hostile.corpus import CONFIG, SIDE, TEXTS
 

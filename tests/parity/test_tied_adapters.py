@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
-from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors
 from tests.parity.peer import read_model, run_mergekit

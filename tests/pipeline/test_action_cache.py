@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from mergepipe_pipeline.errors import DamagedLayerError
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.commit import commit, object_store
-from mergepipe_pipeline.pipeline.inspect import verify
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.snapshot import commit, object_store
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
+from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -19,17 +19,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
     IncompatibleCheckpointsError,
     MergePipeError,
 )
-from mergepipe_pipeline.pipeline.analyze import analyze
-from mergepipe_pipeline.pipeline.check import check, parse
-from mergepipe_pipeline.pipeline.digests import ensure_digests
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.oracles import ORACLES, Case
 from tests.pipeline.test_inputs import flip
@@ -433,7 +434,7 @@ def test_a_scale_changed_in_the_config_alone_changes_the_result(
 def test_windows_threads_and_block_sizes_change_no_bit_of_an_adapter(
     tmp_path: Path, zoo: Zoo
 ) -> None:
-    from mergepipe_pipeline.pipeline.merge import EngineKnobs
+    from mergepipe_pipeline.execution.merge import EngineKnobs
 
     ids = set()
     models = [zoo.adapters["rank stabilised"], zoo.full, zoo.adapters["embedding"]]

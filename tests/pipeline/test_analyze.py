@@ -12,11 +12,12 @@ import pytest
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.formats import DIGESTS, SEGMENTS
-from mergepipe_pipeline.pipeline import analyze as verb
-from mergepipe_pipeline.pipeline.analyze import analyze
-from mergepipe_pipeline.pipeline.digests import ensure_digests
-from mergepipe_pipeline.pipeline.register import register, resolve
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.facts import analyses as verb
+from mergepipe_pipeline.resolution.locate import resolve
 from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.analysis.pairs import figures
 from tests.reads import of, tensor_reads

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from mergepipe_pipeline.deploy import arrivals
+from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
+from mergepipe_pipeline.deploy.inbox import Landed, Patience, scan_inbox
 from mergepipe_pipeline.errors import MergePipeError, StorageFullError
-from mergepipe_pipeline.pipeline import arrivals
-from mergepipe_pipeline.pipeline.arrivals import MAX_FAILURES, arrival, ask, index_arrival
-from mergepipe_pipeline.pipeline.inbox import Landed, Patience, scan_inbox
-from mergepipe_pipeline.pipeline.index import Indexed, index_expert
-from mergepipe_pipeline.pipeline.land import land
+from mergepipe_pipeline.verbs.index import Indexed, index_arrival, index_expert
+from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
 from tests.hostile.corpus import write_full
@@ -175,7 +175,7 @@ def test_a_scan_of_a_thousand_indexed_experts_opens_none_and_takes_less_than_0_3
         for file in first.iterdir():
             os.link(file, folder / file.name)
         home.arrival_path(f"e{i}").write_bytes(record)
-    monkeypatch.setattr("mergepipe_pipeline.pipeline.inbox.is_complete", None)
+    monkeypatch.setattr("mergepipe_pipeline.deploy.inbox.is_complete", None)
     scan_inbox(home, PATIENT)
     began_s = time.process_time()
     landed = scan_inbox(home, PATIENT)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.tables import encode_digests
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.pipeline.analyze import analyze
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
 

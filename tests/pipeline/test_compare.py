@@ -11,9 +11,10 @@ import pytest
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, NotFoundError
-from mergepipe_pipeline.pipeline.compare import compare, full_plan_id, known_comparison
-from mergepipe_pipeline.pipeline.merge import MergeOutcome
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import MergeOutcome
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.report.comparison import full_plan_id, known_comparison
+from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import write_adapter
 from tests.pipeline.test_curve import raw_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mergepipe_pipeline.pipeline.check import parse
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_adapter, write_model
 from tests.pipeline.test_merge import run, tensors

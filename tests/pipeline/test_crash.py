@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.inspect import verify
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.publish import publish, released
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.verbs.publish import publish, released
+from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 
 

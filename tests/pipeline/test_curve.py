@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.curve import curve, curve_of_plan, records, rows_of
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.planner.curve import SHARES
 from mergepipe_pipeline.planner.strategies import STRATEGIES
 from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.verbs.curve import curve, curve_of_plan, records, rows_of
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import write_adapter
 from tests.reads import tensor_reads

@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.publish import history, publish
-from mergepipe_pipeline.pipeline.register import register
-from mergepipe_pipeline.pipeline.repair import repair
-from mergepipe_pipeline.pipeline.verify_all import verify_all
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.verbs.publish import history, publish
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.repair import repair
+from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError, MergePipeError, RecipeError
-from mergepipe_pipeline.pipeline.analyze import analyze
-from mergepipe_pipeline.pipeline.check import check, parse
-from mergepipe_pipeline.pipeline.digests import ensure_digests
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
 from tests.pipeline.test_inputs import flip

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.pipeline.diff import diff
-from mergepipe_pipeline.pipeline.export import export
-from mergepipe_pipeline.pipeline.named import snapshot_named
-from mergepipe_pipeline.pipeline.publish import publish
+from mergepipe_pipeline.execution.lookup import snapshot_named
+from mergepipe_pipeline.verbs.diff import diff
+from mergepipe_pipeline.verbs.export import export
+from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_compare import distance
 from tests.pipeline.test_merge import run, tensors

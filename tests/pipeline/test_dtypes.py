@@ -19,10 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.dtypes import TORCH_NAME, code_from_name, promoted
-from mergepipe_pipeline.pipeline.analyze import analyze
-from mergepipe_pipeline.pipeline.check import check, parse
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import layout, write_model
 from tests.oracles import ORACLES, Case

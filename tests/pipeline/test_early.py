@@ -8,10 +8,11 @@ from time import monotonic, sleep
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.pipeline import early
-from mergepipe_pipeline.pipeline.check import Checked, check, parse
 from mergepipe_pipeline.pipeline.early import base_early, reads_base_early
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import Checked, check
 from mergepipe_pipeline.storage.source import LocalSource
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.pipeline.compare import compare
-from mergepipe_pipeline.pipeline.explain import explain_expert, explain_snapshot, explain_tensor
-from mergepipe_pipeline.pipeline.explain_tables import (
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.report.explain import explain_expert, explain_snapshot, explain_tensor
+from mergepipe_pipeline.report.explain_tables import (
     block_records,
     blocks_picture,
     bytes_picture,
@@ -22,8 +22,8 @@ from mergepipe_pipeline.pipeline.explain_tables import (
     expert_records,
     snapshot_records,
 )
-from mergepipe_pipeline.pipeline.inspect import shares
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.report.shares import shares
+from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_curve import raw_of
 from tests.pipeline.test_merge import run, tensors

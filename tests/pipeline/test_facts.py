@@ -10,12 +10,12 @@ import pytest
 
 from mergepipe_pipeline.analysis import cuts, scales
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.pipeline import facts
-from mergepipe_pipeline.pipeline.analyze import analyze
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.facts import expert as facts
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.reads import tensor_reads
 

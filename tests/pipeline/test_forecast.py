@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.pipeline.duration import Work
 from mergepipe_pipeline.pipeline.forecast import (
     forecast,
@@ -22,8 +22,9 @@ from mergepipe_pipeline.pipeline.forecast import (
     work_of,
     work_of_plan,
 )
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.query import provenance
+from mergepipe_pipeline.report.query import provenance
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.paces import PROFILE, settle_in
 

@@ -16,24 +16,24 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.snapshots import gc as gc_command
-from mergepipe_pipeline.pipeline import leases
+from mergepipe_pipeline.deploy.recipe_files import recipe_cards
+from mergepipe_pipeline.execution import leases
+from mergepipe_pipeline.execution.leases import lease, staging
+from mergepipe_pipeline.execution.merge import EngineKnobs, merge
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.pipeline.calibrate import calibrate
-from mergepipe_pipeline.pipeline.cards import recipe_cards
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.deploy import merge_recipe, plan_recipe, snapshot_recipe
-from mergepipe_pipeline.pipeline.gc import collect
-from mergepipe_pipeline.pipeline.index import index_expert
-from mergepipe_pipeline.pipeline.inspect import verify
-from mergepipe_pipeline.pipeline.land import land
-from mergepipe_pipeline.pipeline.leases import lease, staging
-from mergepipe_pipeline.pipeline.merge import EngineKnobs, merge
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.progress import Advance, Silent
-from mergepipe_pipeline.pipeline.publish import publish
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.progress import Advance, Silent
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.storage import atomic, locks
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.verbs.deploy import merge_recipe, plan_recipe, snapshot_recipe
+from mergepipe_pipeline.verbs.gc import collect
+from mergepipe_pipeline.verbs.index import index_expert
+from mergepipe_pipeline.verbs.land import land
+from mergepipe_pipeline.verbs.publish import publish
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_stages import both, first
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.pipeline.inbox import Landed, scan_inbox
+from mergepipe_pipeline.deploy.inbox import Landed, scan_inbox
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.hostile.corpus import INDEX, write_full, write_sharded
 
@@ -75,7 +75,7 @@ def test_a_folder_that_may_not_be_read_stops_no_other(home: Warehouse) -> None:
         write_full(home.inbox / name)
     (home.inbox / "b").chmod(0)
     code = (
-        "from mergepipe_pipeline.pipeline.inbox import scan_inbox\n"
+        "from mergepipe_pipeline.deploy.inbox import scan_inbox\n"
         "from mergepipe_pipeline.warehouse import Warehouse\n"
         f"for x in scan_inbox(Warehouse.at({str(home.root)!r}), 0.0): print(x.name, x.waiting)"
     )

@@ -12,9 +12,9 @@ import pytest
 
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.merge import EngineKnobs, MergeOutcome, merge
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import EngineKnobs, MergeOutcome, merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.pipeline.arrivals import index_arrival
-from mergepipe_pipeline.pipeline.cards import recipe_cards
-from mergepipe_pipeline.pipeline.deploy import wanted
-from mergepipe_pipeline.pipeline.recorded import reason_to_wait_for
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.deploy.recipe_files import recipe_cards
+from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
+from mergepipe_pipeline.verbs.deploy import wanted
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 
 RECIPE = "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: expert_00}]\n"

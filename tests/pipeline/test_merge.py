@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mergepipe_pipeline.execution.merge import EngineKnobs, MergeOutcome, merge
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.operators.random import keep_mask
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.merge import EngineKnobs, MergeOutcome, merge
-from mergepipe_pipeline.pipeline.plan import load_plan, make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.oracles import ORACLES, Case
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.execution.merge import EngineKnobs
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.random import uniforms
-from mergepipe_pipeline.pipeline.merge import EngineKnobs
 from mergepipe_pipeline.warehouse import Warehouse
 from tests import oracles
 from tests.family import tensors_of, write_model

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.pipeline.inspect import explain, verify
-from mergepipe_pipeline.pipeline.publish import history, publish, rollback
+from mergepipe_pipeline.report.shares import explain
+from mergepipe_pipeline.verbs.publish import history, publish, rollback
+from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_merge import run
 

@@ -9,7 +9,7 @@ import pytest
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import canonical_json, seal, seal_line
-from mergepipe_pipeline.pipeline.query import query
+from mergepipe_pipeline.report.query import query
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import Source

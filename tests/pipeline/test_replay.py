@@ -21,15 +21,15 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     NotFoundError,
 )
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.snapshot import object_store
 from mergepipe_pipeline.pipeline.calibrate import keep_seek
-from mergepipe_pipeline.pipeline.commit import object_store
-from mergepipe_pipeline.pipeline.export import export
-from mergepipe_pipeline.pipeline.inspect import verify
-from mergepipe_pipeline.pipeline.plan import load_plan
-from mergepipe_pipeline.pipeline.register import register
-from mergepipe_pipeline.pipeline.replay import replay
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.writer import ShardWriter
+from mergepipe_pipeline.verbs.export import export
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.replay import replay
+from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import write_adapter
 from tests.pipeline.test_merge import run

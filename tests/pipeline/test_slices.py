@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
 from tests.pipeline.test_merge import run, tensors

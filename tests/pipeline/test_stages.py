@@ -11,9 +11,10 @@ import torch
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.pipeline.check import check, parse
-from mergepipe_pipeline.pipeline.merge import merge
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_merge import run, tensors

@@ -16,13 +16,15 @@ import torch
 
 from mergepipe_pipeline.analysis import statistics
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.pipeline.analyze import analyze, ensure_stats, open_pair
-from mergepipe_pipeline.pipeline.digests import ensure_digests
-from mergepipe_pipeline.pipeline.register import register
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.facts.analyses import ensure_stats
+from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.stats import TensorStats
 from mergepipe_pipeline.spec.view import Run
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.analysis.pairs import analyze_one, figures, pairs_of
 from tests.family import layout, tensors_of, write_model

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
-from mergepipe_pipeline.pipeline.check import check, parse
-from mergepipe_pipeline.pipeline.models import open_models
-from mergepipe_pipeline.pipeline.plan import make_plan
-from mergepipe_pipeline.pipeline.tokens import _RowReader
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.recipe.references import ModelRef
+from mergepipe_pipeline.resolution.open_models import open_models
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.token_rows import _RowReader
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
 from tests.family import tensors_of, write_model
@@ -266,7 +267,7 @@ def test_a_flipped_bit_in_made_rows_is_said_and_they_are_made_again(
 def test_ids_are_the_same_in_every_warehouse_and_for_every_window(
     tmp_path: Path, families: Folders
 ) -> None:
-    from mergepipe_pipeline.pipeline.merge import EngineKnobs
+    from mergepipe_pipeline.execution.merge import EngineKnobs
 
     ids = set()
     text = text_of(WISHES["rules"], families)

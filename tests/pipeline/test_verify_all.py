@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.pipeline.calibrate import keep_seek
-from mergepipe_pipeline.pipeline.gc import collect
-from mergepipe_pipeline.pipeline.inspect import verify
-from mergepipe_pipeline.pipeline.publish import publish, released
-from mergepipe_pipeline.pipeline.repair import repair
-from mergepipe_pipeline.pipeline.verify_all import verify_all
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.verbs.gc import collect
+from mergepipe_pipeline.verbs.publish import publish, released
+from mergepipe_pipeline.verbs.repair import repair
+from mergepipe_pipeline.verbs.verify import verify
+from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_merge import run
 
@@ -272,7 +272,7 @@ def test_lineage_tells_of_names_without_snapshots_and_of_actions_that_disagree(
     snapshot = next(home.snapshots.iterdir())
     manifest = json.loads((snapshot / "manifest.json").read_text())
     one, other = (s["layer_key"] for s in manifest["shards"][:2])
-    from mergepipe_pipeline.pipeline.commit import object_store
+    from mergepipe_pipeline.execution.snapshot import object_store
 
     store = object_store(home)
     keys = {path.stem.partition(".")[0]: path.stem for path in store.all_actions()}

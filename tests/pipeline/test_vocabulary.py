@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.pipeline.check import check, parse
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
 from tests.oracles import ORACLES, Case

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from mergepipe_pipeline.pipeline.check import parse
-from mergepipe_pipeline.pipeline.merge import MergeOutcome, merge
-from mergepipe_pipeline.pipeline.plan import make_plan
+from mergepipe_pipeline.execution.merge import MergeOutcome, merge
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import make_family, tensors_of, write_model
 from tests.pipeline.test_merge import tensors

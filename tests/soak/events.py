@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from mergepipe_pipeline.pipeline.arrivals import index_arrival
+from mergepipe_pipeline.verbs.index import index_arrival
 from tests.soak.deployment import Deployment
 from tests.soak.model import BASE, Recipe
 from tests.soak.watch import Run, Watch

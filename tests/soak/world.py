@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from mergepipe_pipeline.pipeline.arrivals import index_arrival
+from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import layout, write_model
 from tests.soak.model import Model, Recipe

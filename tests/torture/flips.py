@@ -225,10 +225,10 @@ def _profile(home: Path) -> None:
 
 def _deploy(place: Path, plan: bool) -> str:
     """What a standing recipe's steps give: a snapshot, or an error of the product."""
+    from mergepipe_pipeline.deploy.recipe_files import recipe_cards
     from mergepipe_pipeline.errors import MergePipeError
-    from mergepipe_pipeline.pipeline import deploy
-    from mergepipe_pipeline.pipeline.cards import recipe_cards
-    from mergepipe_pipeline.pipeline.merge import EngineKnobs
+    from mergepipe_pipeline.execution.merge import EngineKnobs
+    from mergepipe_pipeline.verbs import deploy
     from mergepipe_pipeline.warehouse import Warehouse
 
     home = Warehouse(place / "w")

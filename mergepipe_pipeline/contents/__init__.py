@@ -1,0 +1,1 @@
+"""What the tensors of checkpoints hold: digests, and segments that reads are compared with."""

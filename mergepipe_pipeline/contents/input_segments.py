@@ -1,0 +1,177 @@
+"""What inputs are compared with while they are read: the segments of all that is read.
+
+The catalog has them from the pass that analysed or digested a checkpoint; what it lacks is taken
+from the files first. A merge asks for segments that its plan's blocks are made of, planning reads
+whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import asdict
+from threading import RLock
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.segment_files import SegmentFiles
+from mergepipe_pipeline.contents.tensor_digests import (
+    Known,
+    ensure_digests,
+    put_taken,
+    take_segments,
+)
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.model import Model, view_digest
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, Source
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, segment_elems_for
+from mergepipe_pipeline.spec.view import Part, TensorView, sources_of
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def plan_inputs(home: Warehouse, plan: MergePlan, layers: Sequence[LayerTask]) -> Inputs:
+    """The inputs of some layers of a plan.
+
+    Raises CorruptionError if what the catalog knows is not what the plan was made from.
+    """
+    catalog, views = Catalog(home.catalog), list(_views(layers))
+    numbers = {p.source for view, _ in views for p in _parts(view)}
+    digests = [
+        catalog.digests(s.checkpoint_id) or ensure_digests(home, open_checkpoint(s.root, s.name))
+        if i in numbers
+        else {}
+        for i, s in enumerate(plan.sources)
+    ]
+    for view, digest in views:
+        found = view_digest(view, digests)
+        if found != digest:
+            raise CorruptionError(
+                "What is known of a tensor is not what the plan was made from",
+                where=f"{plan.sources[min(sources_of(view))].root}, tensor {view.name}",
+                expected=f"content {digest[:16]}",
+                found=f"content {found[:16]}",
+                next_step="copy the file again if it is damaged; then run the same command again: "
+                "it plans anew",
+            )
+    inputs = Inputs(home, plan.sources, segment_elems_for(plan.estimates.block_elems))
+    inputs.ensure(view for view, _ in views)
+    return inputs
+
+
+def checkpoint_inputs(
+    home: Warehouse, checkpoints: Sequence[Checkpoint], progress: Progress | None = None
+) -> Inputs:
+    """Checkpoints that planning reads; their digests are known then."""
+    for checkpoint in checkpoints:
+        ensure_digests(home, checkpoint, progress)
+    return _coarse(home, checkpoints)
+
+
+def pass_inputs(
+    home: Warehouse, models: Sequence[Model], progress: Progress | None = None
+) -> Inputs:
+    """Checkpoints of models that an analysis reads, which takes the digests of whole tensors.
+
+    Those of other parts (of adapters and deltas, rows in another order) are known then.
+    """
+    for model in models:
+        others = [v for v in model.views.values() if not v.whole]
+        for number in sorted({p.source for view in others for p in _parts(view)}):
+            ensure_digests(home, model.checkpoints[number], progress)
+    return _coarse(home, [c for model in models for c in model.checkpoints])
+
+
+def _coarse(home: Warehouse, checkpoints: Sequence[Checkpoint]) -> Inputs:
+    sources = [Source(c.name, c.root, c.checkpoint_id, c.stamp) for c in checkpoints]
+    return Inputs(home, sources, COARSE_ELEMS)
+
+
+class Inputs:
+    """The segments of checkpoints by number (`spec.segments.KnownSegments`). Safe for threads.
+
+    Raises CorruptionError for what is not as it was analysed.
+    """
+
+    def __init__(self, home: Warehouse, sources: Sequence[Source], segment_elems: int) -> None:
+        self._home, self._sources, self._elems = home, sources, segment_elems
+        self._files: dict[str, SegmentFiles] = {}
+        self._lock = RLock()  # what is taken asks for what it is verified against
+
+    def ensure(self, views: Iterable[TensorView]) -> None:
+        """See to it that the catalog has the segments of all that views read."""
+        needed: dict[int, set[str]] = {}
+        in_runs = []
+        for view in views:
+            for part in _parts(view):
+                needed.setdefault(part.source, set()).add(part.entry.name)
+            in_runs += [view] if view.runs else []
+        for source, names in sorted(needed.items()):
+            self._ensure_parts(source, names)
+        for view in in_runs:
+            self._ensure_view(view)
+
+    def of_view(self, view: TensorView) -> Segments:
+        """Of the view's stored elements, in the view's order."""
+        if not view.runs:
+            return self.of_part(view.stored[0])
+        with self._lock:
+            self._ensure_view(view)
+            digests = self._of(self._view_id(view))[view.name]
+        return Segments(self._elems, digests, self._sources[view.stored[0].source].root)
+
+    def of_part(self, part: Part) -> Segments:
+        """Of one whole stored tensor."""
+        source = self._sources[part.source]
+        with self._lock:
+            self._ensure_parts(part.source, {part.entry.name})
+            digests = self._of(source.checkpoint_id)[part.entry.name]
+        return Segments(self._elems, digests, f"{source.root}, {part.entry.file}")
+
+    def _of(self, owner_id: str) -> SegmentFiles:
+        if owner_id not in self._files:
+            self._files[owner_id] = SegmentFiles(self._home.catalog, owner_id, self._elems)
+        return self._files[owner_id]
+
+    def _opened(self, number: int) -> Checkpoint:
+        source = self._sources[number]
+        return open_checkpoint(source.root, source.name, probes=False)
+
+    def _view_id(self, view: TensorView) -> str:
+        parts = [(self._sources[p.source].checkpoint_id, p.entry.name) for p in view.stored]
+        return digest_json([parts, [asdict(r) for r in view.runs]])[:24]
+
+    def _ensure_parts(self, number: int, names: Set[str]) -> None:
+        checkpoint_id = self._sources[number].checkpoint_id
+        files = self._of(checkpoint_id)
+        if missing := {name for name in names if name not in files}:
+            known = Known(checkpoint_id, self._opened(number))
+            take_segments(self._home, known, self._elems, missing)
+            del self._files[checkpoint_id]
+
+    def _ensure_view(self, view: TensorView) -> None:
+        """Take the segments of rows in another order, from tensors that are verified meanwhile."""
+        view_id = self._view_id(view)
+        if view.name in self._of(view_id):
+            return
+        from mergepipe_pipeline.analysis.digests import digest_view
+
+        checkpoints = {p.source: self._opened(p.source) for p in view.stored}
+        taken = digest_view(view, checkpoints, self._elems, self)
+        put_taken(self._home, view_id, {view.name: (taken,)})
+        del self._files[view_id]
+
+
+def _views(layers: Iterable[LayerTask]) -> Iterator[tuple[TensorView, str]]:
+    """What layers read, with the digests that the plan names."""
+    for task in (task for layer in layers for task in layer.tasks):
+        if task.base:
+            yield task.base.view, task.base.digest
+        yield from ((e.view, e.digest) for e in task.experts if e.read)
+
+
+def _parts(view: TensorView) -> Iterator[Part]:
+    yield from view.stored
+    if view.low_rank:
+        yield from (view.low_rank.a, view.low_rank.b)

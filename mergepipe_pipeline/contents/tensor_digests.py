@@ -1,0 +1,118 @@
+"""The digest of every tensor of a checkpoint: what it holds, whatever it is called.
+
+And of its segments, so that whoever reads a part later can compare it: `inputs` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.segment_files import SegmentFiles, put_segments
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, levels_for
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+class Known(NamedTuple):
+    """A checkpoint under the id by which the catalog knows it."""
+
+    checkpoint_id: str
+    checkpoint: Checkpoint
+
+
+def ensure_digests(
+    home: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None
+) -> Mapping[str, str]:
+    """The digest of every tensor of a checkpoint, from the catalog or by one pass over it.
+
+    They follow from the digests of segments; only tensors of which there are none are read.
+    """
+    catalog = Catalog(home.catalog)
+    known = catalog.digests(checkpoint.checkpoint_id)
+    if known is not None:
+        return known
+    files = SegmentFiles(home.catalog, checkpoint.checkpoint_id, COARSE_ELEMS)
+    unread = {t.name for t in checkpoint.tensors if t.name not in files}
+    taken = _take(home, checkpoint, unread, progress) if unread else {}
+    digests = {
+        t.name: taken.get(t.name) or Segments(COARSE_ELEMS, files[t.name]).content
+        for t in checkpoint.tensors
+    }
+    catalog.put_digests(checkpoint.checkpoint_id, digests)
+    return digests
+
+
+def _take(
+    home: Warehouse, checkpoint: Checkpoint, names: Collection[str], progress: Progress | None
+) -> dict[str, str]:
+    """Read tensors, remember their segments, and give their digests."""
+    from mergepipe_pipeline.analysis.digests import digest_checkpoint
+
+    nbytes = sum(t.nbytes for t in checkpoint.tensors if t.name in names)
+    with (progress or Silent()).task(f"digest {checkpoint.name}", nbytes) as advance:
+        levels = levels_for(BlockGrid.for_numel(checkpoint.numel).block_elems)
+        taken = digest_checkpoint(checkpoint, advance, levels=levels, names=names)
+    put_taken(home, checkpoint.checkpoint_id, taken)
+    return {name: segments.content for name, (segments, *_) in taken.items()}
+
+
+def put_taken(
+    home: Warehouse, checkpoint_id: str, taken: Mapping[str, tuple[Segments, ...]]
+) -> None:
+    """Remember segments of tensors, all levels."""
+    by_level: dict[int, dict[str, bytes]] = {}
+    for name, levels in taken.items():
+        for segments in levels:
+            by_level.setdefault(segments.segment_elems, {})[name] = segments.digests
+    for segment_elems, digests in by_level.items():
+        put_segments(home.catalog, checkpoint_id, segment_elems, digests)
+
+
+def take_segments(
+    home: Warehouse,
+    known: Known,
+    segment_elems: int,
+    names: Collection[str],
+) -> None:
+    """Take the segments of some tensors of a checkpoint from its files, and remember them.
+
+    Raises CorruptionError if the files hold other bytes than were analysed.
+    """
+    from mergepipe_pipeline.analysis.digests import digest_checkpoint
+
+    checkpoint_id, checkpoint = known
+    levels = tuple(dict.fromkeys((COARSE_ELEMS, segment_elems)))
+    taken = digest_checkpoint(checkpoint, levels=levels, names=names)
+    contents = Contents(home)
+    for name, (segments, *_) in taken.items():
+        contents.refuse_changed(known, name, segments.content)
+    put_taken(home, checkpoint_id, taken)
+
+
+class Contents:
+    """What the tensors of checkpoints held before; the catalog is asked once for a checkpoint."""
+
+    def __init__(self, home: Warehouse) -> None:
+        self._catalog = Catalog(home.catalog)
+        self._digests: dict[str, Mapping[str, str]] = {}
+
+    def refuse_changed(self, known: Known, tensor: str, content: str) -> None:
+        """Raise CorruptionError if a tensor that was read has other content than it had before."""
+        digests = self._digests.get(known.checkpoint_id)
+        if digests is None:
+            digests = self._catalog.digests(known.checkpoint_id) or {}
+            self._digests[known.checkpoint_id] = digests
+        if digests.get(tensor, content) != content:
+            raise CorruptionError(
+                "An input's bytes are not those that were analysed",
+                where=f"{known.checkpoint.root}, tensor {tensor}",
+                expected=f"content {digests[tensor][:16]}",
+                found=f"{content[:16]}, in a file of the same size and time",
+                next_step="copy the file again; if the change is meant, `touch` it, so that it is "
+                "analysed anew",
+            )

@@ -1,0 +1,1 @@
+"""What a deployment watches and remembers: recipe files, the inbox, attempts, releases."""

@@ -1,0 +1,156 @@
+"""What became of each folder of the inbox: a sealed record beside the data, compared with it.
+
+The record is the only memory: which content was indexed last, how often a run was asked for this
+one, and why it failed. A run that is killed, cancelled or never starts is asked for again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import (
+    BusyError,
+    CorruptionError,
+    MergePipeError,
+    ResourceError,
+    StorageFullError,
+)
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.locks import locked
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Failures of one content after which it is asked for no more.
+MAX_FAILURES = 3
+#: What says nothing about the expert: it is tried again however often.
+_PASSING = (BusyError, ResourceError, StorageFullError, MemoryError)
+#: By how much each wait is longer than the one before, and the longest one.
+_LONGER, _LONGEST_S = 4.0, 3600.0
+#: The token of no content.
+_CHANGED = "changed meanwhile"
+_SILENT = "its process ended without a word: it was killed, or had no memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of one folder of the inbox; times in seconds since 1970.
+
+    `indexed` is the token of the content that was indexed last, `stamps` its files. `tries`,
+    `failures` and `error` are of the content `token`; `asked` counts the runs of all contents, so
+    that no two have one key. `landed` is the token of what `land` put there whole.
+    """
+
+    token: str = ""
+    indexed: str = ""
+    stamps: tuple[Stamp, ...] = ()
+    asked: int = 0
+    asked_s: float = 0.0
+    tries: int = 0
+    failures: int = 0
+    error: str = ""
+    landed: str = ""
+
+    def of(self, token: str) -> Arrival:
+        """The same, with the counts of another content begun anew."""
+        if token == self.token:
+            return self
+        return replace(self, token=token, tries=0, failures=0, error="")
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether its content failed so often that nobody asks for it again."""
+        return self.failures >= MAX_FAILURES
+
+    def left_s(self, retry_s: float) -> float:
+        """Seconds until a run may be asked for again; `retry_s` is the first wait."""
+        if not self.tries:
+            return 0.0
+        wait_s = min(_LONGEST_S, retry_s * _LONGER ** (self.tries - 1))
+        return max(0.0, self.asked_s + wait_s - time.time())
+
+
+def arrival(home: Warehouse, name: str) -> Arrival:
+    """The record of a folder of the inbox; a fresh one where there is none or it is damaged."""
+    path = home.arrival_path(name)
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return Arrival()
+    return _read(path, found.st_ino, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 14)
+def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
+    """The record in a file; inode and time tell it from those before, each a file of its own."""
+    try:
+        value = unseal(path.read_bytes(), str(path))
+        stamps = tuple(Stamp(*stamp) for stamp in value.pop("stamps"))
+        return Arrival(**value, stamps=stamps)
+    except (OSError, CorruptionError, KeyError, TypeError):
+        return Arrival()
+
+
+def ask(home: Warehouse, name: str, token: str) -> str:
+    """Remember that a run is asked for; the key of the run, which no other one has."""
+
+    def once_more(now: Arrival) -> Arrival:
+        known = now.of(token)
+        return replace(known, asked=known.asked + 1, asked_s=time.time(), tries=known.tries + 1)
+
+    return f"{name}:{token}:{_update(home, name, once_more).asked}"
+
+
+def mark_landed(home: Warehouse, name: str, token: str) -> None:
+    """Remember that a folder of this content is whole, before it gets its name."""
+    _update(home, name, lambda now: replace(now, landed=token))
+
+
+def mark_changed(home: Warehouse, name: str) -> None:
+    """Remember that a folder is not as it was indexed, though its sizes and times are."""
+    _update(home, name, lambda now: replace(now, indexed=_CHANGED))
+
+
+@contextmanager
+def attempted(home: Warehouse, name: str) -> Iterator[None]:
+    """Count a failure before the work begins, since a process that is killed counts none."""
+    folder = home.inbox / name
+    if not folder.is_dir():  # it is registered from elsewhere
+        yield
+        return
+    stamps, _ = stamps_of(folder)
+    token = token_of(stamps)
+    failures = arrival(home, name).of(token).failures
+
+    def say(**what: Any) -> None:
+        _update(home, name, lambda now: replace(now.of(token), **what))
+
+    say(failures=failures + 1, error=_SILENT)
+    try:
+        yield
+    except Exception as error:
+        is_said = isinstance(error, MergePipeError)
+        said = str(error) if is_said else f"{type(error).__name__}: {error}"
+        say(failures=failures + (not isinstance(error, _PASSING)), error=said)
+        raise
+    except BaseException:  # somebody cancelled the run
+        say(failures=failures, error="its run was cancelled")
+        raise
+    # What changed meanwhile may be recorded half new, whatever comes after.
+    is_same = folder.is_dir() and stamps_of(folder)[0] == stamps
+    indexed = token if is_same else _CHANGED
+    say(indexed=indexed, stamps=stamps, tries=0, failures=0, error="")
+
+
+def _update(home: Warehouse, name: str, change: Callable[[Arrival], Arrival]) -> Arrival:
+    """Change the record of a folder, which sensors, runs and people may do at the same time."""
+    with locked(home.arrivals / ".lock"):
+        changed = change(arrival(home, name))
+        write_atomic(home.arrival_path(name), seal(asdict(changed)))
+    return changed

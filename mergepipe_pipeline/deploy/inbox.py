@@ -1,0 +1,169 @@
+"""The inbox: which experts have landed, whether they are whole, and which are to be indexed.
+
+Half-uploaded folders are the normal case. A folder counts once every file that it must have is
+there at full length and nothing in it changed for a quiet period; what looks half written or half
+replaced waits much longer. A folder that cannot be taken says why, and stops no other. What lies
+there is compared with the records of `arrivals`, by names, sizes and times: of a folder that was
+indexed as it is, no file is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import NAME
+from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival
+from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.storage.checkpoint import is_complete
+from mergepipe_pipeline.storage.regular import text_of
+from mergepipe_pipeline.storage.written import unwritten
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: How many quiet periods a folder waits that looks half written or half replaced: ten minutes with
+#: the usual one, which is short, since headers already prove that every file has its full length.
+DOUBT_PERIODS = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """One folder of the inbox: `token` changes with any file's name, size or mtime.
+
+    `is_indexed` says that the catalog knows it as it is. `waiting` says in one sentence why it is
+    not taken yet, or is None. In `name`, bytes that are no UTF-8 are shown as escapes; such a
+    folder always waits.
+    """
+
+    name: str
+    token: str
+    waiting: str | None
+    is_indexed: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is to be indexed now."""
+        return self.waiting is None and not self.is_indexed
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long folders wait, in seconds: for quiet, and before a run is asked for again."""
+
+    quiet_s: float
+    retry_s: float = 30.0
+
+    @property
+    def doubt_s(self) -> float:
+        """The quiet that what looks half done must have."""
+        return DOUBT_PERIODS * self.quiet_s
+
+
+def scan_inbox(
+    home: Warehouse,
+    patience: Patience | float,
+    under_way: Collection[str] = (),
+    most: int | None = None,
+) -> tuple[Landed, ...]:
+    """Every expert folder of the inbox, in name order.
+
+    Files and folders starting with a dot or an underscore are skipped; a link counts as the folder
+    it leads to, also where that is gone. `patience` may be the quiet period alone, in seconds.
+    Those `under_way` wait for their run. At most `most` become ready; the next scan takes more.
+    """
+    if not isinstance(patience, Patience):
+        patience = Patience(patience)
+    found: list[Landed] = []
+    ready = 0
+    for folder in sorted(_folders(home.inbox)):
+        full = most is not None and ready >= most
+        landed = _landed(home, folder, patience, under_way, full=full)
+        ready += landed.is_ready
+        found.append(landed)
+    return tuple(found)
+
+
+def _folders(inbox: Path) -> Iterator[Path]:
+    with os.scandir(inbox) as entries:
+        for entry in entries:
+            if entry.name[0] not in "._" and _is_folder(entry):
+                yield Path(entry.path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir() or (entry.is_symlink() and not os.path.exists(entry.path))
+    except OSError:  # a link to where this user may not look
+        return True
+
+
+def _landed(
+    home: Warehouse, folder: Path, patience: Patience, under_way: Collection[str], *, full: bool
+) -> Landed:
+    name = text_of(folder.name)
+    if not NAME.fullmatch(folder.name):
+        return Landed(name, digest_json(name)[:16], f"{name!r} cannot be a name in the catalog")
+    try:
+        stamps, changed_ns = stamps_of(folder)
+        token = token_of(stamps)
+        known = arrival(home, name)
+        if known.indexed == token:
+            return Landed(name, token, None, is_indexed=True)
+        if name in under_way:
+            return Landed(name, token, "a run indexes it")
+        waiting = _asked_already(known.of(token), patience)
+        if waiting is None and full:
+            waiting = "others land before it; its turn comes"
+        if waiting is None:
+            waiting = _unfinished(folder, stamps, changed_ns, known, patience)
+    except OSError as error:
+        return Landed(name, digest_json(str(error))[:16], f"it cannot be read: {error.strerror}")
+    return Landed(name, token, waiting)
+
+
+def _asked_already(known: Arrival, patience: Patience) -> str | None:
+    """Why no run is asked for that was asked for before."""
+    if known.is_quarantined:
+        return (
+            f"quarantined after {MAX_FAILURES} failures; other content is tried anew, and so is "
+            f"this when expert_index is materialized by hand. The last failure: {known.error}"
+        )
+    left_s = known.left_s(patience.retry_s)
+    if left_s <= 0:
+        return None
+    failed = f"; the last failure: {known.error}" if known.error else ""
+    return f"run {known.tries} for it did not end well; the next in {left_s:.0f} s{failed}"
+
+
+def _unfinished(
+    folder: Path, stamps: tuple[Stamp, ...], changed_ns: int, known: Arrival, patience: Patience
+) -> str | None:
+    """Why a folder is not taken as it lies there."""
+    if known.landed == token_of(stamps):  # `land` put it there whole
+        return is_complete(str(folder))
+    age_s = (time.time_ns() - changed_ns) / 1e9
+    if age_s < patience.quiet_s:
+        return (
+            f"its files changed {age_s:.0f} s ago; it is taken after {patience.quiet_s:.0f} s of "
+            "quiet"
+        )
+    waiting = is_complete(str(folder))
+    if waiting is None and age_s < patience.doubt_s and (doubt := _doubt(folder, stamps, known)):
+        waiting = (
+            f"{doubt}; if that is meant, it is taken in {patience.doubt_s - age_s:.0f} s. "
+            "`mergepipe land` lands a folder at once"
+        )
+    return waiting
+
+
+def _doubt(folder: Path, stamps: tuple[Stamp, ...], known: Arrival) -> str | None:
+    """What looks half done in a folder that is whole by its headers."""
+    if known.indexed and (half := half_replaced(known.stamps, stamps)):
+        return half
+    for name in weights(stamps):
+        if found := unwritten(folder / name):
+            return f"{name} {found}"
+    return None

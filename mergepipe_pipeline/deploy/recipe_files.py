@@ -1,0 +1,196 @@
+"""What the recipe files of a warehouse ask for: models, layers of the result, or why they cannot.
+
+Read from recipe text and catalog alone, so that definitions load fast and a recipe that cannot be
+used breaks nothing but itself. What a card tells is what a plan will have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
+from mergepipe_pipeline.resolution.resolve import foreseen, resolve_stage
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.text import escaped
+from mergepipe_pipeline.warehouse import Warehouse
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True)
+class RecipeCard:
+    """A recipe of the warehouse as definitions need it.
+
+    `members` are the catalog names of all stages' inputs, the base first, without the names of
+    stages. `layers` are those of the result, empty where `problem` says why the recipe cannot be
+    used (yet).
+    """
+
+    name: str
+    raw: RawRecipe | None
+    members: tuple[str, ...]
+    layers: tuple[str, ...]
+    problem: str | None
+
+    @property
+    def recipe(self) -> RawRecipe:
+        """The parsed recipe of a usable card. Raises RecipeError with the card's problem."""
+        if self.raw is None:
+            raise RecipeError(
+                "A recipe cannot be used",
+                where=self.name,
+                found=self.problem or "",
+                next_step="mend its file: `mergepipe check FILE` tells all that is wrong",
+            )
+        return self.raw
+
+    @property
+    def stages(self) -> tuple[RawRecipe, ...]:
+        """All stages, the last one being the result; empty for a recipe that cannot be read."""
+        return () if self.raw is None else (*self.raw.before, self.raw)
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """The names of which a stage asks for a certain revision."""
+        found = [r for stage in self.stages for r in stage.references]
+        adapters = (r.lora for r in found if r.lora is not None and r.lora_revision)
+        return frozenset((*(r.model for r in found if r.revision), *adapters))
+
+    @property
+    def identifier(self) -> str:
+        """The name in letters, digits and underscores."""
+        return _identifier(self.name)
+
+    @property
+    def token(self) -> str:
+        """Changes when definitions made from this card would change."""
+        text = self.raw and self.raw.text
+        return digest_json([self.name, text, self.members, self.layers, self.problem])[:16]
+
+
+def recipe_cards(home: Warehouse) -> tuple[RecipeCard, ...]:
+    """Every recipe file of the warehouse, usable or not, in name order."""
+    checkpoints = _Checkpoints(home)
+    cards: list[RecipeCard] = []
+    files: dict[str, str] = {}
+    # A warehouse that is only looked at is not made.
+    for path in sorted(home.recipes.iterdir()) if home.recipes.is_dir() else ():
+        if path.suffix not in {".yml", ".yaml"} or path.name.startswith("."):
+            continue
+        problem = _name_problem(path, files)
+        if problem is None:
+            cards.append(_card(home, path, checkpoints))
+        else:
+            cards.append(RecipeCard(path.name, None, (), (), problem))
+        if _NAME.fullmatch(path.stem):
+            files.setdefault(cards[-1].identifier, path.name)
+    return tuple(_presentable(cards))
+
+
+def _presentable(cards: Sequence[RecipeCard]) -> Iterator[RecipeCard]:
+    """The cards in text that can be printed; names that this makes alike stay different."""
+    names = set[str]()
+    for card in cards:
+        name = escaped(card.name)
+        while name in names:
+            name += "'"
+        names.add(name)
+        yield replace(card, name=name, problem=card.problem and escaped(card.problem))
+
+
+def _name_problem(path: Path, files: Mapping[str, str]) -> str | None:
+    """Why a file's name cannot name assets, if so; `files` are those that do, by identifier."""
+    if not _NAME.fullmatch(path.stem):
+        return str(
+            RecipeError(
+                "A recipe's file name cannot name assets",
+                where=path.name,
+                expected="at most 63 letters, digits, '.', '_' and '-', a letter or digit first",
+                found=repr(path.stem),
+                next_step="rename the file",
+            )
+        )
+    other = files.get(_identifier(path.stem))
+    if other is not None:
+        return f"{path.name} would have the same assets or job as {other}; rename one of them"
+    return None
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "_", name)
+
+
+def uses(ref: ModelRef, raw: RawRecipe) -> tuple[str, ...]:
+    """The catalog names that a stage's reference means: a model's and an adapter's.
+
+    Empty where the model is an earlier stage's result; then only the adapter, if there is one.
+    """
+    model = () if ref.model in raw.stages_used else (ref.model,)
+    return model if ref.lora is None else (*model, ref.lora)
+
+
+class _Checkpoints:
+    """The catalog's checkpoints by name, each read once."""
+
+    def __init__(self, home: Warehouse) -> None:
+        self._catalog = Catalog(home.catalog)
+        self._read: dict[str, Checkpoint] = {}
+
+    def get(self, name: str) -> Checkpoint | None:
+        """The current version of a name, None if it is not registered."""
+        if name not in self._read and name in self._catalog:
+            self._read[name] = self._catalog.get(name).checkpoint
+        return self._read.get(name)
+
+
+def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeCard:
+    name = path.stem
+    try:
+        raw = load_recipe(path)
+    except Exception as error:  # whatever it is, it is this recipe's alone
+        return RecipeCard(name, None, (), (), str(error))
+    card = RecipeCard(name, raw, (), (), None)
+    card = replace(card, members=tuple(dict.fromkeys(_members(card))))
+    try:
+        found = {m: checkpoints.get(m) for m in card.members}
+        missing = [m for m, checkpoint in found.items() if checkpoint is None]
+        if missing:
+            return replace(card, problem=_not_registered(missing))
+        known = {m: c for m, c in found.items() if c is not None}
+        return replace(card, layers=_layers(home, card, known))
+    except Exception as error:
+        return replace(card, problem=str(error))
+
+
+def _members(card: RecipeCard) -> Iterator[str]:
+    for stage in card.stages:
+        first = [] if stage.base is None else [stage.references[stage.base]]
+        for ref in (*first, *stage.references):
+            yield from uses(ref, stage)
+
+
+def _not_registered(names: list[str]) -> str:
+    """Paths are not taken: who watches them would be the question."""
+    which = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} are"
+    return f"{which} not registered yet; copy to inbox/<name>, or `mergepipe register PATH`"
+
+
+def _layers(home: Warehouse, card: RecipeCard, known: Mapping[str, Checkpoint]) -> tuple[str, ...]:
+    """The layers of the result. Raises as `check` does for models that do not fit."""
+    pending = {m: c for m, c in known.items() if m not in card.pinned}
+    names: list[str] = []
+    for stage in card.stages:
+        recipe, models = resolve_stage(home, stage, pending, home.recipes)
+        pending[recipe.name] = foreseen(recipe, models)
+        names = [t.name for t in recipe.tensors]
+    n_layers = layer_count(names)
+    return tuple(sorted({layer_name(n, n_layers) for n in names}, key=layer_order))

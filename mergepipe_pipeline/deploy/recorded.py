@@ -1,0 +1,130 @@
+"""What a standing recipe may read: its inputs as they were indexed, and nothing else.
+
+Folders change at any moment, one file after the other, so what lies there may be half of one
+version and half of another. A recipe takes an input only if all its files are those that the
+catalog recorded, and what it made gets a name only if they still are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed
+from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def is_gone(home: Warehouse, name: str) -> bool:
+    """Whether nothing lies in the inbox under a name, nor where it was registered, if it was."""
+    if (home.inbox / name).exists():
+        return False
+    catalog = Catalog(home.catalog)
+    root = catalog.root(name) if name in catalog else ""
+    return "://" not in root and not (root and Path(root).exists())
+
+
+def reason_to_wait_for(home: Warehouse, names: Collection[str]) -> str | None:
+    """Which inputs may not be read as they lie there, and why; None if all may.
+
+    From names, sizes and times of files alone. Raises NotFoundError for a name without a record.
+    """
+    return "; ".join(filter(None, (_reason(home, n) for n in names))) or None
+
+
+def _reason(home: Warehouse, name: str) -> str | None:
+    if "/" in name:
+        return f"{name} is a path: a standing recipe takes names of the inbox, or registered ones"
+    if name not in Catalog(home.catalog):
+        return f"{name} is not indexed yet"
+    if is_gone(home, name):
+        return f"{name} is gone: nothing lies at {Catalog(home.catalog).root(name)}"
+    if not _is_as_recorded(home, Catalog(home.catalog).get(name).checkpoint):
+        return f"{name} waits for its index: its files are not those that were indexed"
+    return None
+
+
+def _is_as_recorded(home: Warehouse, recorded: Checkpoint) -> bool:
+    """Whether the files at a checkpoint's root have the sizes and times of the record."""
+    if "://" in recorded.root:
+        return True  # who reads it compares
+    indexed = arrival(home, recorded.name).indexed
+    if indexed and _token(home, recorded) not in (indexed, ""):
+        return False
+    root = Path(recorded.root)
+    for file in recorded.files:
+        try:
+            found = (root if root.is_file() else root / file.path).stat()
+        except OSError:
+            return False
+        if (found.st_size, found.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+            return False
+    return True
+
+
+def _token(home: Warehouse, checkpoint: Checkpoint) -> str:
+    """Changes with every file beside an inbox expert's weights, too; "" for what lies elsewhere."""
+    folder = home.inbox / checkpoint.name
+    return token_of(stamps_of(folder)[0]) if folder.is_dir() else ""
+
+
+def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkpoint]:
+    """Inputs by name, as their headers are at this moment, which are those of the record.
+
+    Raises InputChangedError naming those that may not be read, NotFoundError.
+    """
+    reason = reason_to_wait_for(home, names)
+    if reason is not None:
+        raise _changed(reason)
+    found = {}
+    for name in names:
+        recorded = Catalog(home.catalog).get(name).checkpoint
+        try:
+            found[name] = open_checkpoint(recorded.root, name)
+        except CheckpointError as error:
+            raise _changed(f"{name} waits for its index: {error.what}") from error
+        if found[name].checkpoint_id != recorded.checkpoint_id:
+            if (home.inbox / name).is_dir():
+                mark_changed(home, name)
+            raise _changed(f"{name} waits for its index: its files are not those that were indexed")
+    return found
+
+
+def states_of(home: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[str, str]:
+    """A text per input that changes with any of its files."""
+    return {
+        name: digest_json([c.root, c.checkpoint_id, c.config, _token(home, c)])[:24]
+        for name, c in inputs.items()
+    }
+
+
+def refuse_changed_inputs(home: Warehouse, states: Mapping[str, str]) -> None:
+    """Raise InputChangedError if an input is not in the state that `states_of` gave."""
+    found = states_of(home, recorded_inputs(home, states))
+    for name, state in states.items():
+        if found[name] != state:
+            raise _changed(f"{name} has a newer version than the one that was planned")
+
+
+@contextmanager
+def blaming_inputs(home: Warehouse, states: Mapping[str, str]) -> Iterator[None]:
+    """Of what fails while an input changes, raise InputChangedError: that is the cause."""
+    try:
+        yield
+    except MergePipeError:
+        refuse_changed_inputs(home, states)
+        raise
+
+
+def _changed(reason: str) -> InputChangedError:
+    return InputChangedError(
+        reason,
+        next_step="the sensors index what is whole, and run the recipe again then; without them, "
+        "materialize expert_index for it and then the recipe",
+    )

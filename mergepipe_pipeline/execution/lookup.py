@@ -1,0 +1,87 @@
+"""Which snapshot a text names: a ref, a version of one, an id, a prefix, or a folder somewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.snapshots.load import load_snapshot, read_manifest
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def snapshot_named(home: Warehouse, what: str) -> Snapshot:
+    """The snapshot of a ref, `REF@VERSION`, an id, a unique prefix, or a snapshot's folder.
+
+    The folder may be an exported one. Raises NotFoundError, CorruptionError (manifest).
+    """
+    try:
+        return load_snapshot(home.snapshots, snapshot_of(home, what))
+    except NotFoundError:
+        folder = Path(what).expanduser()
+        if not what or not folder.is_dir():
+            raise
+        if not (folder / MANIFEST).is_file():
+            raise NotFoundError(
+                "A folder is no snapshot",
+                where=str(folder),
+                expected="the folder of a snapshot, whole",
+                found=f"no {MANIFEST} in it",
+                next_step="give the folder that `mergepipe merge` made, or see `mergepipe ls`",
+            ) from None
+    manifest = read_manifest(folder)
+    return Snapshot(manifest.snapshot_id, str(folder.resolve()), manifest)
+
+
+def provenance_of(snapshot: Snapshot) -> dict[str, Any]:
+    """How a snapshot came about. Raises CorruptionError."""
+    path = Path(snapshot.path) / PROVENANCE
+    if not path.is_file():  # a FIFO would keep its reader waiting
+        raise CorruptionError(
+            "A snapshot has no provenance",
+            where=str(path),
+            expected=PROVENANCE,
+            found="no such file",
+            next_step="copy the whole folder of the snapshot",
+        )
+    return unseal(path.read_bytes(), str(path))
+
+
+def snapshot_of(home: Warehouse, what: str) -> str:
+    """The id that a ref, `REF@VERSION`, an id or a unique prefix means. Raises NotFoundError."""
+    refs = RefStore(home.refs)
+    names = refs.names()
+    if what in names:
+        return refs.current(what).snapshot_id
+    ref, _, number = what.rpartition("@")
+    if ref in names and number.isdecimal():
+        return refs.target(ref, int(number)).snapshot_id
+    return load_snapshot(home.snapshots, what).snapshot_id
+
+
+def plan_of(home: Warehouse, what: str) -> MergePlan:
+    """The plan that an id, a unique prefix, a snapshot or a ref means. Raises NotFoundError."""
+    return load_plan(home, _plan_id(home, what))
+
+
+def _plan_id(home: Warehouse, what: str) -> str:
+    plans = sorted(p.stem for p in home.plans.glob("*.json"))
+    stored = [p for p in plans if what and p.startswith(what)]
+    if len(stored) == 1:
+        return stored[0]
+    try:
+        return load_snapshot(home.snapshots, snapshot_of(home, what)).manifest.plan_id
+    except NotFoundError as error:
+        raise NotFoundError(
+            "Neither a plan, a snapshot nor a ref",
+            where=str(home.root),
+            found=repr(what),
+            expected="an id, a unique prefix of one, or a ref",
+            next_step="see `mergepipe ls`, or make a plan with `mergepipe plan RECIPE`",
+        ) from error

@@ -1,0 +1,245 @@
+"""The verb `merge`: run what the action cache does not know, then commit a snapshot.
+
+A layer whose key is known is not read, not computed, not written. A crash loses at most the layers
+that were running; everything before is found again by key.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergepipe_pipeline.contents.input_segments import plan_inputs
+from mergepipe_pipeline.errors import DamagedLayerError
+from mergepipe_pipeline.execution.leases import lease
+from mergepipe_pipeline.execution.leases import staging as staging_of
+from mergepipe_pipeline.execution.memory import release_freed
+from mergepipe_pipeline.execution.outcome import Begun, LayerOutcome, Realised, Times
+from mergepipe_pipeline.execution.snapshot import commit, object_store
+from mergepipe_pipeline.progress import Advance, Progress, Silent
+from mergepipe_pipeline.snapshots.objects import StoredObject
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+
+_LOG = logging.getLogger("mergepipe")
+#: Finished layers that may wait for the disk.
+_WAITING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKnobs:
+    """Speed, memory and place of a merge; never its bits. None means the engine's default."""
+
+    threads: int | None = None
+    window_elems: int | None = None
+    memory_bytes: int | None = None
+    device: str | None = None
+
+    def check(self) -> None:
+        """Raise DeviceError if the device is not there, before anything is read."""
+        if self.device not in (None, "cpu"):
+            from mergepipe_pipeline.engine.accelerator import device_of
+
+            device_of(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOutcome:
+    """A finished merge: the snapshot, its plan, what it cost, and the time it took.
+
+    `wall_s` is that of merging and commit; `times` tell what was predicted.
+    """
+
+    snapshot: Snapshot
+    plan: MergePlan
+    realised: Realised
+    wall_s: float
+    times: Times
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `merge --json`; bytes are bytes, `error_bound` an L2 norm."""
+        e = self.plan.estimates
+        return {
+            "snapshot_id": self.snapshot.snapshot_id,
+            "plan_id": self.plan.plan_id,
+            "path": self.snapshot.path,
+            "budget_bytes": e.budget_bytes,
+            "strategy": e.strategy,
+            "expert_bytes_total": e.expert_bytes_total,
+            "expert_bytes_planned": e.expert_bytes_planned,
+            "reads": e.reads,
+            **asdict(self.realised),
+            "predicted_error": e.predicted_error,
+            "predicted_margin": e.predicted_margin,
+            "error_bound": e.error_bound,
+            "error_bound_note": e.bound_note,
+            "update_norm_estimate": e.update_norm,
+            "wall_s": round(self.wall_s, 3),
+            "time": self.times.to_json(),
+            "warnings": list(self.plan.warnings),
+        }
+
+
+def merge(
+    home: Warehouse,
+    plan: MergePlan,
+    *,
+    knobs: EngineKnobs | None = None,
+    progress: Progress | None = None,
+    begun: Begun | None = None,
+    is_stage: bool = False,
+    fresh: bool = False,
+) -> MergeOutcome:
+    """Execute a plan and commit its snapshot; publishes nothing. `begun`: the verb, before now.
+
+    `is_stage`: nobody asked for the result but a later stage, so that `gc` may remove it. `fresh`:
+    run all layers, those that the action cache knows, too. A stored layer that turns out to be
+    damaged is made again.
+
+    Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on
+    a full disk; staging is removed, finished layers stay for the next try.
+    """
+    started = time.monotonic()
+    begun = begun or Begun(started)
+
+    def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
+        done = list(merge_layers(home, plan, knobs=knobs, progress=progress, fresh=fresh))
+        realised, merging_s = Realised.of(done), time.monotonic() - started
+        times = Times(begun.predicted, started - begun.at_s, merging_s)
+        made = {layer.name for layer in done if not layer.reused}
+        return commit(home, plan, realised, times, is_stage=is_stage, made=made), realised, times
+
+    with lease(home, plan):
+        try:
+            snapshot, realised, times = run(fresh=fresh)
+        except DamagedLayerError as error:
+            _LOG.warning("%s", error)
+            snapshot, realised, times = run(fresh=False)
+    return MergeOutcome(snapshot, plan, realised, time.monotonic() - started, times)
+
+
+def merge_layers(
+    home: Warehouse,
+    plan: MergePlan,
+    names: Sequence[str] | None = None,
+    *,
+    knobs: EngineKnobs | None = None,
+    progress: Progress | None = None,
+    fresh: bool = False,
+) -> Iterator[LayerOutcome]:
+    """Run or reuse the named layers (default: all) in plan order, yielding each as it is done.
+
+    `fresh` ones are all run.
+    """
+    wanted = [layer for layer in plan.layers if names is None or layer.name in names]
+    store = object_store(home)
+    known = {w.name: None if fresh else store.lookup(w.action_key) for w in wanted}
+    unknown = [layer for layer in wanted if known[layer.name] is None]
+    total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
+    with (
+        (progress or Silent()).task(f"merge {plan.recipe_name}", total) as advance,
+        _LayerMerger(home, plan, knobs or EngineKnobs(), advance) as merger,
+    ):
+        yield from merger.merge(wanted, known)
+
+
+class _LayerMerger:
+    """Looks a layer up, or runs it and records it.
+
+    The engine starts if any layer needs it. Making a layer durable waits for the disk, so that
+    happens in a thread beside the next one's arithmetic.
+    """
+
+    def __init__(
+        self, home: Warehouse, plan: MergePlan, knobs: EngineKnobs, advance: Advance
+    ) -> None:
+        self._home, self._plan, self._knobs, self._advance = home, plan, knobs, advance
+        self._store = object_store(home)
+        self._stack = ExitStack()
+        self._keeper = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> _LayerMerger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keeper.shutdown()  # before staging goes: what the engine has finished is kept
+        self._stack.close()
+
+    def merge(
+        self, layers: Sequence[LayerTask], known: Mapping[str, StoredObject | None]
+    ) -> Iterator[LayerOutcome]:
+        """Layers in order, as `known` or by the engine, each when it is durable.
+
+        If one fails, those before it are given first.
+        """
+        pending: deque[Future[LayerOutcome]] = deque()
+        missing = [layer for layer in layers if known[layer.name] is None]
+        with closing(self._made(missing)) as made:
+            try:
+                for layer in layers:
+                    found = known[layer.name]
+                    pending.append(next(made) if found is None else _done(layer, found))
+                    while pending and (len(pending) > _WAITING or pending[0].done()):
+                        yield pending.popleft().result()
+            except Exception:
+                while pending:
+                    yield pending.popleft().result()
+                raise
+            while pending:
+                yield pending.popleft().result()
+
+    def _made(self, layers: Sequence[LayerTask]) -> Generator[Future[LayerOutcome]]:
+        """Run layers in order; the result of each is there when it is safe."""
+        if not layers:
+            return
+        runner, staging = self._engine(tuple(layers))
+        work = [(layer, staging / f"{layer.name}.safetensors") for layer in layers]
+        with closing(runner.run_all(work, self._advance)) as results:
+            for (layer, path), result in zip(work, results, strict=True):
+                yield self._keeper.submit(self._keep, layer, path, result)
+
+    def _keep(self, layer: LayerTask, path: Path, result: LayerResult) -> LayerOutcome:
+        stored = StoredObject(result.sha256, result.nbytes, result.tensors, result.non_finite)
+        self._store.adopt(path, stored)
+        self._store.record(layer.action_key, stored)
+        return LayerOutcome(
+            layer.name,
+            layer.layer_key,
+            stored,
+            False,
+            result.expert_bytes_read,
+            result.base_bytes_read,
+            result.wall_s,
+            result.nbytes,
+            result.read_s,
+            result.arithmetic_s,
+            result.write_s,
+        )
+
+    def _engine(self, layers: tuple[LayerTask, ...]) -> tuple[LayerRunner, Path]:
+        from mergepipe_pipeline.engine.execute import LayerRunner
+        from mergepipe_pipeline.engine.windows import EngineOptions
+
+        release_freed()
+        given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
+        staging = self._stack.enter_context(staging_of(self._home, "merge"))
+        known = plan_inputs(self._home, self._plan, layers)
+        runner = LayerRunner(self._plan, EngineOptions(**given), known)
+        return self._stack.enter_context(runner), staging
+
+
+def _done(layer: LayerTask, known: StoredObject) -> Future[LayerOutcome]:
+    future: Future[LayerOutcome] = Future()
+    future.set_result(LayerOutcome(layer.name, layer.layer_key, known, True, 0, 0, 0.0, 0))
+    return future

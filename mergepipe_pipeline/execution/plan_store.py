@@ -1,0 +1,73 @@
+"""Plans as sealed files, by id."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mergepipe_pipeline.digest import canonical_json, seal_line, unseal_line
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.warehouse import Warehouse
+
+_LOG = logging.getLogger("mergepipe")
+
+
+T = TypeVar("T")
+
+
+def store_plan(home: Warehouse, plan: MergePlan) -> None:
+    """Write a plan, sealed, under its id. Raises StorageFullError."""
+    write_atomic(home.plan_path(plan.plan_id), seal_line(canonical_json(plan.to_json())))
+
+
+def load_plan(home: Warehouse, plan_id: str) -> MergePlan:
+    """A stored plan by its id. Raises NotFoundError, CorruptionError."""
+    path = home.plan_path(plan_id)
+    if not path.exists():
+        raise NotFoundError(
+            "No such plan",
+            where=str(path),
+            found=plan_id,
+            next_step="make it with `mergepipe plan RECIPE`",
+        )
+    return _read(path, checked_plan)
+
+
+def stored_plans(home: Warehouse, read: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
+    """What `read` makes of each plan's id and JSON value, by id.
+
+    Damaged plans, and those of other versions of this program, are said and left out.
+    """
+    for path in sorted(home.plans.glob("*.json")):
+        try:
+            yield path.stem, _read(path, read)
+        except CorruptionError as error:
+            _LOG.warning("%s", error)
+
+
+def checked_plan(plan_id: str, value: Any) -> MergePlan:
+    """The plan of a JSON value. Raises ValueError if it has another id."""
+    plan = MergePlan.from_json(value)
+    if plan.plan_id != plan_id:
+        raise ValueError(f"the plan {plan.plan_id} under the name of {plan_id}")
+    return plan
+
+
+def _read(path: Path, read: Callable[[str, Any], T]) -> T:
+    """What `read` makes of a stored plan's id and JSON value. Raises CorruptionError."""
+    try:
+        return read(path.stem, json.loads(unseal_line(path.read_bytes(), str(path))))
+    except (CorruptionError, AttributeError, TypeError, LookupError, ValueError) as error:
+        found = error.what if isinstance(error, CorruptionError) else str(error)
+        raise CorruptionError(
+            "A plan is damaged, or has another form than this version writes",
+            where=str(path),
+            expected="what `mergepipe plan` stored under this name",
+            found=found,
+            next_step="make it again with `mergepipe plan RECIPE`",
+        ) from error

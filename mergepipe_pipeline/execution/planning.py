@@ -1,0 +1,83 @@
+"""The verb `plan`: what will be read for a recipe under its budget, stored by id.
+
+Earlier stages of a recipe are merged on the way: a plan names the bytes it reads, so what it reads
+must be there. Their results are snapshots like any other, found again by content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Unpack
+
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.execution.plan_store import store_plan
+from mergepipe_pipeline.execution.stages import run_stages
+from mergepipe_pipeline.facts.gather import learn
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.request import requested
+from mergepipe_pipeline.resolution.resolve import Checked, Planning, check, check_stage
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.request import RequestedModel
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def make_plan(
+    home: Warehouse,
+    raw: RawRecipe,
+    *,
+    progress: Progress | None = None,
+    **planning: Unpack[Planning],
+) -> MergePlan:
+    """Check the recipe, learn what the catalog lacks, buy blocks, store the plan.
+
+    Checkpoints that are `known` are registered already, and stay so. Raises what `check` raises,
+    and BudgetError for a budget that the strategy cannot meet.
+    """
+    checked, results = ready(home, raw, progress=progress, **planning)
+    return plan_checked(home, checked, progress, unnamed=results, known=planning.get("known"))
+
+
+def ready(
+    home: Warehouse,
+    raw: RawRecipe,
+    *,
+    progress: Progress | None = None,
+    **planning: Unpack[Planning],
+) -> tuple[Checked, Mapping[str, Checkpoint]]:
+    """The last stage, checked, and the results of those before it, which are merged now."""
+
+    models: list[RequestedModel] = []
+
+    def plan_stage(stage: RawRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
+        checked = check_stage(home, stage, pending, **planning)
+        plan = plan_checked(home, checked, progress, unnamed=pending, known=planning.get("known"))
+        models.extend(plan.request.models)
+        return plan
+
+    if raw.before:
+        check(home, raw, **planning)
+    results = run_stages(home, raw, plan_stage, progress)
+    checked = check_stage(home, raw, results, **planning)
+    return replace(checked, request=replace(checked.request, models=tuple(models))), results
+
+
+def plan_checked(
+    home: Warehouse,
+    checked: Checked,
+    progress: Progress | None = None,
+    *,
+    unnamed: Mapping[str, Checkpoint] | None = None,
+    known: Mapping[str, Checkpoint] | None = None,
+) -> MergePlan:
+    """The plan of a checked recipe, stored. Stages' results in `unnamed` are not registered, nor
+    what is `known`.
+    """
+    learned = learn(home, checked, progress, unnamed={**(known or {}), **(unnamed or {})})
+    digests = [[ensure_digests(home, c, progress) for c in m.checkpoints] for m in learned.models]
+    request = requested(checked, learned.models, digests, unnamed or {})
+    plan = replace(learned.builder(digests).build(), request=request)
+    store_plan(home, plan)
+    return plan

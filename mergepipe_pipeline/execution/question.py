@@ -1,0 +1,146 @@
+"""What a recipe, or a plan made earlier, asks of the planner: what can be bought, without buying.
+
+For the verbs that tell and change nothing: `curve` and `explain`. A plan is asked about from the
+catalog alone; its checkpoints need not be there any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Unpack
+
+import numpy as np
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.execution.planning import ready
+from mergepipe_pipeline.facts.gather import Learned, learn
+from mergepipe_pipeline.planner.candidates import Choice
+from mergepipe_pipeline.planner.choosing import Purchase, Question, bought
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import Planning, check_stage
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.layers import layer_count, layer_name
+from mergepipe_pipeline.spec.plan import MergePlan, Source
+from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A recipe with what can be bought for it, and what was.
+
+    `experts` are the models' names by position; those in `read` had to be analysed first.
+    """
+
+    recipe: Recipe
+    experts: tuple[str, ...]
+    question: Question
+    purchase: Purchase
+    read: tuple[str, ...]
+
+    @property
+    def choice(self) -> Choice:
+        """The candidates bought."""
+        return self.purchase.choice
+
+    @property
+    def layers(self) -> list[str]:
+        """The layer of each of the question's tensors."""
+        count = layer_count(t.name for t in self.recipe.tensors)
+        return [layer_name(name, count) for name in self.question.tensors]
+
+
+def ask(
+    home: Warehouse,
+    raw: RawRecipe,
+    *,
+    progress: Progress | None = None,
+    for_parts: bool = False,
+    **planning: Unpack[Planning],
+) -> Asked:
+    """A recipe's question, and what its budget buys; raises what planning raises.
+
+    As for a plan, earlier stages are merged and unknown experts analysed. `for_parts` is needed to
+    ask about other budgets than the recipe's.
+    """
+    checked, results = ready(home, raw, progress=progress, **planning)
+    learned = learn(home, checked, progress, unnamed=results, for_parts=for_parts)
+    recipe, question = checked.recipe, learned.builder().question()
+    purchase = bought(question, recipe.budget, recipe.strategy)
+    return Asked(recipe, _experts(learned), question, purchase, learned.read)
+
+
+def ask_again(home: Warehouse, plan: MergePlan, progress: Progress | None = None) -> Asked:
+    """The question that a plan answers, and its answer.
+
+    Raises what checking its recipe raises; reads weights only if the catalog lost what it knew.
+    """
+    raw = parse(plan.recipe_text, name=plan.recipe_name, where=f"plan {plan.plan_id[:16]}")
+    known = _checkpoints(home, plan, raw)
+    e = plan.estimates
+    budget = "none" if e.budget_bytes is None else str(e.budget_bytes)
+    checked = check_stage(
+        home, raw, known, budget=budget, strategy=e.strategy, block_elems=e.block_elems
+    )
+    learned = learn(home, checked, progress, unnamed=known)
+    question = learned.builder().question()
+    purchase = Purchase(e.strategy, e.ranking or e.strategy, _choice(question, plan))
+    return Asked(checked.recipe, _experts(learned), question, purchase, learned.read)
+
+
+def _experts(learned: Learned) -> tuple[str, ...]:
+    """Models' names by the positions of the recipe's inputs."""
+    found = {
+        i.position: learned.models[i.model].name for t in learned.recipe.tensors for i in t.inputs
+    }
+    return tuple(found.get(n, "") for n in range(max(found, default=-1) + 1))
+
+
+def _checkpoints(home: Warehouse, plan: MergePlan, raw: RawRecipe) -> dict[str, Checkpoint]:
+    """By the text that names them in the recipe, the checkpoints that the plan reads."""
+    made = str(home.token_rows)
+    sources = (_checkpoint(home, s) for s in plan.sources if not s.root.startswith(made))
+    found: dict[str, Checkpoint] = {}
+    on_base: list[str] = []
+    for ref in raw.references:
+        first = next(sources)
+        if ref.lora is None:
+            found[ref.text] = first
+        elif first.kind == "adapter":
+            # An adapter on the recipe's base is a source by itself.
+            found[ref.lora] = first
+            on_base.append(ref.model)
+        else:
+            found[ref.model], found[ref.lora] = first, next(sources)
+    if on_base and raw.base is not None:
+        base = found[raw.references[raw.base].text]
+        found = dict.fromkeys(on_base, base) | found
+    return found
+
+
+def _checkpoint(home: Warehouse, source: Source) -> Checkpoint:
+    known = Catalog(home.catalog).checkpoint(source.checkpoint_id, source.name, source.root)
+    return known or open_checkpoint(source.root, source.name)
+
+
+def _choice(question: Question, plan: MergePlan) -> Choice:
+    """The plan's reads as candidates."""
+    c = question.candidates
+    tasks = {task.name: task for layer in plan.layers for task in layer.tasks}
+    choice = np.zeros(len(c.row), np.bool_)
+    for group in c.groups():
+        experts = tasks[question.tensors[group.tensor]].experts
+        for cut, expert in zip(group.slices, experts, strict=True):
+            for start, stop in _blocks(expert.read, c.grid.block_elems):
+                choice[cut.start + start : cut.start + stop] = True
+    return choice & ~c.zero
+
+
+def _blocks(read: tuple[tuple[int, int], ...], block_elems: int) -> Iterator[tuple[int, int]]:
+    """Ranges of blocks that ranges of elements stand for."""
+    for start, stop in read:
+        yield start // block_elems, -(-stop // block_elems)

@@ -1,0 +1,238 @@
+"""Turns a plan whose layers are all merged into a snapshot: the last step of the verb `merge`.
+
+Decides what stands beside the weights (config, tokenizer, index, card) and what is told of the
+merge: in the manifest what determines the result, in the provenance the rest. Computes no weight.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
+from mergepipe_pipeline.digest import new_hash, sha256_hex
+from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
+from mergepipe_pipeline.execution.leases import staging as staging_of
+from mergepipe_pipeline.execution.outcome import Realised, Times
+from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
+from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.snapshots.model_folder import (
+    config_json,
+    index_json,
+    model_card,
+    shard_name,
+)
+from mergepipe_pipeline.snapshots.objects import ObjectStore, StoredObject
+from mergepipe_pipeline.snapshots.stage import stage_snapshot
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION, LayerTask, MergePlan
+from mergepipe_pipeline.spec.snapshot import (
+    LineageEntry,
+    Manifest,
+    OperatorCount,
+    ShardEntry,
+    SideFile,
+    Snapshot,
+)
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.side_files import CONFIG, SideStamp, pieces, side_files
+from mergepipe_pipeline.storage.source import CheckpointSource, open_source
+from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
+from mergepipe_pipeline.warehouse import Warehouse
+
+_LOG = logging.getLogger("mergepipe")
+#: Layers that are hashed at once.
+_HASHERS = 2
+
+
+def commit(
+    home: Warehouse,
+    plan: MergePlan,
+    realised: Realised | None = None,
+    times: Times | None = None,
+    *,
+    is_stage: bool = False,
+    made: Collection[str] = (),
+) -> Snapshot:
+    """Build the snapshot of a plan whose layers are all in the object store, and commit it.
+
+    `realised` and `times` go to the provenance; `is_stage` as in `merge`. For a new snapshot the
+    bytes of all layers are read but of those that were `made` just now, by name. One that is there
+    and damaged is made anew, and goes to quarantine. Raises
+    NotFoundError naming the first layer that is not merged yet, DamagedLayerError.
+    """
+    store = object_store(home)
+    merged = [(layer, _merged(store, layer)) for layer in plan.layers]
+    shards = [
+        ShardEntry(
+            shard_name(number, len(merged)),
+            layer.name,
+            layer.layer_key,
+            stored.sha256,
+            stored.nbytes,
+            stored.tensors,
+        )
+        for number, (layer, stored) in enumerate(merged, 1)
+    ]
+    inputs, operators = _lineage(home, plan), operator_counts(plan)
+    written = _made_files(home, plan, shards, inputs, operators)
+    with staging_of(home, "commit") as staging:
+        copied = _copied_files(home, plan, staging, written)
+        own = [SideFile(name, sha256_hex(data), len(data)) for name, data in written.items()]
+        manifest = Manifest(
+            plan_id=plan.plan_id,
+            method=plan.method,
+            inputs=inputs,
+            operators=operators,
+            shards=tuple(shards),
+            side_files=tuple(sorted((*own, *copied), key=lambda side: side.file)),
+        )
+        files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
+        final = home.snapshots / manifest.snapshot_id
+        is_new = not final.exists()
+        staged = stage_snapshot(
+            staging, manifest, store, written | files, _provenance(plan, realised, times)
+        )
+        damage = None if is_new else damage_of(final, staged)
+        if is_new or damage:
+            _refuse_damaged(store, [pair for pair in merged if pair[0].name not in made])
+        aside = home.new_quarantine() / "snapshots" / final.name if damage else None
+        snapshot = commit_snapshot(staged, home.snapshots, aside)
+        if damage:
+            _LOG.warning("A damaged snapshot was made anew; it lies in %s. %s", aside, damage)
+        Marks(home.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
+        return snapshot
+
+
+def _merged(store: ObjectStore, layer: LayerTask) -> StoredObject:
+    """The object of a layer. Raises NotFoundError if it is not merged yet."""
+    stored = store.lookup(layer.action_key)
+    if stored is None:
+        raise NotFoundError(
+            "A layer of the plan is not merged yet",
+            where=layer.name,
+            expected=f"an object for layer key {layer.layer_key[:16]}",
+            found="none",
+            next_step="run `mergepipe merge` on the recipe",
+        )
+    return stored
+
+
+def _refuse_damaged(store: ObjectStore, reused: Sequence[tuple[LayerTask, StoredObject]]) -> None:
+    """Raise DamagedLayerError if a layer's bytes are not those written; all such are forgotten."""
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        intact = list(pool.map(store.is_intact, (stored for _, stored in reused)))
+    damaged = [pair for pair, good in zip(reused, intact, strict=True) if not good]
+    for layer, stored in damaged:
+        store.forget(layer.action_key, stored)
+    if damaged:
+        layer, stored = damaged[0]
+        raise DamagedLayerError(
+            "A stored layer's bytes are not the bytes that were written",
+            where=f"{store.path_of(stored.sha256)}, layer {layer.name}",
+            expected=f"sha256 {stored.sha256[:16]}",
+            found="other bytes",
+            next_step="run the same command again: the layer is merged anew",
+        )
+
+
+def object_store(home: Warehouse) -> ObjectStore:
+    """The warehouse's objects and action cache."""
+    return ObjectStore(home.objects, home.actions)
+
+
+def _lineage(home: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
+    catalog = Catalog(home.catalog)
+    return tuple(
+        LineageEntry(role, s.name, catalog.content_sha256(s.checkpoint_id))
+        for role, s in zip(plan.roles, plan.sources, strict=True)
+    )
+
+
+def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
+    """How many output tensors each operator makes, by name and variant (empty: none)."""
+    found = Counter((task.operator, task.variant) for layer in plan.layers for task in layer.tasks)
+    return tuple((*which, n) for which, n in sorted(found.items()))
+
+
+def _made_files(
+    home: Warehouse,
+    plan: MergePlan,
+    shards: Sequence[ShardEntry],
+    inputs: Sequence[LineageEntry],
+    operators: Sequence[OperatorCount],
+) -> dict[str, bytes]:
+    """What the template's folder does not have as it is: config, tokenizer, index, card."""
+    files = {name: b64decode(text) for name, text in plan.side.files or ()}
+    root = plan.sources[plan.side.template].root
+    with open_source(root) as source:
+        nbytes = side_files(source, root).get(CONFIG)
+        if nbytes is not None:
+            dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
+            dtype = dtypes.pop() if len(dtypes) == 1 else None
+            original = source.read_range(CONFIG, 0, nbytes)
+            _refuse_changed(home, plan, SideFile(CONFIG, sha256_hex(original), nbytes), source)
+            files[CONFIG] = config_json(original, dtype, plan.side.config)
+    total = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
+    files["model.safetensors.index.json"] = index_json(shards, total)
+    files["README.md"] = model_card(plan.method, plan.plan_id, inputs, operators)
+    return files
+
+
+def _copied_files(
+    home: Warehouse, plan: MergePlan, staging: Path, made: Collection[str]
+) -> list[SideFile]:
+    """Copy the template's other side files to `staging`, a piece at a time; what was written."""
+    root = plan.sources[plan.side.template].root
+    replaced = frozenset(() if plan.side.files is None else TOKENIZER_FILES)
+    copied = []
+    with open_source(root) as source:
+        for name, nbytes in side_files(source, root).items():
+            if name not in made and name not in replaced:
+                digest = new_hash()
+                write_atomic(staging / name, pieces(source, name, nbytes, digest.update))
+                copied.append(SideFile(name, digest.hexdigest(), nbytes))
+                _refuse_changed(home, plan, copied[-1], source)
+    return copied
+
+
+def _refuse_changed(
+    home: Warehouse, plan: MergePlan, side: SideFile, source: CheckpointSource
+) -> None:
+    template = plan.sources[plan.side.template]
+    stamp = SideStamp(side.file, side.nbytes, source.mtime_ns(side.file))
+    refuse_changed_file(home, template.checkpoint_id, template.root, stamp, side.sha256)
+
+
+def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None) -> dict[str, Any]:
+    """What no id covers: who, when, where, how asked for, what it cost.
+
+    `choices`: tensor to [operator, reason], where the method left the operator open.
+    """
+    chosen = {t.name: [t.operator, t.reason] for lay in plan.layers for t in lay.tasks if t.reason}
+    return {
+        "recipe_name": plan.recipe_name,
+        "recipe": plan.recipe_text,
+        "ref": plan.ref,
+        "request": asdict(plan.request),
+        "engine_version": ENGINE_VERSION,
+        "estimates": asdict(plan.estimates),
+        "warnings": list(plan.warnings),
+        **({"choices": chosen} if chosen else {}),
+        "realised": realised and asdict(realised),
+        "time": times and times.to_json(),
+        "sources": [asdict(s) for s in plan.sources],
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "versions": {p: version(p) for p in ("mergepipe-pipeline", "torch", "numpy")},
+    }

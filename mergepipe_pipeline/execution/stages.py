@@ -1,0 +1,37 @@
+"""Runs the stages before a recipe's last: each becomes a snapshot that nothing publishes.
+
+Layers and snapshots are found again by content, so a stage that was run before costs a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mergepipe_pipeline.execution.leases import lease_until_exit
+from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: The plan of one stage over the results of those before it, by name.
+Planner = Callable[[RawRecipe, Mapping[str, Checkpoint]], MergePlan]
+
+
+def run_stages(
+    home: Warehouse,
+    raw: RawRecipe,
+    plan_stage: Planner,
+    progress: Progress | None,
+) -> dict[str, Checkpoint]:
+    """Stage name to the checkpoint of its result, for all stages before the last."""
+    results: dict[str, Checkpoint] = {}
+    for stage in raw.before:
+        name = stage.stage or stage.name
+        plan = plan_stage(stage, results)
+        lease_until_exit(home, plan)
+        snapshot = merge(home, plan, progress=progress, is_stage=True).snapshot
+        results[name] = open_checkpoint(snapshot.path, name)
+    return results

@@ -1,0 +1,308 @@
+"""Facts of whole tensors about one expert: trim thresholds, outlier bounds, rescale factors.
+
+Each is found once per (base, expert, tensor, parameters), thresholds from the magnitudes that the
+catalog lists, the rest by a pass over the tensor, and remembered in the catalog. Part of planning;
+`spec.operator.Fact` says who asks for which. Facts about several experts together are in
+`measures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+
+from mergepipe_pipeline.catalog.catalog import Catalog, Fact
+from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
+from mergepipe_pipeline.facts.analyses import ensure_stats
+from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
+from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.operator import Fact as Kind
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION, ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.spec.recipe import Params
+from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
+from mergepipe_pipeline.warehouse import Warehouse
+
+Pair = tuple[str, str]
+#: (output tensor, input number) as `planner.build.TensorFacts` asks.
+Place = tuple[str, int]
+#: Loads the statistics of one expert, histograms among them.
+Load = Callable[[], ExpertStats]
+
+
+@dataclass(frozen=True)
+class Sparsified:
+    """One expert's sparsified part of one output tensor, with all that its facts depend on."""
+
+    place: Place
+    pair: Pair
+    position: int
+    seed: int
+    params: Params
+    model_params: Params
+    shape: tuple[int, ...]
+    numel: int
+
+    @property
+    def density(self) -> float:
+        """Share of elements to keep."""
+        return float(dict(self.model_params).get("density", 1.0))
+
+    def number(self, name: str) -> float:
+        """A parameter of this model."""
+        return float(dict(self.model_params)[name])
+
+
+@dataclass
+class FactTables:
+    """Facts by place, filled in kind by kind."""
+
+    trims: dict[Place, TrimRule] = field(default_factory=dict)
+    outliers: dict[Place, TrimRule] = field(default_factory=dict)
+    scales: dict[Place, float] = field(default_factory=dict)
+    l1s: dict[Place, float] = field(default_factory=dict)
+    kept: dict[Place, Kept] = field(default_factory=dict)
+    kurtosis: dict[Place, float] = field(default_factory=dict)
+
+
+class ExpertFacts:
+    """Finds the facts of one expert against one base, computing what the catalog lacks.
+
+    `stats` may lack histograms; `load` gives some with them. They go with this object: those of all
+    experts together would be most of what planning holds.
+    """
+
+    def __init__(
+        self,
+        home: Warehouse,
+        expert: Model,
+        base: Model,
+        stats: ExpertStats,
+        load: Load,
+        progress: Progress | None,
+    ) -> None:
+        self._home, self._catalog = home, Catalog(home.catalog)
+        self._expert, self._base, self._stats = expert, base, stats
+        self._load = load
+        self._grid = BlockGrid(stats.block_elems)
+        self._progress = progress or Silent()
+
+    def add(
+        self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables, *, in_full: bool
+    ) -> None:
+        """Add the facts of `kind` for all of `wanted` to `tables`.
+
+        A merge `in_full` reads every tensor anyway, so it can find for itself what a random drop
+        leaves; for a part of it, only a pass beforehand can.
+        """
+        active = [s for s in wanted if 0 < s.density < 1]
+        if kind == "trim":
+            self._add_trims(active, tables)
+        elif kind == "band":
+            self._add_bands(active, tables)
+        rescaled = [s for s in active if _rescales(s.params)]
+        if kind == "drop" and in_full:
+            self._leave_scales_open(rescaled, tables)
+        elif rescaled and kind != "none":
+            self._add_scales(kind, rescaled, tables)
+
+    def add_energies(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        """Add what rules keep of the energy, and of random drops how heavy the deltas' tails are.
+
+        After `add`, for whoever weighs a part of a merge.
+        """
+        for s in (s for s in wanted if 0 < s.density < 1):
+            known = self._with_histograms.by_pair[s.pair]
+            if kind in ("trim", "band"):
+                rules = tables.trims.get(s.place), tables.outliers.get(s.place)
+                tables.kept[s.place] = kept_energy(known, self._grid, *rules)
+            else:
+                tables.kurtosis[s.place] = kurtosis(known)
+
+    @cached_property
+    def _with_histograms(self) -> ExpertStats:
+        return self._load()
+
+    def _add_trims(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        keeps = {s: trim_count(s.numel, s.density) for s in wanted}
+        for s, rule in self._rules(keeps, "thresholds").items():
+            tables.trims[s.place] = rule
+
+    def _add_bands(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        counts = {s: band_counts(s.numel, s.density, s.number("gamma")) for s in wanted}
+        above = {s: outliers for s, (_, outliers) in counts.items() if outliers}
+        for s, rule in self._rules({s: c for s, (c, _) in counts.items()}, "thresholds").items():
+            tables.trims[s.place] = rule
+        for s, rule in self._rules(above, "outlier bounds").items():
+            tables.outliers[s.place] = rule
+
+    def _rules(self, keeps: Mapping[Sparsified, int], label: str) -> dict[Sparsified, TrimRule]:
+        """The rule that keeps so many of each tensor's largest |δ|."""
+        by_key = {s: f"{_name(s.pair)}#{keep}" for s, keep in keeps.items()}
+        # A cut may be open by a block, and blocks are of the grid.
+        of_grid = f"keep-largest-b{self._stats.block_elems}"
+        known = self._known(of_grid) | self._known("keep-largest")
+        missing = {s: keep for s, keep in keeps.items() if by_key[s] not in known}
+        if missing:
+            listed = {by_key[s]: astuple(rule) for s, rule in self._listed(missing)}
+            known |= self._remember(of_grid, listed)
+            missing = {s: keep for s, keep in missing.items() if by_key[s] not in listed}
+        if missing:
+            from mergepipe_pipeline.analysis.thresholds import trim_rules
+
+            nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
+            inputs = self._inputs()
+            with self._progress.task(f"{label} {self._expert.name}", nbytes) as advance:
+                # One count of a tensor at a time: a tensor may be asked for several.
+                fresh: dict[str, Fact] = {}
+                for batch in _distinct(missing):
+                    counts = {s.pair: keep for s, keep in batch.items()}
+                    rules = trim_rules(
+                        self._expert,
+                        self._base,
+                        self._with_histograms,
+                        counts,
+                        known=inputs,
+                        progress=advance,
+                    )
+                    for s in batch:
+                        rule = rules[s.pair]
+                        fresh[by_key[s]] = (rule.threshold_bits, rule.tie_stop_elem)
+            known |= self._remember("keep-largest", fresh)
+        return {s: TrimRule(*map(int, known[by_key[s]])) for s in keeps}
+
+    def _listed(self, keeps: Mapping[Sparsified, int]) -> Iterator[tuple[Sparsified, TrimRule]]:
+        """The rules that follow from what the catalog knows. Reads no weight."""
+        from mergepipe_pipeline.analysis.cuts import open_rule, plain_rule
+
+        left: dict[Pair, list[Sparsified]] = {}
+        for s, keep in keeps.items():
+            if rule := plain_rule(self._stats.by_pair[s.pair], keep):
+                yield s, rule
+            else:
+                left.setdefault(s.pair, []).append(s)
+        for pair, magnitudes in self._magnitudes(left):
+            for s in left[pair]:
+                known = self._with_histograms.by_pair[pair]
+                yield s, open_rule(known, magnitudes, keeps[s], self._stats.block_elems)
+
+    def _magnitudes(self, pairs: Collection[Pair]) -> Iterator[tuple[Pair, Magnitudes]]:
+        """The magnitudes of those of `pairs` that have them; what is damaged is found again."""
+        ids = self._base.model_id, self._expert.model_id, self._stats.block_elems
+        left = set(pairs)
+        for pair, magnitudes in self._catalog.magnitudes(*ids, pairs):
+            left.remove(pair)
+            yield pair, magnitudes
+        every = list(self._stats.by_pair)
+        if left and self._catalog.missing_pairs(*ids, every):
+            wanted = [(self._expert, every)]
+            ensure_stats(self._home, wanted, self._base, self._grid, self._progress)
+            yield from self._catalog.magnitudes(*ids, left)
+
+    def _leave_scales_open(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        for s in wanted:
+            tables.scales[s.place] = 1 / s.density
+            tables.l1s[s.place] = self._stats.by_pair[s.pair].l1
+
+    def _add_scales(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        by_key = {s: _scale_key(kind, s) for s in wanted}
+        known = self._known(f"l1-{kind}")
+        missing = [s for s in wanted if by_key[s] not in known]
+        if missing:
+            from mergepipe_pipeline.analysis.scales import l1_scales
+
+            nbytes = sum(self._expert.views[s.pair[0]].stored_nbytes for s in missing)
+            inputs = self._inputs()
+            with self._progress.task(f"rescale factors {self._expert.name}", nbytes) as advance:
+                fresh: dict[str, Fact] = {}
+                for batch in _distinct(dict.fromkeys(missing, 0)):
+                    found = l1_scales(
+                        self._expert,
+                        self._base,
+                        self._stats,
+                        {s.pair: self._task(s, tables) for s in batch},
+                        kind,
+                        known=inputs,
+                        progress=advance,
+                    )
+                    fresh |= {by_key[s]: (found[s.pair],) for s in batch}
+            known |= self._remember(f"l1-{kind}", fresh)
+        for s in wanted:
+            (tables.scales[s.place],) = known[by_key[s]]
+
+    def _task(self, s: Sparsified, tables: FactTables) -> TensorTask:
+        """The task as the engine will see it, for this expert alone."""
+        view = self._expert.views[s.pair[0]]
+        expert = ExpertInput(
+            position=s.position,
+            view=view,
+            digest="",
+            params=s.model_params,
+            covered=((0, view.numel),),
+            read=((0, view.numel),),
+            trim=tables.trims.get(s.place),
+            outliers=tables.outliers.get(s.place),
+        )
+        return TensorTask(s.place[0], s.shape, view.dtype, "", s.params, s.seed, None, (expert,))
+
+    def _inputs(self) -> Inputs:
+        """What is read for a fact is verified."""
+        checkpoints = (*self._expert.checkpoints, *self._base.checkpoints)
+        return checkpoint_inputs(self._home, checkpoints, self._progress)
+
+    def _known(self, key: str) -> dict[str, Fact]:
+        return self._catalog.fact(self._base.model_id, self._expert.model_id, key)
+
+    def _remember(self, key: str, fresh: Mapping[str, Fact]) -> Mapping[str, Fact]:
+        if fresh:
+            self._catalog.put_fact(self._base.model_id, self._expert.model_id, key, fresh)
+        return fresh
+
+
+def histograms(home: Warehouse, expert: Model, base: Model, block_elems: int) -> ExpertStats:
+    """What the catalog knows of an expert against a base, but for sketches and samples."""
+    ids = base.model_id, expert.model_id, block_elems
+    found = Catalog(home.catalog).stats(*ids, without=("sketch", "sample"))
+    return found or ExpertStats(*ids, ())
+
+
+def _rescales(params: Params) -> bool:
+    given = dict(params)
+    return bool(given.get("rescale", False)) and given.get("variant", "mergekit") != "paper"
+
+
+def _scale_key(kind: Kind, s: Sparsified) -> str:
+    """What a rescale factor depends on: the elements kept, and for a random drop its numbers.
+
+    These may change with the engine.
+    """
+    parts = [_name(s.pair), repr(s.density)]
+    if kind == "band":
+        parts.append(repr(s.number("gamma")))
+    if kind == "ranked":
+        parts.append(repr(s.number("epsilon")))
+    if kind in ("drop", "ranked"):
+        parts += [f"engine {ENGINE_VERSION}", str(s.seed), str(s.position), s.place[0]]
+    return "#".join(parts)
+
+
+def _name(pair: Pair) -> str:
+    return pair[0] if pair[0] == pair[1] else f"{pair[0]}|{pair[1]}"
+
+
+def _distinct(wanted: Mapping[Sparsified, int]) -> list[dict[Sparsified, int]]:
+    """The same in batches that hold each pair of tensors once."""
+    batches: list[dict[Sparsified, int]] = []
+    seen: list[set[Pair]] = []
+    for s, value in wanted.items():
+        at = next((i for i, pairs in enumerate(seen) if s.pair not in pairs), None)
+        if at is None:
+            at = len(batches)
+            batches.append({})
+            seen.append(set())
+        batches[at][s] = value
+        seen[at].add(s.pair)
+    return batches

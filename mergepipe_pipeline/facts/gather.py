@@ -1,0 +1,253 @@
+"""What planning must know of a checked recipe: statistics and facts, learned where unknown.
+
+The step between `check` and the planner. Whoever wants a plan, or only to ask what one would cost,
+learns first; the experts that the catalog knows already are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from mergepipe_pipeline.begun import begun
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.facts.analyses import Pair, ensure_stats
+from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified, histograms
+from mergepipe_pipeline.facts.group import measured_facts
+from mergepipe_pipeline.facts.operator_choice import choose_operators
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.pipeline.calibrate import storage_profile
+from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput
+from mergepipe_pipeline.planner.parts import Method, TensorFacts, stored_like
+from mergepipe_pipeline.planner.rehearsal import Rehearse
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.resolution.model_files import side_of
+from mergepipe_pipeline.resolution.resolve import Checked
+from mergepipe_pipeline.resolution.token_rows import Reindexer
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.operator import Choosing, Fact, Response
+from mergepipe_pipeline.spec.plan import TensorTask
+from mergepipe_pipeline.spec.recipe import Budget, Recipe, TensorRecipe
+from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.warehouse import Warehouse
+
+Stats = Mapping[tuple[int, int], ExpertStats]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A checked recipe with all that its planning depends on.
+
+    `models` have the rows that the output's tokenizer asks for; `stats` are by (expert's model
+    number, base's). `read` are the names of the experts that were analysed for it just now.
+    `seek_nbytes` is what a read of its own costs here, 0 where nobody has measured it.
+    """
+
+    checked: Checked
+    models: tuple[Model, ...]
+    stats: Stats
+    facts: TensorFacts
+    read: tuple[str, ...]
+    seek_nbytes: int
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved recipe."""
+        return self.checked.recipe
+
+    def builder(self, digests: Sequence[Sequence[Mapping[str, str]]] | None = None) -> PlanBuilder:
+        """The planner's view of it.
+
+        `digests` per model and checkpoint are needed for a plan, not for a question.
+        """
+        known = digests or [()] * len(self.models)
+        tokenizer = self.checked.tokenizer
+        return PlanBuilder(
+            self.recipe,
+            {
+                name: Method(o.schema, o.coefficients, o.response, _rehearsed)
+                for name, o in OPERATORS.items()
+            },
+            [PlanInput(m, d) for m, d in zip(self.models, known, strict=True)],
+            self.stats,
+            self.facts,
+            self.checked.grid,
+            side_of(self.recipe, self.models, tokenizer.files if tokenizer else None),
+            self.seek_nbytes,
+        )
+
+
+def learn(
+    home: Warehouse,
+    checked: Checked,
+    progress: Progress | None = None,
+    *,
+    unnamed: Mapping[str, Checkpoint] | None = None,
+    for_parts: bool = False,
+) -> Learned:
+    """Register the recipe's checkpoints and analyse what is not known of them.
+
+    Checkpoints in `unnamed` are not registered. What merging in full can find by itself is learned
+    only for a budget, or if `for_parts` says that parts of a merge will be looked at.
+    """
+    recipe = checked.recipe
+    models = _with_tokens(home, checked)
+    _register(home, recipe, models, unnamed or {})
+    merged = [t for t in recipe.tensors if _is_merged(t, models)]
+    stats, read = _stats(home, checked, models, merged, progress)
+    measured = measured_facts(home, recipe, models, merged, progress)
+    chosen = choose_operators(recipe, merged, measured)
+    in_full = recipe.budget == Budget() and not for_parts
+    tables = _facts(home, recipe, models, merged, stats, chosen, progress, in_full=in_full)
+    facts = TensorFacts(
+        tables.trims,
+        tables.outliers,
+        tables.scales,
+        measured,
+        chosen,
+        tables.l1s,
+        tables.kept,
+        tables.kurtosis,
+    )
+    profile = storage_profile(home)
+    seek_nbytes = profile.seek_nbytes if profile else 0
+    return Learned(checked, tuple(models), stats, facts, read, seek_nbytes)
+
+
+def _rehearsed(task: TensorTask) -> Rehearse:
+    # Imports compiled kernels or torch, which planning a sum of deltas can do without.
+    from mergepipe_pipeline.analysis.rehearse import rehearsal_of
+
+    return rehearsal_of(task)
+
+
+def _with_tokens(home: Warehouse, checked: Checked) -> Sequence[Model]:
+    """The models; rows that the output's tokenizer asks for and a model lacks are made now."""
+    if checked.tokenizer is None:
+        return checked.models
+    return Reindexer(home, checked.recipe, checked.originals, checked.tokenizer).models()
+
+
+def _register(
+    home: Warehouse, recipe: Recipe, models: Sequence[Model], unnamed: Mapping[str, Checkpoint]
+) -> None:
+    """Make the recipe's checkpoints known by name; a name's own base stays as it is."""
+    catalog = Catalog(home.catalog)
+    known = set(catalog.names())
+    base = None if recipe.base is None else models[recipe.base].checkpoint.name
+    for model in models:
+        for c in model.checkpoints:
+            is_made = c.root.startswith(str(home.token_rows))
+            if c.name not in unnamed and not is_made:
+                new_expert = c.name != base and c.name not in known and base not in unnamed
+                catalog.register(c, base if new_expert else None)
+
+
+def _is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
+    like = stored_like(t, models)
+    return bool(t.inputs) and like.dtype in FLOATING and like.numel > 0
+
+
+def _stats(
+    home: Warehouse,
+    checked: Checked,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    progress: Progress | None,
+) -> tuple[Stats, tuple[str, ...]]:
+    """Statistics by (expert's model number, base's), and the names of the experts read for them."""
+    pairs: dict[tuple[int, int], dict[Pair, None]] = {}
+    for t in merged:
+        for i in t.inputs:
+            if t.base is not None:
+                pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
+    catalog = Catalog(home.catalog)
+    found: dict[tuple[int, int], ExpertStats] = {}
+    read: dict[str, None] = {}
+    for base in dict.fromkeys(base for _, base in pairs):
+        experts = [expert for expert, against in pairs if against == base]
+        wanted = [(models[e], list(pairs[e, base])) for e in experts]
+        base_id = models[base].model_id
+        for model, named in wanted if checked.cost.analysis_bytes else ():
+            if catalog.missing_pairs(base_id, model.model_id, checked.grid.block_elems, named):
+                read[model.name] = None
+        stats = ensure_stats(
+            home, wanted, models[base], checked.grid, progress, without=_unneeded(checked.recipe)
+        )
+        found |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
+    return found, tuple(read)
+
+
+def _unneeded(recipe: Recipe) -> tuple[str, ...]:
+    """What planning can do without: sums need no samples, and what is rehearsed no sketches.
+
+    Histograms are looked at one expert at a time, in `facts`.
+    """
+    operator = OPERATORS[recipe.method]
+    kinds = _responses(recipe)
+    if operator.choose is not None:
+        return ("hist",)
+    if kinds <= {"vote", "mean"} and operator.schema.base == "required":
+        return ("sketch", "hist")
+    return ("sample", "hist") if kinds == {"additive"} else ("hist",)
+
+
+def _responses(recipe: Recipe) -> set[Response]:
+    operator = OPERATORS[recipe.method]
+    return {operator.response(t.params) for t in recipe.tensors}
+
+
+def _facts(
+    home: Warehouse,
+    recipe: Recipe,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    stats: Stats,
+    chosen: Mapping[str, Choosing],
+    progress: Progress | None,
+    *,
+    in_full: bool,
+) -> FactTables:
+    """Facts of single experts that the operators ask for.
+
+    Energies weigh parts of a merge, and tell how large a sum's update is; other updates are tried
+    on samples.
+    """
+    with_energies = not in_full or "additive" in _responses(recipe)
+    wanted: dict[tuple[int, int, Fact], list[Sparsified]] = {}
+    for t in merged:
+        if t.base is None:
+            continue
+        own = Choosing(recipe.method, t.params, tuple(i.params for i in t.inputs), "")
+        choosing = chosen.get(t.name, own)
+        copied = choosing.operator == "copy"
+        fact: Fact = "none" if copied else OPERATORS[choosing.operator].schema.fact
+        for number, i in enumerate(t.inputs if fact != "none" else ()):
+            view = models[i.model].views[i.tensor]
+            s = Sparsified(
+                place=(t.name, number),
+                pair=(i.tensor, t.base.tensor),
+                position=i.position,
+                seed=recipe.seed,
+                params=choosing.params,
+                model_params=choosing.model_params[number],
+                shape=stored_like(t, models).shape,
+                numel=view.numel,
+            )
+            wanted.setdefault((i.model, t.base.model, fact), []).append(s)
+    tables = FactTables()
+    loads: list[Load] = [
+        partial(histograms, home, models[expert], models[base], stats[expert, base].block_elems)
+        for expert, base, _ in wanted
+    ]
+    known = begun(loads) if with_energies else iter(loads)
+    for ((expert, base, fact), places), load in zip(wanted.items(), known, strict=True):
+        of = models[expert], models[base], stats[expert, base]
+        finder = ExpertFacts(home, *of, load, progress)
+        finder.add(fact, places, tables, in_full=in_full)
+        if with_energies:
+            finder.add_energies(fact, places, tables)
+    return tables

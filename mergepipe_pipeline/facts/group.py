@@ -1,0 +1,185 @@
+"""Facts of whole tensors about several experts together: what an operator's measures say.
+
+Gram matrices, variances, counts: computed by streaming passes over all experts of a tensor,
+remembered in the catalog under what they depend on, and turned into a task's facts. Part of
+planning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from mergepipe_pipeline.catalog.catalog import Catalog, Fact
+from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.operators import OPERATORS, Operator
+from mergepipe_pipeline.operators.measure import Largest, Measure
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
+from mergepipe_pipeline.spec.recipe import Params, Recipe, TensorRecipe
+from mergepipe_pipeline.spec.view import TensorView, moved
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors with the same base and experts, whose measures are remembered together."""
+
+    base: int | None
+    experts: tuple[int, ...]
+
+
+def measured_facts(
+    home: Warehouse,
+    recipe: Recipe,
+    models: Sequence[Model],
+    tensors: Sequence[TensorRecipe],
+    progress: Progress | None = None,
+) -> dict[str, tuple[float, ...]]:
+    """Output tensor to facts, for an operator that measures; computes what the catalog lacks.
+
+    Raises OperatorError naming the tensor where the numbers do not allow a merge.
+    """
+    operator = OPERATORS[recipe.method]
+    if not operator.measures:
+        return {}
+    groups: dict[_Group, list[TensorRecipe]] = {}
+    for t in tensors:
+        base = t.base.model if t.base else None
+        groups.setdefault(_Group(base, tuple(i.model for i in t.inputs)), []).append(t)
+    facts = {}
+    for group, members in groups.items():
+        numbers: dict[str, Fact] = {t.name: () for t in members}
+        for step in operator.measures:
+            found = _step(home, recipe, operator, models, group, members, step, numbers, progress)
+            if not isinstance(step, Largest):  # there, infinity says that nothing is kept
+                _refuse_damaged(step, found)
+            numbers = {name: (*numbers[name], *found[name]) for name in numbers}
+        for t in members:
+            facts[t.name] = _settle(operator, t, numbers[t.name])
+    return facts
+
+
+def _settle(operator: Operator, t: TensorRecipe, numbers: Fact) -> tuple[float, ...]:
+    try:
+        return operator.settle(t.params, [i.params for i in t.inputs], numbers)
+    except OperatorError as error:
+        error.where = f"tensor {t.name}"
+        raise
+
+
+def _refuse_damaged(step: Measure, found: Mapping[str, Fact]) -> None:
+    for tensor, numbers in found.items():
+        if not all(map(isfinite, numbers)):
+            raise OperatorError(
+                "A model holds NaN or infinity where models are measured against each other",
+                where=f"tensor {tensor}",
+                expected="finite values in every model",
+                found=f"{step.name} of {', '.join(f'{n:.6g}' for n in numbers[:9])}",
+                next_step="repair the model, or leave it out",
+            )
+
+
+def _step(
+    home: Warehouse,
+    recipe: Recipe,
+    operator: Operator,
+    models: Sequence[Model],
+    group: _Group,
+    members: Sequence[TensorRecipe],
+    step: Measure,
+    numbers: Mapping[str, Fact],
+    progress: Progress | None,
+) -> dict[str, Fact]:
+    """Output tensor to the numbers of one step."""
+    catalog = Catalog(home.catalog)
+    base_id = "none" if group.base is None else models[group.base].model_id
+    owner = "group-" + digest_json([models[m].model_id for m in group.experts])[:24]
+    key = f"{step.name}-{'delta' if _as_delta(operator, group) else 'value'}"
+    known = catalog.fact(base_id, owner, key)
+    names = {t.name: _tensor_key(t, step, numbers[t.name]) for t in members}
+    skipped = {t.name: step.skipped for t in members if not step.is_needed(dict(t.params))}
+    missing = [t for t in members if t.name not in skipped and names[t.name] not in known]
+    if missing:
+        fresh = _run(home, recipe, operator, models, group, missing, step, numbers, progress)
+        fresh = {names[name]: found for name, found in fresh.items()}
+        catalog.put_fact(base_id, owner, key, fresh)
+        known |= fresh
+    return {t.name: skipped.get(t.name) or known.get(names[t.name], ()) for t in members}
+
+
+def _tensor_key(t: TensorRecipe, step: Measure, numbers: Fact) -> str:
+    """What a step's numbers depend on besides the models: tensors' names, parameters, numbers."""
+    inputs = [i.tensor for i in t.inputs] + ([t.base.tensor] if t.base else [])
+    params = {k: v for k, v in t.params if k in step.depends}
+    rows = [{k: v for k, v in i.params if k in step.depends} for i in t.inputs]
+    if len(set(inputs)) == 1 and not params and not any(rows) and not numbers:
+        return inputs[0]
+    known = [n if isfinite(n) else str(n) for n in numbers]
+    return f"{t.name}#{digest_json([inputs, params, rows, known])[:24]}"
+
+
+def _run(
+    home: Warehouse,
+    recipe: Recipe,
+    operator: Operator,
+    models: Sequence[Model],
+    group: _Group,
+    tensors: Sequence[TensorRecipe],
+    step: Measure,
+    numbers: Mapping[str, Fact],
+    progress: Progress | None,
+) -> dict[str, Fact]:
+    from mergepipe_pipeline.analysis.measure import Site, measure
+
+    members = (*group.experts, *(() if group.base is None else (group.base,)))
+    checkpoints: list[Checkpoint] = []
+    first: list[int] = []
+    for m in members:
+        first.append(len(checkpoints))
+        checkpoints += models[m].checkpoints
+
+    def view(place: int, tensor: str) -> TensorView:
+        return moved(models[members[place]].views[tensor], first[place])
+
+    sites = []
+    for t in tensors:
+        experts = tuple(view(i, entry.tensor) for i, entry in enumerate(t.inputs))
+        base = view(len(experts), t.base.tensor) if t.base else None
+        like = base or experts[0]
+        task = TensorTask(
+            t.name,
+            like.shape,
+            like.dtype,
+            operator.schema.name,
+            t.params,
+            recipe.seed,
+            None,
+            tuple(_input(e.position, v, e.params) for e, v in zip(t.inputs, experts, strict=True)),
+            numbers[t.name],
+        )
+        whole_rows = operator.schema.scope == "row" and like.shape
+        row_elems = max(1, like.shape[-1]) if whole_rows else 1
+        sites.append(Site(task, base, experts, _as_delta(operator, group), row_elems))
+    nbytes = sum(v.stored_nbytes for s in sites for v in s.experts)
+    nbytes += sum(s.base.stored_nbytes for s in sites if s.base)
+    passes = 1 if step.is_sum else 3
+    known = checkpoint_inputs(home, checkpoints, progress)
+    with (progress or Silent()).task(f"measure {step.name}", nbytes * passes) as advance:
+        found = measure(checkpoints, sites, step, advance, known)
+    return {t.name: n for t, n in zip(tensors, found, strict=True)}
+
+
+def _input(position: int, view: TensorView, params: Params) -> ExpertInput:
+    span = ((0, view.numel),)
+    return ExpertInput(position, view, "", params, span, span)
+
+
+def _as_delta(operator: Operator, group: _Group) -> bool:
+    space = operator.schema.space
+    return space == "delta" or (space == "delta_if_base" and group.base is not None)

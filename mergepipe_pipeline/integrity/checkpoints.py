@@ -1,0 +1,153 @@
+"""The scope *inputs* of `verify`: checkpoints are those that were registered, byte for byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.segment_files import SegmentFiles
+from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES
+from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, MergePipeError
+from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.integrity.auditor import Auditor
+from mergepipe_pipeline.progress import Advance, Progress
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.segments import Segments
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Name, root, the id that its files had.
+_Input = tuple[str, str, str]
+
+
+def verify_inputs(
+    home: Warehouse, audit: Auditor, progress: Progress, of: Snapshot | None = None
+) -> None:
+    """Hash every tensor of what is registered, or of what a snapshot was merged from.
+
+    Every finding names the file and the tensor. Contents that nobody has analysed cannot be
+    compared; they are notes.
+    """
+    catalog = Catalog(home.catalog)
+    inputs = _sources(of) if of else _present(home, _registered(catalog), audit)
+    found = [(c, catalog.digests(c.checkpoint_id)) for c in _opened(catalog, inputs, audit)]
+    unknown = [c.name for c, digests in found if digests is None]
+    if unknown:
+        names = ", ".join(unknown)
+        audit.notes.append(f"no content is known of {names}: `mergepipe analyze` learns it")
+    known = [(c, digests) for c, digests in found if digests is not None]
+    with progress.task("verify inputs", sum(c.nbytes for c, _ in known)) as advance:
+        for checkpoint, digests in known:
+            _verify(home, checkpoint, digests, audit, advance)
+
+
+def _registered(catalog: Catalog) -> Iterator[_Input]:
+    current: dict[str, _Input] = {}
+    with suppress(MergePipeError):  # a damaged name is structure's finding
+        for name, _, checkpoint_id, _, root in catalog.registrations():
+            current[name] = (name, root, checkpoint_id)
+    yield from current.values()
+
+
+def _present(home: Warehouse, inputs: Iterator[_Input], audit: Auditor) -> list[_Input]:
+    """The inputs but those that left the inbox, which anyone may take theirs from."""
+    found: list[_Input] = []
+    gone: list[_Input] = []
+    for recorded in inputs:
+        root = Path(recorded[1])
+        left = root.is_relative_to(home.inbox) and not os.path.lexists(root)
+        (gone if left else found).append(recorded)
+    if gone:
+        names = ", ".join(name for name, _, _ in gone)
+        audit.notes.append(f"left the inbox, so that no merge of them can be replayed: {names}")
+    return found
+
+
+def _sources(snapshot: Snapshot) -> list[_Input]:
+    return [(s["name"], s["root"], s["checkpoint_id"]) for s in provenance_of(snapshot)["sources"]]
+
+
+def _opened(catalog: Catalog, inputs: list[_Input], audit: Auditor) -> Iterator[Checkpoint]:
+    """The checkpoints whose files are those that were recorded."""
+    for recorded in dict.fromkeys(inputs):
+        checkpoint = audit.check(
+            "inputs", Path(recorded[1]), partial(_as_recorded, catalog, *recorded)
+        )
+        if checkpoint is not None:
+            yield checkpoint
+
+
+def _as_recorded(catalog: Catalog, name: str, root: str, checkpoint_id: str) -> Checkpoint:
+    """The checkpoint as it was recorded, if its files have the sizes, times and headers of then."""
+    found = open_checkpoint(root, name)
+    if found.checkpoint_id != checkpoint_id:
+        recorded = catalog.checkpoint(checkpoint_id, name, root)
+        if recorded is not None and recorded.stamp == found.stamp:
+            return recorded
+        raise CheckpointChangedError(
+            "An input's files are not those that were recorded",
+            where=f"{name}, {root}",
+            expected=f"checkpoint {checkpoint_id[:8]}",
+            found=f"checkpoint {found.checkpoint_id[:8]}",
+            next_step=f"if the change is meant: `mergepipe register {root} --name {name}`",
+        )
+    return found
+
+
+def _verify(
+    home: Warehouse,
+    checkpoint: Checkpoint,
+    digests: Mapping[str, str],
+    audit: Auditor,
+    advance: Advance,
+) -> None:
+    from mergepipe_pipeline.analysis.digests import digest_checkpoint
+
+    root = Path(checkpoint.root)
+    for file in checkpoint.files:
+        path = root if root.is_file() else root / file.path
+        tensors = tuple(t for t in checkpoint.tensors if t.file == file.path)
+        if audit.is_done(path):
+            advance(sum(t.nbytes for t in tensors))
+            continue
+        part = replace(checkpoint, tensors=tensors, files=(file,))
+        found = audit.check("inputs", path, partial(digest_checkpoint, part, advance))
+        if found is None:
+            continue
+        wrong = {t: s for t, (s,) in found.items() if s.content != digests.get(t)}
+        for tensor, segments in wrong.items():
+            place = f"{path}, tensor {tensor}{_elements(home, checkpoint, tensor, segments)}"
+            error = _changed(place, digests.get(tensor), segments.content)
+            audit.report("inputs", path, error)
+        if not wrong:
+            audit.done(path, file.nbytes)
+
+
+def _elements(home: Warehouse, checkpoint: Checkpoint, tensor: str, found: Segments) -> str:
+    """Which elements are not what they were, where the catalog knows it."""
+    n = found.segment_elems
+    known = SegmentFiles(home.catalog, checkpoint.checkpoint_id, n)
+    if tensor not in known:
+        return ""
+    old = Segments(n, known[tensor])
+    count = len(found.digests) // SEGMENT_DIGEST_NBYTES
+    wrong = [i for i in range(count) if found.of(i, i + 1) != old.of(i, i + 1)]
+    stop = min((wrong[-1] + 1) * n, checkpoint.by_name[tensor].numel) if wrong else 0
+    return f", elements {wrong[0] * n} to {stop}" if wrong else ""
+
+
+def _changed(where: str, expected: str | None, found: str) -> CorruptionError:
+    return CorruptionError(
+        "An input's bytes are not those that were analysed, though size and time are",
+        where=where,
+        expected=f"blake3 {expected[:16]}" if expected else "no such tensor",
+        found=f"blake3 {found[:16]}",
+        next_step="copy the file again from where it came; if these bytes are meant, `touch` it "
+        "and register it again",
+    )

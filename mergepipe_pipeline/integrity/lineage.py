@@ -1,0 +1,116 @@
+"""The scope *lineage* of `verify --all`: what names what is what came from it.
+
+Snapshots agree with the plans and actions they came from and with the contents of their inputs;
+refs and releases name snapshots that are there. No weight is read.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
+from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.snapshot import object_store
+from mergepipe_pipeline.integrity.auditor import Auditor
+from mergepipe_pipeline.integrity.structure import action_of, readable_snapshots, snapshot_folders
+from mergepipe_pipeline.snapshots.objects import layer_key_of
+from mergepipe_pipeline.snapshots.stage import MANIFEST
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.storage.chain import read_chains
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def verify_lineage(home: Warehouse, audit: Auditor) -> None:
+    """Compare every record with those that it names."""
+    for snapshot in readable_snapshots(home):
+        manifest = Path(snapshot.path) / MANIFEST
+        audit.check("lineage", manifest, partial(_check_plan, home, snapshot))
+        audit.check("lineage", manifest, partial(_check_inputs, home, snapshot))
+        _check_actions(home, snapshot, audit)
+    there = {folder.name for folder in snapshot_folders(home)}
+    for name, number, value in read_chains(home.refs):
+        if not isinstance(value, CorruptionError):  # those are structure's findings
+            path = home.refs / name / f"{number:08d}.json"
+            _check_named(str(value.get("snapshot_id")), there, path, audit)
+    for path in sorted(home.releases.glob("*.released.json")):
+        with suppress(MergePipeError, OSError):
+            released = unseal(path.read_bytes(), str(path)).get("snapshot_id", "")
+            _check_named(str(released), there, path, audit)
+
+
+def _check_plan(home: Warehouse, snapshot: Snapshot) -> None:
+    """The plan, where it is still there, has the layer keys of the manifest."""
+    try:
+        plan = load_plan(home, snapshot.manifest.plan_id)
+    except (NotFoundError, CorruptionError):
+        return
+    keys = {layer.name: layer.layer_key for layer in plan.layers}
+    for shard in snapshot.manifest.shards:
+        if keys.get(shard.layer) != shard.layer_key:
+            raise CorruptionError(
+                "A snapshot's layer is not the one of its plan",
+                where=f"{snapshot.path}, layer {shard.layer}",
+                expected=f"layer key {str(keys.get(shard.layer))[:16]}",
+                found=shard.layer_key[:16],
+                next_step="`mergepipe replay` tells whether its bits are right",
+            )
+
+
+def _check_inputs(home: Warehouse, snapshot: Snapshot) -> None:
+    """The contents that the manifest tells of are those that the catalog knows now."""
+    catalog = Catalog(home.catalog)
+    try:
+        provenance = provenance_of(snapshot)
+    except MergePipeError:
+        return
+    if provenance.get("engine_version") != ENGINE_VERSION:  # contents were digested otherwise
+        return
+    for source, entry in zip(provenance["sources"], snapshot.manifest.inputs, strict=False):
+        try:
+            known = catalog.content_sha256(source["checkpoint_id"])
+        except NotFoundError:
+            continue
+        if known != entry.content_sha256:
+            raise CorruptionError(
+                "A snapshot tells another content of an input than the catalog",
+                where=f"{snapshot.path}, input {entry.name}",
+                expected=f"content {known[:16]}",
+                found=f"content {entry.content_sha256[:16]}",
+                next_step="`mergepipe verify --all --scope inputs` tells whether the catalog is "
+                "right, `mergepipe replay` whether the snapshot is",
+            )
+
+
+def _check_actions(home: Warehouse, snapshot: Snapshot, audit: Auditor) -> None:
+    actions: dict[str, list[Path]] = {}
+    for path in object_store(home).all_actions():
+        actions.setdefault(layer_key_of(path.stem), []).append(path)
+    pairs = ((s, path) for s in snapshot.manifest.shards for path in actions.get(s.layer_key, ()))
+    for shard, path in pairs:
+        known = action_of(path)
+        if known and known.sha256 != shard.sha256:
+            error = CorruptionError(
+                "An action gives another object than a snapshot has for the same layer key",
+                where=f"{path}, layer {shard.layer} of {snapshot.snapshot_id}",
+                expected=f"object {shard.sha256[:16]}",
+                found=f"object {known.sha256[:16]}",
+            )
+            audit.report("lineage", path, error, is_derivable=True)
+
+
+def _check_named(snapshot_id: str, there: set[str], path: Path, audit: Auditor) -> None:
+    if snapshot_id not in there:
+        error = CorruptionError(
+            "A name stands for a snapshot that is not there",
+            where=str(path),
+            expected=f"snapshot {snapshot_id}",
+            found="no such folder",
+            next_step="restore it, merge its recipe again, or `mergepipe rollback` to another",
+        )
+        audit.report("lineage", path, error)

@@ -1,0 +1,171 @@
+"""The scope *digests* of `verify --all`: every byte of every result is what was written.
+
+Objects hash to their names; snapshots hold what their manifests say; actions name objects that are
+there. A shard that is a link to its object is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.execution.snapshot import object_store
+from mergepipe_pipeline.integrity.auditor import Auditor
+from mergepipe_pipeline.integrity.structure import action_of, readable_snapshots
+from mergepipe_pipeline.progress import Advance, Progress
+from mergepipe_pipeline.snapshots.verify import verify_shard
+from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
+from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Files that are hashed at once: as many as keep a fast disk busy.
+_THREADS = 2
+#: A file to hash, and how.
+_Work = tuple[Path, Callable[[Advance], None], bool]
+
+
+def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
+    """Hash what no earlier, interrupted verification found right."""
+    work = [w for w in (*_objects(home), *_own_shards(home)) if not audit.is_done(w[0])]
+    total = sum(_nbytes(path) for path, _, _ in work)
+    with progress.task("verify", total) as advance, ThreadPoolExecutor(_THREADS) as pool:
+
+        def run(one: _Work) -> None:
+            path, check, is_derivable = one
+
+            def act() -> None:
+                check(advance)
+                audit.done(path, _nbytes(path))
+
+            audit.check("digests", path, act, is_derivable=is_derivable)
+
+        for _ in pool.map(run, work):
+            pass
+    for snapshot in readable_snapshots(home):
+        for side in snapshot.manifest.side_files:
+            path = Path(snapshot.path) / side.file
+            if path.exists():
+                audit.check("digests", path, partial(_check_side, path, side.sha256))
+    for path in object_store(home).all_actions():
+        audit.check("digests", path, partial(_check_action, home, path), is_derivable=True)
+
+
+def _objects(home: Warehouse) -> Iterator[_Work]:
+    """All objects; which tensor is wrong can be told of those that a record describes.
+
+    Taking away the name of a damaged one harms no snapshot, which has a name of its own for it, and
+    keeps later merges from taking it for a layer.
+    """
+    described = dict(_described(home))
+    for path in object_store(home).all_objects():
+        yield path, partial(_check_object, path, described.get(path.name)), True
+
+
+def _described(home: Warehouse) -> Iterator[tuple[str, ShardEntry]]:
+    for path in object_store(home).all_actions():
+        entry = action_of(path)
+        if entry is not None:
+            yield entry.sha256, entry
+    for snapshot in readable_snapshots(home):
+        yield from ((shard.sha256, shard) for shard in snapshot.manifest.shards)
+
+
+def _check_object(path: Path, entry: ShardEntry | None, advance: Advance) -> None:
+    found = file_sha256(path, advance)
+    if found == path.name:
+        return
+    if entry is not None:
+        verify_shard(path, entry)
+    raise CorruptionError(
+        "An object's bytes are not the bytes that were written",
+        where=str(path),
+        expected=f"sha256 {path.name[:16]}",
+        found=f"sha256 {found[:16]}",
+        next_step="merge again: the layer is made anew",
+    )
+
+
+def _own_shards(home: Warehouse) -> Iterator[_Work]:
+    """Shards of snapshots that are not their objects: copies, replaced files, and damaged ones.
+
+    Of a link to a right object nothing more is to be read. It is the snapshot's as long as it has
+    the object's inode.
+    """
+    store = object_store(home)
+    for snapshot in readable_snapshots(home):
+        for shard in snapshot.manifest.shards:
+            path = Path(snapshot.path) / shard.file
+            if path.exists() and not _is_same(path, store.path_of(shard.sha256)):
+                yield path, partial(verify_shard, path, shard), False
+
+
+def _nbytes(path: Path) -> int:
+    """The size of a file; 0 of one that a collection has removed meanwhile."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
+
+
+def report_shards(home: Warehouse, audit: Auditor) -> None:
+    """Name the snapshots whose shards are damaged objects."""
+    damaged = {Path(f.file).name for f in audit.findings if f.scope == "digests"}
+    store = object_store(home)
+    for snapshot in readable_snapshots(home):
+        for shard in snapshot.manifest.shards:
+            if shard.sha256 in damaged and _is_same(
+                Path(snapshot.path) / shard.file, store.path_of(shard.sha256)
+            ):
+                _report(snapshot, shard, audit)
+
+
+def _report(snapshot: Snapshot, shard: ShardEntry, audit: Auditor) -> None:
+    path = Path(snapshot.path) / shard.file
+    error = CorruptionError(
+        "A snapshot's shard is a damaged object",
+        where=f"{path}, layer {shard.layer}",
+        expected=f"sha256 {shard.sha256[:16]}",
+        found="other bytes",
+        next_step="run `mergepipe repair`, then merge its recipe again: it is made anew",
+    )
+    audit.report("digests", path, error)
+
+
+def _check_side(path: Path, sha256: str) -> None:
+    found = sha256_hex(path.read_bytes())
+    if found != sha256:
+        raise CorruptionError(
+            "A file's bytes are not the bytes that were written",
+            where=str(path),
+            expected=f"sha256 {sha256[:16]}",
+            found=f"sha256 {found[:16]}",
+            next_step="merge its recipe again: it is made anew, and layers are reused",
+        )
+
+
+def _check_action(home: Warehouse, path: Path) -> None:
+    """An action names an object that is there, at its length. Damaged actions are structure's."""
+    entry = action_of(path)
+    if entry is None:
+        return
+    target = object_store(home).path_of(entry.sha256)
+    found = f"{target.stat().st_size} bytes" if target.exists() else "no such object"
+    if found != f"{entry.nbytes} bytes":
+        raise CorruptionError(
+            "An action names an object that is not there",
+            where=str(path),
+            expected=f"object {target.name[:16]} of {entry.nbytes} bytes",
+            found=found,
+            next_step="merge again: the layer is made anew",
+        )

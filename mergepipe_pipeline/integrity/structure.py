@@ -1,0 +1,216 @@
+"""The scope *structure* of `verify --all`: every record of a warehouse is what was written.
+
+Seals hold, names say what is inside, chains have no gap. No weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.catalog import formats
+from mergepipe_pipeline.catalog.verify import verify_sealed
+from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
+from mergepipe_pipeline.pipeline.calibrate import storage_profile
+from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.snapshots.objects import layer_key_of
+from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
+from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
+from mergepipe_pipeline.storage.chain import VersionChain
+from mergepipe_pipeline.warehouse import Warehouse
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+#: Folders of sealed files in the catalog.
+_FORMATS = (
+    formats.CHECKPOINTS,
+    formats.DIGESTS,
+    formats.SEGMENTS,
+    formats.BLOCK_STATS,
+    formats.TENSOR_FACTS,
+    formats.SIDE_FILES,
+)
+#: Staging of a merge that runs is younger than this, in seconds.
+_OLD_S = 3600.0
+
+
+def verify_structure(home: Warehouse, audit: Auditor) -> None:
+    """Look at every file but weights."""
+    for folder in (*(home.catalog / version for version in _FORMATS), home.token_rows):
+        for path in _files(folder, "*.*.*"):
+            audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
+    _verify_chains(home.catalog / "names", {"checkpoint_id", "root", "base"}, audit)
+    _verify_chains(home.refs, {"snapshot_id", "reason"}, audit)
+    older = 0
+    for path in _files(home.plans, "*.json"):
+        if _is_older_plan(path):
+            older += 1
+            continue
+        audit.check("structure", path, partial(load_plan, home, path.stem), is_derivable=True)
+    for path in _files(home.actions, "*.json"):
+        if _SHA256.fullmatch(path.stem):  # before actions were named by what they obeyed, too
+            older += 1
+            continue
+        audit.check("structure", path, partial(_read_action, path), is_derivable=True)
+    if older:
+        audit.notes.append(f"{older} plans and actions of an earlier version are not used any more")
+    for path in _files(home.objects, "*"):
+        audit.check("structure", path, partial(_check_object_name, path), is_derivable=True)
+    for path in _files(home.releases, "*.json"):
+        audit.check("structure", path, partial(_unsealed, path))
+    for path in _files(home.stages, "*.json"):  # without its mark a stage is kept as a result
+        audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
+    audit.check("structure", home.profile_path, partial(storage_profile, home))
+    for folder in snapshot_folders(home):
+        load = partial(load_snapshot, home.snapshots, folder.name)
+        snapshot = audit.check("structure", folder, load)
+        if snapshot is not None:
+            audit.check("structure", folder, partial(_check_files, snapshot, audit))
+    _note_leftovers(home, audit)
+
+
+def snapshot_folders(home: Warehouse) -> list[Path]:
+    """The folders of all snapshots, damaged or not."""
+    folders = home.snapshots.iterdir() if home.snapshots.is_dir() else ()
+    return sorted(p for p in folders if not p.name.startswith("."))
+
+
+def readable_snapshots(home: Warehouse) -> Iterator[Snapshot]:
+    """The snapshots whose manifest is right; the others are findings of this scope."""
+    for folder in snapshot_folders(home):
+        with suppress(MergePipeError, OSError):
+            yield load_snapshot(home.snapshots, folder.name)
+
+
+def action_of(path: Path) -> ShardEntry | None:
+    """What an action file tells, as a shard without a name; None for a damaged one."""
+    try:
+        return _read_action(path)
+    except (MergePipeError, *UNREADABLE):
+        return None
+
+
+def _read_action(path: Path) -> ShardEntry:
+    value = _unsealed(path)
+    if value["action_key"] != path.stem or not _SHA256.fullmatch(value["object"]):
+        raise _misnamed(path, f"action_key {path.stem}", str(value["action_key"]))
+    tensors = tuple((str(tensor), str(digest)) for tensor, digest in value["tensors"])
+    return ShardEntry(
+        "", "", layer_key_of(path.stem), value["object"], int(value["nbytes"]), tensors
+    )
+
+
+def _is_older_plan(path: Path) -> bool:
+    """Whether a plan is the bare JSON of a version that did not seal it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"}":
+                return False
+        json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Files by the names that their writers give, at any depth."""
+    return sorted(p for p in folder.rglob(pattern) if not p.name.startswith(".") and _is_file(p))
+
+
+def _is_file(path: Path) -> bool:
+    return not path.is_dir() or path.is_symlink()
+
+
+def _verify_chains(folder: Path, keys: Collection[str], audit: Auditor) -> None:
+    for chain in sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else ():
+        versions = audit.check("structure", chain, VersionChain(chain).versions) or []
+        aside = audit.check("structure", chain, VersionChain(chain).aside) or []
+        for number in versions:
+            path = chain / f"{number:08d}.json"
+            audit.check("structure", path, partial(_check_version, chain, number, keys))
+        if aside:
+            told = ", ".join(map(str, aside))
+            audit.notes.append(f"set aside by repair: version {told} of {chain}")
+        known = {*versions, *aside}
+        missing = sorted(set(range(1, max(known, default=0) + 1)) - known)
+        if missing:
+            error = CorruptionError(
+                "A version of a name is missing",
+                where=str(chain),
+                expected=f"versions 1 to {max(versions)}",
+                found=f"none with number {missing[0]}",
+                next_step="restore the file from a backup; newer versions are not affected",
+            )
+            audit.report("structure", chain, error)
+
+
+def _check_version(chain: Path, number: int, keys: Collection[str]) -> None:
+    value = VersionChain(chain).get(number)
+    if not set(keys) <= value.keys():
+        raise _misnamed(chain, f"keys {', '.join(sorted(keys))}", ", ".join(sorted(value)))
+
+
+def _unsealed(path: Path) -> dict[str, Any]:
+    return unseal(path.read_bytes(), str(path))
+
+
+def _check_object_name(path: Path) -> None:
+    if not _SHA256.fullmatch(path.name) or path.parent.name != path.name[:2]:
+        raise _misnamed(path, "the SHA-256 of its bytes as the name", path.name)
+
+
+def _check_files(snapshot: Snapshot, audit: Auditor) -> None:
+    """Provenance is sealed, and the folder holds what the manifest names and nothing else."""
+    folder, manifest = Path(snapshot.path), snapshot.manifest
+    audit.check("structure", folder / PROVENANCE, partial(provenance_of, snapshot))
+    known = {s.file for s in manifest.shards} | {f.file for f in manifest.side_files}
+    there = {p.name for p in folder.iterdir()} - {MANIFEST, PROVENANCE}
+    for name in sorted(known ^ there):
+        is_missing = name in known
+        error = CorruptionError(
+            "A file of a snapshot is missing"
+            if is_missing
+            else "A file does not belong to the snapshot",
+            where=str(folder / name),
+            expected=name if is_missing else "only what the manifest names",
+            found="no such file" if is_missing else name,
+            next_step="merge its recipe again: it is made anew, and layers are reused"
+            if is_missing
+            else "remove the file",
+        )
+        audit.report("structure", folder / name, error)
+
+
+def _note_leftovers(home: Warehouse, audit: Auditor) -> None:
+    old = [p for p in (*home.staging.glob("*"), *home.unnamed()) if _age_s(p) > _OLD_S]
+    if old:
+        audit.notes.append(f"{len(old)} leftovers of killed runs: `mergepipe gc` removes them")
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a file was written; 0 for one that is gone meanwhile."""
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _misnamed(path: Path, expected: str, found: str) -> CorruptionError:
+    return CorruptionError(
+        "A file is not what its name says",
+        where=str(path),
+        expected=expected,
+        found=found,
+        next_step="remove it, or restore it from a backup",
+    )

@@ -1,0 +1,166 @@
+"""The audits of what was merged: is there a weight that no model should have?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.execution.snapshot import object_store
+from mergepipe_pipeline.report.shares import shares
+from mergepipe_pipeline.snapshots.verify import verify_snapshot
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.finite import non_finite as non_finite_of_file
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Tensors that a warning names.
+_MOST_NAMED = 5
+_MEND = "mend the expert that holds them there, or the recipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What was found of a snapshot whose every byte has its digest.
+
+    `non_finite` counts NaN and infinite elements by tensor.
+    """
+
+    snapshot_id: str
+    files: int
+    nbytes: int
+    non_finite: Mapping[str, int]
+
+    @property
+    def told(self) -> str:
+        """Which tensors hold what no model should, the first of them by name; "" for none."""
+        return _named(self.non_finite)
+
+
+def audit_snapshot(
+    home: Warehouse, recipe: str, snapshot: Snapshot, *, anew: bool = False
+) -> Audit:
+    """Check every byte and every weight of a recipe's snapshot; what was found is remembered.
+
+    Of the snapshot audited last, only files that somebody touched since are read again, unless
+    `anew`. Raises CorruptionError with the file and tensor that is wrong.
+    """
+    folder = home.snapshots / snapshot.snapshot_id
+    known = None if anew else _audited(home, recipe)
+    if known is not None and known.snapshot_id == snapshot.snapshot_id:
+        verify_snapshot(folder, only_touched=True)
+        return known
+    done = verify_snapshot(folder)
+    found = Audit(snapshot.snapshot_id, done.files, done.nbytes, non_finite(snapshot))
+    write_atomic(home.audit_path(recipe), seal(asdict(found)))
+    return found
+
+
+def _audited(home: Warehouse, recipe: str) -> Audit | None:
+    path = home.audit_path(recipe)
+    try:
+        return Audit(**unseal(path.read_bytes(), str(path)))
+    except (FileNotFoundError, CorruptionError):  # then the snapshot is audited again
+        return None
+
+
+def refuse_unfit(audit: Audit, plan: MergePlan) -> None:
+    """Raise MergePipeError for a snapshot that no reader should get, with the reason."""
+    e = plan.estimates
+    if audit.non_finite:
+        raise MergePipeError(
+            "A merged model holds NaN or infinity and is not released",
+            where=f"snapshot {audit.snapshot_id[:16]}",
+            expected="finite weights",
+            found=audit.told,
+            next_step=_MEND,
+        )
+    if is_over_budget(plan):
+        raise MergePipeError(
+            "A merge that reads more than its budget is not released",
+            where=f"plan {plan.plan_id[:16]}",
+            expected=f"at most {e.budget_bytes} bytes of experts",
+            found=f"{e.expert_bytes_planned} bytes",
+            next_step="plan the recipe again",
+        )
+
+
+def is_over_budget(plan: MergePlan) -> bool:
+    """Whether the plan buys more expert bytes than its budget allows."""
+    e = plan.estimates
+    return e.budget_bytes is not None and e.expert_bytes_planned > e.budget_bytes
+
+
+def budget_told(plan: MergePlan) -> str:
+    """How the expert bytes that a plan buys compare with its budget; where most of them are."""
+    e = plan.estimates
+    if not is_over_budget(plan) or e.budget_bytes is None:
+        return f"{e.expert_bytes_planned} bytes of experts are read: the budget allows them."
+    most = max(shares(plan, "tensor"), key=lambda share: share.nbytes_read)
+    return (
+        f"{e.expert_bytes_planned} bytes of experts would be read, "
+        f"{e.expert_bytes_planned - e.budget_bytes} more than the budget of {e.budget_bytes}; "
+        f"most, {most.nbytes_read}, from expert {most.expert}, tensor {most.place}. "
+        f"Plan {plan.plan_id}. Next: materialize the plan again"
+    )
+
+
+def finite_told(found: Audit, snapshot: Snapshot) -> str:
+    """Which tensors of a snapshot hold NaN or infinity, and in which files; else that none does."""
+    if not found.non_finite:
+        return "Every weight is finite."
+    entries = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12]).by_name
+    files = sorted({entries[name].file for name in found.non_finite})
+    more = f" and {len(files) - _MOST_NAMED} files more" if len(files) > _MOST_NAMED else ""
+    return (
+        f"NaN or infinity: {found.told}; file {', '.join(files[:_MOST_NAMED])}{more} of "
+        f"{snapshot.path}. Next: {_MEND}"
+    )
+
+
+def non_finite(snapshot: Snapshot) -> dict[str, int]:
+    """Tensor name to the number of NaN and infinite elements, for tensors that have any.
+
+    Opens the snapshot as any other checkpoint, so headers and index are audited on the way.
+    """
+    checkpoint = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12])
+    found: dict[str, int] = {}
+    for file in checkpoint.files:
+        found |= non_finite_of_file(Path(checkpoint.root) / file.path)
+    return found
+
+
+def merged_non_finite(home: Warehouse, plan: MergePlan) -> dict[str, int]:
+    """As `non_finite`, from what was noted when the plan's layers were merged; reads no weight.
+
+    Elements that F8_E4M3 cut off at its end are among them.
+    """
+    store = object_store(home)
+    known = [store.lookup(layer.action_key) for layer in plan.layers]
+    return {name: n for stored in known if stored for name, n in stored.non_finite}
+
+
+def non_finite_warning(found: dict[str, int], plan: MergePlan) -> tuple[str, ...]:
+    """What to tell a user of such tensors: which, how many elements, and why that may be."""
+    if not found:
+        return ()
+    tasks = (task for layer in plan.layers for task in layer.tasks)
+    dtypes = sorted({task.out_dtype for task in tasks if task.name in found})
+    ends = " or ".join(f"{TORCH_NAME[d]}, which ends at ±{LARGEST[d]:g}" for d in dtypes)
+    what = "NaN, infinity or values cut off" if "F8_E4M3" in dtypes else "NaN or infinity"
+    return (
+        f"the result holds {what}: {_named(found)}; either a model holds such "
+        f"values there, or they are too large for {ends} (see out_dtype)",
+    )
+
+
+def _named(found: Mapping[str, int]) -> str:
+    """How many elements of which tensors, the first of them by name."""
+    named = [f"{n} in {name}" for name, n in list(found.items())[:_MOST_NAMED]]
+    more = f" and {len(found) - _MOST_NAMED} tensors more" if len(found) > _MOST_NAMED else ""
+    return ", ".join(named) + more

@@ -1,0 +1,290 @@
+"""The verb `explain` in depth: one tensor, one expert, one snapshot.
+
+What a plan reads in all is in `inspect`. Told from plans and the catalog; no weight is read that
+the catalog knows already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.execution.lookup import plan_of, snapshot_of
+from mergepipe_pipeline.execution.plan_store import checked_plan, load_plan, stored_plans
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.question import Asked, ask_again
+from mergepipe_pipeline.planner.choosing import bought
+from mergepipe_pipeline.planner.explain import Account, Block, account
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.report.comparison import Comparison, full_plan_id, known_comparison
+from mergepipe_pipeline.report.query import first_versions, provenance, told_snapshots
+from mergepipe_pipeline.report.shares import shares
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
+from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.spec.plan import MergePlan, TensorTask
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class TensorStory:
+    """One output tensor of a plan: what makes it, and why each block of it is read or left.
+
+    `experts` are the models' names by the positions that `blocks` give. `is_current`: the recipe
+    planned today would buy the same; else `account` is of today's list, not of the plan's.
+    """
+
+    plan: MergePlan
+    layer: str
+    task: TensorTask
+    experts: tuple[str, ...]
+    account: Account
+    blocks: tuple[Block, ...]
+    is_current: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Appearance:
+    """A plan or snapshot that an expert is part of; version None: that content has no version."""
+
+    kind: Literal["plan", "snapshot"]
+    id: str
+    recipe: str
+    method: str
+    version: int | None
+    nbytes_total: int
+    nbytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One expert in one layer of a plan: bytes, and Σ‖c·δ‖² of it and of what was bought.
+
+    Of sparsifying methods the part that they keep. `others_energy` is what was bought of the other
+    experts. None where there is no base to differ from.
+    """
+
+    expert: str
+    layer: str
+    nbytes_total: int
+    nbytes_bought: int
+    energy: float | None
+    energy_bought: float | None
+    others_energy: float | None
+
+    @property
+    def share_of_bytes(self) -> float:
+        """Bytes bought of this expert's."""
+        return self.nbytes_bought / max(1, self.nbytes_total)
+
+    @property
+    def share_of_energy(self) -> float | None:
+        """Energy bought of this expert's; 1 where it changes nothing."""
+        if self.energy is None or self.energy_bought is None:
+            return None
+        return self.energy_bought / self.energy if self.energy > 0 else 1.0
+
+    @property
+    def part(self) -> float | None:
+        """Its part of all that was bought for the layer, by energy; 0 where nothing was."""
+        if self.energy_bought is None or self.others_energy is None:
+            return None
+        together = self.energy_bought + self.others_energy
+        return self.energy_bought / together if together > 0 else 0.0
+
+    @property
+    def change(self) -> float | None:
+        """Estimated ‖c·δ‖₂ that it contributes."""
+        return None if self.energy_bought is None else math.sqrt(self.energy_bought)
+
+
+@dataclass(frozen=True)
+class ExpertStory:
+    """Where an expert is used, and what it contributed to one of these plans."""
+
+    name: str
+    appearances: tuple[Appearance, ...]
+    plan: MergePlan
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotStory:
+    """What a snapshot was expected to cost and lose, and what it did; `comparison` if known.
+
+    `is_full`: it is the full merge itself. None where its plan is gone.
+    """
+
+    snapshot: Snapshot
+    provenance: dict[str, Any]
+    is_full: bool | None
+    comparison: Comparison | None
+
+
+def explain_tensor(
+    home: Warehouse, what: str, tensor: str, progress: Progress | None = None
+) -> TensorStory:
+    """Why a plan, snapshot, ref or recipe file reads what it reads of one output tensor.
+
+    Raises NotFoundError for an unknown one, with the nearest names.
+    """
+    plan = _plan(home, what, progress)
+    tasks = {task.name: (layer.name, task) for layer in plan.layers for task in layer.tasks}
+    if tensor not in tasks:
+        near = get_close_matches(tensor, tasks, n=3, cutoff=0.3)
+        raise NotFoundError(
+            "No output tensor of this name",
+            where=f"plan {plan.plan_id[:16]}",
+            found=repr(tensor),
+            expected=", ".join(near or list(tasks)[:3]),
+            next_step="see `mergepipe explain PLAN --by tensor`",
+        )
+    asked = ask_again(home, plan, progress)
+    told = account(asked.question, asked.recipe.budget, asked.purchase.ranking, asked.choice)
+    layer, task = tasks[tensor]
+    names = list(asked.question.tensors)
+    blocks = tuple(told.blocks(names.index(tensor))) if tensor in names else ()
+    return TensorStory(plan, layer, task, asked.experts, told, blocks, _is_current(plan, asked))
+
+
+def _is_current(plan: MergePlan, asked: Asked) -> bool:
+    """Whether planning again gives the same; taken to be so for a search for an error."""
+    e = plan.estimates
+    if e.budget_bytes is None and e.error_bound != 0:
+        return True
+    again = bought(asked.question, asked.recipe.budget, asked.recipe.strategy)
+    return np.array_equal(again.choice, asked.choice)
+
+
+def _plan(home: Warehouse, what: str, progress: Progress | None) -> MergePlan:
+    """The plan of a recipe file, or the one that `plan_of` finds."""
+    path = Path(what).expanduser()
+    if path.is_file():
+        folder = path.resolve().parent
+        return make_plan(home, load_recipe(path), relative_to=folder, progress=progress)
+    return plan_of(home, what)
+
+
+def explain_expert(
+    home: Warehouse, name: str, where: str | None = None, progress: Progress | None = None
+) -> ExpertStory:
+    """Every plan and snapshot with an expert, and what it contributes to `where`.
+
+    Default: the newest snapshot with it, else a plan. Raises NotFoundError if it is in none.
+    """
+    found = tuple(_appearances(home, name))
+    if not found:
+        Catalog(home.catalog).get(name)
+        raise NotFoundError(
+            "No plan or snapshot has this expert",
+            where=str(home.root),
+            found=repr(name),
+            next_step="make a plan with `mergepipe plan RECIPE`",
+        )
+    plan = plan_of(home, where or found[0].id)
+    mine = tuple(
+        c for c in contributions(ask_again(home, plan, progress)) if name in c.expert.split("+")
+    )
+    if not mine:
+        raise NotFoundError(
+            "This plan does not have the expert",
+            where=f"plan {plan.plan_id[:16]}",
+            found=repr(name),
+            expected=", ".join(dict.fromkeys(s.expert for s in shares(plan, "expert"))),
+            next_step=f"see where it is: `mergepipe explain expert {name}`",
+        )
+    return ExpertStory(name, found, plan, mine)
+
+
+def _appearances(home: Warehouse, name: str) -> Iterator[Appearance]:
+    """Snapshots from the newest on, then plans by id."""
+    versions = first_versions(Catalog(home.catalog))
+    told = [(told, snapshot) for snapshot, told in told_snapshots(home)]
+    told.sort(key=lambda pair: pair[0]["created"], reverse=True)
+    plans = dict(stored_plans(home, checked_plan))
+    for _, snapshot in told:
+        plan = plans.get(snapshot.manifest.plan_id)
+        if plan is not None:
+            yield from _appearance(plan, "snapshot", snapshot.snapshot_id, name, versions)
+    for plan_id, plan in plans.items():
+        yield from _appearance(plan, "plan", plan_id, name, versions)
+
+
+def _appearance(
+    plan: MergePlan,
+    kind: Literal["plan", "snapshot"],
+    own_id: str,
+    name: str,
+    versions: dict[tuple[str, str], int],
+) -> Iterator[Appearance]:
+    ids = [
+        source.checkpoint_id
+        for source, role in zip(plan.sources, plan.roles, strict=True)
+        if source.name == name and role == "expert"
+    ]
+    if ids:
+        mine = [s for s in shares(plan, "expert") if name in s.expert.split("+")]
+        yield Appearance(
+            kind,
+            own_id,
+            plan.recipe_name,
+            plan.method,
+            versions.get((name, ids[0])),
+            sum(s.nbytes_total for s in mine),
+            sum(s.nbytes_read for s in mine),
+        )
+
+
+def contributions(asked: Asked) -> list[Contribution]:
+    """What each expert contributes to each layer of a choice, layer by layer."""
+    c, choice = asked.question.candidates, asked.choice
+    layers = asked.layers
+    names = list(dict.fromkeys(layers))
+    of_layer = np.array([names.index(layer) for layer in layers], np.int64)
+    tensor = np.array([row.tensor for row in c.rows], np.int64)[c.row]
+    width = len(asked.experts)
+    cell = of_layer[tensor] * width + c.expert
+    known = bool(np.isfinite(c.energy).all())
+
+    def total(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        sums = np.bincount(cell, values, len(names) * width)
+        return sums.astype(np.float64).reshape(len(names), width)
+
+    nbytes, bought = total(c.nbytes), total(np.where(choice, c.nbytes, 0))
+    energy, kept = total(c.energy), total(np.where(choice | c.zero, c.energy, 0.0))
+    return [
+        Contribution(
+            asked.experts[y],
+            names[x],
+            int(nbytes[x, y]),
+            int(bought[x, y]),
+            float(energy[x, y]) if known else None,
+            float(kept[x, y]) if known else None,
+            float(kept[x].sum() - kept[x, y]) if known else None,
+        )
+        for x, y in np.argwhere(nbytes).tolist()
+    ]
+
+
+def explain_snapshot(home: Warehouse, what: str) -> SnapshotStory:
+    """What a snapshot was expected to cost and lose, and what it did.
+
+    Raises NotFoundError, CorruptionError.
+    """
+    snapshot = load_snapshot(home.snapshots, snapshot_of(home, what))
+    told = provenance(snapshot.path)
+    try:
+        plan = load_plan(home, snapshot.manifest.plan_id)
+    except NotFoundError:
+        return SnapshotStory(snapshot, told, None, None)
+    is_full = full_plan_id(plan) == plan.plan_id
+    return SnapshotStory(snapshot, told, is_full, known_comparison(home, plan))

@@ -1,0 +1,144 @@
+"""The verb `sql`: the catalog's views together with plans, snapshots and refs.
+
+Brings the rows that are in no Parquet file; how queries are answered is in `catalog.queries`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.queries import Limits, Rows
+from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.execution.plan_store import stored_plans
+from mergepipe_pipeline.snapshots.load import list_snapshots
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.snapshots.stage import PROVENANCE
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.warehouse import Warehouse
+
+_LOG = logging.getLogger("mergepipe")
+_Row = tuple[Any, ...]
+
+
+def query(home: Warehouse, sql: str, limits: Limits | None = None) -> tuple[list[str], list[_Row]]:
+    """Column names and rows of a query. Raises MergePipeError for a query that cannot be answered.
+
+    Plans and snapshots are read only if the query names their views.
+    """
+    return Catalog(home.catalog).sql(sql, rows_of(home), limits)
+
+
+def rows_of(home: Warehouse) -> Rows:
+    """How to get the rows of the views that are not the catalog's own."""
+    return {
+        "plans": partial(_plans, home),
+        "snapshots": partial(_snapshots, home),
+        "snapshot_inputs": partial(_snapshot_inputs, home),
+        "refs": partial(_refs, home),
+    }
+
+
+def _plans(home: Warehouse) -> Iterator[_Row]:
+    for _, row in stored_plans(home, _plan_row):
+        yield row
+
+
+def _plan_row(plan_id: str, plan: Any) -> _Row:
+    e = plan["estimates"]
+    return (
+        plan_id,
+        plan["recipe_name"],
+        plan["method"],
+        e["strategy"],
+        plan["ref"],
+        e["budget_bytes"],
+        e["expert_bytes_total"],
+        e["expert_bytes_planned"],
+        e["blocks_total"],
+        e["blocks_bought"],
+        e["blocks_zero"],
+        e.get("reads"),
+        e.get("predicted_error"),
+        e["error_bound"],
+        e["update_norm"],
+    )
+
+
+def _snapshots(home: Warehouse) -> Iterator[_Row]:
+    for snapshot, told in told_snapshots(home):
+        e, realised = told["estimates"], told["realised"] or {}
+        yield (
+            snapshot.snapshot_id,
+            told["created"],
+            told["recipe_name"],
+            told["ref"],
+            snapshot.manifest.method,
+            snapshot.manifest.plan_id,
+            e["strategy"],
+            sum(shard.nbytes for shard in snapshot.manifest.shards),
+            e["budget_bytes"],
+            e["expert_bytes_total"],
+            e["expert_bytes_planned"],
+            realised.get("expert_bytes_read"),
+            e["error_bound"],
+            realised.get("layers_s"),
+        )
+
+
+def _snapshot_inputs(home: Warehouse) -> Iterator[_Row]:
+    versions = first_versions(Catalog(home.catalog))
+    for snapshot, told in told_snapshots(home):
+        sources = told["sources"]
+        for entry, source in zip(snapshot.manifest.inputs, sources, strict=True):
+            checkpoint_id = source["checkpoint_id"]
+            yield (
+                snapshot.snapshot_id,
+                entry.role,
+                entry.name,
+                versions.get((entry.name, checkpoint_id)),
+                checkpoint_id,
+                entry.content_sha256,
+                source["root"],
+            )
+
+
+def _refs(home: Warehouse) -> Iterator[_Row]:
+    refs = RefStore(home.refs)
+    for name in refs.names():
+        try:
+            history = refs.history(name)
+        except MergePipeError:  # `ls` says so
+            continue
+        for ref in history:
+            yield (name, ref.number, ref == history[-1], ref.snapshot_id, ref.reason)
+
+
+def first_versions(catalog: Catalog) -> dict[tuple[str, str], int]:
+    """(Name, checkpoint id) to the first version of the name that has it."""
+    found: dict[tuple[str, str], int] = {}
+    for name, version, checkpoint_id, *_ in catalog.registrations():
+        found.setdefault((name, checkpoint_id), version)
+    return found
+
+
+def told_snapshots(home: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
+    """All snapshots with their provenance, by id; damaged ones are said and left out."""
+    for snapshot in list_snapshots(home.snapshots):
+        try:
+            told = provenance(snapshot.path)
+        except (CorruptionError, OSError) as error:
+            _LOG.warning("A snapshot is left out: %s", error)
+            continue
+        yield snapshot, told
+
+
+def provenance(folder: str) -> dict[str, Any]:
+    """What no id of a snapshot covers, as `commit` wrote it. Raises CorruptionError."""
+    path = Path(folder) / PROVENANCE
+    return unseal(path.read_bytes(), str(path))

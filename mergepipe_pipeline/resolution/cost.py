@@ -1,0 +1,121 @@
+"""What a merge will read and write, told from headers and from what the catalog knows.
+
+An estimate before planning: what is bought under a budget is the planner's business, and what was
+really read that of `cost`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.dtypes import FLOATING, itemsize
+from mergepipe_pipeline.errors import BudgetError
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.layers import layer_count, layer_name
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a merge will read and write, in bytes, before the catalog's help.
+
+    `analysis_bytes` is read once to learn what is not known yet, statistics of `analysis_elems`
+    elements of experts among it; `budget_bytes` None is no limit. Expert bytes read
+    will be at most min(budget, total).
+    """
+
+    expert_bytes_total: int
+    budget_bytes: int | None
+    base_bytes: int
+    output_bytes: int
+    analysis_bytes: int
+    analysis_elems: int
+    free_bytes: int
+    layers: int
+    tensors: int
+
+
+def estimate(
+    home: Warehouse,
+    recipe: Recipe,
+    models: Sequence[Model],
+    outputs: Sequence[tuple[TensorView, str]],
+    grid: BlockGrid,
+) -> Cost:
+    """The cost of a recipe; `outputs` are what each tensor is like, and the dtype it gets.
+
+    Raises BudgetError for a budget that leaves out what no base can stand in for.
+    """
+    total = baseless = output = base = 0
+    names = [t.name for t in recipe.tensors]
+    pairs: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    reads_base = OPERATORS[recipe.method].schema.base != "none"
+    for t, (like, dtype) in zip(recipe.tensors, outputs, strict=True):
+        floating = like.dtype in FLOATING
+        output += like.numel * itemsize(dtype)
+        base += like.nbytes if (t.base and reads_base) or not t.inputs or not floating else 0
+        for i in t.inputs if floating else ():
+            nbytes = models[i.model].views[i.tensor].nbytes
+            total += nbytes
+            if t.base is None:
+                baseless += nbytes
+            else:
+                pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
+    budget, n_layers = recipe.budget.resolve(total), layer_count(names)
+    _refuse_too_little(budget, baseless)
+    unknown_nbytes, unknown_elems = _unknown(home, models, pairs, grid)
+    return Cost(
+        expert_bytes_total=total,
+        budget_bytes=budget,
+        base_bytes=base,
+        output_bytes=output,
+        analysis_bytes=unknown_nbytes,
+        analysis_elems=unknown_elems,
+        free_bytes=shutil.disk_usage(home.root).free,
+        layers=len({layer_name(n, n_layers) for n in names}),
+        tensors=len(names),
+    )
+
+
+def _refuse_too_little(budget: int | None, baseless: int) -> None:
+    """Raise BudgetError if some of the `baseless` bytes would be left out."""
+    if budget is not None and budget < baseless:
+        raise BudgetError(
+            "A partial budget needs a base model that stands in for what is not read",
+            where="budget",
+            expected=f"a base_model, or at least {baseless} bytes",
+            found=f"{budget} bytes and no base_model",
+            next_step="add base_model to the recipe, or drop the budget",
+        )
+
+
+def _unknown(
+    home: Warehouse,
+    models: Sequence[Model],
+    pairs: Mapping[tuple[int, int], Sequence[tuple[str, str]]],
+    grid: BlockGrid,
+) -> tuple[int, int]:
+    """Bytes to read for what is not known yet, and elements of experts to take statistics of."""
+    catalog = Catalog(home.catalog)
+    nbytes = elems = 0
+    below: dict[tuple[int, str], int] = {}  # read once for all experts
+    paired = {expert for expert, _ in pairs}
+    for (expert, base), wanted in pairs.items():
+        ids = models[base].model_id, models[expert].model_id, grid.block_elems
+        for mine, theirs in catalog.missing_pairs(*ids, wanted):
+            view = models[expert].views[mine]
+            nbytes, elems = nbytes + view.nbytes, elems + view.numel
+            if view.stands_alone:
+                below[base, theirs] = models[base].views[theirs].nbytes
+    for number, model in enumerate(models):
+        if number not in paired and not any(base == number for _, base in pairs):
+            unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]
+            nbytes += sum(c.nbytes for c in unknown)
+    return nbytes + sum(below.values()), elems

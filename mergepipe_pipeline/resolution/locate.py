@@ -1,0 +1,140 @@
+"""The verb `register`: make a checkpoint known by name, from its headers alone.
+
+Also the one place that decides what a model text in a recipe means: a registered name, or a path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.hub_cache import cached_model
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def resolve(home: Warehouse, text: str, relative_to: Path | None = None) -> Registration:
+    """The registration that a model text means, brought up to date with the files; see `look`."""
+    return Catalog(home.catalog).register(look(home, text, relative_to), None)
+
+
+def look(
+    home: Warehouse,
+    text: str,
+    relative_to: Path | None = None,
+    taken: Mapping[str, str] | None = None,
+    revision: str | None = None,
+) -> Checkpoint:
+    """The checkpoint that a model text means, as its files are now; writes nothing.
+
+    A registered name wins over a path. A path may be absolute, relative to the working directory or
+    to `relative_to` (the recipe's folder); a hub name (`org/model`) is looked up in the local
+    Hugging Face cache. `revision` picks a version of a registered name, or a commit of a cached
+    model. `taken` maps names given but not registered yet to their roots. Raises CheckpointError
+    when nothing fits, CheckpointChangedError for a revision whose files were replaced.
+    """
+    catalog = Catalog(home.catalog)
+    if text in catalog:
+        if revision is None:
+            return open_checkpoint(catalog.root(text), text)
+        return _as_registered(_revision(catalog, text, revision), revision)
+    for folder in (Path.cwd(), relative_to):
+        if folder is not None and os.path.exists(folder / expanded(text)):
+            root = (folder / expanded(text)).resolve()
+            found = open_checkpoint(str(root), free_name(catalog, root, taken or {}))
+            _refuse_revision(found, revision)
+            return found
+    cached = cached_model(text, revision)
+    if cached is not None:
+        return open_checkpoint(str(cached), free_name(catalog, cached, taken or {}, text))
+    near = get_close_matches(text, catalog.names(), n=1)
+    raise CheckpointError(
+        "A model is neither a registered name nor a path that exists",
+        where=text,
+        expected="a folder with safetensors, a model in the Hugging Face cache, or one of the "
+        "names of `mergepipe ls`",
+        found=f"no such name, and nothing at {text!r}",
+        next_step=f"correct it, if the registered {near[0]!r} is meant"
+        if near
+        else "check the spelling, or download the model and give its folder",
+    )
+
+
+def exists(home: Warehouse, text: str, relative_to: Path | None = None) -> bool:
+    """Whether a text as it stands is a registered name or a path."""
+    folders = [f for f in (Path.cwd(), relative_to) if f is not None]
+    here = any(os.path.exists(folder / expanded(text)) for folder in folders)
+    return here or text in Catalog(home.catalog)
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with `~` replaced; as it is where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def _as_registered(known: Checkpoint, revision: str) -> Checkpoint:
+    """The checkpoint, if its files are still those of that revision."""
+    found = open_checkpoint(known.root, known.name)
+    if found.checkpoint_id != known.checkpoint_id:
+        raise CheckpointChangedError(
+            "The files of a revision have been replaced",
+            where=f"{known.name}@{revision}, {known.root}",
+            expected=f"checkpoint {known.checkpoint_id[:8]}",
+            found=f"checkpoint {found.checkpoint_id[:8]}",
+            next_step="put the old files back, or leave the revision out for what is there now",
+        )
+    return found
+
+
+def _revision(catalog: Catalog, name: str, revision: str) -> Checkpoint:
+    history = catalog.history(name)
+    for registration in history:
+        c = registration.checkpoint
+        if revision == str(registration.version) or (
+            len(revision) >= 7 and c.checkpoint_id.startswith(revision)
+        ):
+            return c
+    raise CheckpointError(
+        "A registered checkpoint has no such revision",
+        where=f"{name}@{revision}",
+        expected="a version number or the start of a checkpoint id: "
+        + ", ".join(f"{r.version} ({r.checkpoint.checkpoint_id[:8]})" for r in history[-5:]),
+        found=revision,
+        next_step="correct the revision, or leave it out for the newest",
+    )
+
+
+def _refuse_revision(checkpoint: Checkpoint, revision: str | None) -> None:
+    if revision is not None and not Path(checkpoint.root).name.startswith(revision):
+        raise CheckpointError(
+            "A folder has no revisions",
+            where=f"{checkpoint.root}@{revision}",
+            expected="a registered name or a model in the Hugging Face cache",
+            found="a plain folder, which holds one state only",
+            next_step="leave the revision out, or give the folder of that revision",
+        )
+
+
+def free_name(
+    catalog: Catalog, root: Path, taken: Mapping[str, str], text: str | None = None
+) -> str:
+    """The folder's name (or `text`), or with a digest of the path if another checkpoint has it."""
+    stem = text or (root.stem if os.path.isfile(root) else root.name)
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
+    plain = plain.lstrip(".-_") or "checkpoint"
+    owner = taken.get(plain)
+    if owner is None and plain in catalog:
+        owner = catalog.root(plain)
+    if owner not in (None, str(root)):
+        return f"{plain}-{sha256_hex(str(root).encode())[:6]}"
+    return plain

@@ -1,0 +1,273 @@
+"""From model references to models: checkpoints opened, adapters laid on what they adapt.
+
+The one place that decides what an adapter or a delta is relative to: the recipe's base, unless the
+reference names another model (`model+adapter`). Headers only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.errors import (
+    CheckpointError,
+    IncompatibleCheckpointsError,
+    MergePipeError,
+)
+from mergepipe_pipeline.resolution.locate import exists, look
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.view import TensorView, moved, view_of
+from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Models that nobody is to look for, by the text (`model@revision` with one) that names them:
+#: results of earlier stages, which are not there yet, and inputs of a merge that is replayed.
+Pending = Mapping[str, Checkpoint]
+#: Architectures with a head that may be the embedding (config.json, `architectures`).
+_PREDICTS = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
+
+
+def open_models(
+    home: Warehouse,
+    references: Sequence[ModelRef],
+    base: int | None,
+    relative_to: Path | None,
+    pending: Pending,
+    problems: list[MergePipeError],
+) -> list[Model]:
+    """A model per reference, the base's number being `base`; empty if there are problems.
+
+    Adds one problem per reference that cannot be opened.
+    """
+    opener = _Opener(home, relative_to, pending)
+    opened: list[tuple[Checkpoint, ...] | None] = []
+    for ref in references:
+        try:
+            opened.append(opener.open(ref))
+        except MergePipeError as error:
+            problems.append(error)
+            opened.append(None)
+    if problems:
+        return []
+    found = [c for c in opened if c is not None]
+    models: list[Model] = []
+    try:
+        below = None if base is None else _base_model(references[base].text, found[base])
+    except MergePipeError as error:
+        problems.append(error)
+        return []
+    for number, checkpoints in enumerate(found):
+        try:
+            models.append(below if below and number == base else _model(checkpoints, below))
+        except MergePipeError as error:
+            problems.append(error)
+    return [] if problems else models
+
+
+class _Opener:
+    def __init__(self, home: Warehouse, relative_to: Path | None, pending: Pending) -> None:
+        self._home, self._relative_to, self._pending = home, relative_to, pending
+        self._taken: dict[str, str] = {}
+
+    def open(self, ref: ModelRef) -> tuple[Checkpoint, ...]:
+        """The checkpoint of a reference, and the adapter's if it names one."""
+        if ref.text in self._pending or exists(self._home, ref.text, self._relative_to):
+            return (self._look(ref.text, None),)
+        model = self._look(ref.model, ref.revision)
+        if ref.lora is None:
+            return (model,)
+        adapter = self._look(ref.lora, ref.lora_revision)
+        if adapter.kind != "adapter":
+            raise CheckpointError(
+                "What stands behind the `+` is no adapter",
+                where=ref.text,
+                expected="a PEFT folder with adapter_config.json",
+                found=f"a {adapter.kind} checkpoint at {adapter.root}",
+                next_step="list the checkpoint as a model of its own",
+            )
+        return (model, adapter)
+
+    def _look(self, text: str, revision: str | None) -> Checkpoint:
+        given = self._pending.get(text if revision is None else f"{text}@{revision}")
+        if given is not None:
+            return given
+        if text in self._pending:
+            raise _no_revision(text, revision)
+        found = look(self._home, text, self._relative_to, self._taken, revision)
+        self._taken[found.name] = found.root
+        return found
+
+
+def _no_revision(stage: str, revision: str | None) -> CheckpointError:
+    return CheckpointError(
+        "The result of a stage has no revisions",
+        where=f"{stage}@{revision}",
+        expected="the stage's name alone, or another model",
+        found=f"the stage {stage!r} of this file",
+        next_step="leave the revision out, or rename the stage if another model is meant",
+    )
+
+
+def _base_model(text: str, checkpoints: tuple[Checkpoint, ...]) -> Model:
+    """The model that others are merged on; it must be whole."""
+    first = checkpoints[0]
+    if first.kind != "full":
+        raise IncompatibleCheckpointsError(
+            "The base model is not a whole model",
+            where=f"base_model {text!r}, {first.root}",
+            expected="full weights, or MODEL+ADAPTER",
+            found="an adapter alone" if first.kind == "adapter" else "deltas alone",
+            next_step="give the model that it was made from as base_model, and list this one "
+            "under models",
+        )
+    return _model(checkpoints, None)
+
+
+def _model(checkpoints: tuple[Checkpoint, ...], base: Model | None) -> Model:
+    """The model of a checkpoint, or of a checkpoint with an adapter; `base` is the recipe's."""
+    first, *adapters = checkpoints
+    if adapters:
+        on_base = base is not None and base.checkpoints == (first,)
+        if on_base:
+            return _on_base(adapters[0], base)
+        if first.kind != "full":
+            raise _adapter_on_part(first, adapters[0])
+        return _adapted(_full(first), adapters[0])
+    return _full(first) if first.kind == "full" else _on_base(first, base)
+
+
+def _full(checkpoint: Checkpoint) -> Model:
+    return Model(checkpoint.name, (checkpoint,), {t.name: view_of(t) for t in checkpoint.tensors})
+
+
+def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:
+    """An adapter or delta alone: only the tensors it changes."""
+    if base is None:
+        raise _needs_base(checkpoint)
+    if checkpoint.kind == "delta":
+        views = delta_views(checkpoint)
+        return Model(checkpoint.name, (checkpoint,), views, is_partial=True)
+    views, unties = _laid_on(base, checkpoint)
+    return Model(checkpoint.name, (checkpoint,), views, is_partial=True, unties=unties)
+
+
+def _laid_on(model: Model, adapter: Checkpoint) -> tuple[dict[str, TensorView], bool]:
+    """What an adapter makes of a model's tensors, and whether it unties the head."""
+    tied = _tied(model)
+    views = adapter_views(adapter, {n: v.shape for n, v in model.views.items()}, tied)
+    unties = tied is not None and tied.head in views
+    change = None if tied is None or unties else views.get(tied.embedding.name)
+    if tied is not None and change is not None and tied.head in model.views:
+        # The file has the matrix twice, and both must stay the same.
+        views[tied.head] = replace(change, name=tied.head)
+    return views, unties
+
+
+def _tied(model: Model) -> Tied | None:
+    """A model's embedding with the head that its config makes the same, stored or not."""
+    config = json.loads(model.checkpoint.config or "{}")
+    says, kinds = config.get("tie_word_embeddings"), config.get("architectures")
+    names = [n for n in model.views if embedding_like(n) and n.endswith(".weight")]
+    embeddings = [n for n in names if not is_post(n)]
+    if model.unties or says is False or len(embeddings) != 1:
+        return None
+    stored = [n for n in names if is_post(n)]
+    # A model that predicts tokens and stores no head can only have a tied one.
+    kind = kinds[0] if isinstance(kinds, list) and kinds else None
+    is_lm = says is True if kind is None else _PREDICTS.search(str(kind)) is not None
+    if not (says is True if stored else is_lm):
+        return None
+    (name,) = embeddings
+    inner = "language_model." if name.startswith("language_model.model.") else ""
+    own = "embed_out.weight" if name.endswith("embed_in.weight") else f"{inner}lm_head.weight"
+    return Tied(model.views[name], stored[0] if stored else own)
+
+
+def tied_updates(models: Sequence[Model], base: int | None) -> tuple[str, ...]:
+    """A warning per low-rank update of a matrix that is embedding and head in one."""
+    found = []
+    for model in models:
+        below = models[base] if model.is_partial and base is not None else model
+        tied = _tied(below)
+        view = model.views.get(tied.embedding.name) if tied is not None else None
+        if view is not None and view.low_rank and not model.unties:
+            found.append(
+                f"{model.name} updates {view.name}, which is the head too: both change, as PEFT "
+                "merges it and mergekit does, but the adapter was trained with one of them changed"
+            )
+    return tuple(found)
+
+
+def _adapted(model: Model, adapter: Checkpoint) -> Model:
+    """A whole model with an adapter on it, as its own tensors plus low-rank updates."""
+    changes, unties = _laid_on(model, adapter)
+    views: dict[str, TensorView] = dict(model.views)
+    for name, change in changes.items():
+        # A head that an adapter makes was the embedding before.
+        below = views.get(name) or model.views[tied_partner(name, model.views) or name]
+        if change.low_rank and not change.stored and below.dtype not in FLOATING:
+            raise IncompatibleCheckpointsError(
+                "An adapter changes a tensor that has no floating-point numbers",
+                where=f"{adapter.root}, tensor {name}",
+                expected="a tensor of a floating-point dtype",
+                found=f"{below.dtype} in {model.name}",
+                next_step="use the model in the precision that it was quantised from",
+            )
+        change = moved(change, len(model.checkpoints))
+        if not change.stored:
+            change = replace(below, name=name, low_rank=change.low_rank)
+        views[name] = change
+    if unties:
+        _refuse_other_rows(model, adapter, views)
+    name = f"{model.name}+{adapter.name}"
+    return Model(name, (*model.checkpoints, adapter), views, unties=unties)
+
+
+def _refuse_other_rows(model: Model, adapter: Checkpoint, views: Mapping[str, TensorView]) -> None:
+    rows = {n: v.shape[0] for n, v in views.items() if embedding_like(n) and n.endswith(".weight")}
+    if len(set(rows.values())) > 1:
+        raise IncompatibleCheckpointsError(
+            "An adapter retrains the embedding or the head with other rows than the other one has",
+            where=adapter.root,
+            expected="as many rows in both",
+            found=", ".join(f"{n} in {name}" for name, n in rows.items()),
+            next_step=f"put the model with the enlarged vocabulary in place of {model.name}",
+        )
+
+
+def _adapter_on_part(first: Checkpoint, adapter: Checkpoint) -> IncompatibleCheckpointsError:
+    return IncompatibleCheckpointsError(
+        "What stands before the `+` is no model that an adapter could be laid on",
+        where=f"{first.root}+{adapter.root}",
+        expected="a folder with full weights before the `+`",
+        found="an adapter alone" if first.kind == "adapter" else "deltas alone",
+        next_step="list both as models of their own, on a base_model",
+    )
+
+
+def _needs_base(checkpoint: Checkpoint) -> IncompatibleCheckpointsError:
+    return IncompatibleCheckpointsError(
+        f"A checkpoint that holds only {'an adapter' if checkpoint.kind == 'adapter' else 'deltas'}"
+        " needs a model to add it to",
+        where=checkpoint.root,
+        expected="base_model in the recipe, or MODEL+ADAPTER as the model's name",
+        found="neither",
+        next_step="add base_model, or write the model before a `+`",
+    )
+
+
+def open_pair(home: Warehouse, expert: str, base: str) -> tuple[Model, Model]:
+    """Two registered checkpoints as models, the first on the second. Raises as opening does."""
+    problems: list[MergePipeError] = []
+    references = [ModelRef(expert, expert), ModelRef(base, base)]
+    models = open_models(home, references, 1, None, {}, problems)
+    if problems:
+        raise problems[0]
+    return models[0], models[1]

@@ -1,0 +1,39 @@
+"""Parses recipes: a file, or text from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from mergepipe_pipeline.errors import CheckpointError, RecipeError
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipes
+from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
+from mergepipe_pipeline.storage.regular import read_small, text_of
+
+SCHEMAS = {name: operator.schema for name, operator in OPERATORS.items()}
+
+
+def load_recipe(path: str | Path) -> RawRecipe:
+    """Parse a recipe file. Raises RecipeError with all problems, also for a lost file."""
+    file = Path(path)
+    try:
+        text = read_small(file, MAX_NBYTES).decode()
+    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        raise RecipeError(
+            "A recipe cannot be read",
+            where=text_of(path),
+            expected=f"a YAML file in UTF-8, of at most {MAX_NBYTES} bytes",
+            found=str(error.found if isinstance(error, CheckpointError) else error),
+            next_step="check the path",
+        ) from error
+    return parse(text, name=text_of(file.stem), where=text_of(path))
+
+
+def parse(text: str, *, name: str, where: str) -> RawRecipe:
+    """Parse recipe text with the operators there are; earlier stages are in `before`.
+
+    Raises RecipeError, BudgetError.
+    """
+    *before, final = parse_recipes(text, name=name, where=where, methods=SCHEMAS)
+    return replace(final, before=tuple(before), text=text) if before else final

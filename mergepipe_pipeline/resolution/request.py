@@ -1,0 +1,45 @@
+"""What a plan tells of how it was asked for: which checkpoint each model text stood for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.resolution.resolve import Checked
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.request import Request, RequestedModel
+
+
+def requested(
+    checked: Checked,
+    models: Sequence[Model],
+    digests: Sequence[Sequence[Mapping[str, str]]],
+    stages: Collection[str],
+) -> Request:
+    """The request of a checked recipe with its models, after those of the stages before it.
+
+    `digests` are by tensor, per model and checkpoint; the results of `stages` are no inputs.
+    """
+    contents = {
+        c.checkpoint_id: digest_json(dict(found))
+        for model, known in zip(models, digests, strict=True)
+        for c, found in zip(model.checkpoints, known, strict=True)
+    }
+    found = {m.text: m for m in checked.request.models}
+    for ref, model in zip(checked.recipe.models, checked.originals, strict=True):
+        for text, c in zip(_texts(ref, len(model.checkpoints)), model.checkpoints, strict=True):
+            if text not in stages:
+                content = contents[c.checkpoint_id]
+                found[text] = RequestedModel(text, c.name, c.root, c.checkpoint_id, content)
+    return replace(checked.request, models=tuple(found.values()))
+
+
+def _texts(ref: ModelRef, count: int) -> Iterator[str]:
+    """What names each checkpoint of a model, as `models.Pending` has it."""
+    if count == 1:
+        yield ref.text
+        return
+    for text, revision in ((ref.model, ref.revision), (ref.lora, ref.lora_revision)):
+        yield f"{text}@{revision}" if revision else str(text)

@@ -1,0 +1,272 @@
+"""The verb `check`: every problem of a recipe and its full cost, from headers alone.
+
+Also the first step of planning: what it returns is what a plan is made from. No weight is read.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.planner.build import Side
+from mergepipe_pipeline.planner.parts import out_dtype, stored_like
+from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
+from mergepipe_pipeline.recipe.load import RawRecipe, resolve_recipe
+from mergepipe_pipeline.recipe.schema import known_strategy
+from mergepipe_pipeline.resolution.cost import Cost, estimate
+from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.resolution.locate import exists
+from mergepipe_pipeline.resolution.model_files import side_of, template_of
+from mergepipe_pipeline.resolution.open_models import open_models, tied_updates
+from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
+from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for
+from mergepipe_pipeline.resolution.vocabulary import fit_rows
+from mergepipe_pipeline.snapshots.model_folder import config_json
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.spec.request import AS_WRITTEN, Request
+from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.tokenizer.build import TokenizerBuild
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A recipe that can run: resolved, with its models, block grid, cost and warnings.
+
+    `models` are in the order of `recipe.models`, fitted to each other; `originals` are the same
+    before the output's tokenizer was applied. `side` stands beside the result's weights; `before`
+    are the stages before it. `request` says what overruled the recipe.
+    """
+
+    recipe: Recipe
+    models: tuple[Model, ...]
+    grid: BlockGrid
+    cost: Cost
+    originals: tuple[Model, ...]
+    side: Side
+    tokenizer: TokenizerBuild | None = None
+    before: tuple[Checked, ...] = ()
+    request: Request = AS_WRITTEN
+
+    @property
+    def base(self) -> Model | None:
+        """The recipe's base model."""
+        return None if self.recipe.base is None else self.models[self.recipe.base]
+
+    @property
+    def experts(self) -> tuple[Model, ...]:
+        """The models that contribute to some tensor, in recipe order."""
+        used = {i.model for t in self.recipe.tensors for i in t.inputs}
+        return tuple(m for n, m in enumerate(self.models) if n in used)
+
+
+class Planning(TypedDict, total=False):
+    """What a caller may say of a recipe's planning, in place of the recipe's own or the default.
+
+    `relative_to` is the folder that relative paths start from; `budget` an amount as in recipes;
+    `block_elems` elements of a block; `known` are checkpoints by name, which are not opened anew.
+    """
+
+    relative_to: Path | None
+    budget: str | None
+    strategy: str | None
+    block_elems: int | None
+    known: Mapping[str, Checkpoint] | None
+
+
+def check(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Checked:
+    """Everything that can be said from headers alone; writes nothing.
+
+    Earlier stages are checked, too, and stand for their results; of a stage whose earlier one
+    fails, only the models are looked at. Raises the one problem as itself,
+    several as a RecipeError that lists them all.
+    """
+    done: list[Checked] = []
+    pending: dict[str, Checkpoint] = {}
+    problems: list[MergePipeError] = []
+    failed: set[str] = set()
+    for stage in (*raw.before, raw):
+        name = stage.stage or stage.name
+        if failed & set(stage.stages_used):
+            problems += _lost_models(home, stage, failed, pending, planning.get("relative_to"))
+            failed.add(name)
+            continue
+        try:
+            checked = check_stage(home, stage, pending, **planning)
+        except MergePipeError as error:
+            problems.append(error)
+            failed.add(name)
+            continue
+        done.append(checked)
+        pending[name] = foreseen(checked.recipe, checked.models, checked.side)
+    if problems:
+        raise _all(problems, raw)
+    *before, final = done
+    return replace(final, before=tuple(before))
+
+
+def check_stage(
+    home: Warehouse,
+    raw: RawRecipe,
+    pending: Mapping[str, Checkpoint],
+    *,
+    relative_to: Path | None = None,
+    budget: str | None = None,
+    strategy: str | None = None,
+    block_elems: int | None = None,
+    known: Mapping[str, Checkpoint] | None = None,
+) -> Checked:
+    """As `check`, for one stage; `pending` are the results of earlier ones by name."""
+    recipe, models = resolve_stage(home, raw, {**(known or {}), **pending}, relative_to)
+    originals = models
+    problems: list[MergePipeError] = []
+    tokenizer, side, warnings = None, None, recipe.warnings
+    try:
+        if recipe.tokenizer is not None or recipe.chat_template is not None:
+            for checkpoint in (m.checkpoint for m in models if not m.is_partial):
+                if checkpoint.tokenizer_files is None:  # of a stage that is yet to be merged
+                    refuse_changed_files(home, checkpoint)
+        tokenizer = build_for(recipe, models)
+        if tokenizer is not None:
+            models = Reindexer(None, recipe, models, tokenizer).models()
+            warnings += tokenizer.warnings
+        models, cropped = fit_rows(recipe, models, problems)
+        side = side_of(recipe, models, tokenizer.files if tokenizer else None)
+        warnings += cropped
+        if not problems:
+            _validate(recipe, models)
+    except MergePipeError as error:
+        problems.append(error)
+    if problems or side is None:
+        raise _all(problems, raw)
+    warnings += tied_updates(originals, recipe.base)
+    template = models[side.template]
+    if template.checkpoint.config is None:
+        warnings += (_no_config(template),)
+    warnings += tuple(
+        f"the stage {name!r} hides what else is called so: the model of that name or path"
+        for name in raw.stages_used
+        if exists(home, name, relative_to)
+    )
+    recipe = replace(recipe, warnings=warnings)
+    if budget is not None:
+        amount = parse_budget(budget, "--budget")
+        recipe = replace(recipe, budget=with_amount(recipe.budget, amount))
+    if strategy is not None:
+        recipe = replace(recipe, strategy=known_strategy(strategy, "--strategy"))
+    grid = grid_for(template, block_elems or raw.block_elems)
+    cost = estimate(home, recipe, models, _outputs(recipe, models), grid)
+    request = Request(budget, strategy, block_elems)
+    return Checked(
+        recipe, tuple(models), grid, cost, tuple(originals), side, tokenizer, request=request
+    )
+
+
+def resolve_stage(
+    home: Warehouse,
+    raw: RawRecipe,
+    pending: Mapping[str, Checkpoint],
+    relative_to: Path | None = None,
+) -> tuple[Recipe, list[Model]]:
+    """The recipe's output tensors with their inputs, and its models; opens what `pending` lacks.
+
+    Raises as `check` does, for what the models' structure alone can tell.
+    """
+    problems: list[MergePipeError] = []
+    models = open_models(home, raw.references, raw.base, relative_to, pending, problems)
+    if problems:
+        raise _all(problems, raw)
+    partial = [m.is_partial for m in models]
+    recipe = resolve_recipe(raw, [m.views for m in models], SCHEMAS, partial)
+    return recipe, [_completed(m, n, recipe, models) for n, m in enumerate(models)]
+
+
+def _outputs(recipe: Recipe, models: Sequence[Model]) -> list[tuple[TensorView, str]]:
+    """What each output tensor is like, and the dtype it is written in."""
+    return [(stored_like(t, models), out_dtype(recipe, t, models)) for t in recipe.tensors]
+
+
+def foreseen(recipe: Recipe, models: Sequence[Model], side: Side | None = None) -> Checkpoint:
+    """What a stage's result will look like: its tensors, config and tokenizer, without files.
+
+    `side` None: config and tokenizer are its template's as they are.
+    """
+    entries = tuple(
+        TensorEntry(t.name, dtype, like.shape, "", 0)
+        for t, (like, dtype) in zip(recipe.tensors, _outputs(recipe, models), strict=True)
+    )
+    template = models[template_of(recipe, models)].checkpoint
+    config, files = template.config, template.tokenizer_files
+    if side is not None and side.config and config is not None:
+        config = config_json(config.encode(), None, side.config).decode()
+    if side is not None and side.files is not None:
+        files = {name: b64decode(text) for name, text in side.files}
+    return Checkpoint(recipe.name, template.root, (), entries, config, tokenizer_files=files)
+
+
+def _completed(model: Model, number: int, recipe: Recipe, models: Sequence[Model]) -> Model:
+    """A partial model with views of the tensors in which it takes part as the base itself."""
+    views = dict(model.views)
+    for t in recipe.tensors:
+        for i in t.inputs:
+            if i.model == number and i.tensor not in views and t.base is not None:
+                base = models[t.base.model].views[t.base.tensor]
+                views[i.tensor] = TensorView(i.tensor, base.dtype, base.shape)
+    return replace(model, views=views)
+
+
+def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
+    """Raise OperatorError if the method's parameters cannot work for some tensor."""
+    operator = OPERATORS[recipe.method]
+    for t in recipe.tensors:
+        like = stored_like(t, models)
+        if t.inputs and like.dtype in FLOATING and like.numel:
+            operator.validate(t.name, like.shape, t.params, [i.params for i in t.inputs])
+
+
+def _lost_models(
+    home: Warehouse,
+    stage: RawRecipe,
+    failed: Collection[str],
+    pending: Mapping[str, Checkpoint],
+    relative_to: Path | None,
+) -> list[MergePipeError]:
+    """What is wrong with the models of a stage that waits for one that has failed."""
+    found: list[MergePipeError] = []
+    there = [r for r in stage.references if r.model not in failed]
+    open_models(home, there, None, relative_to, pending, found)
+    return [problem for problem in found if isinstance(problem, CheckpointError)]
+
+
+def _no_config(template: Model) -> str:
+    return (
+        f"{template.name} has no config.json, and the result takes it from there: no library will "
+        "load the result before one is put beside its weights"
+    )
+
+
+def _all(problems: Sequence[MergePipeError], raw: RawRecipe) -> MergePipeError:
+    problems = list({str(p): p for p in problems}.values())
+    if len(problems) == 1:
+        return problems[0]
+    flat = tuple(
+        line
+        for p in problems
+        for line in (p.problems if isinstance(p, RecipeError) and p.problems else (str(p),))
+    )
+    return RecipeError(
+        "A recipe has several problems",
+        where=raw.where,
+        problems=flat,
+        next_step="mend them all; nothing was read or written",
+    )

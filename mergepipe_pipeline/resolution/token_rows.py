@@ -1,0 +1,285 @@
+"""Re-indexes the vocabulary matrices of all models to the output's tokenizer.
+
+A matrix becomes runs of its own rows; rows that a model lacks (means of others', zeros) are written
+once as a small checkpoint in the warehouse and read like any other. Says where rows come from by
+`tokenizer`; reads weights only for the rows that are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import lru_cache, partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.catalog.seals import find_sealed, known, write_sealed
+from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
+from mergepipe_pipeline.digest import digest_json, sha256_hex
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import IncompatibleCheckpointsError
+from mergepipe_pipeline.resolution.model_files import tokenizer_of
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.layers import embedding_like, is_post
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.spec.segments import COARSE_ELEMS
+from mergepipe_pipeline.spec.view import Part, Run, TensorView, view_of
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.header import build_header
+from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.tensors.stored import as_float32, read_stored, torch_dtype
+from mergepipe_pipeline.tensors.verified import Verifier
+from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
+from mergepipe_pipeline.tokenizer.rows import ModelRows
+from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    import torch
+
+#: Of segments that rows are taken from: 128 KiB each of bfloat16.
+_HELD_SEGMENTS = 16
+
+
+def build_for(recipe: Recipe, models: Sequence[Model]) -> TokenizerBuild | None:
+    """The output's tokenizer, or None if the recipe leaves it to the template's files."""
+    if recipe.tokenizer is None:
+        return None
+    tokenizers = [tokenizer_of(m, _embedding_rows(m)) for m in models]
+    return build_tokenizer(recipe.tokenizer, tokenizers, recipe.base)
+
+
+def _embedding_rows(model: Model) -> int:
+    """Rows of the input embedding; without one (an adapter) no token is beyond them."""
+    found = [v for n, v in model.views.items() if embedding_like(n) and not is_post(n)]
+    return found[0].shape[0] if found else 1 << 62
+
+
+class Reindexer:
+    """Gives models whose vocabulary matrices follow the output's tokenizer.
+
+    With `home` None no row is made: shapes are right and what is not a model's own row is missing,
+    which is enough to tell costs.
+    """
+
+    def __init__(
+        self,
+        home: Warehouse | None,
+        recipe: Recipe,
+        models: Sequence[Model],
+        build: TokenizerBuild,
+    ) -> None:
+        self._home, self._recipe, self._build = home, recipe, build
+        self._models = list(models)
+        self._original = list(models)
+
+    def models(self) -> list[Model]:
+        """All models, re-indexed. Raises IncompatibleCheckpointsError for one that cannot be."""
+        done: set[tuple[int, str]] = set()
+        for t in self._recipe.tensors:
+            if not embedding_like(t.name):
+                continue
+            sites = [(i.model, i.tensor) for i in t.inputs]
+            sites += [(t.base.model, t.base.tensor)] if t.base else []
+            among = list(dict.fromkeys(m for m, _ in sites))
+            rows = dict(zip(among, self._build.rows_among(among), strict=True))
+            names = dict(sites)
+            for m, name in sites:
+                if (m, name) not in done:
+                    done.add((m, name))
+                    self._replace(m, name, rows[m], names)
+        return self._models
+
+    def _replace(self, m: int, name: str, rows: ModelRows, names: Mapping[int, str]) -> None:
+        model, view = self._models[m], self._original[m].views[name]
+        if view.low_rank or view.runs:
+            raise IncompatibleCheckpointsError(
+                "A vocabulary matrix with an adapter on it cannot be re-indexed",
+                where=f"{model.name}, tensor {name}",
+                expected="stored rows",
+                found="a low-rank update",
+                next_step="merge the adapter into its base first, or leave out the tokenizer",
+            )
+        shape = (len(rows.own), *view.shape[1:])
+        note = f"{name}@{sha256_hex(rows.own.tobytes())[:16]}"
+        variant = f"{model.variant}; {note}"
+        if not view.stored:  # the base's rows, which follow the tokenizer, too
+            views = {**model.views, name: replace(view, shape=shape)}
+            self._models[m] = replace(model, views=views, variant=variant)
+            return
+        self._refuse_partial_sources(rows, names)
+        made = np.flatnonzero(rows.own < 0)
+        checkpoints, parts = list(model.checkpoints), list(view.stored)
+        if len(made) and self._home is not None:
+            checkpoint = self._made_rows(m, name, rows, made, names)
+            parts.append(Part(len(checkpoints), checkpoint.by_name[name]))
+            checkpoints.append(checkpoint)
+        runs = _runs(rows.own, made if len(parts) > 1 else made[:0], view.shape[1:])
+        new = replace(view, shape=shape, stored=tuple(parts), runs=runs)
+        views = {**model.views, name: new}
+        self._models[m] = replace(
+            model, checkpoints=tuple(checkpoints), views=views, variant=variant
+        )
+
+    def _refuse_partial_sources(self, rows: ModelRows, names: Mapping[int, str]) -> None:
+        """Rows made for one model come from models that have the matrix as values."""
+        for k in sorted({k for pairs in rows.patches.values() for k, _ in pairs}):
+            if not self._original[k].views[names[k]].stands_alone:
+                raise IncompatibleCheckpointsError(
+                    "A token's row is to come from an adapter or a delta that has no such rows",
+                    where=f"{self._original[k].name}, tensor {names[k]}",
+                    expected="a model with an embedding of its own",
+                    found="differences from the base's",
+                    next_step="name another model as the token's source",
+                )
+
+    def _made_rows(
+        self,
+        m: int,
+        name: str,
+        rows: ModelRows,
+        made: npt.NDArray[np.int64],
+        names: Mapping[int, str],
+    ) -> Checkpoint:
+        """A checkpoint with the rows that the model lacks, in order; written if it is not there."""
+        assert self._home is not None
+        view = self._original[m].views[name]
+        patches = {str(r): rows.patches.get(int(r)) for r in made}
+        identity = [
+            [self._original[k].model_id for k in sorted(names)],
+            [names[k] for k in sorted(names)],
+            m,
+            name,
+            patches,
+            sha256_hex(rows.own.tobytes()),
+            rows.mean_rows.tolist(),
+        ]
+        folder, stem = self._home.token_rows, digest_json(identity)[:24]
+        path = next((p for p in find_sealed(folder, stem) if known(p, len)), None)
+        if path is None:
+            values = _row_values(self._home, self._original, m, name, rows, made, names)
+            shape = (len(made), *view.shape[1:])
+            header = build_header([(name, view.dtype, shape)], {"format": "pt"})
+            path = write_sealed(folder, stem, header + values, suffix="safetensors")
+        # The name enters snapshots' lineage, where only content may.
+        return open_checkpoint(str(path), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
+
+
+def _runs(
+    own: npt.NDArray[np.int64], made: npt.NDArray[np.int64], rest: tuple[int, ...]
+) -> tuple[Run, ...]:
+    """Runs of rows that follow each other in the model's matrix (part 0) or the made rows (1)."""
+    width = int(np.prod(rest, dtype=np.int64))
+    part = np.zeros(len(own), dtype=np.int64)
+    at = own.copy()
+    part[made] = 1
+    at[made] = np.arange(len(made))
+    present = (own >= 0) | (part == 1)
+    breaks = np.ones(len(own), dtype=np.bool_)
+    breaks[1:] = (part[1:] != part[:-1]) | (at[1:] != at[:-1] + 1) | (present[1:] != present[:-1])
+    starts = np.flatnonzero(breaks)
+    stops = np.append(starts[1:], len(own))
+    return tuple(
+        Run(int(a) * width, int(part[a]), int(at[a]) * width, int(b - a) * width)
+        for a, b in zip(starts, stops, strict=True)
+        if present[a]
+    )
+
+
+def _row_values(
+    home: Warehouse,
+    models: Sequence[Model],
+    m: int,
+    name: str,
+    rows: ModelRows,
+    made: npt.NDArray[np.int64],
+    names: Mapping[int, str],
+) -> bytes:
+    """The bytes of the made rows in the model's dtype; means are taken in float32."""
+    import torch
+
+    view = models[m].views[name]
+    width = view.shape[1:]
+    with _RowReader(home, models) as reader:
+        values = torch.zeros((len(made), *width))
+        place = {int(r): i for i, r in enumerate(made)}
+        # Rows that a delta's model lacks its base lacks, too: they do not differ.
+        for r, sources in () if view.is_delta else rows.patches.items():
+            for k, at in sources:
+                values[place[r]] += reader.row(models[k].views[names[k]], k, at)
+            if sources:
+                values[place[r]] /= len(sources)
+        means = [int(r) for r in rows.mean_rows]
+        if means:
+            total = values[[i for r, i in place.items() if r not in set(means)]].double().sum(0)
+            used = rows.own[rows.own >= 0]
+            for at in used.tolist():
+                total += reader.row(view, m, at)
+            values[[place[r] for r in means]] = (total / (len(rows.own) - len(means))).float()
+    raw: bytes = values.to(torch_dtype(view.dtype)).view(torch.uint8).numpy().tobytes()
+    return raw
+
+
+class _RowReader:
+    """Single rows of stored matrices of several models, as float32, from verified segments.
+
+    Rows come in any order; a few segments are held, those used last.
+    """
+
+    def __init__(self, home: Warehouse, models: Sequence[Model]) -> None:
+        self._home, self._models, self._stack = home, models, ExitStack()
+        self._readers: dict[tuple[int, int], BlockReader] = {}
+        self._verifiers: dict[tuple[int, TensorEntry], tuple[TensorView, Verifier]] = {}
+        self._segment = lru_cache(maxsize=_HELD_SEGMENTS)(self._read_segment)
+
+    def __enter__(self) -> _RowReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def row(self, view: TensorView, model: int, at: int) -> torch.Tensor:
+        """Row `at` of a view of a model. Raises CorruptionError."""
+        part = view.stored[0]
+        width = part.entry.numel // part.entry.shape[0]
+        first, size = at * width // COARSE_ELEMS, itemsize(part.entry.dtype)
+        last = -(-(at + 1) * width // COARSE_ELEMS)
+        segments = [self._segment(model, part, number) for number in range(first, last)]
+        raw = segments[0] if len(segments) == 1 else np.concatenate(segments)
+        start = (at * width - first * COARSE_ELEMS) * size
+        return as_float32(raw[start : start + width * size], part.entry.dtype).view(view.shape[1:])
+
+    def _read_segment(self, model: int, part: Part, number: int) -> npt.NDArray[np.uint8]:
+        whole, verifier = self._verifier(model, part)
+        start = number * COARSE_ELEMS
+        stop = min(start + COARSE_ELEMS, whole.numel)
+        raw = np.empty((stop - start) * itemsize(whole.dtype), np.uint8)
+        read_stored(partial(self._reader, model), whole, start, stop, raw.data, verifier.check)
+        return raw
+
+    def _verifier(self, model: int, part: Part) -> tuple[TensorView, Verifier]:
+        key = (model, part.entry)
+        if key not in self._verifiers:
+            checkpoints = self._models[model].checkpoints
+            known = checkpoint_inputs(self._home, checkpoints).of_part(part)
+            whole = view_of(part.entry, part.source)
+            self._verifiers[key] = whole, Verifier(whole, known)
+        return self._verifiers[key]
+
+    def _reader(self, model: int, source: int) -> BlockReader:
+        key = (model, source)
+        if key not in self._readers:
+            checkpoint = self._models[model].checkpoints[source]
+            opened = self._stack.enter_context(open_source(checkpoint.root))
+            self._readers[key] = BlockReader(opened, checkpoint, None)
+        return self._readers[key]

@@ -1,0 +1,97 @@
+"""The verb `analyze`: one streaming pass per expert and base, remembered for later merges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.facts.analyses import Pair, common_pairs, ensure_stats
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.resolution.locate import resolve
+from mergepipe_pipeline.resolution.open_models import open_pair
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What `analyze` did for one checkpoint; `norm` is ‖δ‖₂ over the whole checkpoint."""
+
+    name: str
+    base: str | None
+    content_sha256: str
+    fresh: bool
+    norm: float | None
+    zero_blocks: int
+    blocks: int
+
+
+def analyze(
+    home: Warehouse,
+    names: Sequence[str] = (),
+    *,
+    base: str | None = None,
+    block_elems: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Analysis, ...]:
+    """Analyse the named checkpoints (default: all that have a base) against their bases.
+
+    Without a base only the tensors' digests are taken. Raises what opening the checkpoints raises.
+    """
+    catalog = Catalog(home.catalog)
+    out: dict[str, Analysis] = {}
+    by_base: dict[str, list[str]] = {}
+    for name in names or catalog.names():
+        registration = resolve(home, name)
+        base_name = base or registration.base
+        if base_name is not None:
+            by_base.setdefault(resolve(home, base_name).name, []).append(registration.name)
+        else:
+            out[registration.name] = _digested(home, registration, progress)
+    for base_name, members in by_base.items():
+        for found in _against(home, members, base_name, block_elems, progress):
+            out[found.name] = found
+    return tuple(out.values())
+
+
+def _digested(home: Warehouse, registration: Registration, progress: Progress | None) -> Analysis:
+    catalog, checkpoint = Catalog(home.catalog), registration.checkpoint
+    fresh = catalog.digests(checkpoint.checkpoint_id) is None
+    ensure_digests(home, checkpoint, progress)
+    content = catalog.content_sha256(checkpoint.checkpoint_id)
+    return Analysis(registration.name, None, content, fresh, None, 0, 0)
+
+
+def _against(
+    home: Warehouse,
+    names: Sequence[str],
+    base: str,
+    block_elems: int | None,
+    progress: Progress | None,
+) -> Iterator[Analysis]:
+    """Analyse experts of one base together."""
+    catalog = Catalog(home.catalog)
+    wanted: list[tuple[Model, Sequence[Pair]]] = []
+    fresh = []
+    for name in names:
+        expert, below = open_pair(home, name, base)
+        pairs = common_pairs(expert, below)
+        grid = grid_for(below, block_elems)
+        wanted.append((expert, pairs))
+        ids = below.model_id, expert.model_id, grid.block_elems
+        new = catalog.digests(expert.checkpoint.checkpoint_id) is None
+        fresh.append(new or bool(catalog.missing_pairs(*ids, pairs)))
+    for number, stats in enumerate(ensure_stats(home, wanted, below, grid, progress)):
+        ensure_digests(home, wanted[number][0].checkpoint, progress)
+        yield Analysis(
+            names[number],
+            base,
+            catalog.content_sha256(wanted[number][0].checkpoint.checkpoint_id),
+            fresh[number],
+            sum(t.l2sq for t in stats.tensors) ** 0.5,
+            sum(int((t.block_nonzero == 0).sum()) for t in stats.tensors),
+            sum(len(t.block_nonzero) for t in stats.tensors),
+        )

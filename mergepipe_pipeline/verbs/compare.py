@@ -1,0 +1,153 @@
+"""The verb `compare`: how far a merge under a budget really is from the full one.
+
+Streams two snapshots and remembers the result as facts of the catalog, by the plans that determine
+both results, so that `explain` can show it beside what was predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mergepipe_pipeline.catalog.catalog import Catalog, Fact
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.errors import (
+    IncompatibleCheckpointsError,
+    MergePipeError,
+    NotFoundError,
+)
+from mergepipe_pipeline.execution.lookup import snapshot_of
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.report.comparison import FACT, Comparison, _comparison, full_plan_id
+from mergepipe_pipeline.snapshots.load import list_snapshots, load_snapshot
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.plan import Source
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.spec.view import TensorView, moved, renumbered, sources_of, view_of
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def compare(
+    home: Warehouse, what: str, full: str | None = None, progress: Progress | None = None
+) -> Comparison:
+    """Stream a snapshot and another one (default: the full merge of its recipe).
+
+    Both are given by id, unique prefix or ref. Raises NotFoundError if there is no full merge yet,
+    IncompatibleCheckpointsError for snapshots with other tensors, CorruptionError.
+    """
+    part = load_snapshot(home.snapshots, snapshot_of(home, what))
+    whole = _full_snapshot(home, part) if full is None else _snapshot(home, full)
+    ids = part.manifest.plan_id, whole.manifest.plan_id
+    catalog = Catalog(home.catalog)
+    facts = catalog.fact(ids[1], ids[0], FACT)
+    if not facts:
+        facts = _measure(home, part, whole, progress)
+        catalog.put_fact(ids[1], ids[0], FACT, facts)
+    return _comparison(*ids, facts)
+
+
+def _snapshot(home: Warehouse, what: str) -> Snapshot:
+    return load_snapshot(home.snapshots, snapshot_of(home, what))
+
+
+def _full_snapshot(home: Warehouse, part: Snapshot) -> Snapshot:
+    wanted = full_plan_id(load_plan(home, part.manifest.plan_id))
+    for snapshot in list_snapshots(home.snapshots):
+        if snapshot.manifest.plan_id == wanted:
+            return snapshot
+    raise NotFoundError(
+        "The full merge to compare with is not there",
+        where=str(home.snapshots),
+        expected=f"a snapshot of plan {wanted[:16]}",
+        found=f"none beside {part.snapshot_id[:12]}",
+        next_step="make it with `mergepipe merge RECIPE --budget none`, or name another snapshot",
+    )
+
+
+def _measure(
+    home: Warehouse, part: Snapshot, full: Snapshot, progress: Progress | None
+) -> dict[str, Fact]:
+    from mergepipe_pipeline.analysis.distance import Triple, squared_distances
+
+    opened = [open_checkpoint(s.path, s.snapshot_id[:12]) for s in (part, full)]
+    bases, views = _bases(home, full)
+    same = {s.sha256 for s in part.manifest.shards} & {s.sha256 for s in full.manifest.shards}
+    equal = {t for s in full.manifest.shards if s.sha256 in same for t, _ in s.tensors}
+    names, triples = [], []
+    for name, one, other in _paired(*opened):
+        names.append(name)
+        base = views.get(name)
+        triples.append(
+            Triple(
+                None if name in equal else view_of(one),
+                moved(view_of(other), 1),
+                moved(base, 2) if base and base.shape == other.shape else None,
+            )
+        )
+    nbytes = sum(v.nbytes for t in triples for v in (t.part, t.full, t.base) if v)
+    with (progress or Silent()).task(f"compare {part.snapshot_id[:12]}", nbytes) as advance:
+        found = squared_distances([*opened, *bases], triples, advance)
+        return {
+            name: (error,) if update is None else (error, update)
+            for name, (error, update) in zip(names, found, strict=True)
+        }
+
+
+def _paired(part: Checkpoint, full: Checkpoint) -> Iterator[tuple[str, TensorEntry, TensorEntry]]:
+    """The floating-point tensors of two checkpoints that must have the same ones."""
+    theirs = full.by_name
+    if theirs.keys() != part.by_name.keys():
+        missing = sorted(theirs.keys() ^ part.by_name.keys())
+        raise _unlike(part, full, "the same tensors in both", f"only one has {missing[0]}")
+    for entry in part.tensors:
+        other = theirs[entry.name]
+        if entry.shape != other.shape:
+            raise _unlike(
+                part, full, f"{entry.name} of shape {entry.shape}", f"shape {other.shape}"
+            )
+        if entry.dtype in FLOATING and other.dtype in FLOATING:
+            yield entry.name, entry, other
+
+
+def _unlike(
+    part: Checkpoint, full: Checkpoint, expected: str, found: str
+) -> IncompatibleCheckpointsError:
+    return IncompatibleCheckpointsError(
+        "Two snapshots cannot be compared",
+        where=f"{part.name}, {full.name}",
+        expected=expected,
+        found=found,
+        next_step="compare merges of one recipe",
+    )
+
+
+def _bases(
+    home: Warehouse, full: Snapshot
+) -> tuple[tuple[Checkpoint, ...], Mapping[str, TensorView]]:
+    """What the full plan merges on: checkpoints, and their tensors by output tensor.
+
+    Nothing where the plan or a base is gone or is not what it was.
+    """
+    try:
+        plan = load_plan(home, full.manifest.plan_id)
+    except NotFoundError:
+        return (), {}
+    tasks = (task for layer in plan.layers for task in layer.tasks)
+    views = {task.name: task.base.view for task in tasks if task.base}
+    used = sorted({source for view in views.values() for source in sources_of(view)})
+    opened = [_unchanged(plan.sources[number]) for number in used]
+    checkpoints = tuple(c for c in opened if c is not None)
+    if len(checkpoints) < len(used):
+        return (), {}
+    places = {source: place for place, source in enumerate(used)}
+    return checkpoints, {name: renumbered(view, places) for name, view in views.items()}
+
+
+def _unchanged(source: Source) -> Checkpoint | None:
+    """A plan's source, or None if it is gone or is not what it was."""
+    try:
+        found = open_checkpoint(source.root, source.name, probes=False)
+    except MergePipeError:
+        return None
+    return found if found.stamp == source.stamp else None

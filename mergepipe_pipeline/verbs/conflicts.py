@@ -1,0 +1,64 @@
+"""The verb `conflicts`: how a recipe's experts agree and differ, from catalog sketches alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.facts.analyses import common_pairs, ensure_stats
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.resolution.open_models import open_models
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.analysis.conflicts import ConflictReport
+
+
+def conflicts(
+    home: Warehouse,
+    raw: RawRecipe,
+    *,
+    relative_to: Path | None = None,
+    known: Mapping[str, Checkpoint] | None = None,
+    progress: Progress | None = None,
+) -> Mapping[str, ConflictReport]:
+    """Stage name to how its experts conflict; analyses what the catalog does not know yet.
+
+    A stage without a base to differ from, or on the result of another one, has no report; models
+    that are results of stages are not compared. Checkpoints that are `known` by name are not opened
+    anew. Raises what opening the models raises.
+    """
+    stages = (*raw.before, raw)
+    reports = {
+        s.stage or s.name: _of_stage(home, s, relative_to, known or {}, progress) for s in stages
+    }
+    return {name: report for name, report in reports.items() if report is not None}
+
+
+def _of_stage(
+    home: Warehouse,
+    raw: RawRecipe,
+    relative_to: Path | None,
+    known: Mapping[str, Checkpoint],
+    progress: Progress | None,
+) -> ConflictReport | None:
+    from mergepipe_pipeline.analysis.conflicts import conflicts as compare
+
+    base = None if raw.base is None else raw.references[raw.base]
+    if base is None or base.model in raw.stages_used:
+        return None
+    merged = [raw.references[n] for n in dict.fromkeys(e.model for e in raw.entries())]
+    experts = [r for r in merged if r is not base and r.model not in raw.stages_used]
+    problems: list[MergePipeError] = []
+    models = open_models(home, [base, *experts], 0, relative_to, known, problems)
+    if problems:
+        raise problems[0]
+    grid = grid_for(models[0], raw.block_elems)
+    wanted = [(m, common_pairs(m, models[0])) for m in models[1:]]
+    stats = ensure_stats(home, wanted, models[0], grid, progress)
+    return compare([m.name for m in models[1:]], stats) if stats else None

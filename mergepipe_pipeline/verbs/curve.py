@@ -1,0 +1,139 @@
+"""The verb `curve`: what every budget would lose, told before any expert is read for a merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
+
+from mergepipe_pipeline.execution.question import Asked, ask, ask_again
+from mergepipe_pipeline.pictures import Line, Mark, curve_picture, sketch
+from mergepipe_pipeline.planner.curve import SHARES, BudgetCurve, Point, budget_curve
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.resolve import Planning
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class Told:
+    """A curve; `read` names the experts that had to be analysed for it first."""
+
+    recipe: str
+    curve: BudgetCurve
+    bound_note: str
+    read: tuple[str, ...]
+
+
+def curve(
+    home: Warehouse,
+    raw: RawRecipe,
+    *,
+    shares: Sequence[float] = SHARES,
+    progress: Progress | None = None,
+    **planning: Unpack[Planning],
+) -> Told:
+    """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
+    return _told(ask(home, raw, progress=progress, for_parts=True, **planning), shares)
+
+
+def curve_of_plan(
+    home: Warehouse, plan: MergePlan, progress: Progress | None = None
+) -> Told | None:
+    """The curve on which a plan stands; its own point is what it buys.
+
+    None where a tensor has no base, so that nothing can be left out.
+    """
+    if plan.estimates.predicted_error is None:
+        return None
+    return _told(ask_again(home, plan, progress), SHARES)
+
+
+def _told(asked: Asked, shares: Sequence[float]) -> Told:
+    recipe = asked.recipe
+    found = budget_curve(asked.question, recipe.budget, asked.purchase, shares)
+    return Told(recipe.name, found, asked.question.bound(asked.choice).note, asked.read)
+
+
+def records(curve: BudgetCurve) -> list[dict[str, Any]]:
+    """One flat record per point; the point that was asked for comes last."""
+    return [_record(curve, p) for p in (*curve.points, curve.chosen)]
+
+
+def _record(curve: BudgetCurve, p: Point) -> dict[str, Any]:
+    total = max(1, curve.nbytes_total)
+    return {
+        **asdict(p),
+        "share": p.nbytes / total,
+        "error_relative": curve.relative(p.error),
+        "bound_relative": curve.relative(p.bound),
+        "is_knee": p == curve.knee,
+        "is_chosen": p is curve.chosen,
+    }
+
+
+def rows_of(curve: BudgetCurve) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headers and rows of a table with a row per budget: every strategy's error in percent."""
+    by_budget: dict[int, dict[str, Point]] = {}
+    for p in curve.points:
+        by_budget.setdefault(p.budget_bytes or 0, {})[p.strategy] = p
+    names = list(dict.fromkeys(p.strategy for p in curve.points))
+    rows = []
+    for nbytes, points in by_budget.items():
+        best = points[curve.best]
+        rows.append(
+            (
+                f"{100 * nbytes / max(1, curve.nbytes_total):.0f} %",
+                *(percent(curve, points[name]) for name in names),
+                bound_percent(curve, best),
+                "knee" if best == curve.knee else "",
+            )
+        )
+    return ("budget", *names, f"bound of {curve.best}", ""), rows
+
+
+def percent(curve: BudgetCurve, p: Point) -> str:
+    """A point's error, give or take its margin, in percent of the update."""
+    error, margin = curve.relative(p.error), curve.relative(p.margin)
+    if error is None:
+        return "0 %"
+    return f"{100 * error:.1f} %" if not margin else f"{100 * error:.1f} ± {100 * margin:.1f} %"
+
+
+def bound_percent(curve: BudgetCurve, p: Point) -> str:
+    """A point's bound in percent of the update."""
+    bound = curve.relative(p.bound)
+    return "none" if bound is None else f"{100 * bound:.1f} %"
+
+
+def small_picture(told: Told) -> str:
+    """SVG: predicted error of the best strategy over bytes, the recipe's own budget marked."""
+    found = told.curve
+
+    def place(p: Point) -> tuple[float, float]:
+        return p.nbytes / max(1, found.nbytes_total), found.relative(p.error) or 0.0
+
+    return sketch([*map(place, found.of(found.best))], place(found.chosen), "predicted error")
+
+
+def picture(told: Told) -> bytes:
+    """PNG: predicted error over bytes for all strategies, the knee, the recipe's own budget."""
+    found = told.curve
+    total = max(1, found.nbytes_total)
+
+    def place(p: Point) -> tuple[float, float]:
+        return 100 * p.nbytes / total, 100 * (found.relative(p.error) or 0.0)
+
+    names = dict.fromkeys(p.strategy for p in found.points)
+    lines = [Line(name, *zip(*map(place, found.of(name)), strict=True)) for name in names]
+    marks = [Mark(f"chosen: {found.chosen.strategy}", *place(found.chosen), "o")]
+    if found.knee:
+        marks.append(Mark("knee", *place(found.knee), "D"))
+    return curve_picture(
+        lines,
+        marks,
+        f"{told.recipe}: what a budget loses",
+        "expert bytes read, %",
+        "predicted error, % of the full update",
+    )

@@ -1,0 +1,255 @@
+"""What a standing pipeline does with a recipe: plan, merge and release what it wants.
+
+A recipe's wanted state is a digest of what it says and of its inputs' contents as indexed. It is
+compared with the state recorded at the last release, so no event can be missed and none is acted on
+twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recorded import (
+    blaming_inputs,
+    recorded_inputs,
+    refuse_changed_inputs,
+    states_of,
+)
+from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.execution.leases import lease, lease_recipe
+from mergepipe_pipeline.execution.merge import EngineKnobs, merge_layers
+from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.snapshot import commit
+from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.yaml_text import read_documents
+from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
+from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.verbs.conflicts import conflicts
+from mergepipe_pipeline.verbs.index import content_of
+from mergepipe_pipeline.verbs.publish import publish
+from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.analysis.conflicts import ConflictReport
+
+#: Keys of a recipe that say when, not what.
+_WHEN = frozenset({"schedule", "trigger", "timezone"})
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a recipe last released; `sequence` counts its releases."""
+
+    recipe: str
+    sequence: int
+    wanted: str
+    plan_id: str
+    snapshot_id: str
+
+
+def wanted(home: Warehouse, card: RecipeCard) -> str | None:
+    """The digest of what a release would be made from; None while an input is not indexed."""
+    catalog = Catalog(home.catalog)
+    if not all(member in catalog for member in card.members):
+        return None
+    return _wanted(catalog, card, [catalog.get(m).checkpoint for m in card.members])
+
+
+def _wanted(catalog: Catalog, card: RecipeCard, inputs: Iterable[Checkpoint]) -> str | None:
+    contents = []
+    for checkpoint in inputs:
+        if catalog.digests(checkpoint.checkpoint_id) is None:
+            return None
+        contents.append(content_of(catalog, checkpoint))
+    said = _said(card.raw.text) if card.raw else ""
+    return digest_json([ENGINE_VERSION, sha256_hex(said.encode()), contents])[:24]
+
+
+def _said(text: str) -> str:
+    """What a recipe says of its result: without comments, layout, and when it is to be made."""
+    return json.dumps(
+        [
+            {k: v for k, v in document.value.items() if k not in _WHEN}
+            for document in read_documents(text)
+            if isinstance(document.value, dict)
+        ]
+    )
+
+
+def conflicts_of_recipe(home: Warehouse, card: RecipeCard) -> Mapping[str, ConflictReport]:
+    """How the experts of a recipe conflict, by stage, as they were indexed. See `conflicts`.
+
+    Raises InputChangedError.
+    """
+    inputs = recorded_inputs(home, card.members)
+    with blaming_inputs(home, states_of(home, inputs)):
+        return conflicts(home, card.recipe, relative_to=home.recipes, known=_unpinned(inputs, card))
+
+
+def _unpinned(inputs: Mapping[str, Checkpoint], card: RecipeCard) -> dict[str, Checkpoint]:
+    """The inputs of which no revision is asked for: others are looked up by it."""
+    return {name: c for name, c in inputs.items() if name not in card.pinned}
+
+
+def plan_recipe(
+    home: Warehouse,
+    card: RecipeCard,
+    progress: Progress | None = None,
+    *,
+    budget: str | None = None,
+) -> MergePlan:
+    """Plan a recipe of the warehouse and remember the plan as its current one.
+
+    `budget` stands for the recipe's amount; what the recipe wants stays what its file says, so that
+    a release of this plan answers it and nothing asks for another. Raises BusyError while somebody
+    else works on the recipe, InputChangedError if an input is not as it was indexed. So do the
+    verbs after it.
+    """
+    with lease_recipe(home, card.name):
+        inputs = recorded_inputs(home, card.members)
+        states = states_of(home, inputs)
+        with blaming_inputs(home, states):
+            plan = make_plan(
+                home,
+                card.recipe,
+                relative_to=home.recipes,
+                known=_unpinned(inputs, card),
+                progress=progress,
+                budget=budget,
+            )
+        state = {
+            "plan_id": plan.plan_id,
+            "wanted": _wanted(Catalog(home.catalog), card, inputs.values()) or "",
+            "inputs": states,
+            "snapshot_id": "",
+            "layers": {},
+        }
+        write_atomic(home.current_plan_path(card.name), seal(state))
+    return plan
+
+
+def current_plan(home: Warehouse, recipe: str) -> MergePlan:
+    """The plan that `plan_recipe` made last. Raises NotFoundError, CorruptionError."""
+    return _planned(home, recipe, _current(home, recipe))
+
+
+def _planned(home: Warehouse, recipe: str, state: Mapping[str, Any]) -> MergePlan:
+    try:
+        return load_plan(home, state["plan_id"])
+    except (CorruptionError, NotFoundError) as error:
+        error.next_step = f"materialize {recipe}/plan: it plans anew"
+        raise
+
+
+def _current(home: Warehouse, recipe: str) -> dict[str, Any]:
+    path = home.current_plan_path(recipe)
+    if not path.exists():
+        raise NotFoundError(
+            "A recipe has no plan yet",
+            where=recipe,
+            found=str(path),
+            next_step=f"materialize {recipe}/plan first",
+        )
+    return unseal(path.read_bytes(), str(path))
+
+
+def _inputs(state: Mapping[str, Any]) -> dict[str, str]:
+    """The inputs' states as planned; none are known of a plan of an earlier version."""
+    return dict(state.get("inputs", {}))
+
+
+def merge_recipe(
+    home: Warehouse, recipe: str, layers: Sequence[str], knobs: EngineKnobs
+) -> Iterator[LayerOutcome]:
+    """Run or reuse layers of the recipe's current plan, and remember what they cost."""
+    with _working(home, recipe) as (state, plan):
+        costs: dict[str, Any] = dict(state["layers"])
+        try:
+            for done in merge_layers(home, plan, layers, knobs=knobs):
+                costs[done.name] = asdict(Realised.of([done]))
+                yield done
+        finally:
+            write_atomic(home.current_plan_path(recipe), seal({**state, "layers": costs}))
+
+
+def snapshot_recipe(home: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
+    """Commit the snapshot of the recipe's current plan and remember it as its current one.
+
+    Returns what the plan's layers cost, over all runs that worked on it.
+    """
+    with _working(home, recipe) as (state, plan):
+        costs = [Realised(**cost) for cost in state["layers"].values()]
+        realised = Realised.total(costs)
+        snapshot = commit(home, plan, realised)
+        done = {**state, "snapshot_id": snapshot.snapshot_id}
+        write_atomic(home.current_plan_path(recipe), seal(done))
+    return snapshot, realised
+
+
+@contextmanager
+def _working(home: Warehouse, recipe: str) -> Iterator[tuple[dict[str, Any], MergePlan]]:
+    """What is current of a recipe, for nobody else to change, and its plan with all it needs."""
+    with lease_recipe(home, recipe):
+        state = _current(home, recipe)
+        plan = _planned(home, recipe, state)
+        with lease(home, plan), blaming_inputs(home, _inputs(state)):
+            yield state, plan
+
+
+def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:
+    """The snapshot that `snapshot_recipe` committed last. Raises NotFoundError."""
+    state = _current(home, recipe)
+    if not state["snapshot_id"]:
+        raise NotFoundError(
+            "A recipe's current plan has no snapshot yet",
+            where=recipe,
+            found=f"plan {state['plan_id'][:16]}",
+            next_step=f"materialize {recipe}/snapshot first",
+        )
+    return load_snapshot(home.snapshots, state["snapshot_id"])
+
+
+def release_recipe(home: Warehouse, card: RecipeCard) -> tuple[Ref, Release]:
+    """Publish the recipe's current snapshot under its ref and record what it was made from.
+
+    Exactly this snapshot is audited first, whoever did so before. Raises InputChangedError if its
+    inputs are not those that were planned, CorruptionError, and MergePipeError for one that no
+    reader should get.
+    """
+    with lease_recipe(home, card.name):
+        snapshot, state = current_snapshot(home, card.name), _current(home, card.name)
+        audit = audit_snapshot(home, card.name, snapshot)
+        refuse_unfit(audit, _planned(home, card.name, state))
+        refuse_changed_inputs(home, _inputs(state))
+        last = last_release(home, card.name)
+        ref = publish(
+            home, snapshot.snapshot_id, card.recipe.ref, reason=f"recipe {card.name}", audit=False
+        )
+        done = Release(
+            card.name,
+            (last.sequence if last else 0) + 1,
+            state["wanted"],
+            snapshot.manifest.plan_id,
+            snapshot.snapshot_id,
+        )
+        write_atomic(home.release_path(card.name), seal(asdict(done)))
+    return ref, done
+
+
+def last_release(home: Warehouse, recipe: str) -> Release | None:
+    """What the recipe released last, or None."""
+    path = home.release_path(recipe)
+    return Release(**unseal(path.read_bytes(), str(path))) if path.exists() else None

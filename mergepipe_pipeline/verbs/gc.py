@@ -1,0 +1,124 @@
+"""The verb `gc`: free the space of what nobody needs; safe at any moment, at any age.
+
+Needed are all snapshots but stages; stages that a ref has ever named, that a registered checkpoint
+lies in or that the current plan of a standing recipe reads; the layers of such plans; and what
+living processes lease.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.digest import unseal
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.execution.leases import need_of
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.snapshot import object_store
+from mergepipe_pipeline.snapshots.gc import Collected, Roots
+from mergepipe_pipeline.snapshots.gc import collect as run
+from mergepipe_pipeline.snapshots.leases import Leases, Living, Need
+from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.text import escaped
+from mergepipe_pipeline.verbs.land import half_landed
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: The least age of what is removed from quarantine, in seconds.
+_QUARANTINE_S = 30 * 86400.0
+
+
+def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False) -> Collected:
+    """Remove objects, actions, stages and staging that nobody needs, older than `older_than_s`.
+
+    What `repair` took away stays for 30 days at least. Waits for another collection; merges that
+    begin meanwhile wait for this one.
+    """
+    leases = Leases(home.leases)
+    with leases.alone():
+        living = leases.living(older_than_s)
+        left = half_landed(home, living.names)
+        expired = (
+            *_older(sorted(home.quarantine.glob("*")), max(older_than_s, _QUARANTINE_S)),
+            *_older(left, older_than_s),
+        )
+        found = run(
+            object_store(home),
+            home.snapshots,
+            home.staging,
+            home.unnamed(),
+            replace(_roots(home, living), expired=expired),
+            older_than_s=older_than_s,
+            dry_run=dry_run,
+        )
+    return replace(
+        found, paths=tuple(map(escaped, found.paths)), notes=tuple(map(escaped, found.notes))
+    )
+
+
+def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
+    """Those whose last change is longer ago; what is gone meanwhile is left out."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            if time.time() - path.lstat().st_mtime >= older_than_s:
+                yield path
+
+
+def _roots(home: Warehouse, living: Living) -> Roots:
+    """What must stay. Where a file that may name a stage cannot be read, all stages do."""
+    need, doubts = Need(), []
+    for part in (_published(home), _registered(home), _planned(home)):
+        for found in part:
+            if isinstance(found, Need):
+                need |= found
+            else:
+                doubts.append(f"stages stay, since this may name one: {found}")
+    notes = [
+        f"all layers stay, since a lease in use cannot be read: {p}" for p in living.unreadable
+    ]
+    if living.judged_by_age:
+        notes.append(
+            f"{home.leases} is on a file system without locks, so age alone says whether a merge "
+            "lives: let --older-than be longer than any merge takes"
+        )
+    certain = not doubts and not living.unreadable
+    return Roots(need, living, Marks(home.stages) if certain else None, (*notes, *doubts))
+
+
+def _published(home: Warehouse) -> Iterator[Need | MergePipeError]:
+    """Every version of every ref: rollback may go back to each."""
+    refs = RefStore(home.refs)
+    for name in refs.names():
+        try:
+            yield Need(snapshot_ids=frozenset(r.snapshot_id for r in refs.history(name)))
+        except MergePipeError as error:
+            yield error
+
+
+def _registered(home: Warehouse) -> Iterator[Need | MergePipeError]:
+    """Snapshots that somebody registered as checkpoints."""
+    catalog = Catalog(home.catalog)
+    yield from catalog.damaged()
+    for *_, root in catalog.registrations():
+        path = Path(root)
+        if path.is_relative_to(home.snapshots) and path != home.snapshots:
+            yield Need(snapshot_ids=frozenset([path.relative_to(home.snapshots).parts[0]]))
+
+
+def _planned(home: Warehouse) -> Iterator[Need | MergePipeError]:
+    """What the current plans of standing recipes need between their steps."""
+    for recipe in sorted({p.stem for p in home.recipes.iterdir() if p.suffix in {".yml", ".yaml"}}):
+        path = home.current_plan_path(recipe)
+        try:
+            state = unseal(path.read_bytes(), str(path))
+            yield need_of(home, load_plan(home, state["plan_id"]))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            yield CorruptionError("A file cannot be read", where=str(path), found=str(error))
+        except MergePipeError as error:
+            yield error

@@ -1,0 +1,122 @@
+"""Indexes what landed: registers it, takes its digests, measures it for the recipes there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.deploy.arrivals import attempted
+from mergepipe_pipeline.deploy.recipe_files import recipe_cards, uses
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.facts.analyses import common_pairs, ensure_stats
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.resolution.locate import resolve
+from mergepipe_pipeline.resolution.open_models import open_models
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """What indexing an expert found; `layers_changed` is against its last version."""
+
+    registration: Registration
+    content_sha256: str
+    layers_changed: tuple[str, ...]
+    layers: int
+    bases: tuple[str, ...]
+
+
+def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -> Indexed:
+    """Register what lies in `inbox/<name>` (or is known as `name`), take digests and statistics.
+
+    Statistics are taken for every stage of a recipe that merges the expert into a registered base,
+    by itself or as an adapter on another model. A recipe that cannot use it does not stop it.
+    Raises what opening the checkpoint raises.
+    """
+    catalog = Catalog(home.catalog)
+    before = _digests_by_layer(catalog, name)
+    folder = home.inbox / name
+    registration = register(home, folder, name) if folder.exists() else resolve(home, name)
+    checkpoint = registration.checkpoint
+    bases = dict[str, None]()
+    for stage in (stage for card in recipe_cards(home) for stage in card.stages):
+        for ref, base in _pairs(stage, name):
+            if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
+                opened = open_models(home, (ref, base), 1, home.recipes, {}, [])
+                if opened:
+                    _learn(home, opened, stage.block_elems, progress)
+                    bases[base.text] = None
+    ensure_digests(home, checkpoint, progress)
+    after = _digests_by_layer(catalog, name)
+    changed = tuple(layer for layer in after if after[layer] != before.get(layer))
+    return Indexed(
+        registration,
+        content_of(catalog, checkpoint),
+        tuple(sorted(changed, key=layer_order)),
+        len(after),
+        tuple(bases),
+    )
+
+
+def _pairs(stage: RawRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]]:
+    """The stage's models that take something from `name`, each with the base, where both exist."""
+    base = None if stage.base is None else stage.references[stage.base]
+    if base is None or base.model in stage.stages_used:
+        return
+    for ref in stage.references:
+        if ref is not base and name in uses(ref, stage) and ref.model not in stage.stages_used:
+            yield ref, base
+
+
+def _learn(
+    home: Warehouse,
+    pair: Sequence[Model],
+    block_elems: int | None,
+    progress: Progress | None,
+) -> None:
+    expert, base = pair
+    grid = grid_for(base, block_elems)
+    ensure_stats(home, [(expert, common_pairs(expert, base))], base, grid, progress)
+
+
+def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
+    """The digest of all tensors and of what says what they mean: an adapter's scale, for one."""
+    tensors = catalog.content_sha256(checkpoint.checkpoint_id)
+    if checkpoint.kind == "full":
+        return tensors
+    return digest_json([tensors, checkpoint.kind, checkpoint.adapter_config])
+
+
+def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
+    if name not in catalog:
+        return {}
+    checkpoint = catalog.get(name).checkpoint
+    digests = catalog.digests(checkpoint.checkpoint_id)
+    if digests is None:
+        return {}
+    n = layer_count(digests)
+    layers: dict[str, list[str]] = {}
+    for tensor, digest in sorted(digests.items()):
+        layers.setdefault(layer_name(tensor, n), []).append(digest)
+    return {
+        layer: digest_json([checkpoint.kind, checkpoint.adapter_config, *parts])
+        for layer, parts in layers.items()
+    }
+
+
+def index_arrival(home: Warehouse, name: str) -> Indexed:
+    """Index what lies in the inbox under this name, and remember how that ended.
+
+    Raises what `index_expert` raises.
+    """
+    with attempted(home, name):
+        return index_expert(home, name)

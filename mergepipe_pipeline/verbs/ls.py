@@ -1,0 +1,95 @@
+"""The verbs that only look: `ls`, `verify`, `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.snapshots.load import scan_snapshots
+from mergepipe_pipeline.snapshots.refs import RefStore
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.text import escaped
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a warehouse holds, as rows for people and machines.
+
+    Rows of `damaged` have the kind (checkpoint, snapshot, ref), the name and the reason.
+    """
+
+    checkpoints: tuple[dict[str, Any], ...]
+    snapshots: tuple[dict[str, Any], ...]
+    refs: tuple[dict[str, Any], ...]
+    damaged: tuple[dict[str, Any], ...] = ()
+
+
+def ls(home: Warehouse) -> Listing:
+    """Registered checkpoints, snapshots and refs; what is damaged is listed as damaged."""
+    catalog, refs, damaged = Catalog(home.catalog), RefStore(home.refs), _Damaged()
+    whole, broken = scan_snapshots(home.snapshots)
+    for snapshot in broken:
+        damaged.add("snapshot", snapshot.folder.name, snapshot.error)
+    return Listing(
+        damaged.rows("checkpoint", catalog.names(), partial(_checkpoint_row, catalog)),
+        tuple(map(_snapshot_row, whole)),
+        damaged.rows("ref", refs.names(), partial(_ref_row, refs)),
+        tuple(damaged.found),
+    )
+
+
+class _Damaged:
+    """Collects what cannot be told, so that it hides nothing else."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def add(self, kind: str, name: str, error: MergePipeError) -> None:
+        """Remember one."""
+        told = {"kind": kind, "name": name, "reason": str(error)}
+        self.found.append({k: escaped(v) for k, v in told.items()})
+
+    def rows(
+        self, kind: str, names: Iterable[str], row_of: Callable[[str], dict[str, Any]]
+    ) -> tuple[dict[str, Any], ...]:
+        """The rows that `row_of` can give."""
+        rows = []
+        for name in names:
+            try:
+                rows.append(row_of(name))
+            except MergePipeError as error:
+                self.add(kind, name, error)
+        return tuple(rows)
+
+
+def _checkpoint_row(catalog: Catalog, name: str) -> dict[str, Any]:
+    r = catalog.get(name)
+    return {
+        "name": r.name,
+        "version": r.version,
+        "base": r.base,
+        "tensors": len(r.checkpoint.tensors),
+        "nbytes": r.checkpoint.nbytes,
+        "analysed": catalog.digests(r.checkpoint.checkpoint_id) is not None,
+        "root": r.checkpoint.root,
+    }
+
+
+def _snapshot_row(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "snapshot_id": snapshot.snapshot_id,
+        "method": snapshot.manifest.method,
+        "nbytes": sum(x.nbytes for x in snapshot.manifest.shards),
+        "inputs": [i.name for i in snapshot.manifest.inputs],
+        "path": snapshot.path,
+    }
+
+
+def _ref_row(refs: RefStore, name: str) -> dict[str, Any]:
+    r = refs.current(name)
+    return {"ref": r.name, "version": r.number, "snapshot_id": r.snapshot_id, "reason": r.reason}

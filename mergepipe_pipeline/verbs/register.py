@@ -1,0 +1,27 @@
+"""The verb `register`: make a checkpoint known by name, from its headers alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.resolution.locate import expanded, free_name, resolve
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def register(
+    home: Warehouse, path: str | Path, name: str | None = None, base: str | None = None
+) -> Registration:
+    """Register the checkpoint at `path` under `name` (default: its folder's name).
+
+    An unchanged checkpoint adds no version. Raises CheckpointError for what is not a readable
+    checkpoint, NotFoundError for an unknown base.
+    """
+    catalog = Catalog(home.catalog)
+    if base is not None:
+        base = resolve(home, base).name
+    root = Path(os.path.realpath(expanded(path)))
+    chosen = name or free_name(catalog, root, {})
+    return catalog.register(open_checkpoint(str(root), chosen), base)

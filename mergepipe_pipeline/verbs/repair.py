@@ -1,0 +1,130 @@
+"""The verb `repair`: take away what is wrong and can be found again, and find it again.
+
+Nothing is destroyed: files go to the warehouse's quarantine. Damaged versions of names and refs are
+set aside, so that good ones count (`repair_names`). Snapshots and inputs are never touched; what is
+wrong with them is listed. A damaged object loses only its name in the store,
+so that no later merge takes it for a layer; a snapshot that links to it stays as it is, until its
+recipe is merged again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.execution.snapshot import object_store
+from mergepipe_pipeline.integrity.auditor import Finding, Scope
+from mergepipe_pipeline.integrity.structure import action_of
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.storage.atomic import adopt_file
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.repair_names import set_aside
+from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.warehouse import Warehouse
+
+_SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage")
+_STATS = re.compile(r"(?P<checkpoint_id>[0-9a-f]+)\.b(?P<block_elems>\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What was, or would be, taken away and made again; `left` are findings for a person.
+
+    `aside` tells of each name and ref that had damaged versions.
+    `made` and `not_made` say what, and why not, in a line each; what is not made again now is made
+    where it is needed.
+    """
+
+    taken: tuple[str, ...]
+    quarantine: str | None
+    made: tuple[str, ...]
+    not_made: tuple[str, ...]
+    left: tuple[Finding, ...]
+    aside: tuple[str, ...]
+
+
+def repair(home: Warehouse, *, dry_run: bool = False, progress: Progress | None = None) -> Repair:
+    """Verify records and results, take away what is derivable and wrong, learn it again."""
+    findings = verify_all(home, _SCOPES, fresh=True, progress=progress).findings
+    aside = set_aside(home, dry_run=dry_run)
+    told, files = tuple(a.told for a in aside), {file for a in aside for file in a.files}
+    left = tuple(f for f in findings if not f.is_derivable and f.file not in files)
+    wrong = {Path(f.file) for f in findings if f.is_derivable}
+    wrong |= set(_actions_of(home, {p.name for p in wrong}))
+    taken = sorted(p for p in wrong if p.is_relative_to(home.root))
+    names = tuple(map(str, taken))
+    if dry_run or not taken:
+        return Repair(names, None, (), (), left, told)
+    folder = home.new_quarantine()
+    for path in taken:
+        adopt_file(path, folder / path.relative_to(home.root))
+    made, not_made = _learn_again(home, taken, progress)
+    return Repair(names, str(folder), made, not_made, left, told)
+
+
+def _actions_of(home: Warehouse, objects: Collection[str]) -> Iterator[Path]:
+    """The actions that name one of these objects."""
+    for path in object_store(home).all_actions():
+        entry = action_of(path)
+        if entry is not None and entry.sha256 in objects:
+            yield path
+
+
+def _learn_again(
+    home: Warehouse, taken: Collection[Path], progress: Progress | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Records, digests and statistics of registered checkpoints; what was made, and what not."""
+    catalog, names = Catalog(home.catalog), _names(home)
+    made: dict[str, None] = {}
+    not_made: dict[str, None] = {}
+    for path in taken:
+        for label, learn in _lessons(home, catalog, names, path, progress):
+            try:
+                if label not in made:
+                    learn()
+                made[label] = None
+            except (MergePipeError, OSError) as error:
+                not_made[f"{label}: {error}"] = None
+    return tuple(made), tuple(not_made)
+
+
+def _names(home: Warehouse) -> dict[str, str]:
+    """Checkpoint id to a name that stands for it now."""
+    catalog, found = Catalog(home.catalog), {}
+    for name in catalog.names():
+        with suppress(MergePipeError):  # a damaged name is left for a person
+            found[catalog.get(name).checkpoint.checkpoint_id] = name
+    return found
+
+
+def _lessons(
+    home: Warehouse,
+    catalog: Catalog,
+    names: Mapping[str, str],
+    path: Path,
+    progress: Progress | None,
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What to do so that a file of the catalog is written again: a label, and the work."""
+    checkpoint_id = path.name.partition(".")[0]
+    name = names.get(checkpoint_id)
+    if name is None:
+        return
+    if path.is_relative_to(home.catalog / CHECKPOINTS):
+        yield f"record of {name}", partial(catalog.get, name)
+    elif path.is_relative_to(home.catalog / DIGESTS):
+        checkpoint = catalog.get(name).checkpoint
+        yield f"digests of {name}", partial(ensure_digests, home, checkpoint, progress)
+    elif path.is_relative_to(home.catalog / BLOCK_STATS):
+        found, base = _STATS.match(path.name), names.get(path.parent.name)
+        if found and base:
+            n = int(found["block_elems"])
+            again = partial(analyze, home, (name,), base=base, block_elems=n, progress=progress)
+            yield f"analysis of {name} against {base}", again

@@ -1,0 +1,289 @@
+"""The verb `replay`: execute a snapshot's merge again, from what it says of itself, compare bits.
+
+Recipe, budget and inputs are those of manifest and provenance, so that a snapshot's folder can be
+replayed wherever its inputs are. Everything is made anew in a warehouse of its own: nothing that
+the catalog or the action cache of this one believes takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
+    CorruptionError,
+    MergePipeError,
+    NotFoundError,
+)
+from mergepipe_pipeline.execution.leases import staging
+from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
+from mergepipe_pipeline.execution.merge import EngineKnobs, merge
+from mergepipe_pipeline.execution.planning import plan_checked
+from mergepipe_pipeline.execution.stages import run_stages
+from mergepipe_pipeline.pipeline.calibrate import keep_seek
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import check_stage
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
+from mergepipe_pipeline.spec.request import Request, RequestedModel
+from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, Snapshot
+from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A merge that gave the same bits again; `inputs` are (name, the folder that was read)."""
+
+    snapshot_id: str
+    layers: int
+    tensors: int
+    nbytes: int
+    inputs: tuple[tuple[str, str], ...]
+
+
+def replay(
+    home: Warehouse,
+    what: str,
+    *,
+    inputs: Mapping[str, str] | None = None,
+    keep: Path | None = None,
+    knobs: EngineKnobs | None = None,
+    progress: Progress | None = None,
+) -> Replayed:
+    """Merge again what gave a snapshot (named as `snapshot_named` says) and compare the results.
+
+    An input is looked for where `inputs` says by its name, where this warehouse knows the name, and
+    where it was; it must have the content that was merged. `keep`: the folder of the new warehouse,
+    which otherwise is removed.
+
+    Raises CheckpointChangedError or NotFoundError for an input that is not to be had,
+    CorruptionError naming the first layer, tensor or file that differs.
+    """
+    snapshot = snapshot_named(home, what)
+    provenance = provenance_of(snapshot)
+    request = _request(snapshot, provenance)
+    _refuse_unknown(inputs or {}, request)
+    raw = parse(str(provenance["recipe"]), name=str(provenance["recipe_name"]), where=snapshot.path)
+    with _scratch(home, keep) as scratch:
+        if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
+            keep_seek(scratch, int(seek_nbytes))
+        found = _inputs(home, scratch, request, inputs or {}, progress)
+        plan = _plan(scratch, raw, request, found, progress)
+        made = merge(scratch, plan, knobs=knobs, progress=progress).snapshot
+        _compare(snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
+    shards = snapshot.manifest.shards
+    return Replayed(
+        snapshot.snapshot_id,
+        len(shards),
+        sum(len(s.tensors) for s in shards),
+        sum(s.nbytes for s in shards),
+        tuple({c.name: c.root for c in found.values()}.items()),
+    )
+
+
+def _request(snapshot: Snapshot, provenance: Mapping[str, Any]) -> Request:
+    try:
+        return Request.from_json(provenance["request"])
+    except (KeyError, TypeError) as error:
+        raise NotFoundError(
+            "A snapshot does not say how it was asked for",
+            where=snapshot.path,
+            expected="`request` in provenance.json",
+            found=f"no {error}" if isinstance(error, KeyError) else str(error),
+            next_step="it is of a version that did not write this: merge its recipe in an empty "
+            "warehouse and compare with `mergepipe diff`",
+        ) from error
+
+
+def _refuse_unknown(given: Mapping[str, str], request: Request) -> None:
+    names = dict.fromkeys(m.name for m in request.models)
+    for name in given:
+        if name not in names:
+            raise NotFoundError(
+                "The merge has no input of this name",
+                where="--input",
+                expected=", ".join(names),
+                found=name,
+                next_step="correct the name",
+            )
+
+
+@contextmanager
+def _scratch(home: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
+    """An empty warehouse, in staging unless it is to be kept."""
+    if keep is not None:
+        if keep.expanduser().resolve().is_relative_to(home.root):
+            raise MergePipeError(
+                "The folder for a replay lies inside the warehouse",
+                where=str(keep),
+                expected=f"a folder outside {home.root}",
+                next_step="choose another --keep",
+            )
+        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+            raise MergePipeError(
+                "The folder for a replay is not empty",
+                where=str(keep),
+                expected="no such folder, or an empty one",
+                next_step="choose another --keep",
+            )
+        yield Warehouse.at(keep).ensure()
+        return
+    with staging(home, "replay") as folder:
+        yield Warehouse.at(folder).ensure()
+
+
+def _plan(
+    scratch: Warehouse,
+    raw: RawRecipe,
+    request: Request,
+    inputs: Mapping[str, Checkpoint],
+    progress: Progress | None,
+) -> MergePlan:
+    """The plan of the last stage; those before it are merged now."""
+
+    def plan_stage(stage: RawRecipe, results: Mapping[str, Checkpoint]) -> MergePlan:
+        checked = check_stage(
+            scratch,
+            stage,
+            {**inputs, **results},
+            budget=request.budget,
+            strategy=request.strategy,
+            block_elems=request.block_elems,
+        )
+        return plan_checked(scratch, checked, progress, unnamed=results)
+
+    return plan_stage(raw, run_stages(scratch, raw, plan_stage, progress))
+
+
+def _inputs(
+    home: Warehouse,
+    scratch: Warehouse,
+    request: Request,
+    given: Mapping[str, str],
+    progress: Progress | None,
+) -> dict[str, Checkpoint]:
+    """The inputs by the text that the recipe names them by. Says all that are missing at once."""
+    found: dict[str, Checkpoint] = {}
+    missing: dict[str, CheckpointChangedError] = {}
+    for model in request.models:
+        try:
+            found[model.text] = _input(home, scratch, model, given, progress)
+        except CheckpointChangedError as error:
+            missing[model.name] = error
+    if not missing:
+        return found
+    first, *others = missing.values()
+    if not others:
+        raise first
+    raise CheckpointChangedError(
+        f"{len(missing)} inputs are not to be had as they were merged",
+        where=", ".join(f"input {name}" for name in missing),
+        found="; ".join(f"{name}: expected {e.expected}, {e.found}" for name, e in missing.items()),
+        next_step="say where they are: " + " ".join(f"--input {name}=PATH" for name in missing),
+    )
+
+
+def _input(
+    home: Warehouse,
+    scratch: Warehouse,
+    wanted: RequestedModel,
+    given: Mapping[str, str],
+    progress: Progress | None,
+) -> Checkpoint:
+    """The checkpoint with the content that was merged, under the name that it had then."""
+    told = []
+    for place in _places(home, wanted, given):
+        try:
+            checkpoint = open_checkpoint(place, wanted.name)
+        except MergePipeError as error:
+            told.append(f"{place}: {error.what}")
+            continue
+        content = digest_json(dict(ensure_digests(scratch, checkpoint, progress)))
+        if content == wanted.content_sha256:
+            return checkpoint
+        told.append(f"{place}: content {content[:16]}")
+    raise CheckpointChangedError(
+        "An input is not to be had as it was merged",
+        where=f"input {wanted.name}",
+        expected=f"content {wanted.content_sha256[:16]}",
+        found="; ".join(told) or "no place to look at",
+        next_step=f"say where it is: --input {wanted.name}=PATH",
+    )
+
+
+def _places(home: Warehouse, wanted: RequestedModel, given: Mapping[str, str]) -> list[str]:
+    """Where an input may be: only where it was given, or the name's folders, and where it was."""
+    if wanted.name in given:
+        return [str(Path(given[wanted.name]).expanduser().resolve())]
+    try:
+        known = [r.checkpoint.root for r in reversed(Catalog(home.catalog).history(wanted.name))]
+    except MergePipeError:
+        known = []
+    return list(dict.fromkeys((*known, wanted.root)))
+
+
+def _compare(old: Snapshot, new: Snapshot, engine_version: str) -> None:
+    """Raise CorruptionError for the first thing that the second merge gave otherwise."""
+    found = next(_differences(old.manifest, new.manifest), None)
+    if found is None:
+        return
+    where, expected, came = found
+    next_step = (
+        "check the snapshot with `mergepipe verify` and the machine's memory; then report it"
+    )
+    if engine_version != ENGINE_VERSION:
+        next_step = f"replay it with the version that made it: engine {engine_version}, this is "
+        next_step += ENGINE_VERSION
+    raise CorruptionError(
+        "A replay gave another result",
+        where=f"{old.snapshot_id}, {where}",
+        expected=expected,
+        found=came,
+        next_step=next_step,
+    )
+
+
+def _differences(old: Manifest, new: Manifest) -> Iterator[tuple[str, str, str]]:
+    """(where, expected, found): weights first, since other things follow from them."""
+    made = {s.layer: s for s in new.shards}
+    for shard in old.shards:
+        again = made.get(shard.layer)
+        if again is None:
+            yield f"layer {shard.layer}", "a layer of this name", "none"
+        elif again.sha256 != shard.sha256:
+            yield (
+                f"layer {shard.layer}, {_first_tensor(shard, again)}",
+                f"sha256 {shard.sha256[:16]}",
+                f"sha256 {again.sha256[:16]}",
+            )
+    for layer in made.keys() - {s.layer for s in old.shards}:
+        yield f"layer {layer}", "no layer of this name", "one"
+    for shard in old.shards:
+        if shard.layer_key != made[shard.layer].layer_key:
+            yield f"layer {shard.layer}, layer key", shard.layer_key, made[shard.layer].layer_key
+    if old.plan_id != new.plan_id:
+        yield "plan id", old.plan_id, new.plan_id
+    files = {f.file: f.sha256 for f in new.side_files}
+    for file in old.side_files:
+        if files.get(file.file) != file.sha256:
+            yield f"file {file.file}", file.sha256[:16], files.get(file.file, "no such file")[:16]
+    if old.snapshot_id != new.snapshot_id:
+        yield "manifest", old.snapshot_id, new.snapshot_id
+
+
+def _first_tensor(old: ShardEntry, new: ShardEntry) -> str:
+    """The first tensor up to whose end the files differ."""
+    for (name, digest), (other, again) in zip(old.tensors, new.tensors, strict=False):
+        if (name, digest) != (other, again):
+            return f"tensor {name}"
+    return "header"

@@ -1,0 +1,72 @@
+"""The verb `verify --all`: everything that is wrong with a warehouse, not only the first.
+
+A verification that is interrupted goes on where it was: files that it found right are known by
+their inode, size and time until one verification has come to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mergepipe_pipeline.catalog.seals import untouched
+from mergepipe_pipeline.integrity.auditor import SCOPES, Auditor, Finding, Scope
+from mergepipe_pipeline.integrity.checkpoints import verify_inputs
+from mergepipe_pipeline.integrity.lineage import verify_lineage
+from mergepipe_pipeline.integrity.results import report_shards, verify_digests
+from mergepipe_pipeline.integrity.structure import verify_structure
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.storage.journal import Journal
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a verification found: `nbytes` were hashed now, `resumed_files` by one before it."""
+
+    scopes: tuple[Scope, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    files: int
+    nbytes: int
+    resumed_files: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+
+def verify_all(
+    home: Warehouse,
+    scopes: Collection[Scope] = SCOPES,
+    *,
+    fresh: bool = False,
+    inputs_of: Snapshot | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Look at all of a warehouse in these scopes; changes nothing. `fresh`: resume nothing.
+
+    `inputs_of` restricts the inputs to those of one snapshot. Raises StorageFullError.
+    """
+    wanted = tuple(s for s in SCOPES if s in scopes)
+    path = home.verified_path(inputs_of.snapshot_id if inputs_of else "-".join(wanted))
+    if fresh:
+        remove_tree(path)
+    with Journal(path) as journal, untouched():
+        audit, resumed = Auditor(journal), len(journal)
+        shown = progress or Silent()
+        if "structure" in scopes:
+            verify_structure(home, audit)
+        if "lineage" in scopes:
+            verify_lineage(home, audit)
+        if "digests" in scopes:
+            verify_digests(home, audit, shown)
+            report_shards(home, audit)
+        if "inputs" in scopes:
+            verify_inputs(home, audit, shown, inputs_of)
+    remove_tree(path)
+    ordered = sorted(audit.findings, key=lambda f: (SCOPES.index(f.scope), f.where))
+    return Report(wanted, tuple(ordered), tuple(audit.notes), audit.files, audit.nbytes, resumed)
