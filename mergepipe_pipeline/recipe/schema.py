@@ -37,6 +37,8 @@ PARAMETER_NAMES = frozenset(
 ) | {"scale", "filter_wise", "select_topk", "max_iter", "tol", "normalize_weights", "variant"}
 CONTENTS = ("models", "slices", "modules")
 
+#: Files beside the zones' own: what this machine takes for its zone, and copies with other seconds.
+_NO_ZONE = re.compile("localtime|posixrules|Factory|(?:posix|right)/.*")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
@@ -110,12 +112,20 @@ def _trigger(value: str) -> str:
 
 
 def _timezone(value: str) -> str:
-    try:
-        ZoneInfo(value)
-    except (ValueError, OSError, LookupError):
+    if not _is_zone(value):
         text = f"expected the name of a time zone like 'Europe/Berlin', found {shown(value)}"
-        raise _refuse("timezone", text) from None
+        raise _refuse("timezone", text)
     return value
+
+
+def _is_zone(name: str) -> bool:
+    if _NO_ZONE.fullmatch(name):
+        return False
+    try:
+        ZoneInfo(name)
+    except (ValueError, OSError, LookupError):
+        return False
+    return True
 
 
 Model = Annotated[Any, AfterValidator(_model)]

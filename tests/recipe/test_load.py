@@ -94,6 +94,10 @@ def test_every_key_of_our_own_is_read() -> None:
         ("trigger: nightli\n", "trigger: expected one of change, nightly, manual.*`nightly`"),
         ("trigger: nightly\ntimezone: Mars/Base\n", "timezone: expected the name of a time zone"),
         ("trigger: nightly\ntimezone: ../passwd\n", "timezone: expected the name of a time zone"),
+        *(
+            (f"trigger: nightly\ntimezone: {name}\n", f"name of a time zone.*found {name!r}")
+            for name in ("localtime", "posixrules", "Factory", "posix/Europe/Berlin", "right/UTC")
+        ),
         ("timezone: Europe/Berlin\n", "timezone: there is no `schedule:`"),
         ("trigger: manual\nschedule: 0 3 * * *\n", "schedule: a recipe with `trigger: manual`"),
     ],
