@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mergepipe_pipeline.concurrency.sequencer import Sequencer
 from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
-from mergepipe_pipeline.turns import Turn
 
 #: An expert's number, and which of its rules: 0 for `trim`, 1 for `outliers`.
 Which = tuple[int, int]
@@ -33,7 +33,9 @@ class OpenCuts:
             if rule is not None and rule.is_open and _changes(e, rule)
         }
         self._left = {which: rule.ties_after for which, rule in self._rules.items()}
-        self._turns = {which: Turn(rule.tie_stop_elem) for which, rule in self._rules.items()}
+        self._sequencers = {
+            which: Sequencer(rule.tie_stop_elem) for which, rule in self._rules.items()
+        }
 
     def __bool__(self) -> bool:
         return bool(self._rules)
@@ -49,18 +51,18 @@ class OpenCuts:
             a, b = max(start_elem, rule.tie_stop_elem), min(stop_elem, rule.ties_until_elem)
             if a >= b:
                 continue
-            self._turns[which].wait(a)
+            self._sequencers[which].wait(a)
             if left := self._left[which]:
                 place, count = find(which[0], rule.threshold_bits, a, b, left)
                 found[which] = b if place < 0 else a + place + 1
                 self._left[which] = left - count if place < 0 else 0
-            self._turns[which].pass_on(b)
+            self._sequencers[which].advance(b)
         return found
 
     def abandon(self) -> None:
         """Say that the run is being left, so that nobody waits for what will not come."""
-        for turn in self._turns.values():
-            turn.abandon()
+        for sequencer in self._sequencers.values():
+            sequencer.cancel()
 
 
 def _changes(e: ExpertInput, rule: TrimRule) -> bool:

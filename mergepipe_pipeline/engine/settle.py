@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.begun import begun
+from mergepipe_pipeline.concurrency.prefetch import prefetch
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool
@@ -63,7 +63,7 @@ class Settler:
 
     def ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
         """The tasks, settled, in order; the next ones are worked on meanwhile."""
-        for settled in begun((partial(self.settled, task) for task in tasks), _AHEAD):
+        for settled in prefetch((partial(self.settled, task) for task in tasks), _AHEAD):
             yield settled()
 
     def settled(self, task: TensorTask) -> TensorTask:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mergepipe_pipeline.begun import begun
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.concurrency.prefetch import prefetch
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.analyses import Pair, ensure_stats
 from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified, histograms
@@ -243,7 +243,7 @@ def _facts(
         partial(histograms, home, models[expert], models[base], stats[expert, base].block_elems)
         for expert, base, _ in wanted
     ]
-    known = begun(loads) if with_energies else iter(loads)
+    known = prefetch(loads) if with_energies else iter(loads)
     for ((expert, base, fact), places), load in zip(wanted.items(), known, strict=True):
         of = models[expert], models[base], stats[expert, base]
         finder = ExpertFacts(home, *of, load, progress)

@@ -1,4 +1,4 @@
-"""Work begun a few steps ahead: in order, each once, and not earlier."""
+"""Prefetching: loads come in order, each once, and not earlier than asked."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.begun import begun
+from mergepipe_pipeline.concurrency.prefetch import prefetch
 
 
-@given(count=st.integers(0, 20), steps=st.integers(1, 3))
-def test_results_come_in_order_and_only_so_many_are_begun_early(count: int, steps: int) -> None:
+@given(count=st.integers(0, 20), depth=st.integers(1, 3))
+def test_results_come_in_order_and_only_so_many_loads_run_early(count: int, depth: int) -> None:
     started: list[int] = []
 
     def load(n: int) -> int:
@@ -21,9 +21,9 @@ def test_results_come_in_order_and_only_so_many_are_begun_early(count: int, step
         return n
 
     found = []
-    for load_it in begun((partial(load, n) for n in range(count)), steps):
+    for load_it in prefetch((partial(load, n) for n in range(count)), depth):
         found.append(load_it())
-        assert len(started) <= len(found) + steps
+        assert len(started) <= len(found) + depth
     assert found == started == list(range(count))
 
 
@@ -32,7 +32,7 @@ def test_what_a_load_raises_reaches_who_calls_it() -> None:
         raise OSError("no such file")
 
     loads: list[Callable[[], int]] = [lambda: 1, fail, lambda: 3]
-    known = begun(loads)
+    known = prefetch(loads)
     assert next(known)() == 1
     with pytest.raises(OSError, match="no such file"):
         next(known)()
@@ -41,7 +41,7 @@ def test_what_a_load_raises_reaches_who_calls_it() -> None:
 
 def test_what_nobody_asks_for_is_left() -> None:
     started: list[int] = []
-    known = begun(partial(started.append, n) for n in range(10))
+    known = prefetch(partial(started.append, n) for n in range(10))
     next(known)
     known.close()  # type: ignore[attr-defined]
     assert len(started) <= 2

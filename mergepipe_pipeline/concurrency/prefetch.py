@@ -1,4 +1,4 @@
-"""Work begun while the work before it is made use of: in one thread, a step ahead or more."""
+"""Prefetching: the next loads run in one thread while the caller uses the result of this one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begun(loads: Iterable[Callable[[], T]], steps: int = 1) -> Iterator[Callable[[], T]]:
-    """The same loads in order, one after the other begun so many steps before they are given.
+def prefetch(loads: Iterable[Callable[[], T]], depth: int = 1) -> Iterator[Callable[[], T]]:
+    """The same loads in order; while one is used, up to `depth` of the next ones run.
 
-    Whoever calls one waits for its result, or gets what it raised.
+    Calling one waits for its result and raises what it raised. The loads run one at a time.
     """
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(1) as pool:
         try:
             for load in loads:
                 waiting.append(pool.submit(load))
-                if len(waiting) > steps:
+                if len(waiting) > depth:
                     yield waiting.popleft().result
             while waiting:
                 yield waiting.popleft().result
