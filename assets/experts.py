@@ -11,7 +11,7 @@ from assets.metadata import description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.verbs.index import Indexed, index_arrival
+from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 
 experts = dg.DynamicPartitionsDefinition(name="experts")
@@ -102,7 +102,7 @@ def _problem(home: Warehouse, name: str, error: MergePipeError) -> dg.AssetObser
     )
 
 
-def _metadata(done: Indexed, started: float) -> dict[str, Any]:
+def _metadata(done: IndexedExpert, started: float) -> dict[str, Any]:
     checkpoint = done.registration.checkpoint
     return {
         "kind": checkpoint.kind,

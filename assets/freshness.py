@@ -7,14 +7,14 @@ from itertools import pairwise
 import dagster as dg
 from dagster._utils.schedules import cron_string_iterator
 
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 
 #: What a scheduled run may take before its release is overdue.
 GRACE = timedelta(hours=6)
 _SPAN, _MOST_TIMES = timedelta(days=62), 1500
 
 
-def release_freshness(card: RecipeCard) -> dg.FreshnessPolicy | None:
+def release_freshness(card: RecipeFile) -> dg.FreshnessPolicy | None:
     """A release is overdue if its recipe's schedule passed without one; None without a schedule.
 
     Without a schedule age says nothing: a release is right for as long as its inputs are the same,

@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.settings import OWNERS
 
 
@@ -20,7 +20,7 @@ class Labels(TypedDict):
     kinds: set[str]
 
 
-def labels(card: RecipeCard, *kinds: str) -> Labels:
+def labels(card: RecipeFile, *kinds: str) -> Labels:
     """What an asset of a recipe carries; `kinds` are at most three.
 
     The tag `expert/<name>` finds every asset that depends on an expert.

@@ -20,7 +20,7 @@ from pydantic import Field
 from assets.failures import told
 from assets.labels import labels
 from assets.metadata import layer_metadata, merge_metadata
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
@@ -35,7 +35,7 @@ class Layers(dg.Config):
     layers: list[str] = Field(default_factory=list)
 
 
-def build_merge(card: RecipeCard) -> list[dg.AssetsDefinition]:
+def build_merge(card: RecipeFile) -> list[dg.AssetsDefinition]:
     """The assets `merge` and `layers` of a recipe."""
     shown = dg.AssetSpec(
         [card.name, "layers"],
@@ -55,7 +55,7 @@ def partition(layer: str) -> str:
     return layer.removeprefix("layer.")
 
 
-def _merge(card: RecipeCard) -> dg.AssetsDefinition:
+def _merge(card: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "merge"],
         deps=[[card.name, "plan"]],
@@ -102,7 +102,7 @@ def _chosen(plan: MergePlan, named: list[str]) -> dict[str, LayerTask]:
 
 
 def _reported(
-    card: RecipeCard, plan: MergePlan, layer: LayerTask, done: LayerOutcome
+    card: RecipeFile, plan: MergePlan, layer: LayerTask, done: LayerOutcome
 ) -> dg.AssetMaterialization:
     return dg.AssetMaterialization(
         [card.name, "layers"],

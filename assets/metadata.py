@@ -16,12 +16,12 @@ from mergepipe_pipeline.execution.snapshot import operator_counts
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
-from mergepipe_pipeline.report.shares import makings, shares
+from mergepipe_pipeline.report.shares import operator_choices, shares
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown
-from mergepipe_pipeline.verbs.curve import Told, picture, rows_of, small_picture
+from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, small_picture
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.conflicts import ConflictReport, Pair
@@ -56,7 +56,7 @@ def description(text: str) -> str:
     return "\n".join(map(markdown, text.split("\n")))
 
 
-def plan_metadata(plan: MergePlan, told: Told | None = None) -> Mapping[str, Any]:
+def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[str, Any]:
     """What a person asks of a plan, in this order: what it costs and loses, pictures, the inputs
     and what each gives, and what `told` says of other budgets.
     """
@@ -209,7 +209,7 @@ def _views(task: TensorTask) -> Sequence[TensorView]:
     return [*(e.view for e in task.experts), *base]
 
 
-def _curve_metadata(told: Told | None) -> Mapping[str, Any]:
+def _curve_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
     """A picture of what other budgets and strategies would lose, and its knee."""
     if told is None:
         return {}
@@ -221,14 +221,14 @@ def _curve_metadata(told: Told | None) -> Mapping[str, Any]:
     }
 
 
-def _budgets_metadata(told: Told | None) -> Mapping[str, Any]:
+def _budgets_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
     """The same as a table."""
     return {} if told is None else {"budgets": markdown_table(*rows_of(told.curve))}
 
 
 def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
     """Per kind of choice (`auto`: KEEP, AVG, TIES, DARE) its tensors, and the first reasons."""
-    chosen = [m for m in makings(plan) if m.reason]
+    chosen = [m for m in operator_choices(plan) if m.reason]
     if not chosen:
         return {}
     counts = Counter(m.reason.partition(":")[0] for m in chosen)

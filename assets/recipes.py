@@ -29,7 +29,7 @@ from assets.metadata import (
     size,
     stages_metadata,
 )
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.integrity.weights import (
@@ -64,7 +64,7 @@ _AUDITS = {
 }
 
 
-def build_recipe_assets(card: RecipeCard) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
+def build_recipe_assets(card: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
     """All assets and checks of one recipe."""
     return [
         _conflicts(card),
@@ -78,7 +78,7 @@ def build_recipe_assets(card: RecipeCard) -> list[dg.AssetsDefinition | dg.Asset
     ]
 
 
-def build_problem(card: RecipeCard) -> dg.AssetsDefinition:
+def build_problem(card: RecipeFile) -> dg.AssetsDefinition:
     """An asset in the place of a recipe's plan that says why the recipe cannot be used."""
     spec = dg.AssetSpec(
         [card.name, "plan"],
@@ -92,12 +92,12 @@ def build_problem(card: RecipeCard) -> dg.AssetsDefinition:
     return dg.AssetsDefinition(specs=[spec])
 
 
-def _members(card: RecipeCard) -> dg.AssetDep:
+def _members(card: RecipeFile) -> dg.AssetDep:
     mapping = dg.SpecificPartitionsPartitionMapping(list(card.members))
     return dg.AssetDep(expert_index, partition_mapping=mapping)
 
 
-def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
+def _conflicts(card: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "conflicts"],
         deps=[_members(card)],
@@ -125,7 +125,7 @@ def _conflicts(card: RecipeCard) -> dg.AssetsDefinition:
     return conflicts
 
 
-def _plan(card: RecipeCard) -> dg.AssetsDefinition:
+def _plan(card: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "plan"],
         deps=[[card.name, "conflicts"], _members(card)],
@@ -160,7 +160,7 @@ def _plan(card: RecipeCard) -> dg.AssetsDefinition:
     return plan
 
 
-def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
+def _within_budget(card: RecipeFile) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=dg.AssetKey([card.name, "plan"]), blocking=True, name="within_budget")
     @told
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
@@ -179,7 +179,7 @@ def _within_budget(card: RecipeCard) -> dg.AssetChecksDefinition:
     return within_budget
 
 
-def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
+def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "snapshot"],
         deps=[[card.name, "plan"], [card.name, "merge"]],
@@ -218,11 +218,11 @@ def _snapshot(card: RecipeCard) -> dg.AssetsDefinition:
     return snapshot
 
 
-def _input(name: str, card: RecipeCard) -> Link | str:
+def _input(name: str, card: RecipeFile) -> Link | str:
     return expert_link(name) if name in card.members else plain_name(name)
 
 
-def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
+def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
     key = dg.AssetKey([card.name, "snapshot"])
     specs = [
         dg.AssetCheckSpec(name, asset=key, blocking=True, description=text)
@@ -259,7 +259,7 @@ def _audit(card: RecipeCard) -> dg.AssetChecksDefinition:
     return audit
 
 
-def _release(card: RecipeCard) -> dg.AssetsDefinition:
+def _release(card: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "release"],
         deps=[[card.name, "snapshot"]],
@@ -288,7 +288,7 @@ def _release(card: RecipeCard) -> dg.AssetsDefinition:
     return release
 
 
-def _report(card: RecipeCard) -> dg.AssetsDefinition:
+def _report(card: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "report"],
         deps=[[card.name, "release"]],

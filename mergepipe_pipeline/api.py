@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from mergepipe_pipeline.execution.merge import EngineKnobs, merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import EngineKnobs, run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, parse
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -98,5 +98,5 @@ class Engine:
         """
         memory_bytes = self.memory_mib and self.memory_mib << 20
         knobs = EngineKnobs(self.threads, None, memory_bytes, self.device)
-        outcome = merge(self.catalog.warehouse, plan, knobs=knobs, progress=self.progress)
+        outcome = run_plan(self.catalog.warehouse, plan, knobs=knobs, progress=self.progress)
         return outcome.snapshot.snapshot_id, outcome.snapshot.manifest

@@ -11,7 +11,7 @@ import dagster as dg
 
 from assets.experts import expert_index, index_burst
 from assets.recipes import build_problem, build_recipe_assets
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.failures import failure_sensor
@@ -36,16 +36,16 @@ def build_definitions(
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
-    cards = recipe_cards(home)
+    cards = recipe_files(home)
     parts = [_parts(c) for c in cards]
-    problems = [p for p in parts if isinstance(p, RecipeCard)]
-    chains = [p for p in parts if not isinstance(p, RecipeCard)]
+    problems = [p for p in parts if isinstance(p, RecipeFile)]
+    chains = [p for p in parts if not isinstance(p, RecipeFile)]
     jobs = [chain.job for chain in chains]
     built = [d for chain in chains for d in chain.assets]
     refused = {
         card.token: p.problem or ""
         for card, p in zip(cards, parts, strict=True)
-        if isinstance(p, RecipeCard) and card.problem is None
+        if isinstance(p, RecipeFile) and card.problem is None
     }
     return dg.Definitions(
         assets=[
@@ -76,13 +76,13 @@ def build_definitions(
 class _Chain:
     """The definitions of one recipe that can be used."""
 
-    card: RecipeCard
+    card: RecipeFile
     job: AssetJob
     nightly: dg.ScheduleDefinition | None
     assets: list[dg.AssetsDefinition | dg.AssetChecksDefinition]
 
 
-def _parts(card: RecipeCard) -> _Chain | RecipeCard:
+def _parts(card: RecipeFile) -> _Chain | RecipeFile:
     """The definitions of a recipe, or its card with the problem, one that Dagster has included."""
     if card.problem is not None:
         return card
@@ -93,7 +93,7 @@ def _parts(card: RecipeCard) -> _Chain | RecipeCard:
         return replace(card, layers=(), problem=f"Dagster refuses this recipe: {error}")
 
 
-def build_job(card: RecipeCard) -> AssetJob:
+def build_job(card: RecipeFile) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
     selection = dg.AssetSelection.key_prefixes(card.name)
     return dg.define_asset_job(

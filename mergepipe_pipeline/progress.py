@@ -1,4 +1,4 @@
-"""How long work shows itself: verbs report bytes done, the caller decides how to draw them."""
+"""How long work shows itself: verbs report bytes done and warnings, the caller draws them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class Progress(Protocol):
         """A bar named `label` for `total_nbytes`; the context gives a function to advance it."""
         ...
 
+    def warn(self, *warnings: str) -> None:
+        """Show warnings."""
+        ...
+
 
 class Silent:
     """Draws nothing."""
@@ -24,3 +28,6 @@ class Silent:
     def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
         """Accept and forget."""
         yield lambda nbytes: None
+
+    def warn(self, *warnings: str) -> None:
+        """Leave warnings to who reads the plan, which has them, too."""

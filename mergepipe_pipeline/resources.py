@@ -12,7 +12,7 @@ import dagster as dg
 from pydantic import Field
 
 from mergepipe_pipeline.execution.leases import lease_run
-from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.settings import (
     BUDGET,
     DEVICE,

@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.deploy.recipe_files import recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.reload import recipes_token
@@ -55,7 +55,7 @@ class Ticker:
         return [r.skip_reason.skip_message or "" for r in results if r.skip_reason]
 
     def _definitions(self) -> dg.Definitions:
-        token = recipes_token(recipe_cards(self._home))
+        token = recipes_token(recipe_files(self._home))
         if token != self._token:
             self._defs = build_definitions(self._home, self._resource)
             self._token = token

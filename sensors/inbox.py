@@ -7,7 +7,7 @@ from dagster import DagsterRunStatus as Status
 
 from assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
 from mergepipe_pipeline.deploy.arrivals import ask
-from mergepipe_pipeline.deploy.inbox import Landed, Patience, scan_inbox
+from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.deploy.recorded import is_gone
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
@@ -67,7 +67,7 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     )
 
 
-def _waiting(landed: Sequence[Landed]) -> str:
+def _waiting(landed: Sequence[InboxEntry]) -> str:
     """What waits and why: the first of them, since every tick stores it."""
     told = [in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting]
     more = len(told) - MAX_TOLD
@@ -86,13 +86,13 @@ def under_way(instance: dg.DagsterInstance) -> set[str]:
     return names
 
 
-def _requests(home: Warehouse, ready: Sequence[Landed]) -> list[dg.RunRequest]:
+def _requests(home: Warehouse, ready: Sequence[InboxEntry]) -> list[dg.RunRequest]:
     """One run for each expert while they are few, else runs of several."""
     size = min(MAX_EXPERTS, -(-len(ready) // MAX_RUNS)) or 1
     return [_request(home, ready[i : i + size]) for i in range(0, len(ready), size)]
 
 
-def _request(home: Warehouse, some: Sequence[Landed]) -> dg.RunRequest:
+def _request(home: Warehouse, some: Sequence[InboxEntry]) -> dg.RunRequest:
     names = [x.name for x in some]
     keys = [ask(home, x.name, x.token) for x in some]
     tags = {EXPERTS_TAG: ",".join(names)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
@@ -28,14 +28,14 @@ _SPREADING_S = 5.0
 _WHOSE = {"nightly": "its schedule", "manual": "a person"}
 
 
-def job_name(card: RecipeCard) -> str:
+def job_name(card: RecipeFile) -> str:
     """The job that runs a recipe's whole chain."""
     return f"merge_{card.identifier}"
 
 
 def request_or_reason(
     mergepipe: MergePipe,
-    card: RecipeCard,
+    card: RecipeFile,
     instance: dg.DagsterInstance,
     busy: Collection[str],
     *,
@@ -54,7 +54,7 @@ def request_or_reason(
 
 def _request_or_reason(
     mergepipe: MergePipe,
-    card: RecipeCard,
+    card: RecipeFile,
     instance: dg.DagsterInstance,
     busy: Collection[str],
     is_time: bool,
@@ -98,7 +98,7 @@ def _request_or_reason(
 
 
 def build_recipe_sensor(
-    loaded: Sequence[RecipeCard],
+    loaded: Sequence[RecipeFile],
     refused: Mapping[str, str],
     jobs: Sequence[AssetJob],
     loaded_s: float,
@@ -128,7 +128,7 @@ def build_recipe_sensor(
         """
         busy = recipes_under_way(context.instance)
         requests, told = [], []
-        for card in recipe_cards(mergepipe.warehouse):
+        for card in recipe_files(mergepipe.warehouse):
             found = card.problem or refused.get(card.token)
             if found is None and (layers.get(card.name) != card.layers or time.time() < known_s):
                 found = "its definitions are being loaded"
@@ -147,7 +147,7 @@ def build_recipe_sensor(
     return recipe_sensor
 
 
-def build_nightly(card: RecipeCard, job: AssetJob) -> dg.ScheduleDefinition | None:
+def build_nightly(card: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | None:
     """The recipe's nightly run, at the cron time its `schedule` names; None without one."""
     schedule = card.recipe.schedule
     if schedule is None:
@@ -178,7 +178,7 @@ def build_nightly(card: RecipeCard, job: AssetJob) -> dg.ScheduleDefinition | No
     return nightly
 
 
-def _confirm(instance: dg.DagsterInstance, mergepipe: MergePipe, card: RecipeCard) -> None:
+def _confirm(instance: dg.DagsterInstance, mergepipe: MergePipe, card: RecipeFile) -> None:
     """Report the release as it is once more: it is as fresh as its schedule asks, and its age must
     not say otherwise.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from sensors import interval_s
 
@@ -33,7 +33,7 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
     )
     def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
         """Has this process replaced by one that loads the recipes as they are now."""
-        if recipes_token(recipe_cards(mergepipe.warehouse)) == loaded:
+        if recipes_token(recipe_files(mergepipe.warehouse)) == loaded:
             return dg.SkipReason("recipes are loaded as they are")
         server = code_server()
         if server is None:
@@ -48,7 +48,7 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
     return reload_sensor
 
 
-def recipes_token(cards: Sequence[RecipeCard]) -> str:
+def recipes_token(cards: Sequence[RecipeFile]) -> str:
     """Changes when any recipe's definitions would change."""
     return "-".join(c.token for c in cards) or "none"
 

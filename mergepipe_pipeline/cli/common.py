@@ -53,7 +53,7 @@ class Console:
     @property
     def progress(self) -> Bars:
         """Progress bars for people; silent for machines."""
-        return Bars(visible=not self.as_json and sys.stderr.isatty())
+        return Bars(self.warn, visible=not self.as_json and sys.stderr.isatty())
 
     def show(self, data: Any, *lines: str) -> None:
         """Print `data` as JSON, or the lines for people."""
@@ -91,8 +91,12 @@ class _Warner(logging.Handler):
 class Bars:
     """Progress bars on stderr (rich)."""
 
-    def __init__(self, *, visible: bool) -> None:
-        self._visible = visible
+    def __init__(self, warn: Callable[[Sequence[str]], None], *, visible: bool) -> None:
+        self._warn, self._visible = warn, visible
+
+    def warn(self, *warnings: str) -> None:
+        """Print warnings to stderr."""
+        self._warn(warnings)
 
     @contextmanager
     def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:

@@ -18,7 +18,7 @@ from mergepipe_pipeline.cli.common import (
 from mergepipe_pipeline.cli.merging import planning_options
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.verbs.curve import Told
+    from mergepipe_pipeline.verbs.curve import RecipeCurve
 
 
 def _shares(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:
@@ -88,7 +88,7 @@ def curve(
     )
 
 
-def _lines(told: Told) -> list[str]:
+def _lines(told: RecipeCurve) -> list[str]:
     from mergepipe_pipeline.verbs.curve import bound_percent, percent, rows_of
 
     found = told.curve

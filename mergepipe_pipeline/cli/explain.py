@@ -14,7 +14,7 @@ from mergepipe_pipeline.cli.merging import bound_text, error_text, strategy_text
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.report.explain import ExpertStory, SnapshotStory, TensorStory
-    from mergepipe_pipeline.report.shares import Making, Share
+    from mergepipe_pipeline.report.shares import OperatorChoice, Share
     from mergepipe_pipeline.spec.plan import MergePlan
 
 
@@ -87,10 +87,10 @@ def explain(
 def _plan(console: Console, what: str, by: str) -> Answer:
     from mergepipe_pipeline.report.explain_tables import bytes_picture
     from mergepipe_pipeline.report.shares import explain as run
-    from mergepipe_pipeline.report.shares import makings
+    from mergepipe_pipeline.report.shares import operator_choices
 
     made, rows = run(console.home, what, by)
-    tensors = makings(made) if by == "tensor" else ()
+    tensors = operator_choices(made) if by == "tensor" else ()
     records = [asdict(s) for s in rows]
     shown = {
         "plan_id": made.plan_id,
@@ -128,7 +128,7 @@ def _share_lines(rows: tuple[Share, ...], by: str) -> list[str]:
     return table(("expert", by, "size", "read", "share", "known zero"), lines)
 
 
-def _making_lines(tensors: tuple[Making, ...]) -> list[str]:
+def _making_lines(tensors: tuple[OperatorChoice, ...]) -> list[str]:
     if not tensors:
         return []
     rows = [(t.tensor, t.operator, t.variant or "-", t.reason or "-") for t in tensors]

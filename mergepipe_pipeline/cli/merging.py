@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,8 @@ import click
 from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, verb
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.execution.merge import MergeOutcome
-    from mergepipe_pipeline.execution.outcome import Begun
-    from mergepipe_pipeline.resolution.resolve import Checked
+    from mergepipe_pipeline.execution.run import MergeOutcome
+    from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
     from mergepipe_pipeline.spec.plan import MergePlan
 
 
@@ -53,19 +51,17 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
 @verb
 def check(console: Console, recipe: str, **planning: Any) -> None:
     """Show every problem of a recipe and its full cost, from headers alone."""
-    from mergepipe_pipeline.pipeline.forecast import forecast
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
-    from mergepipe_pipeline.resolution.resolve import check as run
+    from mergepipe_pipeline.verbs.check import check as run
 
-    checked = run(console.home, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning)
-    stages = (*checked.before, checked)
-    foreseen = forecast(console.home, checked).to_json()
-    console.warn(tuple(dict.fromkeys(w for stage in stages for w in stage.recipe.warnings)))
-    shown = {**_checked_json(checked), "time": foreseen}
-    if checked.before:
-        shown["stages"] = [_checked_json(stage) for stage in checked.before]
-    lines = [line for stage in stages for line in _checked_lines(stage)]
-    console.show(shown, *lines, f"  time                {time_text(foreseen)}")
+    found = run(console.home, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning)
+    console.warn(found.warnings)
+    *before, last = map(_checked_json, found.stages)
+    shown = {**last, "time": found.forecast.to_json()}
+    if before:
+        shown["stages"] = [*before, last]
+    lines = [line for stage in found.stages for line in _checked_lines(stage)]
+    console.show(shown, *lines, f"  time                {time_text(shown['time'])}")
 
 
 def time_text(predicted: Mapping[str, Any] | None, lead: str = "about") -> str:
@@ -82,7 +78,7 @@ def _short(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def _checked_json(checked: Checked) -> dict[str, Any]:
+def _checked_json(checked: ResolvedRecipe) -> dict[str, Any]:
     return {
         "recipe": checked.recipe.name,
         "method": checked.recipe.method,
@@ -93,7 +89,7 @@ def _checked_json(checked: Checked) -> dict[str, Any]:
     }
 
 
-def _checked_lines(checked: Checked) -> tuple[str, ...]:
+def _checked_lines(checked: ResolvedRecipe) -> tuple[str, ...]:
     c = checked.cost
     return (
         f"{checked.recipe.name}: {checked.recipe.method} of {len(checked.experts)} models, "
@@ -186,23 +182,6 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
     )
 
 
-def _begin(console: Console, recipe: str, planning: dict[str, Any]) -> tuple[MergePlan, Begun]:
-    """A recipe's plan, and how long its last stage was said to take before that was made."""
-    from mergepipe_pipeline.execution.outcome import Begun
-    from mergepipe_pipeline.execution.planning import plan_checked, ready
-    from mergepipe_pipeline.pipeline.early import base_early
-    from mergepipe_pipeline.pipeline.forecast import forecast
-    from mergepipe_pipeline.resolution.recipe_text import load_recipe
-
-    home, raw = console.home, load_recipe(recipe)
-    folder, progress = recipe_folder(recipe), console.progress
-    checked, results = ready(home, raw, relative_to=folder, progress=progress, **planning)
-    began_s = time.monotonic() if raw.before else console.began_s
-    begun = Begun(began_s, forecast(home, checked).to_json())
-    with base_early(checked):
-        return plan_checked(home, checked, progress, unnamed=results), begun
-
-
 @click.command()
 @click.argument("recipe", type=click.Path())
 @planning_options
@@ -229,34 +208,28 @@ def merge(
     **planning: Any,
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
-    from mergepipe_pipeline.execution.merge import EngineKnobs
-    from mergepipe_pipeline.execution.merge import merge as run
-    from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
-    from mergepipe_pipeline.verbs.export import check_out, export
+    from mergepipe_pipeline.execution.run import EngineKnobs
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
+    from mergepipe_pipeline.verbs.merge import merge as run
 
-    knobs = EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20, device)
-    knobs.check()
-    folder = None if out is None else check_out(out, console.place.root)
-    made, begun = _begin(console, recipe, planning)
-    console.warn(made.warnings)
-    outcome = run(
-        console.home, made, knobs=knobs, progress=console.progress, begun=begun, fresh=fresh
+    merged = run(
+        console.home,
+        load_recipe(recipe),
+        relative_to=recipe_folder(recipe),
+        knobs=EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20, device),
+        out=out,
+        publish_ref=publish_ref,
+        fresh=fresh,
+        progress=console.progress,
+        began_s=console.began_s,
+        **planning,
     )
-    summary = outcome.summary()
-    summary["non_finite"] = merged_non_finite(console.home, made)
-    console.warn(non_finite_warning(summary["non_finite"], made))
-    lines = _merged_lines(outcome)
-    if folder is not None:
-        export(console.home, outcome.snapshot.snapshot_id, folder)
-        summary["path"] = summary["out"] = str(folder)
-        lines.append(f"  folder        {summary['out']}")
-    if publish_ref:
-        from mergepipe_pipeline.verbs.publish import publish
-
-        ref = publish(console.home, outcome.snapshot.snapshot_id, made.ref)
-        summary["ref"], summary["ref_version"] = ref.name, ref.number
-        lines.append(f"  published     {ref.name}, version {ref.number}")
-    console.show(summary, *lines)
+    lines = _merged_lines(merged.outcome)
+    if merged.folder is not None:
+        lines.append(f"  folder        {merged.folder}")
+    if merged.ref is not None:
+        lines.append(f"  published     {merged.ref.name}, version {merged.ref.number}")
+    console.show(merged.summary(), *lines)
 
 
 def _merged_lines(outcome: MergeOutcome) -> list[str]:

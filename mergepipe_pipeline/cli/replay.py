@@ -43,7 +43,7 @@ def replay(
     found by name or where they were, and must have the content that was merged. Needs room for the
     result once more.
     """
-    from mergepipe_pipeline.execution.merge import EngineKnobs
+    from mergepipe_pipeline.execution.run import EngineKnobs
     from mergepipe_pipeline.verbs.replay import replay as run
 
     done = run(

@@ -31,8 +31,8 @@ from mergepipe_pipeline.demo.family import (
 )
 from mergepipe_pipeline.demo.skills import SKILLS, score
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.warehouse import Warehouse
@@ -197,7 +197,7 @@ def _score_all(home: Warehouse, family: Family, say: Say) -> list[Scored]:
     raw = load_recipe(home.recipe_path(RECIPE))
     base, full = _tensors(family.base), None
     for budget in BUDGETS:
-        outcome = merge(home, make_plan(home, raw, relative_to=home.recipes, budget=budget))
+        outcome = run_plan(home, make_plan(home, raw, relative_to=home.recipes, budget=budget))
         merged = _tensors(Path(outcome.snapshot.path))
         full = full or merged
         error = _distance(merged, full) / _distance(full, base)

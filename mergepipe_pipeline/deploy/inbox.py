@@ -30,7 +30,7 @@ DOUBT_PERIODS = 150
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class InboxEntry:
     """One folder of the inbox: `token` changes with any file's name, size or mtime.
 
     `is_indexed` says that the catalog knows it as it is. `waiting` says in one sentence why it is
@@ -67,7 +67,7 @@ def scan_inbox(
     patience: Patience | float,
     under_way: Collection[str] = (),
     most: int | None = None,
-) -> tuple[Landed, ...]:
+) -> tuple[InboxEntry, ...]:
     """Every expert folder of the inbox, in name order.
 
     Files and folders starting with a dot or an underscore are skipped; a link counts as the folder
@@ -76,7 +76,7 @@ def scan_inbox(
     """
     if not isinstance(patience, Patience):
         patience = Patience(patience)
-    found: list[Landed] = []
+    found: list[InboxEntry] = []
     ready = 0
     for folder in sorted(_folders(home.inbox)):
         full = most is not None and ready >= most
@@ -102,26 +102,28 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _landed(
     home: Warehouse, folder: Path, patience: Patience, under_way: Collection[str], *, full: bool
-) -> Landed:
+) -> InboxEntry:
     name = text_of(folder.name)
     if not NAME.fullmatch(folder.name):
-        return Landed(name, digest_json(name)[:16], f"{name!r} cannot be a name in the catalog")
+        return InboxEntry(name, digest_json(name)[:16], f"{name!r} cannot be a name in the catalog")
     try:
         stamps, changed_ns = stamps_of(folder)
         token = token_of(stamps)
         known = arrival(home, name)
         if known.indexed == token:
-            return Landed(name, token, None, is_indexed=True)
+            return InboxEntry(name, token, None, is_indexed=True)
         if name in under_way:
-            return Landed(name, token, "a run indexes it")
+            return InboxEntry(name, token, "a run indexes it")
         waiting = _asked_already(known.of(token), patience)
         if waiting is None and full:
             waiting = "others land before it; its turn comes"
         if waiting is None:
             waiting = _unfinished(folder, stamps, changed_ns, known, patience)
     except OSError as error:
-        return Landed(name, digest_json(str(error))[:16], f"it cannot be read: {error.strerror}")
-    return Landed(name, token, waiting)
+        return InboxEntry(
+            name, digest_json(str(error))[:16], f"it cannot be read: {error.strerror}"
+        )
+    return InboxEntry(name, token, waiting)
 
 
 def _asked_already(known: Arrival, patience: Patience) -> str | None:

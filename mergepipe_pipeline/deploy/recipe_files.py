@@ -16,7 +16,7 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
-from mergepipe_pipeline.resolution.resolve import foreseen, resolve_stage
+from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.recipe import ModelRef
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True)
-class RecipeCard:
+class RecipeFile:
     """A recipe of the warehouse as definitions need it.
 
     `members` are the catalog names of all stages' inputs, the base first, without the names of
@@ -77,10 +77,10 @@ class RecipeCard:
         return digest_json([self.name, text, self.members, self.layers, self.problem])[:16]
 
 
-def recipe_cards(home: Warehouse) -> tuple[RecipeCard, ...]:
+def recipe_files(home: Warehouse) -> tuple[RecipeFile, ...]:
     """Every recipe file of the warehouse, usable or not, in name order."""
     checkpoints = _Checkpoints(home)
-    cards: list[RecipeCard] = []
+    cards: list[RecipeFile] = []
     files: dict[str, str] = {}
     # A warehouse that is only looked at is not made.
     for path in sorted(home.recipes.iterdir()) if home.recipes.is_dir() else ():
@@ -90,13 +90,13 @@ def recipe_cards(home: Warehouse) -> tuple[RecipeCard, ...]:
         if problem is None:
             cards.append(_card(home, path, checkpoints))
         else:
-            cards.append(RecipeCard(path.name, None, (), (), problem))
+            cards.append(RecipeFile(path.name, None, (), (), problem))
         if _NAME.fullmatch(path.stem):
             files.setdefault(cards[-1].identifier, path.name)
     return tuple(_presentable(cards))
 
 
-def _presentable(cards: Sequence[RecipeCard]) -> Iterator[RecipeCard]:
+def _presentable(cards: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
     """The cards in text that can be printed; names that this makes alike stay different."""
     names = set[str]()
     for card in cards:
@@ -152,13 +152,13 @@ class _Checkpoints:
         return self._read.get(name)
 
 
-def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeCard:
+def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeFile:
     name = path.stem
     try:
         raw = load_recipe(path)
     except Exception as error:  # whatever it is, it is this recipe's alone
-        return RecipeCard(name, None, (), (), str(error))
-    card = RecipeCard(name, raw, (), (), None)
+        return RecipeFile(name, None, (), (), str(error))
+    card = RecipeFile(name, raw, (), (), None)
     card = replace(card, members=tuple(dict.fromkeys(_members(card))))
     try:
         found = {m: checkpoints.get(m) for m in card.members}
@@ -171,7 +171,7 @@ def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeCard:
         return replace(card, problem=str(error))
 
 
-def _members(card: RecipeCard) -> Iterator[str]:
+def _members(card: RecipeFile) -> Iterator[str]:
     for stage in card.stages:
         first = [] if stage.base is None else [stage.references[stage.base]]
         for ref in (*first, *stage.references):
@@ -184,12 +184,12 @@ def _not_registered(names: list[str]) -> str:
     return f"{which} not registered yet; copy to inbox/<name>, or `mergepipe register PATH`"
 
 
-def _layers(home: Warehouse, card: RecipeCard, known: Mapping[str, Checkpoint]) -> tuple[str, ...]:
+def _layers(home: Warehouse, card: RecipeFile, known: Mapping[str, Checkpoint]) -> tuple[str, ...]:
     """The layers of the result. Raises as `check` does for models that do not fit."""
     pending = {m: c for m, c in known.items() if m not in card.pinned}
     names: list[str] = []
     for stage in card.stages:
-        recipe, models = resolve_stage(home, stage, pending, home.recipes)
+        recipe, models = open_stage(home, stage, pending, home.recipes)
         pending[recipe.name] = foreseen(recipe, models)
         names = [t.name for t in recipe.tensors]
     n_layers = layer_count(names)

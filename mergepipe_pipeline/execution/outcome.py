@@ -79,7 +79,7 @@ class Realised:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class RunStart:
     """When a verb began (`time.monotonic`), and how long it was said to take, as JSON."""
 
     at_s: float

@@ -13,11 +13,16 @@ from typing import Unpack
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.execution.plan_store import store_plan
 from mergepipe_pipeline.execution.stages import run_stages
-from mergepipe_pipeline.facts.gather import learn
+from mergepipe_pipeline.facts.gather import gather
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.request import requested
-from mergepipe_pipeline.resolution.resolve import Checked, Planning, check, check_stage
+from mergepipe_pipeline.resolution.resolve import (
+    Planning,
+    ResolvedRecipe,
+    resolve,
+    resolve_stage,
+)
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.request import RequestedModel
@@ -33,40 +38,40 @@ def make_plan(
 ) -> MergePlan:
     """Check the recipe, learn what the catalog lacks, buy blocks, store the plan.
 
-    Checkpoints that are `known` are registered already, and stay so. Raises what `check` raises,
+    Checkpoints that are `known` are registered already, and stay so. Raises what `resolve` raises,
     and BudgetError for a budget that the strategy cannot meet.
     """
-    checked, results = ready(home, raw, progress=progress, **planning)
-    return plan_checked(home, checked, progress, unnamed=results, known=planning.get("known"))
+    checked, results = resolve_after_stages(home, raw, progress=progress, **planning)
+    return plan_resolved(home, checked, progress, unnamed=results, known=planning.get("known"))
 
 
-def ready(
+def resolve_after_stages(
     home: Warehouse,
     raw: RawRecipe,
     *,
     progress: Progress | None = None,
     **planning: Unpack[Planning],
-) -> tuple[Checked, Mapping[str, Checkpoint]]:
+) -> tuple[ResolvedRecipe, Mapping[str, Checkpoint]]:
     """The last stage, checked, and the results of those before it, which are merged now."""
 
     models: list[RequestedModel] = []
 
     def plan_stage(stage: RawRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
-        checked = check_stage(home, stage, pending, **planning)
-        plan = plan_checked(home, checked, progress, unnamed=pending, known=planning.get("known"))
+        checked = resolve_stage(home, stage, pending, **planning)
+        plan = plan_resolved(home, checked, progress, unnamed=pending, known=planning.get("known"))
         models.extend(plan.request.models)
         return plan
 
     if raw.before:
-        check(home, raw, **planning)
+        resolve(home, raw, **planning)
     results = run_stages(home, raw, plan_stage, progress)
-    checked = check_stage(home, raw, results, **planning)
+    checked = resolve_stage(home, raw, results, **planning)
     return replace(checked, request=replace(checked.request, models=tuple(models))), results
 
 
-def plan_checked(
+def plan_resolved(
     home: Warehouse,
-    checked: Checked,
+    checked: ResolvedRecipe,
     progress: Progress | None = None,
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
@@ -75,7 +80,7 @@ def plan_checked(
     """The plan of a checked recipe, stored. Stages' results in `unnamed` are not registered, nor
     what is `known`.
     """
-    learned = learn(home, checked, progress, unnamed={**(known or {}), **(unnamed or {})})
+    learned = gather(home, checked, progress, unnamed={**(known or {}), **(unnamed or {})})
     digests = [[ensure_digests(home, c, progress) for c in m.checkpoints] for m in learned.models]
     request = requested(checked, learned.models, digests, unnamed or {})
     plan = replace(learned.builder(digests).build(), request=request)

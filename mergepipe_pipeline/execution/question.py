@@ -13,14 +13,14 @@ from typing import Unpack
 import numpy as np
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.execution.planning import ready
-from mergepipe_pipeline.facts.gather import Learned, learn
+from mergepipe_pipeline.execution.planning import resolve_after_stages
+from mergepipe_pipeline.facts.gather import PlanInputs, gather
 from mergepipe_pipeline.planner.candidates import Choice
 from mergepipe_pipeline.planner.choosing import Purchase, Question, bought
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import Planning, check_stage
+from mergepipe_pipeline.resolution.resolve import Planning, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.plan import MergePlan, Source
@@ -67,8 +67,8 @@ def ask(
     As for a plan, earlier stages are merged and unknown experts analysed. `for_parts` is needed to
     ask about other budgets than the recipe's.
     """
-    checked, results = ready(home, raw, progress=progress, **planning)
-    learned = learn(home, checked, progress, unnamed=results, for_parts=for_parts)
+    checked, results = resolve_after_stages(home, raw, progress=progress, **planning)
+    learned = gather(home, checked, progress, unnamed=results, for_parts=for_parts)
     recipe, question = checked.recipe, learned.builder().question()
     purchase = bought(question, recipe.budget, recipe.strategy)
     return Asked(recipe, _experts(learned), question, purchase, learned.read)
@@ -83,16 +83,16 @@ def ask_again(home: Warehouse, plan: MergePlan, progress: Progress | None = None
     known = _checkpoints(home, plan, raw)
     e = plan.estimates
     budget = "none" if e.budget_bytes is None else str(e.budget_bytes)
-    checked = check_stage(
+    checked = resolve_stage(
         home, raw, known, budget=budget, strategy=e.strategy, block_elems=e.block_elems
     )
-    learned = learn(home, checked, progress, unnamed=known)
+    learned = gather(home, checked, progress, unnamed=known)
     question = learned.builder().question()
     purchase = Purchase(e.strategy, e.ranking or e.strategy, _choice(question, plan))
     return Asked(checked.recipe, _experts(learned), question, purchase, learned.read)
 
 
-def _experts(learned: Learned) -> tuple[str, ...]:
+def _experts(learned: PlanInputs) -> tuple[str, ...]:
     """Models' names by the positions of the recipe's inputs."""
     found = {
         i.position: learned.models[i.model].name for t in learned.recipe.tensors for i in t.inputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mergepipe_pipeline.execution.leases import lease_until_exit
-from mergepipe_pipeline.execution.merge import merge
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -32,6 +32,6 @@ def run_stages(
         name = stage.stage or stage.name
         plan = plan_stage(stage, results)
         lease_until_exit(home, plan)
-        snapshot = merge(home, plan, progress=progress, is_stage=True).snapshot
+        snapshot = run_plan(home, plan, progress=progress, is_stage=True).snapshot
         results[name] = open_checkpoint(snapshot.path, name)
     return results

@@ -14,7 +14,7 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.input_segments import pass_inputs
 from mergepipe_pipeline.contents.tensor_digests import Contents, Known, put_taken
 from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.facts.reuse import TakeOver
+from mergepipe_pipeline.facts.reuse import StatsReuse
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
@@ -63,7 +63,7 @@ def ensure_stats(
     catalog = Catalog(home.catalog)
     of_base = partial(catalog.missing_pairs, base.model_id)
     missing = [(m, of_base(m.model_id, grid.block_elems, pairs)) for m, pairs in wanted]
-    take_over = TakeOver(home, base, grid, progress)
+    take_over = StatsReuse(home, base, grid, progress)
     missing = [(m, take_over.rest(m, pairs)) for m, pairs in missing if pairs]
     for batch in _batches([(m, pairs) for m, pairs in missing if pairs]):
         _analyze(home, batch, base, grid, progress or Silent())

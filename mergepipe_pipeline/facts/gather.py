@@ -24,7 +24,7 @@ from mergepipe_pipeline.planner.parts import Method, TensorFacts, stored_like
 from mergepipe_pipeline.planner.rehearsal import Rehearse
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.model_files import side_of
-from mergepipe_pipeline.resolution.resolve import Checked
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.resolution.token_rows import Reindexer
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
@@ -38,7 +38,7 @@ Stats = Mapping[tuple[int, int], ExpertStats]
 
 
 @dataclass(frozen=True)
-class Learned:
+class PlanInputs:
     """A checked recipe with all that its planning depends on.
 
     `models` have the rows that the output's tokenizer asks for; `stats` are by (expert's model
@@ -46,7 +46,7 @@ class Learned:
     `seek_nbytes` is what a read of its own costs here, 0 where nobody has measured it.
     """
 
-    checked: Checked
+    checked: ResolvedRecipe
     models: tuple[Model, ...]
     stats: Stats
     facts: TensorFacts
@@ -80,14 +80,14 @@ class Learned:
         )
 
 
-def learn(
+def gather(
     home: Warehouse,
-    checked: Checked,
+    checked: ResolvedRecipe,
     progress: Progress | None = None,
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
     for_parts: bool = False,
-) -> Learned:
+) -> PlanInputs:
     """Register the recipe's checkpoints and analyse what is not known of them.
 
     Checkpoints in `unnamed` are not registered. What merging in full can find by itself is learned
@@ -114,7 +114,7 @@ def learn(
     )
     profile = storage_profile(home)
     seek_nbytes = profile.seek_nbytes if profile else 0
-    return Learned(checked, tuple(models), stats, facts, read, seek_nbytes)
+    return PlanInputs(checked, tuple(models), stats, facts, read, seek_nbytes)
 
 
 def _rehearsed(task: TensorTask) -> Rehearse:
@@ -124,7 +124,7 @@ def _rehearsed(task: TensorTask) -> Rehearse:
     return rehearsal_of(task)
 
 
-def _with_tokens(home: Warehouse, checked: Checked) -> Sequence[Model]:
+def _with_tokens(home: Warehouse, checked: ResolvedRecipe) -> Sequence[Model]:
     """The models; rows that the output's tokenizer asks for and a model lacks are made now."""
     if checked.tokenizer is None:
         return checked.models
@@ -153,7 +153,7 @@ def _is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
 
 def _stats(
     home: Warehouse,
-    checked: Checked,
+    checked: ResolvedRecipe,
     models: Sequence[Model],
     merged: Sequence[TensorRecipe],
     progress: Progress | None,

@@ -28,7 +28,7 @@ Look = tuple[tuple[int, str, str], ...]
 _MOST_ENTRIES = 1 << 24
 
 
-class TakeOver:
+class StatsReuse:
     """Copies statistics of equal contents for the experts of one base; the catalog is read once."""
 
     def __init__(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.resolution.resolve import Checked
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
@@ -23,7 +23,7 @@ _STEP_NBYTES = 32 << 20
 _Places = list[tuple[str, list[TensorEntry]]]
 
 
-def reads_base_early(checked: Checked) -> bool:
+def reads_base_early(checked: ResolvedRecipe) -> bool:
     """Whether the base is worth reading before the plan is made.
 
     What is analysed first is read there; a merge without a budget is planned in no time beside it;
@@ -36,7 +36,7 @@ def reads_base_early(checked: Checked) -> bool:
 
 
 @contextmanager
-def base_early(checked: Checked) -> Iterator[None]:
+def base_early(checked: ResolvedRecipe) -> Iterator[None]:
     """While the block runs, read the recipe's base in another thread, if that is worth it."""
     if not reads_base_early(checked):
         yield
@@ -51,7 +51,7 @@ def base_early(checked: Checked) -> Iterator[None]:
         reader.join()
 
 
-def _base_tensors(checked: Checked) -> _Places:
+def _base_tensors(checked: ResolvedRecipe) -> _Places:
     """What is stored of the tensors that experts are merged on."""
     found: dict[str, dict[TensorEntry, None]] = {}
     for t in checked.recipe.tensors:

@@ -18,7 +18,7 @@ from mergepipe_pipeline.pipeline.calibrate import storage_profile
 from mergepipe_pipeline.pipeline.duration import Seconds, Work, seconds, total
 from mergepipe_pipeline.pipeline.early import reads_base_early
 from mergepipe_pipeline.planner.parts import stored_like
-from mergepipe_pipeline.resolution.resolve import Checked
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -39,7 +39,7 @@ class Forecast:
         return self.seconds.to_json() if self.seconds else {"reason": self.reason}
 
 
-def forecast(home: Warehouse, checked: Checked) -> Forecast:
+def forecast(home: Warehouse, checked: ResolvedRecipe) -> Forecast:
     """How long `merge` will take for a recipe, its earlier stages included."""
     stages = (*checked.before, checked)
     return _forecast(home, [work_of(stage) for stage in stages])
@@ -63,7 +63,7 @@ def _forecast(home: Warehouse, works: Sequence[Work]) -> Forecast:
     return Forecast(total([seconds(w, profile) for w in works]))
 
 
-def work_of(checked: Checked) -> Work:
+def work_of(checked: ResolvedRecipe) -> Work:
     """What merging one stage does; what is in the page cache now is taken to stay there."""
     cost, recipe, models = checked.cost, checked.recipe, checked.models
     elems = expert_elems = inputs = 0
@@ -137,7 +137,7 @@ def _files(plan: MergePlan, views: Sequence[TensorView]) -> set[Path]:
     }
 
 
-def _cold_shares(checked: Checked) -> tuple[float, float]:
+def _cold_shares(checked: ResolvedRecipe) -> tuple[float, float]:
     """Shares of the base's bytes, and of the experts', that are not in the page cache."""
     base = [checked.base] if checked.base else []
     others = [m for m in checked.experts if m not in base]

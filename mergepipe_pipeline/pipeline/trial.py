@@ -148,7 +148,7 @@ class _Runs:
 
     def start_and_commit(self) -> tuple[float, float]:
         """Seconds that a merge takes beside planning and the engine, and of its commit."""
-        from mergepipe_pipeline.execution.merge import merge
+        from mergepipe_pipeline.execution.run import run_plan
         from mergepipe_pipeline.execution.snapshot import commit
 
         recipe = self._base.parent / "recipe.yml"
@@ -163,7 +163,7 @@ class _Runs:
         def in_this() -> MergePlan:
             self._forget()
             plan = self._plan("ties", FEW)
-            merge(self._home, plan)
+            run_plan(self._home, plan)
             return plan
 
         _, whole_s, _ = _best(in_process)

@@ -23,7 +23,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class OperatorChoice:
     """What makes one output tensor; `variant` "" for none, `reason` "" where the recipe says it."""
 
     tensor: str
@@ -48,10 +48,10 @@ def shares(plan: MergePlan, by: str) -> Iterable[Share]:
     return [Share(expert, place, *counts) for (expert, place), counts in sums.items()]
 
 
-def makings(plan: MergePlan) -> tuple[Making, ...]:
+def operator_choices(plan: MergePlan) -> tuple[OperatorChoice, ...]:
     """What makes each output tensor, in plan order; `copy` takes it as it is."""
     return tuple(
-        Making(task.name, layer.name, task.operator, task.variant, task.reason)
+        OperatorChoice(task.name, layer.name, task.operator, task.variant, task.reason)
         for layer in plan.layers
         for task in layer.tasks
     )

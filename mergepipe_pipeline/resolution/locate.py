@@ -20,12 +20,12 @@ from mergepipe_pipeline.storage.hub_cache import cached_model
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def resolve(home: Warehouse, text: str, relative_to: Path | None = None) -> Registration:
+def locate_registered(home: Warehouse, text: str, relative_to: Path | None = None) -> Registration:
     """The registration that a model text means, brought up to date with the files; see `look`."""
-    return Catalog(home.catalog).register(look(home, text, relative_to), None)
+    return Catalog(home.catalog).register(locate_checkpoint(home, text, relative_to), None)
 
 
-def look(
+def locate_checkpoint(
     home: Warehouse,
     text: str,
     relative_to: Path | None = None,

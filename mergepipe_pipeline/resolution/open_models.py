@@ -18,7 +18,7 @@ from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
     MergePipeError,
 )
-from mergepipe_pipeline.resolution.locate import exists, look
+from mergepipe_pipeline.resolution.locate import exists, locate_checkpoint
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.spec.model import Model
@@ -100,7 +100,7 @@ class _Opener:
             return given
         if text in self._pending:
             raise _no_revision(text, revision)
-        found = look(self._home, text, self._relative_to, self._taken, revision)
+        found = locate_checkpoint(self._home, text, self._relative_to, self._taken, revision)
         self._taken[found.name] = found.root
         return found
 

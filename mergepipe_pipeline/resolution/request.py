@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.resolution.resolve import Checked
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.spec.request import Request, RequestedModel
 
 
 def requested(
-    checked: Checked,
+    checked: ResolvedRecipe,
     models: Sequence[Model],
     digests: Sequence[Sequence[Mapping[str, str]]],
     stages: Collection[str],

@@ -1,6 +1,6 @@
-"""The verb `check`: every problem of a recipe and its full cost, from headers alone.
+"""Resolves a recipe against its checkpoints: all its problems, or all that a plan is made from.
 
-Also the first step of planning: what it returns is what a plan is made from. No weight is read.
+From headers alone: no weight is read, nothing is written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True)
-class Checked:
+class ResolvedRecipe:
     """A recipe that can run: resolved, with its models, block grid, cost and warnings.
 
     `models` are in the order of `recipe.models`, fitted to each other; `originals` are the same
@@ -55,7 +55,7 @@ class Checked:
     originals: tuple[Model, ...]
     side: Side
     tokenizer: TokenizerBuild | None = None
-    before: tuple[Checked, ...] = ()
+    before: tuple[ResolvedRecipe, ...] = ()
     request: Request = AS_WRITTEN
 
     @property
@@ -84,14 +84,14 @@ class Planning(TypedDict, total=False):
     known: Mapping[str, Checkpoint] | None
 
 
-def check(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Checked:
+def resolve(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> ResolvedRecipe:
     """Everything that can be said from headers alone; writes nothing.
 
     Earlier stages are checked, too, and stand for their results; of a stage whose earlier one
     fails, only the models are looked at. Raises the one problem as itself,
     several as a RecipeError that lists them all.
     """
-    done: list[Checked] = []
+    done: list[ResolvedRecipe] = []
     pending: dict[str, Checkpoint] = {}
     problems: list[MergePipeError] = []
     failed: set[str] = set()
@@ -102,7 +102,7 @@ def check(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Chec
             failed.add(name)
             continue
         try:
-            checked = check_stage(home, stage, pending, **planning)
+            checked = resolve_stage(home, stage, pending, **planning)
         except MergePipeError as error:
             problems.append(error)
             failed.add(name)
@@ -115,7 +115,7 @@ def check(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Chec
     return replace(final, before=tuple(before))
 
 
-def check_stage(
+def resolve_stage(
     home: Warehouse,
     raw: RawRecipe,
     pending: Mapping[str, Checkpoint],
@@ -125,9 +125,9 @@ def check_stage(
     strategy: str | None = None,
     block_elems: int | None = None,
     known: Mapping[str, Checkpoint] | None = None,
-) -> Checked:
-    """As `check`, for one stage; `pending` are the results of earlier ones by name."""
-    recipe, models = resolve_stage(home, raw, {**(known or {}), **pending}, relative_to)
+) -> ResolvedRecipe:
+    """As `locate_registered`, for one stage; `pending` are the results of earlier ones by name."""
+    recipe, models = open_stage(home, raw, {**(known or {}), **pending}, relative_to)
     originals = models
     problems: list[MergePipeError] = []
     tokenizer, side, warnings = None, None, recipe.warnings
@@ -167,12 +167,12 @@ def check_stage(
     grid = grid_for(template, block_elems or raw.block_elems)
     cost = estimate(home, recipe, models, _outputs(recipe, models), grid)
     request = Request(budget, strategy, block_elems)
-    return Checked(
+    return ResolvedRecipe(
         recipe, tuple(models), grid, cost, tuple(originals), side, tokenizer, request=request
     )
 
 
-def resolve_stage(
+def open_stage(
     home: Warehouse,
     raw: RawRecipe,
     pending: Mapping[str, Checkpoint],
@@ -180,7 +180,7 @@ def resolve_stage(
 ) -> tuple[Recipe, list[Model]]:
     """The recipe's output tensors with their inputs, and its models; opens what `pending` lacks.
 
-    Raises as `check` does, for what the models' structure alone can tell.
+    Raises as `locate_registered` does, for what the models' structure alone can tell.
     """
     problems: list[MergePipeError] = []
     models = open_models(home, raw.references, raw.base, relative_to, pending, problems)

@@ -28,7 +28,7 @@ _NOBODY = Living(Need(), frozenset(), None, (), (), judged_by_age=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class GcReport:
     """What was, or would be, removed; `snapshots` are stages among it, by id.
 
     `notes` are sentences about what stays because it is in doubt.
@@ -45,7 +45,7 @@ class Collected:
 class Roots:
     """What must stay, beside snapshots that are results.
 
-    `marks` None: no snapshot may be removed. `notes` become those of `Collected`. `expired` is what
+    `marks` None: no snapshot may be removed. `notes` become those of `GcReport`. `expired` is what
     somebody else has judged, and goes.
     """
 
@@ -65,7 +65,7 @@ def collect(
     *,
     older_than_s: float,
     dry_run: bool,
-) -> Collected:
+) -> GcReport:
     """Remove what is older than `older_than_s` and not needed.
 
     `unnamed` are files without their final name yet, which go if nobody holds them.
@@ -98,7 +98,7 @@ def collect(
             _remove(path)
     notes = (*roots.notes, *(_stays(d) for d in damaged))
     ids = tuple(s.snapshot_id for s in stages)
-    return Collected(len(old), nbytes, tuple(str(p) for p in old), ids, notes)
+    return GcReport(len(old), nbytes, tuple(str(p) for p in old), ids, notes)
 
 
 def _idle_stages(

@@ -10,7 +10,7 @@ from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts.analyses import Pair, common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.grid import grid_for
-from mergepipe_pipeline.resolution.locate import resolve
+from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.warehouse import Warehouse
@@ -45,10 +45,12 @@ def analyze(
     out: dict[str, Analysis] = {}
     by_base: dict[str, list[str]] = {}
     for name in names or catalog.names():
-        registration = resolve(home, name)
+        registration = locate_registered(home, name)
         base_name = base or registration.base
         if base_name is not None:
-            by_base.setdefault(resolve(home, base_name).name, []).append(registration.name)
+            by_base.setdefault(locate_registered(home, base_name).name, []).append(
+                registration.name
+            )
         else:
             out[registration.name] = _digested(home, registration, progress)
     for base_name, members in by_base.items():

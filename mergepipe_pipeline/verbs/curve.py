@@ -17,7 +17,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True)
-class Told:
+class RecipeCurve:
     """A curve; `read` names the experts that had to be analysed for it first."""
 
     recipe: str
@@ -33,14 +33,14 @@ def curve(
     shares: Sequence[float] = SHARES,
     progress: Progress | None = None,
     **planning: Unpack[Planning],
-) -> Told:
+) -> RecipeCurve:
     """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
     return _told(ask(home, raw, progress=progress, for_parts=True, **planning), shares)
 
 
 def curve_of_plan(
     home: Warehouse, plan: MergePlan, progress: Progress | None = None
-) -> Told | None:
+) -> RecipeCurve | None:
     """The curve on which a plan stands; its own point is what it buys.
 
     None where a tensor has no base, so that nothing can be left out.
@@ -50,10 +50,10 @@ def curve_of_plan(
     return _told(ask_again(home, plan, progress), SHARES)
 
 
-def _told(asked: Asked, shares: Sequence[float]) -> Told:
+def _told(asked: Asked, shares: Sequence[float]) -> RecipeCurve:
     recipe = asked.recipe
     found = budget_curve(asked.question, recipe.budget, asked.purchase, shares)
-    return Told(recipe.name, found, asked.question.bound(asked.choice).note, asked.read)
+    return RecipeCurve(recipe.name, found, asked.question.bound(asked.choice).note, asked.read)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def bound_percent(curve: BudgetCurve, p: Point) -> str:
     return "none" if bound is None else f"{100 * bound:.1f} %"
 
 
-def small_picture(told: Told) -> str:
+def small_picture(told: RecipeCurve) -> str:
     """SVG: predicted error of the best strategy over bytes, the recipe's own budget marked."""
     found = told.curve
 
@@ -117,7 +117,7 @@ def small_picture(told: Told) -> str:
     return sketch([*map(place, found.of(found.best))], place(found.chosen), "predicted error")
 
 
-def picture(told: Told) -> bytes:
+def picture(told: RecipeCurve) -> bytes:
     """PNG: predicted error over bytes for all strategies, the knee, the recipe's own budget."""
     found = told.curve
     total = max(1, found.nbytes_total)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.recorded import (
     blaming_inputs,
     recorded_inputs,
@@ -24,10 +24,10 @@ from mergepipe_pipeline.deploy.recorded import (
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.leases import lease, lease_recipe
-from mergepipe_pipeline.execution.merge import EngineKnobs, merge_layers
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import EngineKnobs, run_layers
 from mergepipe_pipeline.execution.snapshot import commit
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.progress import Progress
@@ -60,7 +60,7 @@ class Release:
     snapshot_id: str
 
 
-def wanted(home: Warehouse, card: RecipeCard) -> str | None:
+def wanted(home: Warehouse, card: RecipeFile) -> str | None:
     """The digest of what a release would be made from; None while an input is not indexed."""
     catalog = Catalog(home.catalog)
     if not all(member in catalog for member in card.members):
@@ -68,7 +68,7 @@ def wanted(home: Warehouse, card: RecipeCard) -> str | None:
     return _wanted(catalog, card, [catalog.get(m).checkpoint for m in card.members])
 
 
-def _wanted(catalog: Catalog, card: RecipeCard, inputs: Iterable[Checkpoint]) -> str | None:
+def _wanted(catalog: Catalog, card: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
     contents = []
     for checkpoint in inputs:
         if catalog.digests(checkpoint.checkpoint_id) is None:
@@ -89,7 +89,7 @@ def _said(text: str) -> str:
     )
 
 
-def conflicts_of_recipe(home: Warehouse, card: RecipeCard) -> Mapping[str, ConflictReport]:
+def conflicts_of_recipe(home: Warehouse, card: RecipeFile) -> Mapping[str, ConflictReport]:
     """How the experts of a recipe conflict, by stage, as they were indexed. See `conflicts`.
 
     Raises InputChangedError.
@@ -99,14 +99,14 @@ def conflicts_of_recipe(home: Warehouse, card: RecipeCard) -> Mapping[str, Confl
         return conflicts(home, card.recipe, relative_to=home.recipes, known=_unpinned(inputs, card))
 
 
-def _unpinned(inputs: Mapping[str, Checkpoint], card: RecipeCard) -> dict[str, Checkpoint]:
+def _unpinned(inputs: Mapping[str, Checkpoint], card: RecipeFile) -> dict[str, Checkpoint]:
     """The inputs of which no revision is asked for: others are looked up by it."""
     return {name: c for name, c in inputs.items() if name not in card.pinned}
 
 
 def plan_recipe(
     home: Warehouse,
-    card: RecipeCard,
+    card: RecipeFile,
     progress: Progress | None = None,
     *,
     budget: str | None = None,
@@ -178,7 +178,7 @@ def merge_recipe(
     with _working(home, recipe) as (state, plan):
         costs: dict[str, Any] = dict(state["layers"])
         try:
-            for done in merge_layers(home, plan, layers, knobs=knobs):
+            for done in run_layers(home, plan, layers, knobs=knobs):
                 costs[done.name] = asdict(Realised.of([done]))
                 yield done
         finally:
@@ -222,7 +222,7 @@ def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:
     return load_snapshot(home.snapshots, state["snapshot_id"])
 
 
-def release_recipe(home: Warehouse, card: RecipeCard) -> tuple[Ref, Release]:
+def release_recipe(home: Warehouse, card: RecipeFile) -> tuple[Ref, Release]:
     """Publish the recipe's current snapshot under its ref and record what it was made from.
 
     Exactly this snapshot is audited first, whoever did so before. Raises InputChangedError if its

@@ -19,7 +19,7 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.leases import need_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.snapshot import object_store
-from mergepipe_pipeline.snapshots.gc import Collected, Roots
+from mergepipe_pipeline.snapshots.gc import GcReport, Roots
 from mergepipe_pipeline.snapshots.gc import collect as run
 from mergepipe_pipeline.snapshots.leases import Leases, Living, Need
 from mergepipe_pipeline.snapshots.marks import Marks
@@ -32,7 +32,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 _QUARANTINE_S = 30 * 86400.0
 
 
-def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False) -> Collected:
+def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False) -> GcReport:
     """Remove objects, actions, stages and staging that nobody needs, older than `older_than_s`.
 
     What `repair` took away stays for 30 days at least. Waits for another collection; merges that

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.deploy.arrivals import attempted
-from mergepipe_pipeline.deploy.recipe_files import recipe_cards, uses
+from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.facts.analyses import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
-from mergepipe_pipeline.resolution.locate import resolve
+from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
@@ -25,7 +25,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True, slots=True)
-class Indexed:
+class IndexedExpert:
     """What indexing an expert found; `layers_changed` is against its last version."""
 
     registration: Registration
@@ -35,7 +35,7 @@ class Indexed:
     bases: tuple[str, ...]
 
 
-def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -> Indexed:
+def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -> IndexedExpert:
     """Register what lies in `inbox/<name>` (or is known as `name`), take digests and statistics.
 
     Statistics are taken for every stage of a recipe that merges the expert into a registered base,
@@ -45,10 +45,12 @@ def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -
     catalog = Catalog(home.catalog)
     before = _digests_by_layer(catalog, name)
     folder = home.inbox / name
-    registration = register(home, folder, name) if folder.exists() else resolve(home, name)
+    registration = (
+        register(home, folder, name) if folder.exists() else locate_registered(home, name)
+    )
     checkpoint = registration.checkpoint
     bases = dict[str, None]()
-    for stage in (stage for card in recipe_cards(home) for stage in card.stages):
+    for stage in (stage for card in recipe_files(home) for stage in card.stages):
         for ref, base in _pairs(stage, name):
             if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
                 opened = open_models(home, (ref, base), 1, home.recipes, {}, [])
@@ -58,7 +60,7 @@ def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -
     ensure_digests(home, checkpoint, progress)
     after = _digests_by_layer(catalog, name)
     changed = tuple(layer for layer in after if after[layer] != before.get(layer))
-    return Indexed(
+    return IndexedExpert(
         registration,
         content_of(catalog, checkpoint),
         tuple(sorted(changed, key=layer_order)),
@@ -113,7 +115,7 @@ def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
     }
 
 
-def index_arrival(home: Warehouse, name: str) -> Indexed:
+def index_arrival(home: Warehouse, name: str) -> IndexedExpert:
     """Index what lies in the inbox under this name, and remember how that ended.
 
     Raises what `index_expert` raises.

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
-from mergepipe_pipeline.resolution.locate import expanded, free_name, resolve
+from mergepipe_pipeline.resolution.locate import expanded, free_name, locate_registered
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -21,7 +21,7 @@ def register(
     """
     catalog = Catalog(home.catalog)
     if base is not None:
-        base = resolve(home, base).name
+        base = locate_registered(home, base).name
     root = Path(os.path.realpath(expanded(path)))
     chosen = name or free_name(catalog, root, {})
     return catalog.register(open_checkpoint(str(root), chosen), base)

@@ -24,14 +24,14 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.leases import staging
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
-from mergepipe_pipeline.execution.merge import EngineKnobs, merge
-from mergepipe_pipeline.execution.planning import plan_checked
+from mergepipe_pipeline.execution.planning import plan_resolved
+from mergepipe_pipeline.execution.run import EngineKnobs, run_plan
 from mergepipe_pipeline.execution.stages import run_stages
 from mergepipe_pipeline.pipeline.calibrate import keep_seek
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check_stage
+from mergepipe_pipeline.resolution.resolve import resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.request import Request, RequestedModel
@@ -79,7 +79,7 @@ def replay(
             keep_seek(scratch, int(seek_nbytes))
         found = _inputs(home, scratch, request, inputs or {}, progress)
         plan = _plan(scratch, raw, request, found, progress)
-        made = merge(scratch, plan, knobs=knobs, progress=progress).snapshot
+        made = run_plan(scratch, plan, knobs=knobs, progress=progress).snapshot
         _compare(snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
     shards = snapshot.manifest.shards
     return Replayed(
@@ -152,7 +152,7 @@ def _plan(
     """The plan of the last stage; those before it are merged now."""
 
     def plan_stage(stage: RawRecipe, results: Mapping[str, Checkpoint]) -> MergePlan:
-        checked = check_stage(
+        checked = resolve_stage(
             scratch,
             stage,
             {**inputs, **results},
@@ -160,7 +160,7 @@ def _plan(
             strategy=request.strategy,
             block_elems=request.block_elems,
         )
-        return plan_checked(scratch, checked, progress, unnamed=results)
+        return plan_resolved(scratch, checked, progress, unnamed=results)
 
     return plan_stage(raw, run_stages(scratch, raw, plan_stage, progress))
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import Estimates
 from mergepipe_pipeline.warehouse import Warehouse
@@ -67,7 +67,7 @@ def run(home: Warehouse, text: str, budget: str | None, strategy: str) -> tuple[
     """The snapshot's folder and the plan's promises."""
     raw = parse(text, name="bench", where="bench")
     plan = make_plan(home, raw, budget=budget, strategy=strategy)
-    return Path(merge(home, plan).snapshot.path), plan.estimates
+    return Path(run_plan(home, plan).snapshot.path), plan.estimates
 
 
 def forget(home: Warehouse, snapshot: Path) -> None:

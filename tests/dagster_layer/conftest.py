@@ -9,7 +9,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
@@ -41,7 +41,7 @@ def drop(home: Warehouse, family: Path) -> Drop:
 
 
 @pytest.fixture
-def card(home: Warehouse, drop: Drop) -> RecipeCard:
+def card(home: Warehouse, drop: Drop) -> RecipeFile:
     """Recipe n of a base and an expert of two shards, both indexed, without any run."""
     model = "- {model: expert_01, parameters: {weight: 0.5}}"
     text = f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{model}\n"
@@ -49,5 +49,5 @@ def card(home: Warehouse, drop: Drop) -> RecipeCard:
     for name in ("base", "expert_01"):
         drop(name)
         index_arrival(home, name)
-    (card,) = recipe_cards(home)
+    (card,) = recipe_files(home)
     return card

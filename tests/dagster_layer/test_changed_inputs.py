@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.deploy import arrivals
 from mergepipe_pipeline.deploy.inbox import scan_inbox
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.errors import InputChangedError
-from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import (
@@ -22,7 +22,7 @@ from mergepipe_pipeline.verbs.deploy import (
     release_recipe,
     snapshot_recipe,
 )
-from mergepipe_pipeline.verbs.index import Indexed, index_arrival
+from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.test_experts import jobs
 from tests.dagster_layer.test_release import error_of, materialise
@@ -44,7 +44,7 @@ def merge_some(home: Warehouse, *layers: str) -> None:
     list(merge_recipe(home, "n", layers, EngineKnobs()))
 
 
-def refuse_release(home: Warehouse, card: RecipeCard, reason: str) -> None:
+def refuse_release(home: Warehouse, card: RecipeFile, reason: str) -> None:
     snapshot_recipe(home, "n")
     with pytest.raises(InputChangedError, match=reason):
         release_recipe(home, card)
@@ -52,7 +52,7 @@ def refuse_release(home: Warehouse, card: RecipeCard, reason: str) -> None:
 
 
 def test_half_a_new_version_is_neither_asked_for_nor_planned_until_the_whole_one_is_indexed(
-    home: Warehouse, card: RecipeCard, ticker: Ticker, instance: dg.DagsterInstance
+    home: Warehouse, card: RecipeFile, ticker: Ticker, instance: dg.DagsterInstance
 ) -> None:
     patient = Ticker(home, instance, quiet_s=3600)  # what changed lately is half copied
     replace_shard(home, 1)
@@ -65,7 +65,7 @@ def test_half_a_new_version_is_neither_asked_for_nor_planned_until_the_whole_one
 
 
 def test_a_shard_replaced_while_layers_are_merged_ends_the_merge_with_its_name(
-    home: Warehouse, card: RecipeCard
+    home: Warehouse, card: RecipeFile
 ) -> None:
     plan_recipe(home, card)
     merge_some(home, *card.layers[:2])
@@ -76,7 +76,7 @@ def test_a_shard_replaced_while_layers_are_merged_ends_the_merge_with_its_name(
 
 @pytest.mark.parametrize("changed", ["shard", "config", "gone"])
 def test_what_was_merged_before_an_input_changed_is_not_released_after(
-    home: Warehouse, card: RecipeCard, changed: str
+    home: Warehouse, card: RecipeFile, changed: str
 ) -> None:
     plan_recipe(home, card)
     merge_some(home, *card.layers)
@@ -91,7 +91,7 @@ def test_what_was_merged_before_an_input_changed_is_not_released_after(
 
 
 def test_a_version_indexed_since_the_plan_is_planned_before_a_release(
-    home: Warehouse, card: RecipeCard
+    home: Warehouse, card: RecipeFile
 ) -> None:
     plan_recipe(home, card)
     merge_some(home, *card.layers)
@@ -102,12 +102,12 @@ def test_a_version_indexed_since_the_plan_is_planned_before_a_release(
 
 
 def test_a_version_rolled_back_while_the_next_one_was_indexed_is_indexed_again(
-    home: Warehouse, card: RecipeCard, monkeypatch: pytest.MonkeyPatch
+    home: Warehouse, card: RecipeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, aside = home.inbox / "expert_01", home.root / "aside"
     real = arrivals.index_expert
 
-    def late(home: Warehouse, name: str) -> Indexed:
+    def late(home: Warehouse, name: str) -> IndexedExpert:
         shutil.copytree(folder, aside)
         replace_shard(home, 2)
         return real(home, name)
@@ -122,7 +122,7 @@ def test_a_version_rolled_back_while_the_next_one_was_indexed_is_indexed_again(
 
 
 def test_other_bytes_of_the_same_size_and_time_are_indexed_before_they_are_planned(
-    home: Warehouse, card: RecipeCard
+    home: Warehouse, card: RecipeFile
 ) -> None:
     file = home.inbox / "expert_01" / "model-00002-of-00002.safetensors"
     old = file.stat()

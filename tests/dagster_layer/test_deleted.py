@@ -6,7 +6,7 @@ import dagster as dg
 import pytest
 
 from assets.experts import expert_index
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.test_attempts import Sensor
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 
 def test_a_deleted_expert_leaves_the_partitions_and_its_recipe_waits_until_it_is_back(
-    home: Warehouse, card: RecipeCard, ticker: Ticker, instance: dg.DagsterInstance
+    home: Warehouse, card: RecipeFile, ticker: Ticker, instance: dg.DagsterInstance
 ) -> None:
     recipes = Sensor(home, instance)
     ticker.reasons()

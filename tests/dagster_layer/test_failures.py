@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.execution.leases import lease_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.attempts import failed_attempts
@@ -25,7 +25,7 @@ def failure_of(home: Warehouse, instance: dg.DagsterInstance, asset: str) -> str
 
 
 def test_every_asset_of_a_recipe_that_fails_leads_with_the_cause(
-    home: Warehouse, card: RecipeCard, instance: dg.DagsterInstance
+    home: Warehouse, card: RecipeFile, instance: dg.DagsterInstance
 ) -> None:
     for asset in ("merge", "snapshot", "release", "report"):
         said = failure_of(home, instance, asset)
@@ -36,7 +36,7 @@ def test_every_asset_of_a_recipe_that_fails_leads_with_the_cause(
 
 
 def test_a_failed_run_is_tried_again_unless_its_cause_would_come_again(
-    home: Warehouse, card: RecipeCard, instance: dg.DagsterInstance
+    home: Warehouse, card: RecipeFile, instance: dg.DagsterInstance
 ) -> None:
     with lease_recipe(home, "n"):
         failure_of(home, instance, "plan")

@@ -14,7 +14,7 @@ import pytest
 
 from assets.metadata import markdown_table
 from mergepipe_pipeline import definitions
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -87,15 +87,15 @@ def test_definitions_load_whatever_lies_among_the_recipes(home: Warehouse, famil
 def test_a_schedule_that_dagster_refuses_is_the_problem_of_its_recipe(
     home: Warehouse, ticker: Ticker, drop: Drop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(home: Warehouse) -> list[RecipeCard]:
-        good, bad = recipe_cards(home)[::-1]
+    def never(home: Warehouse) -> list[RecipeFile]:
+        good, bad = recipe_files(home)[::-1]
         return [replace(bad, raw=replace(bad.recipe, schedule="0 0 30 2 *")), good]
 
     for name in ("good", "bad"):
         home.recipe_path(name).write_text(LINEAR)
     drop("base")
     drop("expert", "expert_00")
-    monkeypatch.setattr(definitions, "recipe_cards", never)
+    monkeypatch.setattr(definitions, "recipe_files", never)
     assert jobs(ticker.tick()) == ["base", "expert", "merge_good"]
     graph = definitions.build_definitions(home).resolve_asset_graph()
     node = graph.get(dg.AssetKey(["bad", "plan"]))
@@ -113,7 +113,7 @@ def test_a_damaged_record_of_a_release_stops_its_recipe_alone(
     home.recipe_path("good").write_text(LINEAR)
     assert jobs(ticker.tick()) == ["base", "expert", "merge_good"]
     assert "bad.released.json" in ticker.reasons()[1]
-    assert [c.problem for c in recipe_cards(home)] == [None, None]
+    assert [c.problem for c in recipe_files(home)] == [None, None]
 
 
 def test_text_from_outside_steers_neither_the_page_nor_the_logs(

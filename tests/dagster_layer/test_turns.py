@@ -23,10 +23,10 @@ from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import (
 )
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.deploy.recipe_files import RecipeCard, recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.execution.leases import lease_recipe, lease_run
-from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
@@ -61,7 +61,7 @@ with lease_recipe(Warehouse.at(sys.argv[1]), "n"):
 
 
 def test_a_second_run_of_a_recipe_ends_with_the_name_of_the_first_and_harms_nothing(
-    home: Warehouse, card: RecipeCard
+    home: Warehouse, card: RecipeFile
 ) -> None:
     plan = plan_recipe(home, card)
     with lease_run(home, "1a2b3c4d-run"):
@@ -81,7 +81,7 @@ def test_a_second_run_of_a_recipe_ends_with_the_name_of_the_first_and_harms_noth
     assert (snapshot.manifest.plan_id, cost.layers_executed) == (plan.plan_id, len(card.layers))
 
 
-def test_the_turn_of_a_killed_run_ends_with_it(home: Warehouse, card: RecipeCard) -> None:
+def test_the_turn_of_a_killed_run_ends_with_it(home: Warehouse, card: RecipeFile) -> None:
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(home.root)], stdout=subprocess.PIPE, text=True
     )
@@ -129,7 +129,7 @@ class Queue:
 
 
 @pytest.fixture
-def queue(home: Warehouse, card: RecipeCard, tmp_path: Path) -> Iterator[Queue]:
+def queue(home: Warehouse, card: RecipeFile, tmp_path: Path) -> Iterator[Queue]:
     """An empty queue for recipes n, o and p."""
     for name in "op":
         shutil.copy(home.recipe_path("n"), home.recipe_path(name))
@@ -156,7 +156,7 @@ def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
     resource = MergePipe(home=str(queue.home.root))
     asked = [
         request_or_reason(resource, card, queue.instance, (), is_time=card.name == "o")
-        for card in recipe_cards(queue.home)[:2]
+        for card in recipe_files(queue.home)[:2]
     ]
     by_day, by_night = (r for r in asked if isinstance(r, dg.RunRequest))
     queue.add("merge_o", by_night.tags)

@@ -21,8 +21,8 @@ from typing import Any
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main as mergepipe
-from mergepipe_pipeline.deploy.recipe_files import recipe_cards
-from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_adapter, write_model
@@ -111,7 +111,7 @@ def fill(home: Path, inputs: Path) -> dict[str, Any]:
 
 def _release(home: Warehouse, recipe: str) -> None:
     """Release a standing recipe, as the assets do."""
-    card = next(card for card in recipe_cards(home) if card.name == recipe)
+    card = next(card for card in recipe_files(home) if card.name == recipe)
     deploy.plan_recipe(home, card)
     list(deploy.merge_recipe(home, recipe, card.layers, EngineKnobs()))
     deploy.snapshot_recipe(home, recipe)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import load_recipe, parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.hostile.corpus import CONFIG, SIDE, TEXTS
 
@@ -44,7 +44,7 @@ def text(base: Path, family: Path, recipe_text: Callable[..., str]) -> str:
 def test_a_snapshot_has_the_known_side_files_bit_for_bit_and_no_other(
     home: Warehouse, base: Path, text: str
 ) -> None:
-    snapshot = merge(home, make_plan(home, parse(text, name="t", where="t"))).snapshot
+    snapshot = run_plan(home, make_plan(home, parse(text, name="t", where="t"))).snapshot
     manifest = json.loads((Path(snapshot.path) / "manifest.json").read_bytes())
     found = {side["file"]: side for side in manifest["side_files"]}
     assert found.keys() == MADE | SIDE.keys()
@@ -65,7 +65,7 @@ def test_a_side_file_that_becomes_a_link_after_planning_is_not_published(
     (base / name).unlink()
     (base / name).symlink_to("../id_rsa")
     with pytest.raises(CheckpointError, match=rf"link leaves its checkpoint.*{name}.*id_rsa"):
-        merge(home, plan)
+        run_plan(home, plan)
     assert list(home.snapshots.iterdir()) == list(home.staging.iterdir()) == []
 
 
@@ -78,7 +78,7 @@ def test_a_config_that_is_replaced_after_planning_is_refused(
     assert plan.side.config[0][0] == "text_config.vocab_size"
     (base / CONFIG).write_text(config)
     with pytest.raises(CheckpointError, match=r"config.*config\.json"):
-        merge(home, plan)
+        run_plan(home, plan)
     assert list(home.snapshots.iterdir()) == list(home.staging.iterdir()) == []
 
 
@@ -90,7 +90,7 @@ def test_a_hostile_tokenizer_is_refused_by_check_where_it_is_used(
     (base / "tokenizer_config.json").write_bytes(TEXTS[what].replace(b"%s", b""))
     raw = parse(f"{text}\n{extra}\n", name="t", where="t")
     with pytest.raises(CheckpointError, match=r"tokenizer file cannot.*tokenizer_config\.json"):
-        check(home, raw)
+        resolve(home, raw)
 
 
 def test_a_recipe_that_is_no_regular_file_or_is_endless_is_refused(tmp_path: Path) -> None:

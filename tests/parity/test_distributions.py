@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors, layout, write_model
 from tests.parity.peer import read_model, run_mergekit

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors
 from tests.parity.peer import read_model, run_mergekit
@@ -234,7 +234,7 @@ def test_a_head_that_no_adapter_changes_costs_no_budget(home: Warehouse, zoo: Zo
     adapter = zoo.adapters["embedding retrained"]
     raw = parse(recipe("task_arithmetic", zoo.base, [str(adapter)]), name="t", where="t")
     nbytes = sum(v.nbytes for v in read_model(adapter).values())
-    assert check(home, raw).cost.expert_bytes_total == nbytes
+    assert resolve(home, raw).cost.expert_bytes_total == nbytes
     assert run(home, raw.text).summary()["expert_bytes_read"] == nbytes
     merged = read_model(Path(run(home, raw.text, budget="0").snapshot.path))
     assert torch.equal(merged[HEAD], merged[EMBEDDING])
@@ -264,7 +264,7 @@ def test_updates_of_both_ends_of_a_tie_are_refused(
     assert HEAD not in run_mergekit(recipe("passthrough", None, [f"{zoo.base}+{tmp_path}"]))
     raw = parse(recipe("task_arithmetic", zoo.base, [str(tmp_path)]), name="t", where="t")
     with pytest.raises(CheckpointError, match=r"beside a second update.*to which the base ties it"):
-        check(home, raw)
+        resolve(home, raw)
     assert not [p for p in home.root.rglob("*") if p.is_file()]
 
 
@@ -282,7 +282,7 @@ def test_a_retrained_end_of_a_tie_with_more_rows_than_the_other_is_refused(
     with pytest.raises(
         IncompatibleCheckpointsError, match=r"(?s)as many rows.*enlarged vocabulary"
     ):
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
 
 
 def test_modules_to_save_that_is_no_list_of_names_is_refused(
@@ -293,4 +293,4 @@ def test_modules_to_save_that_is_no_list_of_names_is_refused(
     (folder / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": EMBED}))
     raw = parse(recipe("ties", zoo.base, [str(folder)]), name="t", where="t")
     with pytest.raises(CheckpointError, match=r"modules_to_save.*a list of modules' names"):
-        check(home, raw)
+        resolve(home, raw)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from mergepipe_pipeline.errors import DamagedLayerError
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.execution.snapshot import commit, object_store
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
@@ -58,12 +58,12 @@ def test_a_layer_made_from_a_wrong_fact_is_not_found_by_the_right_one(
     right = make_plan(home, parse(recipe_text(method, parameters), name="r", where="r"))
     wrong = changed(right, change)
     assert wrong.plan_id == right.plan_id
-    bad = merge(home, wrong).snapshot
-    good = merge(home, right)
+    bad = run_plan(home, wrong).snapshot
+    good = run_plan(home, right)
     assert good.realised.layers_executed > 0
     clean = Warehouse.at(home.root.parent / "clean").ensure()
     plan = make_plan(clean, parse(recipe_text(method, parameters), name="r", where="r"))
-    assert good.snapshot.snapshot_id == merge(clean, plan).snapshot.snapshot_id
+    assert good.snapshot.snapshot_id == run_plan(clean, plan).snapshot.snapshot_id
     assert good.snapshot.snapshot_id != bad.snapshot_id
     assert "Two executions of one layer differ" in caplog.text
 
@@ -73,7 +73,7 @@ def test_a_stored_layer_whose_bits_flipped_is_made_again_and_not_linked(
 ) -> None:
     raw = parse(recipe_text(), name="r", where="r")
     plan = make_plan(home, raw)
-    first = merge(home, plan)
+    first = run_plan(home, plan)
     # Another result that shares the layers: only its config differs.
     other = replace(plan, side=replace(plan.side, config=(("note", "x"),)))
     layer = plan.layers[0]
@@ -90,7 +90,7 @@ def test_a_stored_layer_whose_bits_flipped_is_made_again_and_not_linked(
     assert not path.exists()
     path.write_bytes(data)
     object_store(home).record(layer.action_key, stored)
-    done = merge(home, other)
+    done = run_plan(home, other)
     assert (done.realised.layers_executed, first.snapshot.snapshot_id != done.snapshot) == (1, True)
     verify(home, done.snapshot.snapshot_id)
 
@@ -99,7 +99,7 @@ def test_a_fresh_merge_runs_every_layer_and_gives_the_same_snapshot(
     home: Warehouse, recipe_text: Callable[..., str]
 ) -> None:
     plan = make_plan(home, parse(recipe_text(), name="r", where="r"))
-    first, again = merge(home, plan), merge(home, plan, fresh=True)
+    first, again = run_plan(home, plan), run_plan(home, plan, fresh=True)
     assert again.snapshot.snapshot_id == first.snapshot.snapshot_id
     assert (again.realised.layers_reused, again.realised.layers_executed) == (0, len(plan.layers))
     assert again.realised.expert_bytes_read == first.realised.expert_bytes_read

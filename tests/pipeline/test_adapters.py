@@ -28,7 +28,7 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -244,7 +244,7 @@ def test_the_bytes_read_for_an_adapter_are_those_of_its_factors(
     e = outcome.plan.estimates
     assert outcome.summary()["expert_bytes_read"] == nbytes
     assert (e.expert_bytes_total, e.expert_bytes_planned) == (nbytes, nbytes)
-    cost = check(home, parse(text, name="t", where="t")).cost
+    cost = resolve(home, parse(text, name="t", where="t")).cost
     assert cost.expert_bytes_total == nbytes
     full = sum(v.numel() * 4 for v in tensors(zoo.base_of(name)).values())
     assert nbytes < full
@@ -358,7 +358,7 @@ def test_adapters_that_are_no_plain_lora_are_refused_with_nothing_written(
     raw = parse(recipe("ties", zoo.bases["llama"], [tmp_path / "a"]), name="t", where="t")
     before = files_under(home.root)
     with pytest.raises(CheckpointError, match=r"(?i)dora|bias") as caught:
-        check(home, raw)
+        resolve(home, raw)
     assert caught.value.next_step
     assert "merge_and_unload" in caught.value.next_step
     with pytest.raises(CheckpointError, match=r"(?i)dora|bias"):
@@ -371,7 +371,7 @@ def test_an_adapter_without_a_base_model_is_refused_with_what_to_add(
 ) -> None:
     raw = parse(recipe("linear", None, [zoo.adapters["plain"], zoo.full]), name="t", where="t")
     with pytest.raises(IncompatibleCheckpointsError, match="needs a model to add it to") as caught:
-        check(home, raw)
+        resolve(home, raw)
     assert "base_model" in str(caught.value.next_step)
     assert not files_under(home.root)
 
@@ -379,7 +379,7 @@ def test_an_adapter_without_a_base_model_is_refused_with_what_to_add(
 def test_an_adapter_for_another_model_is_refused_by_tensor(home: Warehouse, zoo: Zoo) -> None:
     raw = parse(recipe("ties", zoo.bases["gpt2"], [zoo.adapters["plain"]]), name="t", where="t")
     with pytest.raises(MergePipeError, match="that the base does not have"):
-        check(home, raw)
+        resolve(home, raw)
     assert not files_under(home.root)
 
 
@@ -387,7 +387,7 @@ def test_what_stands_behind_a_plus_must_be_an_adapter(home: Warehouse, zoo: Zoo)
     base = zoo.bases["llama"]
     raw = parse(recipe("ties", base, [f"{base}+{zoo.full}"]), name="t", where="t")
     with pytest.raises(CheckpointError, match="behind the `\\+` is no adapter"):
-        check(home, raw)
+        resolve(home, raw)
 
 
 def test_a_registered_adapter_is_analysed_and_merged_by_name(home: Warehouse, zoo: Zoo) -> None:
@@ -434,7 +434,7 @@ def test_a_scale_changed_in_the_config_alone_changes_the_result(
 def test_windows_threads_and_block_sizes_change_no_bit_of_an_adapter(
     tmp_path: Path, zoo: Zoo
 ) -> None:
-    from mergepipe_pipeline.execution.merge import EngineKnobs
+    from mergepipe_pipeline.execution.run import EngineKnobs
 
     ids = set()
     models = [zoo.adapters["rank stabilised"], zoo.full, zoo.adapters["embedding"]]
@@ -533,7 +533,7 @@ def test_an_adapter_alone_is_no_base(home: Warehouse, zoo: Zoo) -> None:
     raw = parse(recipe("ties", zoo.adapters["plain"], [zoo.full]), name="t", where="t")
     message = "base model is not a whole model.*found an adapter alone.*list this one under models"
     with pytest.raises(IncompatibleCheckpointsError, match=message):
-        check(home, raw)
+        resolve(home, raw)
 
 
 @pytest.mark.parametrize("kind", ["adapter", "delta"])
@@ -547,7 +547,7 @@ def test_what_holds_no_tensor_is_refused(home: Warehouse, zoo: Zoo, kind: str) -
         (empty / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     raw = parse(recipe("ties", zoo.full, [empty]), name="t", where="t")
     with pytest.raises(CheckpointError, match=f"nothing in this {kind}.*{empty}.*save it again"):
-        check(home, raw)
+        resolve(home, raw)
 
 
 def test_an_adapter_lies_on_a_whole_model_only(home: Warehouse, zoo: Zoo) -> None:
@@ -555,7 +555,7 @@ def test_an_adapter_lies_on_a_whole_model_only(home: Warehouse, zoo: Zoo) -> Non
     raw = parse(recipe("ties", zoo.full, [both]), name="t", where="t")
     message = r"before the `\+` is no model.*found an adapter alone"
     with pytest.raises(IncompatibleCheckpointsError, match=message):
-        check(home, raw)
+        resolve(home, raw)
 
 
 def test_a_factor_that_flipped_since_it_was_digested_is_not_analysed(

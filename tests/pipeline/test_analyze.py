@@ -14,7 +14,7 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.formats import DIGESTS, SEGMENTS
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts import analyses as verb
-from mergepipe_pipeline.resolution.locate import resolve
+from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
@@ -59,7 +59,7 @@ def nbytes_of(home: Warehouse, name: str) -> int:
 
 
 def stats_of(home: Warehouse, name: str) -> ExpertStats:
-    base, expert = (resolve(home, n).checkpoint.checkpoint_id for n in ("base", name))
+    base, expert = (locate_registered(home, n).checkpoint.checkpoint_id for n in ("base", name))
     return Catalog(home.catalog).stats(base, expert, BLOCK) or ExpertStats(base, expert, BLOCK, ())
 
 
@@ -99,7 +99,7 @@ def test_digests_that_are_lost_follow_from_those_of_segments(registered: Warehou
     shutil.rmtree(folder)
     with tensor_reads() as reads:
         for name in ("base", "expert_00"):
-            ensure_digests(registered, resolve(registered, name).checkpoint)
+            ensure_digests(registered, locate_registered(registered, name).checkpoint)
     assert not reads
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     shutil.rmtree(folder)
@@ -120,7 +120,7 @@ def test_the_known_digests_are_listed_a_few_times_whatever_the_number_of_tensors
     monkeypatch.setattr(os, "listdir", listdir)
     names = ["expert_00", "expert_01"]
     analyze(registered, names, block_elems=BLOCK)
-    tensors = len(resolve(registered, "base").checkpoint.tensors)
+    tensors = len(locate_registered(registered, "base").checkpoint.tensors)
     assert 0 < listed.count(registered.catalog / DIGESTS) < tensors
 
 

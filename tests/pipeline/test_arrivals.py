@@ -12,9 +12,9 @@ import pytest
 
 from mergepipe_pipeline.deploy import arrivals
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
-from mergepipe_pipeline.deploy.inbox import Landed, Patience, scan_inbox
+from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.errors import MergePipeError, StorageFullError
-from mergepipe_pipeline.verbs.index import Indexed, index_arrival, index_expert
+from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival, index_expert
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
@@ -24,7 +24,7 @@ from tests.hostile.corpus import write_full
 PATIENT, HASTY = Patience(1.0, 0.0), Patience(0.0, 0.0)
 
 
-def only(home: Warehouse, patience: Patience = HASTY) -> Landed:
+def only(home: Warehouse, patience: Patience = HASTY) -> InboxEntry:
     (landed,) = scan_inbox(home, patience)
     return landed
 
@@ -191,7 +191,7 @@ def test_what_lands_while_an_older_version_is_indexed_is_taken_at_once(
     write_model(home.inbox / "a", tensors_of(0, 0), shards=2)
     source, index = write_model(tmp_path / "new", tensors_of(0, 1), shards=2), index_expert
 
-    def index_while_it_lands(*given: Any) -> Indexed:
+    def index_while_it_lands(*given: Any) -> IndexedExpert:
         land(home, str(source), "a")
         return index(*given)
 

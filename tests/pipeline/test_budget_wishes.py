@@ -1,4 +1,4 @@
-"""The option `--budget` against a recipe's own budget, as far as `check` tells it."""
+"""The option `--budget` against a recipe's own budget, as far as `resolve` tells it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -34,7 +34,7 @@ def test_the_option_replaces_the_amount_and_keeps_the_wishes(
     amount: dict[str, float],
 ) -> None:
     raw = parse(recipe_text(extra=WISHES), name="r", where="r.yml")
-    recipe = check(home, raw, budget=option).recipe
+    recipe = resolve(home, raw, budget=option).recipe
     assert recipe.budget == Budget(pin=(PIN,), shares=(SHARE,), **amount)
 
 
@@ -43,4 +43,4 @@ def test_a_pattern_that_fits_no_expert_is_told_by_check(
 ) -> None:
     raw = parse(recipe_text(extra=WISHES.replace("_00]", "_09]")), name="r", where="r.yml")
     with pytest.raises(RecipeError, match=r"budget\.pin\[0\]: no expert fits 'expert_09'; did you"):
-        check(home, raw)
+        resolve(home, raw)

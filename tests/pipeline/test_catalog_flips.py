@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.tables import encode_digests
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -91,7 +91,7 @@ def test_a_flipped_bit_in_the_catalog_is_said_and_changes_no_plan(
 def test_a_command_over_a_catalog_of_damaged_files_gives_the_same_snapshot(
     home: Warehouse, raw: RawRecipe, planned: MergePlan, tmp_path: Path
 ) -> None:
-    wanted = merge(home, planned).snapshot.snapshot_id
+    wanted = run_plan(home, planned).snapshot.snapshot_id
     for folder in (home.snapshots, home.objects, home.actions, home.plans):
         shutil.rmtree(folder)
     for path in (path for kind in KINDS for path in files(home, kind)):
@@ -115,11 +115,11 @@ def test_a_command_over_a_catalog_of_damaged_files_gives_the_same_snapshot(
 def test_false_digests_give_no_false_lineage(
     home: Warehouse, raw: RawRecipe, planned: MergePlan
 ) -> None:
-    lineage = merge(home, planned).snapshot.manifest.inputs
+    lineage = run_plan(home, planned).snapshot.manifest.inputs
     for path in files(home, "digests"):
         tensors = pq.read_table(path)["tensor"].to_pylist()
         path.write_bytes(encode_digests(dict.fromkeys(tensors, "0" * 64)))
-    assert merge(home, make_plan(home, raw)).snapshot.manifest.inputs == lineage
+    assert run_plan(home, make_plan(home, raw)).snapshot.manifest.inputs == lineage
 
 
 def test_a_record_that_is_lost_with_its_model_is_told_and_analyzed_models_go_on(

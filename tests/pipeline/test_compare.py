@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, NotFoundError
-from mergepipe_pipeline.execution.merge import MergeOutcome
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import MergeOutcome
 from mergepipe_pipeline.report.comparison import full_plan_id, known_comparison
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse

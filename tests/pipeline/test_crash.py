@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.storage import atomic
@@ -32,7 +32,7 @@ def test_a_crash_at_any_write_leaves_the_old_state_or_the_new_and_a_retry_succee
 ) -> None:
     home = Warehouse.at(tmp_path / "w").ensure()
     raw = parse(recipe_text(experts=2), name="r", where="r")
-    expected = merge(
+    expected = run_plan(
         Warehouse.at(tmp_path / "o").ensure(), make_plan(Warehouse.at(tmp_path / "o"), raw)
     ).snapshot.snapshot_id
     crashes = 0
@@ -47,7 +47,7 @@ def test_a_crash_at_any_write_leaves_the_old_state_or_the_new_and_a_retry_succee
 
         atomic.crash_hook = hook if crashes < 20 else None
         try:
-            outcome = merge(home, make_plan(home, raw))
+            outcome = run_plan(home, make_plan(home, raw))
             publish(home, outcome.snapshot.snapshot_id, "live")
             break
         except CrashError:

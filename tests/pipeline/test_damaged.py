@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.verbs.publish import history, publish
@@ -31,7 +31,7 @@ def ids(home: Warehouse, recipe_text: Callable[..., str]) -> list[str]:
     found = []
     for ref, experts in (("one", 1), ("two", 2)):
         plan = make_plan(home, parse(recipe_text(experts=experts), name="t", where="t"))
-        found.append(merge(home, plan).snapshot.snapshot_id)
+        found.append(run_plan(home, plan).snapshot.snapshot_id)
         publish(home, found[-1], ref)
     return found
 

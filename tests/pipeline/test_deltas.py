@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError, MergePipeError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -143,7 +143,7 @@ def test_a_delta_without_a_base_model_is_refused_with_what_to_add(
 ) -> None:
     text = recipe("linear", trio.base, trio.deltas).replace(f"base_model: {trio.base}\n", "")
     with pytest.raises(MergePipeError, match="needs a model to add it to") as caught:
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
     assert "base_model" in str(caught.value)
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.dtypes import TORCH_NAME, code_from_name, promoted
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -161,7 +161,7 @@ def test_two_dtypes_merge_to_the_exact_sum_rounded_once_to_what_holds_both(
     read = sum(v.numel() * v.element_size() for e in experts for v in tensors(e).values())
     assert outcome.summary()["expert_bytes_read"] == read
     size = getattr(torch, PROMOTED[one, other]).itemsize
-    assert check(home, raw).cost.output_bytes == size * sum(v.size for v in expected.values())
+    assert resolve(home, raw).cost.output_bytes == size * sum(v.size for v in expected.values())
     config = json.loads((Path(outcome.snapshot.path) / "config.json").read_text())
     assert PROMOTED[one, other] in (config.get("torch_dtype"), config.get("dtype"))
 
@@ -291,13 +291,13 @@ def test_analysis_plans_and_budgets_count_one_byte_per_element_of_float8(
     base, expert = models[dtype], models[f"{dtype} too"]
     numel = sum(v.numel() for v in tensors(base).values())
     raw = parse(recipe("ties", base, [expert], "", ", density: 0.5"), name="t", where="t")
-    cost = check(home, raw).cost
+    cost = resolve(home, raw).cost
     assert cost.expert_bytes_total == cost.base_bytes == cost.output_bytes == numel
     assert cost.analysis_bytes == 2 * numel
     register(home, base, name="base")
     register(home, expert, name="expert", base="base")
     analyze(home, ["expert"])
-    assert check(home, raw).cost.analysis_bytes == 0
+    assert resolve(home, raw).cost.analysis_bytes == 0
     estimates = make_plan(home, raw, budget=budget).estimates
     summary = run(home, raw.text, budget=budget).summary()
     assert estimates.expert_bytes_total == numel

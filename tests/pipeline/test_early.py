@@ -12,17 +12,17 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.pipeline import early
 from mergepipe_pipeline.pipeline.early import base_early, reads_base_early
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import Checked, check
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve
 from mergepipe_pipeline.storage.source import LocalSource
 from mergepipe_pipeline.warehouse import Warehouse
 
 RecipeText = Callable[..., str]
 
 
-def known(home: Warehouse, recipe_text: RecipeText, budget: str | None) -> Checked:
+def known(home: Warehouse, recipe_text: RecipeText, budget: str | None) -> ResolvedRecipe:
     raw = parse(recipe_text(), name="r", where="r")
     make_plan(home, raw)
-    return check(home, raw, budget=budget)
+    return resolve(home, raw, budget=budget)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_nor_does_one_whose_experts_are_still_to_be_analysed(
     home: Warehouse, recipe_text: RecipeText
 ) -> None:
     raw = parse(recipe_text(), name="r", where="r")
-    assert not reads_base_early(check(home, raw, budget="50%"))
+    assert not reads_base_early(resolve(home, raw, budget="50%"))
 
 
 def test_nor_one_that_the_page_cache_cannot_hold(

@@ -10,8 +10,8 @@ import pytest
 
 from mergepipe_pipeline.analysis import cuts, scales
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.facts import expert as facts
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -49,13 +49,13 @@ def test_a_full_merge_finds_its_scales_itself_and_they_are_those_of_the_catalog(
     with monkeypatch.context() as patch:
         patch.delattr(scales, "l1_scales")
         unlimited = make_plan(home, raw)
-        found = merge(home, unlimited).snapshot.manifest
+        found = run_plan(home, unlimited).snapshot.manifest
     shutil.rmtree(home.actions)
     whole = make_plan(home, raw, budget="100%")
     experts = [e for layer in whole.layers for task in layer.tasks for e in task.experts]
     assert whole.plan_id == unlimited.plan_id
     assert len({e.scale for e in experts}) > len(experts) / 2
-    outcome = merge(home, whole)
+    outcome = run_plan(home, whole)
     assert outcome.realised.layers_reused == 0
     assert outcome.snapshot.manifest == found
 
@@ -85,7 +85,7 @@ def test_thresholds_from_the_catalog_give_the_merges_of_those_from_a_pass(
         home = Warehouse.at(tmp_path / name).ensure()
         plan = make_plan(home, raw, budget=budget)
         rules = [e.trim for lay in plan.layers for task in lay.tasks for e in task.experts]
-        outcome = merge(home, plan)
+        outcome = run_plan(home, plan)
         n_open = sum(rule is not None and rule.is_open for rule in rules)
         return plan.plan_id, outcome.snapshot.manifest.shards, n_open
 
@@ -116,7 +116,9 @@ def test_thresholds_are_found_again_on_their_own_grid_only(
 ) -> None:
     raw = parse(recipe_text(), name="test", where="test")
     merged = {
-        block_elems: merge(home, make_plan(home, raw, block_elems=block_elems)).snapshot.snapshot_id
+        block_elems: run_plan(
+            home, make_plan(home, raw, block_elems=block_elems)
+        ).snapshot.snapshot_id
         for block_elems in (4096, 8192)
     }
     assert merged[4096] == merged[8192]

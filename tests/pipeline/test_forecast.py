@@ -24,7 +24,7 @@ from mergepipe_pipeline.pipeline.forecast import (
 )
 from mergepipe_pipeline.report.query import provenance
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.paces import PROFILE, settle_in
 
@@ -73,9 +73,9 @@ def test_a_plan_is_foreseen_as_its_recipe_was_once_all_is_known(
 ) -> None:
     settle_in(home)
     raw = parse(recipe_text(), name="r", where="r")
-    first = work_of(check(home, raw, budget=budget))
+    first = work_of(resolve(home, raw, budget=budget))
     plan = make_plan(home, raw, budget=budget)
-    checked = check(home, raw, budget=budget)
+    checked = resolve(home, raw, budget=budget)
     told, planned = work_of(checked), work_of_plan(plan)
     assert first.analysis_elems == 4 * first.elems
     assert told.analysis_elems == planned.analysis_elems == 0
@@ -101,7 +101,7 @@ def test_earlier_stages_are_part_of_what_is_foreseen(
         str(family / "expert_00"), "first"
     )
     both = parse(text, name="r", where="r")
-    alone, staged = (forecast(home, check(home, raw)).seconds for raw in (one, both))
+    alone, staged = (forecast(home, resolve(home, raw)).seconds for raw in (one, both))
     assert alone is not None
     assert staged is not None
     assert staged.start_s == alone.start_s
@@ -111,10 +111,10 @@ def test_earlier_stages_are_part_of_what_is_foreseen(
 def test_nothing_is_guessed_without_a_calibration_or_for_a_method_it_lacks(
     home: Warehouse, recipe_text: Callable[..., str]
 ) -> None:
-    ties = check(home, parse(recipe_text(), name="r", where="r"))
+    ties = resolve(home, parse(recipe_text(), name="r", where="r"))
     assert forecast(home, ties).to_json() == {"reason": "not calibrated: run `mergepipe calibrate`"}
     settle_in(home)
-    dare = check(home, parse(recipe_text("dare_ties"), name="r", where="r"))
+    dare = resolve(home, parse(recipe_text("dare_ties"), name="r", where="r"))
     assert forecast(home, dare).to_json() == {"reason": "calibrate does not time dare_ties"}
 
 

@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.snapshots import gc as gc_command
-from mergepipe_pipeline.deploy.recipe_files import recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.execution import leases
 from mergepipe_pipeline.execution.leases import lease, staging
-from mergepipe_pipeline.execution.merge import EngineKnobs, merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import EngineKnobs, run_plan
 from mergepipe_pipeline.pipeline.calibrate import calibrate
 from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -117,7 +117,7 @@ def test_layers_that_a_merge_reuses_stay_though_they_are_old(
 ) -> None:
     recipe = tmp_path / "r.yml"
     recipe.write_text(recipe_text())
-    merge(home, make_plan(home, parse(recipe_text(), name="r", where="r")))
+    run_plan(home, make_plan(home, parse(recipe_text(), name="r", where="r")))
     for snapshot in home.snapshots.iterdir():
         atomic.remove_tree(snapshot)
     store = ObjectStore(home.objects, home.actions)
@@ -229,7 +229,7 @@ def test_a_stage_that_nothing_needs_is_collected_and_made_again(
     home: Warehouse, family: Path
 ) -> None:
     raw = parse(both(family), name="t", where="t")
-    result = merge(home, make_plan(home, raw)).snapshot.snapshot_id
+    result = run_plan(home, make_plan(home, raw)).snapshot.snapshot_id
     leases._until_exit.close()
     (stage,) = {p.name for p in home.snapshots.iterdir()} - {result}
     result_of_gc = CliRunner().invoke(
@@ -241,7 +241,7 @@ def test_a_stage_that_nothing_needs_is_collected_and_made_again(
     assert gc(home) == {stage}
     assert {p.name for p in home.snapshots.iterdir()} == {result}
     verify(home, result)
-    again = merge(home, make_plan(home, raw)).summary()
+    again = run_plan(home, make_plan(home, raw)).summary()
     assert again["snapshot_id"] == result
     assert again["layers_executed"] == 0
     assert {p.name for p in home.snapshots.iterdir()} == {result, stage}
@@ -269,10 +269,10 @@ def test_a_stage_that_somebody_merges_as_a_result_is_one(
 ) -> None:
     raw = parse(first(family), name="t", where="t")
     if order == "before":
-        merge(home, make_plan(home, raw))
+        run_plan(home, make_plan(home, raw))
     stage = stage_of(home, family)
     if order == "after":
-        merge(home, make_plan(home, raw))
+        run_plan(home, make_plan(home, raw))
     assert [p.name for p in home.snapshots.iterdir()] == [stage]
     assert gc(home) == set()
     verify(home, stage)
@@ -288,7 +288,7 @@ def test_a_stage_that_something_names_stays(
     else:
         publish(home, stage, "live")
     if need == "rolled over":
-        other = merge(home, make_plan(home, parse(recipe_text(), name="t", where="t"))).snapshot
+        other = run_plan(home, make_plan(home, parse(recipe_text(), name="t", where="t"))).snapshot
         publish(home, other.snapshot_id, "live")
     assert gc(home) == set()
     verify(home, stage)
@@ -302,10 +302,10 @@ def test_what_a_standing_recipe_works_on_stays_between_its_steps(
         index_expert(home, name)
     text = both(family).replace(f"{family}/", "")
     home.recipe_path("r").write_text(text)
-    plan_recipe(home, recipe_cards(home)[0])
+    plan_recipe(home, recipe_files(home)[0])
     leases._until_exit.close()
     (stage,) = [p.name for p in home.snapshots.iterdir()]
-    layers = recipe_cards(home)[0].layers
+    layers = recipe_files(home)[0].layers
     for layer in layers:
         assert gc(home) == set()
         (done,) = merge_recipe(home, "r", [layer], EngineKnobs())
@@ -324,7 +324,7 @@ def test_a_recipe_whose_plan_is_lost_does_not_stop_a_collection(home: Warehouse)
     home.recipe_path("s").write_text("x")
     home.current_plan_path("s").mkdir()
     assert len(collect(home, older_than_s=0).notes) == 2
-    assert recipe_cards(home)
+    assert recipe_files(home)
     with pytest.raises(Exception, match=r"current\.json"):
         list(merge_recipe(home, "r", ["embed"], EngineKnobs()))
 
@@ -353,12 +353,12 @@ def test_planning_a_standing_recipe_again_frees_its_last_plan(
         index_expert(home, name)
     text = first(family).replace(f"{family}/", "")
     home.recipe_path("r").write_text(text)
-    (card,) = recipe_cards(home)
+    (card,) = recipe_files(home)
     plan_recipe(home, card)
     assert list(merge_recipe(home, "r", [card.layers[1]], EngineKnobs()))
     assert collect(home, older_than_s=0).files == 0
     home.recipe_path("r").write_text(text.replace("0.5", "0.6"))
-    plan_recipe(home, recipe_cards(home)[0])
+    plan_recipe(home, recipe_files(home)[0])
     assert collect(home, older_than_s=0).files == 2
 
 

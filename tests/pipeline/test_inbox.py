@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.deploy.inbox import Landed, scan_inbox
+from mergepipe_pipeline.deploy.inbox import InboxEntry, scan_inbox
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.hostile.corpus import INDEX, write_full, write_sharded
 
@@ -133,5 +133,5 @@ def test_what_is_no_folder_or_is_hidden_is_passed_over(home: Warehouse) -> None:
 def test_a_folder_that_was_just_written_waits(home: Warehouse) -> None:
     write_full(home.inbox / "a")
     (landed,) = scan_inbox(home, 60.0)
-    assert isinstance(landed, Landed)
+    assert isinstance(landed, InboxEntry)
     assert "60 s of quiet" in (landed.waiting or "")

@@ -12,8 +12,8 @@ import pytest
 
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.execution.merge import EngineKnobs, MergeOutcome, merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import EngineKnobs, MergeOutcome, run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
@@ -54,7 +54,7 @@ def run(
     home: Warehouse, text: str, budget: str | None = None, window_elems: int | None = None
 ) -> MergeOutcome:
     plan = make_plan(home, parse(text, name="r", where="r"), budget=budget, block_elems=4096)
-    return merge(home, plan, knobs=EngineKnobs(window_elems=window_elems))
+    return run_plan(home, plan, knobs=EngineKnobs(window_elems=window_elems))
 
 
 def recipe(inputs: Path, method: str, parameters: str) -> str:
@@ -201,7 +201,7 @@ def test_a_plan_whose_inputs_are_known_no_longer_takes_only_the_bytes_it_was_mad
         shutil.rmtree(home.catalog / known)
     flip(root, view.name, 0.3)
     with pytest.raises(CorruptionError, match=view.name):
-        merge(home, plan)
+        run_plan(home, plan)
     assert not any(home.actions.rglob("*.json"))
 
 

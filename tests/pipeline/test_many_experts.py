@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.deploy.recipe_files import recipe_cards
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.verbs.deploy import wanted
 from mergepipe_pipeline.verbs.index import index_arrival
@@ -36,7 +36,7 @@ def test_what_a_recipe_looks_at_does_not_grow_with_the_experts_that_it_does_not_
     def look() -> list[Path]:
         """The folders that are listed to say what is wanted of the recipe."""
         listed.clear()
-        (card,) = recipe_cards(home)
+        (card,) = recipe_files(home)
         assert wanted(home, card) is not None
         assert reason_to_wait_for(home, card.members) is None
         return list(listed)

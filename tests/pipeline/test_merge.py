@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mergepipe_pipeline.execution.merge import EngineKnobs, MergeOutcome, merge
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import EngineKnobs, MergeOutcome, run_plan
 from mergepipe_pipeline.operators.random import keep_mask
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
@@ -36,7 +36,7 @@ def run(
 ) -> MergeOutcome:
     """Plan and merge recipe text."""
     raw = parse(text, name="test", where="test")
-    return merge(home, make_plan(home, raw, **planning), knobs=knobs)  # type: ignore[arg-type]
+    return run_plan(home, make_plan(home, raw, **planning), knobs=knobs)  # type: ignore[arg-type]
 
 
 def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -138,7 +138,7 @@ def test_the_kernel_counts_no_more_expert_bytes_than_planned(
         return n
 
     monkeypatch.setattr(os, "preadv", counting)
-    outcome = merge(home, plan)
+    outcome = run_plan(home, plan)
     experts = sum(n for path, n in counted.items() if "expert_" in path)
     assert experts == outcome.summary()["expert_bytes_planned"] > 0
 

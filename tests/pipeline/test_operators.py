@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.execution.merge import EngineKnobs
+from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.random import uniforms
 from mergepipe_pipeline.warehouse import Warehouse

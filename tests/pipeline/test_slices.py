@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
 from tests.pipeline.test_merge import run, tensors
@@ -47,14 +47,14 @@ def test_layer_types_that_are_no_list_of_texts_are_refused(
     change_config(tmp_path / "a", layer_types=kinds)
     text = stacked([(tmp_path / "a", 0, 3), (tmp_path / "a", 1, 4)])
     with pytest.raises(CheckpointError, match=r"a/config\.json, layer_types.*list of texts"):
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
 
 
 def test_layers_of_other_widths_are_warned_of(home: Warehouse, pair: Path, tmp_path: Path) -> None:
     sizes = SIZES | {"hidden": 64}
     write_model(tmp_path / "wide", tensors_of(0, None, dtype=torch.float32, **sizes), **sizes)
     text = stacked([(pair / "a", 0, 2), (tmp_path / "wide", 1, 2)])
-    (warning,) = check(home, parse(text, name="t", where="t")).recipe.warnings
+    (warning,) = resolve(home, parse(text, name="t", where="t")).recipe.warnings
     assert "layers.1.input_layernorm.weight of" in warning
     assert "has [64] where model.layers.0.input_layernorm.weight of" in warning
     assert "has [32]: no config fits both" in warning
@@ -271,7 +271,7 @@ def test_every_wrong_range_is_told_at_once_and_nothing_is_written(
 ) -> None:
     text = stacked([(pair / "a", 0, 9), (pair / "b", 1, 4), (pair / "c", 5, 7)])
     with pytest.raises(RecipeError, match="cannot be used") as caught:
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
     problems = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 2
     assert "has 4 layers, so no layer 8" in problems
@@ -302,7 +302,7 @@ def test_models_of_other_depth_without_slices_are_refused(home: Warehouse, pair:
     text = "merge_method: linear\nmodels:\n"
     text += "".join(f"- {{model: {pair / n}, parameters: {{weight: 1}}}}\n" for n in "ac")
     with pytest.raises(RecipeError, match="use `slices:` to choose layers"):
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
 
 
 def test_tensors_of_a_width_that_does_not_fit_are_refused(
@@ -315,4 +315,4 @@ def test_tensors_of_a_width_that_does_not_fit_are_refused(
     text += f"- {{model: {pair / 'a'}, parameters: {{weight: 1}}}}\n"
     text += f"- {{model: {tmp_path / 'wide'}, parameters: {{weight: 1}}}}\n"
     with pytest.raises(RecipeError, match="do not fit"):
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))

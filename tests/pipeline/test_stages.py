@@ -11,10 +11,10 @@ import torch
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
-from mergepipe_pipeline.execution.merge import merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_merge import run, tensors
@@ -116,7 +116,7 @@ def test_a_changed_last_stage_leaves_the_layers_of_the_first_as_they_are(
     raw = parse(text, name="t", where="t")
     plan = make_plan(home, raw)
     assert files_under(home.objects) == objects
-    merge(home, plan)
+    run_plan(home, plan)
     assert len(list(home.snapshots.iterdir())) == 3
 
 
@@ -131,14 +131,14 @@ def test_a_stage_that_was_merged_alone_is_found_again(home: Warehouse, family: P
 def test_check_tells_the_cost_before_any_stage_exists_and_writes_nothing(
     home: Warehouse, family: Path
 ) -> None:
-    checked = check(home, parse(both(family), name="t", where="t"))
+    checked = resolve(home, parse(both(family), name="t", where="t"))
     assert not files_under(home.root)
     (stage,) = checked.before
     assert stage.cost.tensors == checked.cost.tensors == 20
     assert checked.cost.expert_bytes_total == stage.cost.expert_bytes_total
     outcome = run(home, both(family))
     assert outcome.plan.estimates.expert_bytes_total == checked.cost.expert_bytes_total
-    again = check(home, parse(both(family), name="t", where="t"))
+    again = resolve(home, parse(both(family), name="t", where="t"))
     assert again.cost.expert_bytes_total == checked.cost.expert_bytes_total
 
 
@@ -173,7 +173,7 @@ def test_problems_of_all_stages_are_told_at_once(home: Warehouse, family: Path) 
     for name, other in lost.items():
         text = text.replace(name, other)
     with pytest.raises(RecipeError, match="A recipe has several problems") as caught:
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
     problems = caught.value.problems
     assert len(problems) == 3
     for place, other in zip(problems, ("lost_2", "lost_0", "lost_1"), strict=True):
@@ -183,15 +183,15 @@ def test_problems_of_all_stages_are_told_at_once(home: Warehouse, family: Path) 
 def test_a_stage_that_hides_a_model_is_warned_of(home: Warehouse, family: Path) -> None:
     shutil.copytree(family / "expert_03", home.recipes / "skills")
     raw = parse(both(family), name="t", where="t")
-    found = check(home, raw, relative_to=home.recipes).recipe.warnings
+    found = resolve(home, raw, relative_to=home.recipes).recipe.warnings
     assert [w for w in found if w.startswith("the stage 'skills' hides what else is called so")]
-    assert not [w for w in check(home, raw).recipe.warnings if "hides" in w]
+    assert not [w for w in resolve(home, raw).recipe.warnings if "hides" in w]
 
 
 def test_a_stage_has_no_revisions(home: Warehouse, family: Path) -> None:
     raw = parse(both(family, made="skills@1"), name="t", where="t")
     with pytest.raises(CheckpointError, match=r"result of a stage has no revisions.*skills@1"):
-        check(home, raw)
+        resolve(home, raw)
 
 
 def test_a_stage_without_a_name_or_used_before_it_is_made_is_refused(family: Path) -> None:
@@ -226,7 +226,7 @@ slices:
 - sources: [{{model: skills, layer_range: [0, 2]}}]
 - sources: [{{model: skills, layer_range: [1, 2]}}]
 """
-    checked = check(home, parse(text, name="t", where="t"))
+    checked = resolve(home, parse(text, name="t", where="t"))
     assert checked.cost.layers == 5
     outcome = run(home, text)
     config = json.loads((Path(outcome.snapshot.path) / "config.json").read_text())
@@ -269,7 +269,7 @@ def test_later_stages_see_the_config_that_an_earlier_one_will_have(
     text = first_stages(family, tmp_path)[case]
     second = "---\nmerge_method: passthrough\nmodels: [{model: skills}]\nchat_template: auto\n"
     raw = parse(f"name: skills\n{text}{second}", name="t", where="t")
-    checked = check(home, raw)
+    checked = resolve(home, raw)
     (stage,), (model,) = checked.before, checked.models
     assert stage.side.config or case == "chat template"
     seen = json.loads(model.checkpoint.config or "")

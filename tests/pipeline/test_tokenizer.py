@@ -19,7 +19,7 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.recipe.references import ModelRef
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.resolution.token_rows import _RowReader
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
@@ -228,7 +228,7 @@ def test_check_tells_the_cost_of_a_union_and_writes_nothing(
     home: Warehouse, families: Folders
 ) -> None:
     text = text_of(WISHES["task arithmetic, union"], families)
-    checked = check(home, parse(text, name="t", where="t"))
+    checked = resolve(home, parse(text, name="t", where="t"))
     assert not [p for p in home.root.rglob("*") if p.is_file()]
     outcome = run(home, text)
     assert outcome.plan.estimates.expert_bytes_total == checked.cost.expert_bytes_total
@@ -267,7 +267,7 @@ def test_a_flipped_bit_in_made_rows_is_said_and_they_are_made_again(
 def test_ids_are_the_same_in_every_warehouse_and_for_every_window(
     tmp_path: Path, families: Folders
 ) -> None:
-    from mergepipe_pipeline.execution.merge import EngineKnobs
+    from mergepipe_pipeline.execution.run import EngineKnobs
 
     ids = set()
     text = text_of(WISHES["rules"], families)
@@ -306,7 +306,7 @@ def test_a_rule_that_cannot_be_followed_is_told_by_check(
     tokens = f"tokenizer:\n  source: union\n  tokens:\n    {rule}\n"
     text = text_of(Wish("task_arithmetic", tokens, models="BC"), families)
     with pytest.raises(MergePipeError, match=message):
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
     assert not [p for p in home.root.rglob("*") if p.is_file()]
 
 
@@ -374,7 +374,7 @@ def test_a_tokens_row_cannot_come_from_an_adapter_that_has_none(
         "models:\n", f"models:\n- {{model: {adapter}, parameters: {{weight: 0.5}}}}\n"
     )
     with pytest.raises(IncompatibleCheckpointsError, match="to come from an adapter"):
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
 
 
 @pytest.mark.parametrize("method", ["linear", "task_arithmetic"])

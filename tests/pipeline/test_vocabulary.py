@@ -13,7 +13,7 @@ import torch
 
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import check
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
 from tests.oracles import ORACLES, Case
@@ -212,7 +212,7 @@ def test_other_tensors_of_another_shape_are_refused(
     write_model(tmp_path / "wide", tensors_of(0, None, **sizes), **sizes)
     text = recipe("ties", folder / "tied", [tmp_path / "wide"])
     with pytest.raises(MergePipeError, match="do not fit"):
-        check(home, parse(text, name="t", where="t"))
+        resolve(home, parse(text, name="t", where="t"))
     assert not [p for p in home.root.rglob("*") if p.is_file()]
 
 

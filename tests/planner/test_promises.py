@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mergepipe_pipeline.execution.merge import MergeOutcome, merge
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import make_family, tensors_of, write_model
@@ -94,7 +94,7 @@ def drawn_recipe(folder: Path, seed: int) -> tuple[str, str, str, str]:
 
 def run(home: Warehouse, text: str, **planning: str) -> MergeOutcome:
     raw = parse(text, name="promise", where="promise")
-    return merge(home, make_plan(home, raw, **planning))  # type: ignore[arg-type]
+    return run_plan(home, make_plan(home, raw, **planning))  # type: ignore[arg-type]
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

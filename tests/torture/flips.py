@@ -225,15 +225,15 @@ def _profile(home: Path) -> None:
 
 def _deploy(place: Path, plan: bool) -> str:
     """What a standing recipe's steps give: a snapshot, or an error of the product."""
-    from mergepipe_pipeline.deploy.recipe_files import recipe_cards
+    from mergepipe_pipeline.deploy.recipe_files import recipe_files
     from mergepipe_pipeline.errors import MergePipeError
-    from mergepipe_pipeline.execution.merge import EngineKnobs
+    from mergepipe_pipeline.execution.run import EngineKnobs
     from mergepipe_pipeline.verbs import deploy
     from mergepipe_pipeline.warehouse import Warehouse
 
     home = Warehouse(place / "w")
     try:
-        (card,) = recipe_cards(home)
+        (card,) = recipe_files(home)
         if plan:
             deploy.plan_recipe(home, card)
         names = [layer.name for layer in deploy.current_plan(home, card.name).layers]

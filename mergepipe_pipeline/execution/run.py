@@ -1,4 +1,4 @@
-"""The verb `merge`: run what the action cache does not know, then commit a snapshot.
+"""The verb `run_plan`: run what the action cache does not know, then commit a snapshot.
 
 A layer whose key is known is not read, not computed, not written. A crash loses at most the layers
 that were running; everything before is found again by key.
@@ -21,7 +21,7 @@ from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.execution.leases import lease
 from mergepipe_pipeline.execution.leases import staging as staging_of
 from mergepipe_pipeline.execution.memory import release_freed
-from mergepipe_pipeline.execution.outcome import Begun, LayerOutcome, Realised, Times
+from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised, RunStart, Times
 from mergepipe_pipeline.execution.snapshot import commit, object_store
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.objects import StoredObject
@@ -91,13 +91,13 @@ class MergeOutcome:
         }
 
 
-def merge(
+def run_plan(
     home: Warehouse,
     plan: MergePlan,
     *,
     knobs: EngineKnobs | None = None,
     progress: Progress | None = None,
-    begun: Begun | None = None,
+    begun: RunStart | None = None,
     is_stage: bool = False,
     fresh: bool = False,
 ) -> MergeOutcome:
@@ -111,10 +111,10 @@ def merge(
     a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
-    begun = begun or Begun(started)
+    begun = begun or RunStart(started)
 
     def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
-        done = list(merge_layers(home, plan, knobs=knobs, progress=progress, fresh=fresh))
+        done = list(run_layers(home, plan, knobs=knobs, progress=progress, fresh=fresh))
         realised, merging_s = Realised.of(done), time.monotonic() - started
         times = Times(begun.predicted, started - begun.at_s, merging_s)
         made = {layer.name for layer in done if not layer.reused}
@@ -129,7 +129,7 @@ def merge(
     return MergeOutcome(snapshot, plan, realised, time.monotonic() - started, times)
 
 
-def merge_layers(
+def run_layers(
     home: Warehouse,
     plan: MergePlan,
     names: Sequence[str] | None = None,

@@ -1,0 +1,34 @@
+"""The verb `check`: every problem of a recipe and its full cost, from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from mergepipe_pipeline.pipeline.forecast import Forecast, forecast
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class Check:
+    """A recipe that can run: its stages, the last one last, and how long it will take here."""
+
+    stages: tuple[ResolvedRecipe, ...]
+    forecast: Forecast
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of all stages, each once."""
+        found = (w for stage in self.stages for w in stage.recipe.warnings)
+        return tuple(dict.fromkeys(found))
+
+
+def check(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Check:
+    """Look at a recipe and all its inputs; reads no weight and writes nothing.
+
+    Raises the one problem as itself, several as a RecipeError that lists them all.
+    """
+    last = resolve(home, raw, **planning)
+    return Check((*last.before, last), forecast(home, last))

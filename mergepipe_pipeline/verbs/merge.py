@@ -1,0 +1,98 @@
+"""The verb `merge`: from a recipe to a snapshot, a folder and a ref.
+
+Everything that a caller can refuse beforehand (device, folder, recipe) is looked at before a weight
+is read. CLI and Python API call this; Dagster runs its steps one by one (`verbs.deploy`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from mergepipe_pipeline.execution.outcome import RunStart
+from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
+from mergepipe_pipeline.execution.run import EngineKnobs, MergeOutcome, run_plan
+from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
+from mergepipe_pipeline.pipeline.early import base_early
+from mergepipe_pipeline.pipeline.forecast import forecast
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.resolution.resolve import Planning
+from mergepipe_pipeline.spec.snapshot import Ref
+from mergepipe_pipeline.verbs.export import check_out, export
+from mergepipe_pipeline.verbs.publish import publish
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged recipe: what it cost, and where its result can be found.
+
+    `non_finite` counts NaN and infinite elements by tensor; `folder` and `ref` are None where
+    nobody asked for them.
+    """
+
+    outcome: MergeOutcome
+    non_finite: dict[str, int]
+    folder: Path | None = None
+    ref: Ref | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `merge --json`."""
+        found = {**self.outcome.summary(), "non_finite": self.non_finite}
+        if self.folder is not None:
+            found["path"] = found["out"] = str(self.folder)
+        if self.ref is not None:
+            found["ref"], found["ref_version"] = self.ref.name, self.ref.number
+        return found
+
+
+def merge(
+    home: Warehouse,
+    raw: RawRecipe,
+    *,
+    knobs: EngineKnobs | None = None,
+    out: str | Path | None = None,
+    publish_ref: bool = False,
+    fresh: bool = False,
+    progress: Progress | None = None,
+    began_s: float | None = None,
+    **planning: Unpack[Planning],
+) -> Merged:
+    """Plan and merge a recipe; registers and analyses what is not known yet.
+
+    Args:
+        home: the warehouse, which is there.
+        raw: the recipe as written; stages before its last are merged first.
+        knobs: speed, memory and device; never the result.
+        out: also write a plain Hugging Face folder here.
+        publish_ref: also publish under the recipe's ref.
+        fresh: merge layers that are in the action cache, too.
+        progress: draws the work and shows warnings.
+        began_s: when the caller began (`time.monotonic`), for the time that is told.
+        planning: what stands for the recipe's own budget, strategy and block size.
+
+    Raises what `check` raises, BudgetError, DeviceError, CheckpointChangedError when an input
+    changes meanwhile, StorageFullError, CommitConflictError.
+    """
+    began_s, progress, knobs = began_s or time.monotonic(), progress or Silent(), knobs or _DEFAULT
+    knobs.check()
+    folder = None if out is None else check_out(out, home.root)
+    resolved, stages = resolve_after_stages(home, raw, progress=progress, **planning)
+    began_s = time.monotonic() if raw.before else began_s
+    start = RunStart(began_s, forecast(home, resolved).to_json())
+    with base_early(resolved):
+        plan = plan_resolved(home, resolved, progress, unnamed=stages)
+    progress.warn(*plan.warnings)
+    outcome = run_plan(home, plan, knobs=knobs, progress=progress, begun=start, fresh=fresh)
+    non_finite = merged_non_finite(home, plan)
+    progress.warn(*non_finite_warning(non_finite, plan))
+    if folder is not None:
+        export(home, outcome.snapshot.snapshot_id, folder)
+    ref = publish(home, outcome.snapshot.snapshot_id, plan.ref) if publish_ref else None
+    return Merged(outcome, non_finite, folder, ref)
+
+
+_DEFAULT = EngineKnobs()
