@@ -13,6 +13,7 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import BURST_PRIORITY, SOON_S, interval_s
+from sensors.pools import make_pools_known
 
 #: Runs that one tick asks for at most, and experts of one run: few land as one run each.
 MAX_RUNS, MAX_EXPERTS = 8, 32
@@ -52,6 +53,7 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     left = f"left the inbox: {', '.join(gone)}; " if gone else ""
     said = f"{len(landed)} experts, {len(ready)} to index; {left}waiting: {_waiting(landed)}"
     if ready:  # else Dagster shows it as the reason of the tick
+        make_pools_known(context.instance)
         context.log.info(said)
     return dg.SensorResult(
         run_requests=_requests(home, ready),

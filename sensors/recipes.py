@@ -18,6 +18,7 @@ from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.deploy import last_release, wanted
 from sensors import NIGHTLY_PRIORITY, SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
+from sensors.pools import make_pools_known
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
@@ -126,6 +127,7 @@ def build_recipe_sensor(
 
         Every tick tells of every recipe: as the skip reason, or in the tick's log.
         """
+        make_pools_known(context.instance)
         busy = recipes_under_way(context.instance)
         requests, told = [], []
         for card in recipe_files(mergepipe.warehouse):

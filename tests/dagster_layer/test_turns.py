@@ -37,6 +37,7 @@ from mergepipe_pipeline.verbs.deploy import (
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import BURST_PRIORITY
 from sensors.attempts import recipes_under_way
+from sensors.pools import make_pools_known
 from sensors.recipes import request_or_reason
 from tests.dagster_layer.daemon import REPOSITORY
 
@@ -135,8 +136,7 @@ def queue(home: Warehouse, card: RecipeFile, tmp_path: Path) -> Iterator[Queue]:
         shutil.copy(home.recipe_path("n"), home.recipe_path(name))
     shutil.copy(REPOSITORY / "dagster.yaml", tmp_path)
     with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
-        for pool in ("disk_read", "disk_write"):  # else its first run of all makes it known
-            instance.event_log_storage.initialize_concurrency_limit_to_default(pool)
+        make_pools_known(instance)
         yield Queue(home, instance)
 
 
@@ -163,3 +163,23 @@ def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
     queue.add("index_burst", {"dagster/priority": BURST_PRIORITY})
     queue.add("merge_n", by_day.tags)
     assert queue.start() == ["merge_n", "index_burst", "merge_o"]
+
+
+def test_the_first_ticks_of_an_instance_make_the_pools_known_before_a_run_needs_one(
+    home: Warehouse, card: RecipeCard, tmp_path: Path
+) -> None:
+    shutil.copy(REPOSITORY / "dagster.yaml", tmp_path)
+    shutil.copytree(home.inbox / "base", home.inbox / "landed")
+    resource = MergePipe(home=str(home.root), inbox_quiet_s=0)
+    for sensor in ("inbox_sensor", "recipe_sensor"):
+        shutil.rmtree(tmp_path / "history", ignore_errors=True)
+        with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+            repository = build_definitions(home).get_repository_def()
+            with dg.build_sensor_context(
+                instance=instance, repository_def=repository, resources={"mergepipe": resource}
+            ) as context:
+                result = repository.get_sensor_def(sensor)(context)
+            assert isinstance(result, dg.SensorResult)
+            assert result.run_requests
+            limits = {p.name: p.limit for p in instance.event_log_storage.get_pool_limits()}
+            assert limits == {"disk_read": 2, "disk_write": 2}
