@@ -1,4 +1,6 @@
-"""What became of each folder of the inbox: a sealed record beside the data, compared with it.
+"""What became of each expert that is watched: a sealed record beside the data, compared with it.
+
+Watched are the folders of the inbox, and what recipes name and is registered from elsewhere.
 
 The record is the only memory: which content was indexed last, how often a run was asked for this
 one, and why it failed. A run that is killed, cancelled or never starts is asked for again.
@@ -7,13 +9,14 @@ one, and why it failed. A run that is killed, cancelled or never starts is asked
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import (
@@ -40,7 +43,7 @@ _SILENT = "its process ended without a word: it was killed, or had no memory"
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What is known of one folder of the inbox; times in seconds since 1970.
+    """What is known of one expert that is watched; times in seconds since 1970.
 
     `indexed` is the token of the content that was indexed last, `stamps` its files. `tries`,
     `failures` and `error` are of the content `token`; `asked` counts the runs of all contents, so
@@ -77,7 +80,7 @@ class Arrival:
 
 
 def arrival(home: Warehouse, name: str) -> Arrival:
-    """The record of a folder of the inbox; a fresh one where there is none or it is damaged."""
+    """The record of an expert; a fresh one where there is none or it is damaged."""
     path = home.arrival_path(name)
     try:
         found = path.stat()
@@ -95,6 +98,25 @@ def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
         return Arrival(**value, stamps=stamps)
     except (OSError, CorruptionError, KeyError, TypeError):
         return Arrival()
+
+
+def place_of(home: Warehouse, name: str) -> Path | None:
+    """Where an expert's files lie: in the inbox, else where it is registered; None if nowhere here.
+
+    Addresses are not watched: who reads one compares.
+    """
+    folder = home.inbox / name
+    if folder.exists():
+        return folder
+    catalog = Catalog(home.catalog)
+    root = catalog.root(name) if name in catalog else ""
+    place = Path(root)
+    return place if root and "://" not in root and place.exists() else None
+
+
+def token_at(home: Warehouse, place: Path, stamps: Sequence[Stamp]) -> str:
+    """The token of the files with these stamps at a place."""
+    return token_of(stamps, None if place.parent == home.inbox else place)
 
 
 def ask(home: Warehouse, name: str, token: str) -> str:
@@ -120,12 +142,12 @@ def mark_changed(home: Warehouse, name: str) -> None:
 @contextmanager
 def attempted(home: Warehouse, name: str) -> Iterator[None]:
     """Count a failure before the work begins, since a process that is killed counts none."""
-    folder = home.inbox / name
-    if not folder.is_dir():  # it is registered from elsewhere
+    place = place_of(home, name)
+    if place is None:  # an address, or nothing
         yield
         return
-    stamps, _ = stamps_of(folder)
-    token = token_of(stamps)
+    stamps, _ = stamps_of(place)
+    token = token_at(home, place, stamps)
     failures = arrival(home, name).of(token).failures
 
     def say(**what: Any) -> None:
@@ -143,7 +165,7 @@ def attempted(home: Warehouse, name: str) -> Iterator[None]:
         say(failures=failures, error="its run was cancelled")
         raise
     # What changed meanwhile may be recorded half new, whatever comes after.
-    is_same = folder.is_dir() and stamps_of(folder)[0] == stamps
+    is_same = place.exists() and stamps_of(place)[0] == stamps
     indexed = token if is_same else _CHANGED
     say(indexed=indexed, stamps=stamps, tries=0, failures=0, error="")
 

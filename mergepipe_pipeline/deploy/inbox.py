@@ -4,7 +4,8 @@ Half-uploaded folders are the normal case. A folder counts once every file that 
 there at full length and nothing in it changed for a quiet period; what looks half written or half
 replaced waits much longer. A folder that cannot be taken says why, and stops no other. What lies
 there is compared with the records of `arrivals`, by names, sizes and times: of a folder that was
-indexed as it is, no file is opened.
+indexed as it is, no file is opened. What recipes name and is registered from elsewhere is watched
+in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import NAME
-from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival
+from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
+from mergepipe_pipeline.deploy.recipe_files import names_read
 from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.storage.checkpoint import is_complete
@@ -31,7 +33,7 @@ DOUBT_PERIODS = 150
 
 @dataclass(frozen=True, slots=True)
 class InboxEntry:
-    """One folder of the inbox: `token` changes with any file's name, size or mtime.
+    """One expert that is watched: `token` changes with any file's name, size or mtime.
 
     `is_indexed` says that the catalog knows it as it is. `waiting` says in one sentence why it is
     not taken yet, or is None. In `name`, bytes that are no UTF-8 are shown as escapes; such a
@@ -68,7 +70,7 @@ def scan_inbox(
     under_way: Collection[str] = (),
     most: int | None = None,
 ) -> tuple[InboxEntry, ...]:
-    """Every expert folder of the inbox, in name order.
+    """Every expert folder of the inbox, and what recipes name outside it, in name order.
 
     Files and folders starting with a dot or an underscore are skipped; a link counts as the folder
     it leads to, also where that is gone. `patience` may be the quiet period alone, in seconds.
@@ -78,9 +80,14 @@ def scan_inbox(
         patience = Patience(patience)
     found: list[InboxEntry] = []
     ready = 0
-    for folder in sorted(_folders(home.inbox)):
+    places = {folder.name: folder for folder in _folders(home.inbox)}
+    for name in names_read(home) - places.keys():
+        place = place_of(home, name) if NAME.fullmatch(name) else None
+        if place is not None:
+            places[name] = place
+    for key, place in sorted(places.items()):
         full = most is not None and ready >= most
-        landed = _landed(home, folder, patience, under_way, full=full)
+        landed = _landed(home, key, place, patience, under_way, full=full)
         ready += landed.is_ready
         found.append(landed)
     return tuple(found)
@@ -101,14 +108,20 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _landed(
-    home: Warehouse, folder: Path, patience: Patience, under_way: Collection[str], *, full: bool
+    home: Warehouse,
+    key: str,
+    folder: Path,
+    patience: Patience,
+    under_way: Collection[str],
+    *,
+    full: bool,
 ) -> InboxEntry:
-    name = text_of(folder.name)
-    if not NAME.fullmatch(folder.name):
+    name = text_of(key)
+    if not NAME.fullmatch(key):
         return InboxEntry(name, digest_json(name)[:16], f"{name!r} cannot be a name in the catalog")
     try:
         stamps, changed_ns = stamps_of(folder)
-        token = token_of(stamps)
+        token = token_at(home, folder, stamps)
         known = arrival(home, name)
         if known.indexed == token:
             return InboxEntry(name, token, None, is_indexed=True)
@@ -166,6 +179,6 @@ def _doubt(folder: Path, stamps: tuple[Stamp, ...], known: Arrival) -> str | Non
     if known.indexed and (half := half_replaced(known.stamps, stamps)):
         return half
     for name in weights(stamps):
-        if found := unwritten(folder / name):
+        if found := unwritten(folder if folder.is_file() else folder / name):
             return f"{name} {found}"
     return None

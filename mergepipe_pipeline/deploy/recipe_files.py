@@ -82,10 +82,7 @@ def recipe_files(home: Warehouse) -> tuple[RecipeFile, ...]:
     checkpoints = _Checkpoints(home)
     cards: list[RecipeFile] = []
     files: dict[str, str] = {}
-    # A warehouse that is only looked at is not made.
-    for path in sorted(home.recipes.iterdir()) if home.recipes.is_dir() else ():
-        if path.suffix not in {".yml", ".yaml"} or path.name.startswith("."):
-            continue
+    for path in _files(home):
         problem = _name_problem(path, files)
         if problem is None:
             cards.append(_card(home, path, checkpoints))
@@ -94,6 +91,18 @@ def recipe_files(home: Warehouse) -> tuple[RecipeFile, ...]:
         if _NAME.fullmatch(path.stem):
             files.setdefault(cards[-1].identifier, path.name)
     return tuple(_presentable(cards))
+
+
+def names_read(home: Warehouse) -> set[str]:
+    """What the recipes that can be read call their inputs: names of the catalog, if usable."""
+    return {name for path in _files(home) for name in _read(path).members}
+
+
+def _files(home: Warehouse) -> Iterator[Path]:
+    """The recipe files, in name order. A warehouse that is only looked at is not made."""
+    for path in sorted(home.recipes.iterdir()) if home.recipes.is_dir() else ():
+        if path.suffix in {".yml", ".yaml"} and not path.name.startswith("."):
+            yield path
 
 
 def _presentable(cards: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
@@ -152,14 +161,20 @@ class _Checkpoints:
         return self._read.get(name)
 
 
-def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeFile:
-    name = path.stem
+def _read(path: Path) -> RecipeFile:
+    """The card of a file, as its text alone gives it."""
     try:
         raw = load_recipe(path)
     except Exception as error:  # whatever it is, it is this recipe's alone
-        return RecipeFile(name, None, (), (), str(error))
-    card = RecipeFile(name, raw, (), (), None)
-    card = replace(card, members=tuple(dict.fromkeys(_members(card))))
+        return RecipeFile(path.stem, None, (), (), str(error))
+    card = RecipeFile(path.stem, raw, (), (), None)
+    return replace(card, members=tuple(dict.fromkeys(_members(card))))
+
+
+def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeFile:
+    card = _read(path)
+    if card.problem is not None:
+        return card
     try:
         found = {m: checkpoints.get(m) for m in card.members}
         missing = [m for m, checkpoint in found.items() if checkpoint is None]
@@ -179,9 +194,15 @@ def _members(card: RecipeFile) -> Iterator[str]:
 
 
 def _not_registered(names: list[str]) -> str:
-    """Paths are not taken: who watches them would be the question."""
+    """Paths are not taken: partitions and lineage have names."""
     which = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} are"
-    return f"{which} not registered yet; copy to inbox/<name>, or `mergepipe register PATH`"
+    paths = [name for name in names if "/" in name]
+    how = (
+        f"`mergepipe register {paths[0]} --name NAME` and write NAME in the recipe"
+        if paths
+        else "`mergepipe register PATH`"
+    )
+    return f"{which} not registered yet; copy to inbox/<name>, or {how}"
 
 
 def _layers(home: Warehouse, card: RecipeFile, known: Mapping[str, Checkpoint]) -> tuple[str, ...]:

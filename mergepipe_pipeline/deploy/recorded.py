@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed
-from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
+from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed, place_of, token_at
+from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -69,9 +69,9 @@ def _is_as_recorded(home: Warehouse, recorded: Checkpoint) -> bool:
 
 
 def _token(home: Warehouse, checkpoint: Checkpoint) -> str:
-    """Changes with every file beside an inbox expert's weights, too; "" for what lies elsewhere."""
-    folder = home.inbox / checkpoint.name
-    return token_of(stamps_of(folder)[0]) if folder.is_dir() else ""
+    """Changes with every file beside an expert's weights, too; "" for one at an address."""
+    place = place_of(home, checkpoint.name)
+    return token_at(home, place, stamps_of(place)[0]) if place else ""
 
 
 def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkpoint]:
@@ -90,8 +90,7 @@ def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkp
         except CheckpointError as error:
             raise _changed(f"{name} waits for its index: {error.what}") from error
         if found[name].checkpoint_id != recorded.checkpoint_id:
-            if (home.inbox / name).is_dir():
-                mark_changed(home, name)
+            mark_changed(home, name)
             raise _changed(f"{name} waits for its index: its files are not those that were indexed")
     return found
 

@@ -28,9 +28,12 @@ class Stamp(NamedTuple):
 def stamps_of(folder: Path) -> tuple[tuple[Stamp, ...], int]:
     """All in a folder but folders, in name order, and when any of it changed last (ns since 1970).
 
-    Of links, what they lead to. The time is the system's own (ctime), since copies that keep
-    times set the other one back. Raises OSError.
+    Of links, what they lead to; of a single file, its own. The time is the system's own (ctime),
+    since copies that keep times set the other one back. Raises OSError.
     """
+    if folder.is_file():
+        stat = folder.stat()
+        return (Stamp(text_of(folder.name), stat.st_size, stat.st_mtime_ns),), stat.st_ctime_ns
     found, changed_ns = [], 0
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -45,9 +48,12 @@ def stamps_of(folder: Path) -> tuple[tuple[Stamp, ...], int]:
     return tuple(sorted(found)), changed_ns
 
 
-def token_of(stamps: Sequence[Stamp]) -> str:
-    """A short text that changes with any file's name, size or time."""
-    return digest_json(stamps)[:16]
+def token_of(stamps: Sequence[Stamp], outside: Path | None = None) -> str:
+    """A short text that changes with any file's name, size or time.
+
+    `outside` is the place of files that do not lie in the inbox; the text changes with it, too.
+    """
+    return digest_json(stamps if outside is None else [str(outside), stamps])[:16]
 
 
 def weights(stamps: Sequence[Stamp]) -> list[str]:

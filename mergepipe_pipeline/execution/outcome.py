@@ -1,4 +1,4 @@
-"""What merging cost when it ran: the records that `merge` makes and `commit` keeps."""
+"""What merging cost when it ran: the records that `run_plan` makes and `commit` keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mergepipe_pipeline.snapshots.objects import StoredObject
 
 @dataclass(frozen=True, slots=True)
 class LayerOutcome:
-    """One layer after `merge_layers`: reused from the action cache, or what it cost."""
+    """One layer after `run_layers`: reused from the action cache, or what it cost."""
 
     name: str
     layer_key: str

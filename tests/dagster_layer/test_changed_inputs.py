@@ -9,13 +9,13 @@ import dagster as dg
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mergepipe_pipeline.deploy import arrivals
 from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.errors import InputChangedError
 from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs import index
 from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
     plan_recipe,
@@ -105,14 +105,14 @@ def test_a_version_rolled_back_while_the_next_one_was_indexed_is_indexed_again(
     home: Warehouse, card: RecipeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, aside = home.inbox / "expert_01", home.root / "aside"
-    real = arrivals.index_expert
+    real = index.index_expert
 
     def late(home: Warehouse, name: str) -> IndexedExpert:
         shutil.copytree(folder, aside)
         replace_shard(home, 2)
         return real(home, name)
 
-    monkeypatch.setattr(arrivals, "index_expert", late)
+    monkeypatch.setattr(index, "index_expert", late)
     index_arrival(home, "expert_01")
     shutil.rmtree(folder)
     aside.rename(folder)

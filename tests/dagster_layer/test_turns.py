@@ -166,7 +166,7 @@ def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
 
 
 def test_the_first_ticks_of_an_instance_make_the_pools_known_before_a_run_needs_one(
-    home: Warehouse, card: RecipeCard, tmp_path: Path
+    home: Warehouse, card: RecipeFile, tmp_path: Path
 ) -> None:
     shutil.copy(REPOSITORY / "dagster.yaml", tmp_path)
     shutil.copytree(home.inbox / "base", home.inbox / "landed")

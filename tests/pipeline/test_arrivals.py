@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mergepipe_pipeline.deploy import arrivals
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
 from mergepipe_pipeline.errors import MergePipeError, StorageFullError
+from mergepipe_pipeline.verbs import index
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival, index_expert
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.warehouse import Warehouse
@@ -72,7 +72,7 @@ def test_what_fails_three_times_is_quarantined_with_its_reason_until_its_content
     def refuse(*_: object) -> None:
         raise MergePipeError("Its weights are odd")
 
-    monkeypatch.setattr(arrivals, "index_expert", refuse)
+    monkeypatch.setattr(index, "index_expert", refuse)
     for _ in range(MAX_FAILURES):
         assert only(home).is_ready
         with pytest.raises(MergePipeError):
@@ -93,7 +93,7 @@ def test_what_is_not_the_experts_fault_quarantines_nothing(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(arrivals, "index_expert", fail)
+    monkeypatch.setattr(index, "index_expert", fail)
     for _ in range(MAX_FAILURES + 1):
         with pytest.raises(type(error)):
             index_arrival(home, "a")
@@ -195,6 +195,6 @@ def test_what_lands_while_an_older_version_is_indexed_is_taken_at_once(
         land(home, str(source), "a")
         return index(*given)
 
-    monkeypatch.setattr(arrivals, "index_expert", index_while_it_lands)
+    monkeypatch.setattr(index, "index_expert", index_while_it_lands)
     index_arrival(home, "a")
     assert only(home, Patience(3600.0, 0.0)).is_ready
