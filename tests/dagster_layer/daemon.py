@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
 QUICK = REPOSITORY / "tests" / "quick_daemon"
 ACTIVE = (Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING)
 _STEP_START = dg.DagsterEventType.STEP_START
+_LAUNCHED = dg.DagsterEventType.PIPELINE_STARTING
 _WORKSPACE = ("-w", str(REPOSITORY / "workspace.yaml"))
 _DAEMON = (sys.executable, "-m", "dagster._daemon", "run", *_WORKSPACE)
 
@@ -183,6 +185,21 @@ def running_daemon(home: Warehouse, *, ui: bool = False, **environment: str) -> 
         yield daemon
     finally:
         daemon.kill()
+
+
+def most_at_once(instance: dg.DagsterInstance, since_s: float = 0.0) -> dict[str, int]:
+    """Pool to how many of its runs, created after a time in seconds, had left the queue at once."""
+    moments: dict[str, list[tuple[float, int]]] = {}
+    for record in instance.get_run_records():
+        run = record.dagster_run
+        if run.run_op_concurrency and record.create_timestamp.timestamp() >= since_s:
+            launched = instance.all_logs(run.run_id, of_type=_LAUNCHED)
+            for pool in (run.run_op_concurrency.all_pools or ()) if launched else ():
+                ended = (record.end_time or time.time(), -1)
+                moments.setdefault(pool, []).extend([(launched[0].timestamp, 1), ended])
+    return {
+        pool: max(accumulate(step for _, step in sorted(both))) for pool, both in moments.items()
+    }
 
 
 def dg_program() -> str | None:

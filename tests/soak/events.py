@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 from mergepipe_pipeline.verbs.index import index_arrival
 from tests.soak.deployment import Deployment
@@ -42,6 +43,13 @@ class Scene:
             time.sleep(0.05)
         return None
 
+    def wait_until_told(self, sensor: str, words: str) -> None:
+        """Wait for a tick of a sensor that asks for nothing and says this."""
+        end = time.monotonic() + _START_S
+        while not self.watch.has_told(sensor, words):
+            assert time.monotonic() < end, f"no tick of {sensor} says: {words}"
+            time.sleep(0.1)
+
     def kill_worker(self, run: Run | None) -> None:
         """`kill -9` of the process that executes a run."""
         if run is not None:
@@ -70,12 +78,15 @@ def killed_start(s: Scene) -> Iterator[str]:
         s.world.land(name)
         index_arrival(s.world.home, name)
     s.world.model.mark()
+    s.world.land_half("a")
     s.world.write("r1", Recipe(("a",)))
+    _release_is_overdue(s, "r2")
     s.deployment.start()
-    s.world.land("unused")
+    s.wait_until_told("inbox_sensor", "a: 1 of 2 shards are new")
+    s.world.land_rest("a")
     s.kill_worker(s.merging())
     _edit(s, "r1", comment="somebody's note")
-    yield "first start, kill -9 of a worker amid its merge; an expert lands, a comment is edited"
+    yield "first start, half of a new version, the rest, kill -9 amid its merge, a comment edited"
 
 
 def new_version(s: Scene) -> Iterator[str]:
@@ -252,6 +263,14 @@ ROUNDS: tuple[tuple[Event, ...], ...] = (
     (cancel_queue,),
 )
 SHORT: Event = killed_start
+
+
+def _release_is_overdue(s: Scene, name: str) -> None:
+    """A recipe whose release missed its last time; its next is half a day away."""
+    hour = (datetime.now(UTC).hour + 12) % 24
+    s.world.write(name, Recipe(("a",), nightly=f"0 {hour} * * *"))
+    s.watch.release_long_ago(name, hours=40)
+    s.world.model.overdue.add(name)
 
 
 def _edit(s: Scene, name: str, **changes: object) -> None:

@@ -117,6 +117,7 @@ class Judge:
         done = watch.indexed(self._began)
         here = {n for n in world.model.writes if n in world.model.inbox}
         lacking |= {("expert", n, world.model.inbox[n]) for n in here if n not in done}
+        lacking |= {("overdue", n, "release") for n in world.model.overdue - watch.overdue()}
         lacking |= {("run", r.run_id, "") for r in watch.runs() if not r.over}
         return lacking
 
@@ -152,8 +153,10 @@ class Judge:
         return tuple(spare), needed + len(here)
 
     def _wrong(self) -> list[str]:
-        """Published numbers that nobody ever asked for."""
-        model, found = self.scene.world.model, []
+        """Published numbers that nobody ever asked for, crowded pools, and a false alarm."""
+        model, watch, found = self.scene.world.model, self.scene.watch, list[str]()
+        found += [f"{n} runs at once in {p}" for p, n in watch.crowded_pools(self._began).items()]
+        found += [f"{n} is called overdue" for n in sorted(watch.overdue() - model.overdue)]
         for name, states in model.states.items():
             versions = self.scene.watch.released(name)
             for _, values in versions[self._seen.get(name, 0) :]:

@@ -14,18 +14,24 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task arithmetic over the base; `comment` and `broken` change its text alone."""
+    """A task arithmetic over the base; `comment` and `broken` change its text alone.
+
+    `nightly` is a cron time that is far away: until then nothing is asked of the recipe.
+    """
 
     experts: tuple[str, ...]
     scale: float = 1.0
     comment: str = ""
     broken: bool = False
+    nightly: str = ""
 
     @property
     def text(self) -> str:
         """The file."""
         models = "".join(f"  - model: {e}\n    parameters: {{weight: 1.0}}\n" for e in self.experts)
         end = "models: [\n" if self.broken else ""
+        if self.nightly:
+            end += f"trigger: nightly\nschedule: {self.nightly!r}\n"
         return (
             f"# {self.comment}\nmerge_method: task_arithmetic\nbase_model: {BASE}\n"
             f"models:\n{models}parameters: {{lambda: {self.scale}}}\n{end}"
@@ -34,17 +40,22 @@ class Recipe:
 
 @dataclass
 class Model:
-    """What lies in the inbox (whole folders alone) and which recipes there are."""
+    """What lies in the inbox (whole folders alone), which recipes there are, and which of their
+    releases are too old.
+    """
 
     inbox: dict[str, int] = field(default_factory=dict)
     recipes: dict[str, Recipe] = field(default_factory=dict)
     writes: Counter[str] = field(default_factory=Counter)
     states: dict[str, list[float]] = field(default_factory=dict)
+    overdue: set[str] = field(default_factory=set)
 
     def wanted(self, name: str) -> float | None:
         """The number a recipe must have released, or None where nothing can be asked of it."""
         recipe = self.recipes.get(name)
-        if recipe is None or recipe.broken or not {BASE, *recipe.experts} <= self.inbox.keys():
+        if recipe is None or recipe.broken or recipe.nightly:
+            return None
+        if not {BASE, *recipe.experts} <= self.inbox.keys():
             return None
         base = self.inbox[BASE]
         return base + recipe.scale * sum(self.inbox[e] - base for e in recipe.experts)

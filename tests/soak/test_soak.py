@@ -59,8 +59,10 @@ def test_the_judge_tells_what_was_missed_and_what_was_superfluous(tmp_path: Path
 
     judge.begin()
     home.release_path("r1").unlink()
+    world.model.overdue.add("r1")
     Ticker(home, watch.instance).tick()
-    assert judge.end("the record of a release is lost").superfluous == ("1 of recipe r1",)
+    row = judge.end("the record of a release is lost, and nobody says that it is overdue")
+    assert (row.superfluous, row.missed) == (("1 of recipe r1",), ("overdue r1 release",))
 
 
 def test_after_a_kill_amid_a_merge_everything_needed_runs_once_and_nothing_else(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import dagster as dg
+from dagster._core.definitions.freshness import FreshnessState
+from dagster._core.events import StepMaterializationData
+from dagster._core.instance.utils import RUNLESS_JOB_NAME, RUNLESS_RUN_ID
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.daemon import most_at_once
 
 _OVER = {dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED}
 
@@ -29,7 +34,7 @@ class Run:
 
 
 class Watch:
-    """Reads; changes nothing but what `cancel` is told to."""
+    """Reads; changes nothing but what `cancel` and `release_long_ago` are told to."""
 
     def __init__(self, home: Warehouse, dagster_home: Path) -> None:
         self._home = home
@@ -72,6 +77,42 @@ class Watch:
             )
             if tick.end_timestamp
         ]
+
+    def has_told(self, sensor: str, words: str) -> bool:
+        """Whether a tick of a sensor gave these words as its reason to ask for nothing."""
+        return any(
+            words in (tick.skip_reason or "")
+            for state in self.instance.all_instigator_state()
+            if state.instigator_name == sensor
+            for tick in self.instance.get_ticks(state.instigator_origin_id, state.selector_id)
+        )
+
+    def overdue(self) -> set[str]:
+        """The recipes whose release the freshness daemon calls overdue."""
+        releases = [key for key in self.instance.all_asset_keys() if key.path[-1] == "release"]
+        found = self.instance.get_freshness_state_records(releases)
+        return {
+            key.path[0]
+            for key, record in found.items()
+            if record.freshness_state is FreshnessState.FAIL
+        }
+
+    def crowded_pools(self, since: float) -> dict[str, int]:
+        """Pool to how many of its runs were under way at once, where these are too many."""
+        most = self.instance.global_op_concurrency_default_limit or 0
+        return {p: n for p, n in most_at_once(self.instance, since).items() if n > most}
+
+    def release_long_ago(self, recipe: str, hours: float) -> None:
+        """Have Dagster know a release of a recipe that is as old as this."""
+        event = dg.DagsterEvent(
+            dg.DagsterEventType.ASSET_MATERIALIZATION.value,
+            RUNLESS_JOB_NAME,
+            event_specific_data=StepMaterializationData(
+                dg.AssetMaterialization([recipe, "release"])
+            ),
+        )
+        when = time.time() - 3600 * hours
+        self.instance.report_dagster_event(event, RUNLESS_RUN_ID, timestamp=when)
 
     def pid(self, run_id: str) -> int | None:
         """The process that executes a run."""
