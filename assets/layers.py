@@ -26,7 +26,7 @@ from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
-from mergepipe_pipeline.verbs.deploy import current_plan, merge_recipe
+from mergepipe_pipeline.verbs.deploy import current_plan, merge_recipe, refuse_other_budget
 
 
 class Layers(dg.Config):
@@ -73,6 +73,7 @@ def _merge(card: RecipeFile) -> dg.AssetsDefinition:
         """
         started = time.monotonic()
         plan = current_plan(mergepipe.warehouse, card.name)
+        refuse_other_budget(plan, engine.budget)
         chosen = _chosen(plan, config.layers)
         done = []
         for one in merge_recipe(mergepipe.warehouse, card.name, list(chosen), engine.knobs):

@@ -152,7 +152,7 @@ def _plan(card: RecipeFile) -> dg.AssetsDefinition:
                 **stages_metadata(card.stages),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
                 "predicted_time": forecast_plan(mergepipe.warehouse, made).to_json(),
-                "budget_from": "the recipe" if made.request.budget is None else "the run",
+                "budget from": engine.budget_from(made.request.budget),
                 "seconds": seconds,
             },
         )

@@ -79,6 +79,13 @@ class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]
             if value is not None:
                 setting.read(str(value), f"resources > engine > config > {setting.field}")
 
+    def budget_from(self, budget: str | None) -> str:
+        """Who gave a plan its budget, for people; None stands for the recipe's own."""
+        if budget is None:
+            return "the recipe"
+        is_usual = BUDGET.text is not None and BUDGET.value() == budget
+        return f"{BUDGET.variable if is_usual else 'the configuration of this run'}: {budget}"
+
     @property
     def knobs(self) -> EngineKnobs:
         """Threads, buffer memory and device of the engine."""

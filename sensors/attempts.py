@@ -29,9 +29,12 @@ def recipes_under_way(instance: dg.DagsterInstance) -> set[str]:
 
 
 def failed_attempts(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> list[Attempt]:
-    """The last runs with these tags that failed or were cancelled, oldest first."""
-    runs = instance.get_run_records(_failed(tags), MOST_ATTEMPTS)
-    return [_attempt(instance, r) for r in runs][::-1]
+    """The last runs with these tags that failed or were cancelled, oldest first.
+
+    What a person executed again with a configuration of its own is no attempt: another budget or
+    device may fail where what is asked for does not.
+    """
+    return [_attempt(instance, r) for r in _failed(instance, tags)[:MOST_ATTEMPTS]][::-1]
 
 
 def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
@@ -41,12 +44,14 @@ def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
 
 
 def count_failed(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> int:
-    """How many runs with these tags failed or were cancelled."""
-    return instance.get_runs_count(_failed(tags))
+    """How many attempts with these tags failed or were cancelled."""
+    return len(_failed(instance, tags))
 
 
-def _failed(tags: Mapping[str, str]) -> dg.RunsFilter:
-    return dg.RunsFilter(tags=dict(tags), statuses=_FAILED)
+def _failed(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> list[dg.RunRecord]:
+    """The newest first."""
+    wanted = dg.RunsFilter(tags=dict(tags), statuses=_FAILED)
+    return [r for r in instance.get_run_records(wanted) if not r.dagster_run.run_config]
 
 
 def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord) -> Attempt:

@@ -22,7 +22,7 @@ from mergepipe_pipeline.deploy.recorded import (
     states_of,
 )
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
-from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.errors import BudgetError, CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.leases import lease, lease_recipe
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.execution.plan_store import load_plan
@@ -169,6 +169,19 @@ def _current(home: Warehouse, recipe: str) -> dict[str, Any]:
 def _inputs(state: Mapping[str, Any]) -> dict[str, str]:
     """The inputs' states as planned; none are known of a plan of an earlier version."""
     return dict(state.get("inputs", {}))
+
+
+def refuse_other_budget(plan: MergePlan, budget: str | None) -> None:
+    """Raise BudgetError where a run asks for a budget that the plan was not made with."""
+    if budget is not None and plan.request.budget != budget:
+        raise BudgetError(
+            "The current plan has another budget than this run asks for",
+            where=plan.recipe_name,
+            expected=budget,
+            found=plan.request.budget or "the recipe's own",
+            next_step=f"materialize {plan.recipe_name}/plan in the same run, or leave the budget "
+            "out of its configuration",
+        )
 
 
 def merge_recipe(

@@ -12,14 +12,18 @@ import pytest
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.engine.windows import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.settings import MEMORY, SETTINGS, THREADS, Setting
+from mergepipe_pipeline.resources import Engine
+from mergepipe_pipeline.settings import BUDGET, MEMORY, SETTINGS, THREADS, Setting
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_plan, last_release
+from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.attempts import attempt_of
 from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import sum_of
+from tests.dagster_layer.test_release import error_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 ROOT = Path(__file__).parents[2]
@@ -125,3 +129,78 @@ def test_a_wrong_value_of_a_runs_config_fails_it_before_any_step(
     assert not [event for event in run.all_events if event.is_step_start]
     told = attempt_of(instance, run.run_id)
     assert "Where: resources > engine > config > threads. Expected" in told.error
+
+
+@pytest.fixture
+def asked(
+    home: Warehouse, family: Path, instance: dg.DagsterInstance
+) -> tuple[Sensor, dg.RunRequest]:
+    """The sensor of recipe r, and the run that it asked for, which failed for want of a process."""
+    for name in ("base", "expert_00"):
+        register(home, family / name, name)
+        index_arrival(home, name)
+    home.recipe_path("r").write_text(sum_of("base", "expert_00"))
+    sensor = Sensor(home, instance)
+    ((request,), _) = sensor.tick()
+    sensor.ends(request, dg.DagsterRunStatus.FAILURE)
+    return sensor, request
+
+
+def re_execute(
+    sensor: Sensor, request: dg.RunRequest, *assets: str, **engine: object
+) -> dg.ExecuteInProcessResult:
+    """Execute a request again as from the launchpad, which keeps its tags, with a config."""
+    job = build_definitions(sensor.home).resolve_job_def("merge_r")
+    return job.execute_in_process(
+        run_config={"resources": {"engine": {"config": engine}}},
+        instance=sensor.instance,
+        tags={**request.tags, "dagster/parent_run_id": sensor.instance.get_runs()[-1].run_id},
+        asset_selection=[dg.AssetKey(["r", asset]) for asset in assets] or None,
+        raise_on_error=False,
+    )
+
+
+def test_a_run_of_the_sensor_executed_again_with_a_budget_has_it_and_ends_the_asking(
+    asked: tuple[Sensor, dg.RunRequest],
+) -> None:
+    sensor, request = asked
+    run = re_execute(sensor, request, budget="50%")
+    assert run.success
+    (told,) = run.asset_materializations_for_node("r__plan")
+    assert told.metadata["budget from"].value == "the configuration of this run: 50%"
+    for _ in range(2):
+        assert sensor.tick() == ([], "r: the release is current")
+
+
+def test_a_wrong_budget_of_a_person_does_not_end_the_attempts_of_the_sensor(
+    asked: tuple[Sensor, dg.RunRequest],
+) -> None:
+    sensor, request = asked
+    for _ in range(3):
+        assert not re_execute(sensor, request, budget="lots").success
+    ((again,), _) = sensor.tick()
+    assert again.tags["mergepipe/attempt"] == "2"
+
+
+def test_a_budget_that_the_plan_does_not_have_is_not_passed_over(
+    asked: tuple[Sensor, dg.RunRequest],
+) -> None:
+    sensor, request = asked
+    assert re_execute(sensor, request, "plan").success
+    run = re_execute(sensor, request, "merge", "snapshot", "release", budget="50%")
+    assert "The current plan has another budget than this run asks for" in error_of(run)
+    assert last_release(sensor.home, "r") is None
+
+
+def test_a_budget_of_the_environment_is_told_by_its_variable(
+    home: Warehouse,
+    family: Path,
+    instance: dg.DagsterInstance,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(budget="25%")
+    monkeypatch.setenv(BUDGET.variable, "25%")
+    assert engine.budget_from("25%") == "MERGEPIPE_BUDGET: 25%"
+    assert engine.budget_from(None) == "the recipe"
+    monkeypatch.delenv(BUDGET.variable)
+    assert engine.budget_from("25%") == "the configuration of this run: 25%"
