@@ -8,7 +8,7 @@ from dagster import DagsterRunStatus as Status
 from assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
 from mergepipe_pipeline.deploy.arrivals import ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
-from mergepipe_pipeline.deploy.recorded import is_gone
+from mergepipe_pipeline.deploy.recorded import gone_inputs
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
@@ -30,15 +30,15 @@ index_job = dg.define_asset_job(
 
 @dg.sensor(
     description=(
-        "Starts the index of every checkpoint of the inbox that is new or changed, and whole; its "
-        "ticks say what waits and why."
+        "Starts the index of every checkpoint that is new or changed, and whole, of the inbox and "
+        "of those that recipes name elsewhere; its ticks say what waits and why."
     ),
     jobs=[index_job, index_burst],
     minimum_interval_seconds=interval_s(SOON_S),
     default_status=dg.DefaultSensorStatus.RUNNING,
 )
 def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
-    """Requests the index of every checkpoint in the inbox that the catalog does not know as it is.
+    """Requests the index of every watched checkpoint that the catalog does not know as it is.
 
     Folders whose files are missing, short, half replaced or younger than the quiet period wait, and
     so does one whose run failed, longer each time. Nothing is asked for while a run indexes it.
@@ -49,7 +49,7 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     ready = [x for x in landed if x.is_ready]
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))
     new = [x.name for x in landed if (x.is_ready or x.is_indexed) and x.name not in known]
-    gone = sorted(n for n in known - {x.name for x in landed} if is_gone(home, n))
+    gone = gone_inputs(home, known - {x.name for x in landed})
     left = f"left the inbox: {', '.join(gone)}; " if gone else ""
     said = f"{len(landed)} experts, {len(ready)} to index; {left}waiting: {_waiting(landed)}"
     if ready:  # else Dagster shows it as the reason of the tick

@@ -11,18 +11,16 @@ from typing import Any
 import dagster as dg
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
-from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.deploy import last_release, wanted
+from mergepipe_pipeline.verbs.deploy import CURRENT, due, last_release
 from sensors import NIGHTLY_PRIORITY, SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
 from sensors.pools import make_pools_known
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
 AssetJob = Any
-_CURRENT = "the release is current"
 #: Seconds until the daemon knows definitions that were loaded anew: it looks each second, and a
 #: request for a job that it does not know fails the tick.
 _SPREADING_S = 5.0
@@ -48,35 +46,18 @@ def request_or_reason(
     cannot be read stops no other recipe.
     """
     try:
-        return _request_or_reason(mergepipe, card, instance, busy, is_time)
+        found = due(mergepipe.warehouse, card)
     except Exception as error:
         return str(error)
-
-
-def _request_or_reason(
-    mergepipe: MergePipe,
-    card: RecipeFile,
-    instance: dg.DagsterInstance,
-    busy: Collection[str],
-    is_time: bool,
-) -> dg.RunRequest | str:
-    missing = reason_to_wait_for(mergepipe.warehouse, card.members)
-    if missing is not None:
-        return missing
-    state = wanted(mergepipe.warehouse, card)
-    if state is None:
-        return "an input is not indexed yet"
-    last = last_release(mergepipe.warehouse, card.name)
-    if last and last.wanted == state:
-        return _CURRENT
+    if isinstance(found, str):
+        return found
     if card.name in busy:
         return "a run is under way"
-    # With the sequence, a change and its undoing both run.
-    sequence = str(last.sequence if last else 0)
     tags = {
         RECIPE_TAG: card.name,
-        "mergepipe/wanted": state,
-        "mergepipe/sequence": sequence,
+        "mergepipe/wanted": found.wanted,
+        # A change and its undoing both run.
+        "mergepipe/sequence": str(found.sequence),
     }
     attempts = failed_attempts(instance, tags)
     # What the schedule asked for once and did not get is tried again by day.
@@ -89,7 +70,7 @@ def _request_or_reason(
     is_late = is_time or card.recipe.trigger == "nightly"
     return dg.RunRequest(
         job_name=job_name(card),
-        run_key=f"{card.name}:{sequence}:{state}:{attempt}",
+        run_key=f"{card.name}:{found.sequence}:{found.wanted}:{attempt}",
         tags={
             **tags,
             "mergepipe/attempt": attempt,
@@ -173,7 +154,7 @@ def build_nightly(card: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
         found = request_or_reason(mergepipe, card, context.instance, busy, is_time=True)
         if isinstance(found, dg.RunRequest):
             return found
-        if found == _CURRENT:
+        if found == CURRENT:
             _confirm(context.instance, mergepipe, card)
         return dg.SkipReason(visible(found))
 

@@ -100,7 +100,7 @@ def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
         return Arrival()
 
 
-def place_of(home: Warehouse, name: str) -> Path | None:
+def place_of(home: Warehouse, catalog: Catalog, name: str) -> Path | None:
     """Where an expert's files lie: in the inbox, else where it is registered; None if nowhere here.
 
     Addresses are not watched: who reads one compares.
@@ -108,7 +108,6 @@ def place_of(home: Warehouse, name: str) -> Path | None:
     folder = home.inbox / name
     if folder.exists():
         return folder
-    catalog = Catalog(home.catalog)
     root = catalog.root(name) if name in catalog else ""
     place = Path(root)
     return place if root and "://" not in root and place.exists() else None
@@ -142,7 +141,7 @@ def mark_changed(home: Warehouse, name: str) -> None:
 @contextmanager
 def attempted(home: Warehouse, name: str) -> Iterator[None]:
     """Count a failure before the work begins, since a process that is killed counts none."""
-    place = place_of(home, name)
+    place = place_of(home, Catalog(home.catalog), name)
     if place is None:  # an address, or nothing
         yield
         return

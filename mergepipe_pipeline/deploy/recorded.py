@@ -21,13 +21,15 @@ from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def is_gone(home: Warehouse, name: str) -> bool:
-    """Whether nothing lies in the inbox under a name, nor where it was registered, if it was."""
-    if (home.inbox / name).exists():
-        return False
+def gone_inputs(home: Warehouse, names: Collection[str]) -> list[str]:
+    """Names under which nothing lies in the inbox, nor where they were registered, if they were."""
     catalog = Catalog(home.catalog)
-    root = catalog.root(name) if name in catalog else ""
-    return "://" not in root and not (root and Path(root).exists())
+    return sorted(name for name in names if _is_gone(home, catalog, name))
+
+
+def _is_gone(home: Warehouse, catalog: Catalog, name: str) -> bool:
+    is_remote = name in catalog and "://" in catalog.root(name)
+    return not is_remote and place_of(home, catalog, name) is None
 
 
 def reason_to_wait_for(home: Warehouse, names: Collection[str]) -> str | None:
@@ -35,27 +37,28 @@ def reason_to_wait_for(home: Warehouse, names: Collection[str]) -> str | None:
 
     From names, sizes and times of files alone. Raises NotFoundError for a name without a record.
     """
-    return "; ".join(filter(None, (_reason(home, n) for n in names))) or None
+    catalog = Catalog(home.catalog)
+    return "; ".join(filter(None, (_reason(home, catalog, n) for n in names))) or None
 
 
-def _reason(home: Warehouse, name: str) -> str | None:
+def _reason(home: Warehouse, catalog: Catalog, name: str) -> str | None:
     if "/" in name:
         return f"{name} is a path: a standing recipe takes names of the inbox, or registered ones"
-    if name not in Catalog(home.catalog):
+    if name not in catalog:
         return f"{name} is not indexed yet"
-    if is_gone(home, name):
-        return f"{name} is gone: nothing lies at {Catalog(home.catalog).root(name)}"
-    if not _is_as_recorded(home, Catalog(home.catalog).get(name).checkpoint):
+    if _is_gone(home, catalog, name):
+        return f"{name} is gone: nothing lies at {catalog.root(name)}"
+    if not _is_as_recorded(home, catalog, catalog.get(name).checkpoint):
         return f"{name} waits for its index: its files are not those that were indexed"
     return None
 
 
-def _is_as_recorded(home: Warehouse, recorded: Checkpoint) -> bool:
+def _is_as_recorded(home: Warehouse, catalog: Catalog, recorded: Checkpoint) -> bool:
     """Whether the files at a checkpoint's root have the sizes and times of the record."""
     if "://" in recorded.root:
         return True  # who reads it compares
     indexed = arrival(home, recorded.name).indexed
-    if indexed and _token(home, recorded) not in (indexed, ""):
+    if indexed and _token(home, catalog, recorded.name) not in (indexed, ""):
         return False
     root = Path(recorded.root)
     for file in recorded.files:
@@ -68,9 +71,9 @@ def _is_as_recorded(home: Warehouse, recorded: Checkpoint) -> bool:
     return True
 
 
-def _token(home: Warehouse, checkpoint: Checkpoint) -> str:
+def _token(home: Warehouse, catalog: Catalog, name: str) -> str:
     """Changes with every file beside an expert's weights, too; "" for one at an address."""
-    place = place_of(home, checkpoint.name)
+    place = place_of(home, catalog, name)
     return token_at(home, place, stamps_of(place)[0]) if place else ""
 
 
@@ -82,9 +85,9 @@ def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkp
     reason = reason_to_wait_for(home, names)
     if reason is not None:
         raise _changed(reason)
-    found = {}
+    catalog, found = Catalog(home.catalog), {}
     for name in names:
-        recorded = Catalog(home.catalog).get(name).checkpoint
+        recorded = catalog.get(name).checkpoint
         try:
             found[name] = open_checkpoint(recorded.root, name)
         except CheckpointError as error:
@@ -97,8 +100,9 @@ def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkp
 
 def states_of(home: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[str, str]:
     """A text per input that changes with any of its files."""
+    catalog = Catalog(home.catalog)
     return {
-        name: digest_json([c.root, c.checkpoint_id, c.config, _token(home, c)])[:24]
+        name: digest_json([c.root, c.checkpoint_id, c.config, _token(home, catalog, c.name)])[:24]
         for name, c in inputs.items()
     }
 

@@ -17,6 +17,7 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.recorded import (
     blaming_inputs,
+    reason_to_wait_for,
     recorded_inputs,
     refuse_changed_inputs,
     states_of,
@@ -49,6 +50,18 @@ if TYPE_CHECKING:
 _WHEN = frozenset({"schedule", "trigger", "timezone"})
 
 
+#: Why nothing is due of a recipe whose last release is what it wants.
+CURRENT = "the release is current"
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A release that is to be made: the state that is wanted, and how many there were before."""
+
+    wanted: str
+    sequence: int
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
     """What a recipe last released; `sequence` counts its releases."""
@@ -58,6 +71,23 @@ class Release:
     wanted: str
     plan_id: str
     snapshot_id: str
+
+
+def due(home: Warehouse, card: RecipeFile) -> Due | str:
+    """What a recipe's next release would be, or why none is to be made now.
+
+    Raises MergePipeError for a record that cannot be read.
+    """
+    waiting = reason_to_wait_for(home, card.members)
+    if waiting is not None:
+        return waiting
+    state = wanted(home, card)
+    if state is None:
+        return "an input is not indexed yet"
+    last = last_release(home, card.name)
+    if last and last.wanted == state:
+        return CURRENT
+    return Due(state, last.sequence if last else 0)
 
 
 def wanted(home: Warehouse, card: RecipeFile) -> str | None:

@@ -189,11 +189,11 @@ def test_what_lands_while_an_older_version_is_indexed_is_taken_at_once(
     home: Warehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(home.inbox / "a", tensors_of(0, 0), shards=2)
-    source, index = write_model(tmp_path / "new", tensors_of(0, 1), shards=2), index_expert
+    source, real = write_model(tmp_path / "new", tensors_of(0, 1), shards=2), index_expert
 
     def index_while_it_lands(*given: Any) -> IndexedExpert:
         land(home, str(source), "a")
-        return index(*given)
+        return real(*given)
 
     monkeypatch.setattr(index, "index_expert", index_while_it_lands)
     index_arrival(home, "a")
