@@ -96,7 +96,7 @@ def _problem(home: Warehouse, name: str, error: MergePipeError) -> dg.AssetObser
         description=description(str(error)),
         metadata={
             "problem": str(error),
-            "failures_of_this_content": known.failures,
+            "failures of this content": known.failures,
             "quarantined": known.is_quarantined,
         },
     )
@@ -109,12 +109,12 @@ def _metadata(done: IndexedExpert, started: float) -> dict[str, Any]:
         "version": done.registration.version,
         "tensors": len(checkpoint.tensors),
         "GiB": gib(checkpoint.nbytes),
-        "content": done.content_sha256,
+        "content SHA-256": done.content_sha256,
         "layers": done.layers,
-        "layers_changed": len(done.layers_changed),
-        "changed": ", ".join(done.layers_changed) or "none",
+        "layers changed": len(done.layers_changed),
+        "which layers changed": ", ".join(done.layers_changed) or "none",
         "bases": ", ".join(done.bases) or "none",
         "used by": dependents_link(done.registration.name),
         "path": dg.MetadataValue.path(checkpoint.root),
-        "seconds": round(time.monotonic() - started, 3),
+        "seconds to index": round(time.monotonic() - started, 3),
     }

@@ -13,6 +13,7 @@ import dagster as dg
 from assets.links import Link
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.execution.snapshot import operator_counts
+from mergepipe_pipeline.pipeline.forecast import Forecast
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
@@ -74,10 +75,10 @@ def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[s
         **({"warnings": dg.MetadataValue.md(warnings)} if warnings else {}),
         **_curve_metadata(told),
         "share read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
-        "blocks_bought": e.blocks_bought,
-        "blocks_total": e.blocks_total,
-        "blocks_known_zero": e.blocks_zero,
-        "reads": e.reads,
+        "blocks read": e.blocks_bought,
+        "blocks in all": e.blocks_total,
+        "blocks known to be zero": e.blocks_zero,
+        "separate reads": e.reads,
         "inputs": markdown_table(
             ("role", "name", "path"),
             [
@@ -99,26 +100,34 @@ def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[s
                 for s in shares(plan, "expert")
             ],
         ),
-        "plan_id": plan.plan_id,
+        "plan id": plan.plan_id,
         **_budgets_metadata(told),
     }
+
+
+def time_metadata(forecast: Forecast) -> Mapping[str, Any]:
+    """How long a merge is expected to take, or why nobody knows."""
+    seconds = forecast.seconds
+    if seconds is None:
+        return {"predicted seconds to merge": forecast.reason}
+    return {"predicted seconds to merge": short(seconds.total_s)}
 
 
 def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
     """What the plan promises of its error, in L2 and relative to the update, and why."""
     e = plan.estimates
     norms = {
-        "predicted_error": e.predicted_error,
-        "predicted_margin": e.predicted_margin,
-        "error_bound": e.error_bound,
+        "predicted error": e.predicted_error,
+        "margin of the predicted error": e.predicted_margin,
+        "error bound": e.error_bound,
     }
     meta: dict[str, Any] = {}
     for name, norm in norms.items():
         if norm is not None:
             if e.update_norm:
-                meta[f"{name}_relative"] = short(norm / e.update_norm)
-            meta[f"{name}_l2"] = short(norm)
-    return meta | {"error_bound_note": e.bound_note}
+                meta[f"{name} (share of the update)"] = short(norm / e.update_norm)
+            meta[f"{name} (L2)"] = short(norm)
+    return meta | {"about the error bound": e.bound_note}
 
 
 def short(figure: float) -> float:
@@ -170,10 +179,10 @@ def size(nbytes: int) -> str:
 def merge_metadata(cost: Realised, seconds: float) -> Mapping[str, Any]:
     """What all layers of a run cost together."""
     return {
-        "layers_merged": cost.layers_executed,
-        "layers_reused": cost.layers_reused,
+        "layers merged": cost.layers_executed,
+        "layers reused": cost.layers_reused,
         **_bytes_metadata(cost),
-        "seconds": round(seconds, 3),
+        "seconds to merge": round(seconds, 3),
     }
 
 
@@ -184,10 +193,10 @@ def layer_metadata(plan: MergePlan, layer: LayerTask, done: LayerOutcome) -> Map
         "reused": done.reused,
         "tensors": len(layer.tasks),
         "operators": ", ".join(f"{name}: {n}" for name, n in sorted(operators.items())),
-        "made_from": in_one_line(", ".join(_origins(plan, layer))),
+        "made from": in_one_line(", ".join(_origins(plan, layer))),
         **_bytes_metadata(done),
-        "seconds": round(done.wall_s, 3),
-        "object_sha256": done.stored.sha256,
+        "seconds to merge": round(done.wall_s, 3),
+        "object SHA-256": done.stored.sha256,
     }
 
 
@@ -217,7 +226,7 @@ def _curve_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
     return {
         **({"knee GiB": gib(knee.nbytes)} if knee else {}),
         "error by budget": svg(small_picture(told), "predicted error over bytes"),
-        "budget_curve": png(picture(told), "predicted error over expert bytes"),
+        "error by budget, large": png(picture(told), "predicted error over expert bytes"),
     }
 
 
@@ -236,7 +245,7 @@ def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
     if len(chosen) > _MOST_REASONS:
         rows.append((f"… and {len(chosen) - _MOST_REASONS} more, in provenance.json", "", ""))
     return {
-        **{f"tensors_{kind}": n for kind, n in sorted(counts.items())},
+        **{f"tensors made by {kind}": n for kind, n in sorted(counts.items())},
         "choices": markdown_table(("tensor", "operator", "reason"), rows),
     }
 
@@ -251,15 +260,17 @@ def conflict_metadata(found: Mapping[str, ConflictReport]) -> Mapping[str, Any]:
         shown: dict[str, Any] = {
             "experts": len(report.experts),
             "interference": short(report.whole.interference),
-            "interference_standard_error": short(report.whole.interference_error),
-            "cosine_standard_error": short(tables.largest_error(report, "cosine_error")),
-            "heat_map": png(tables.picture(report), "heat map of cosines"),
+            "standard error of the interference": short(report.whole.interference_error),
+            "largest standard error of a cosine": short(
+                tables.largest_error(report, "cosine_error")
+            ),
+            "heat map of cosines": png(tables.picture(report), "heat map of cosines"),
             "cosines": markdown_table(("", *report.experts), tables.matrix_rows(report, "cosine")),
-            "by_layer": markdown_table(
+            "by layer": markdown_table(
                 tables.place_headers("layer"), tables.place_rows(report, "layer")
             ),
-            "conflicting": _pairs(report.conflicting("layer")),
-            "redundant": _pairs(report.redundant("all")),
+            "conflicting pairs": _pairs(report.conflicting("layer")),
+            "redundant pairs": _pairs(report.redundant("all")),
         }
         meta |= {f"{prefix}{key}": value for key, value in shown.items()}
     return meta

@@ -28,6 +28,7 @@ from assets.metadata import (
     plan_metadata,
     size,
     stages_metadata,
+    time_metadata,
 )
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
@@ -118,7 +119,7 @@ def _conflicts(card: RecipeFile) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(digest_json([[s, f.digest] for s, f in found.items()])),
             metadata={
                 **conflict_metadata(found),
-                "seconds": round(time.monotonic() - started, 3),
+                "seconds to compare": round(time.monotonic() - started, 3),
             },
         )
 
@@ -151,9 +152,9 @@ def _plan(card: RecipeFile) -> dg.AssetsDefinition:
             metadata={
                 **stages_metadata(card.stages),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
-                "predicted_time": forecast_plan(mergepipe.warehouse, made).to_json(),
+                **time_metadata(forecast_plan(mergepipe.warehouse, made)),
                 "budget from": engine.budget_from(made.request.budget),
-                "seconds": seconds,
+                "seconds to plan": seconds,
             },
         )
 
@@ -197,13 +198,13 @@ def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.snapshot_id),
             metadata={
-                "snapshot_id": made.snapshot_id,
+                "snapshot id": made.snapshot_id,
                 "path": dg.MetadataValue.path(made.path),
                 "manifest": dg.MetadataValue.path(str(Path(made.path) / MANIFEST)),
                 "GiB": gib(sum(s.nbytes for s in made.manifest.shards)),
                 **merge_metadata(cost, cost.layers_s),
                 **error_metadata(plan),
-                "plan_id": plan.plan_id,
+                "plan id": plan.plan_id,
                 "operators": operators_table(plan),
                 "inputs": markdown_table(
                     ("role", "name", "content sha256"),
@@ -277,11 +278,11 @@ def _release(card: RecipeFile) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(ref.snapshot_id),
             metadata={
                 "ref": ref.name,
-                "ref_version": ref.number,
+                "ref version": ref.number,
                 "snapshot": dg.MetadataValue.asset(dg.AssetKey([card.name, "snapshot"])),
-                "snapshot_id": ref.snapshot_id,
+                "snapshot id": ref.snapshot_id,
                 "path": dg.MetadataValue.path(str(mergepipe.warehouse.snapshots / ref.snapshot_id)),
-                "releases_of_this_recipe": done.sequence,
+                "releases of this recipe": done.sequence,
             },
         )
 
@@ -310,7 +311,7 @@ def _report(card: RecipeFile) -> dg.AssetsDefinition:
         ]
         headers = ("layer", "expert", "size", "read", "known zero")
         return dg.MaterializeResult(
-            metadata={"by_layer": markdown_table(headers, rows), **plan_metadata(plan)}
+            metadata={"by layer": markdown_table(headers, rows), **plan_metadata(plan)}
         )
 
     return report

@@ -173,8 +173,8 @@ def _confirm(instance: dg.DagsterInstance, mergepipe: MergePipe, card: RecipeFil
             description="The schedule found nothing to merge: the release is current.",
             metadata={
                 "confirmed": True,
-                "snapshot_id": last.snapshot_id,
-                "releases_of_this_recipe": last.sequence,
+                "snapshot id": last.snapshot_id,
+                "releases of this recipe": last.sequence,
             },
             tags={"dagster/data_version": last.snapshot_id},
         )

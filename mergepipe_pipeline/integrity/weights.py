@@ -10,7 +10,6 @@ from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.snapshot import object_store
-from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -101,11 +100,16 @@ def budget_told(plan: MergePlan) -> str:
     e = plan.estimates
     if not is_over_budget(plan) or e.budget_bytes is None:
         return f"{e.expert_bytes_planned} bytes of experts are read: the budget allows them."
-    most = max(shares(plan, "tensor"), key=lambda share: share.nbytes_read)
+    inputs = ((t.name, e) for layer in plan.layers for t in layer.tasks for e in t.experts)
+    tensor, most = max(inputs, key=lambda pair: pair[1].read_nbytes)
+    view = most.view
+    (part, *_) = (*view.stored, *([view.low_rank.a] if view.low_rank else []))
+    source = plan.sources[part.source]
     return (
         f"{e.expert_bytes_planned} bytes of experts would be read, "
         f"{e.expert_bytes_planned - e.budget_bytes} more than the budget of {e.budget_bytes}; "
-        f"most, {most.nbytes_read}, from expert {most.expert}, tensor {most.place}. "
+        f"most, {most.read_nbytes}, from expert {source.name}, file {part.entry.file} of "
+        f"{source.root}, tensor {tensor}. "
         f"Plan {plan.plan_id}. Next: materialize the plan again"
     )
 

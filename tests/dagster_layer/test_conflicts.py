@@ -38,10 +38,10 @@ def metadata(home: Warehouse, drop: Drop) -> dict[str, object]:
 
 def test_the_metadata_has_figures_with_errors_and_tables(metadata: dict[str, object]) -> None:
     assert metadata["experts"] == 3
-    for figure in ("interference", "cosine"):
-        assert isinstance(error := metadata[f"{figure}_standard_error"], float)
+    for figure in ("standard error of the interference", "largest standard error of a cosine"):
+        assert isinstance(error := metadata[figure], float)
         assert 0 < error < 0.2
-    cosines, layers = str(metadata["cosines"]).splitlines(), str(metadata["by_layer"]).splitlines()
+    cosines, layers = str(metadata["cosines"]).splitlines(), str(metadata["by layer"]).splitlines()
     assert len(cosines) == 2 + 3
     assert [line.split("|")[1].strip() for line in layers[2:]] == [
         "embed",
@@ -52,7 +52,8 @@ def test_the_metadata_has_figures_with_errors_and_tables(metadata: dict[str, obj
 
 
 def test_the_heat_map_is_a_small_png_inside_markdown(metadata: dict[str, object]) -> None:
-    match = re.fullmatch(r"!\[.+\]\(data:image/png;base64,([\w+/=]+)\)", str(metadata["heat_map"]))
+    shown = str(metadata["heat map of cosines"])
+    match = re.fullmatch(r"!\[.+\]\(data:image/png;base64,([\w+/=]+)\)", shown)
     assert match
     assert b64decode(match[1]).startswith(b"\x89PNG\r\n\x1a\n")
     assert len(match[0]) < 200_000

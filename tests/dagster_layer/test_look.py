@@ -135,4 +135,23 @@ def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_input
     plan = current_plan(home, "a")
     over = replace(plan, estimates=replace(plan.estimates, budget_bytes=1000))
     assert is_over_budget(over)
-    assert "from expert expert_00, tensor model." in budget_told(over)
+    file = f"from expert expert_00, file model.safetensors of {home.inbox / 'expert_00'}, tensor "
+    assert file in budget_told(over)
+    assert {word for words in shown_keys(instance) for word in words if "_" in word} == set()
+    assert {("seconds", "to", step) for step in ("index", "compare", "plan", "merge")} <= (
+        measured := {words for words in shown_keys(instance) if "seconds" in words}
+    )
+    assert ("seconds",) not in measured
+
+
+def shown_keys(instance: dg.DagsterInstance) -> set[tuple[str, ...]]:
+    """The words of each key under which the last run of any asset or check shows something."""
+    found = set()
+    for run in instance.get_runs():
+        for log in instance.all_logs(run.run_id):
+            event = log.dagster_event
+            if event and event.is_step_materialization:
+                found |= set(event.step_materialization_data.materialization.metadata)
+            elif event and event.event_type is dg.DagsterEventType.ASSET_CHECK_EVALUATION:
+                found |= set(event.asset_check_evaluation_data.metadata)
+    return {tuple(key.split()) for key in found}

@@ -40,18 +40,20 @@ def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
     recipe = "merge_method: task_arithmetic\nbase_model: base\nbudget: 40%\n"
     shown = metadata_of(home, drop, recipe)
     e = current_plan(home, "a").estimates
-    assert shown["predicted_error_l2"] == pytest.approx(e.predicted_error, rel=1e-3)
+    assert shown["predicted error (L2)"] == pytest.approx(e.predicted_error, rel=1e-3)
     assert list(shown)[:2] == ["method", "strategy"]
-    assert list(shown).index("budget_curve") < list(shown).index("inputs")
-    for name in ("predicted_error_l2", "error_bound_relative"):
+    assert list(shown).index("error by budget, large") < list(shown).index("inputs")
+    for name in ("predicted error (L2)", "error bound (share of the update)"):
         assert len(str(shown[name]).replace(".", "").lstrip("0")) <= 4
     # The UI shows longer Markdown after a click only.
     assert len(str(shown["error by budget"])) < 1000
-    assert shown["predicted_margin_l2"] == pytest.approx(e.predicted_margin, rel=1e-3)
-    assert shown["error_bound_l2"] == pytest.approx(e.error_bound, rel=1e-3)
-    assert shown["reads"] == e.reads
+    assert shown["margin of the predicted error (L2)"] == pytest.approx(
+        e.predicted_margin, rel=1e-3
+    )
+    assert shown["error bound (L2)"] == pytest.approx(e.error_bound, rel=1e-3)
+    assert shown["separate reads"] == e.reads
     assert len(str(shown["budgets"]).splitlines()) == 2 + 15
-    for name in ("budget_curve", "share read"):
+    for name in ("error by budget, large", "share read"):
         match = re.fullmatch(r"!\[.+\]\(data:image/png;base64,([\w+/=]+)\)", str(shown[name]))
         assert match
         assert b64decode(match[1]).startswith(b"\x89PNG\r\n\x1a\n")
@@ -60,7 +62,7 @@ def test_the_plan_shows_its_promises_its_curve_and_what_it_reads(
 
 def test_a_plan_without_a_base_has_no_curve(home: Warehouse, drop: Drop) -> None:
     shown = metadata_of(home, drop, "merge_method: linear\n")
-    assert "budget_curve" not in shown
-    assert "predicted_error_l2" not in shown
+    assert "error by budget, large" not in shown
+    assert "predicted error (L2)" not in shown
     assert shown["expert GiB saved"] == 0
     assert shown["budget GiB"] == "none"

@@ -131,7 +131,7 @@ def test_a_stack_shows_the_layers_of_its_output_and_what_each_is_made_from(
     assert jobs(runs) == ["expert_00", "expert_01", "merge_stack"]
     shown = ["00", "01", "02", "03", "04", "embed", "head"]
     assert layer_assets(home, "stack") == sorted(runs[-1]["layers_reused"]) == shown
-    made_from = {layer: told(instance, "stack", "layers", layer)["made_from"] for layer in shown}
+    made_from = {layer: told(instance, "stack", "layers", layer)["made from"] for layer in shown}
     assert made_from["01"] == made_from["04"] == "expert_00 layer.01"
     assert made_from["03"] == "expert_01 layer.01"
     change(home.inbox / "expert_00" / "model.safetensors", r"layers\.1\.mlp\.up_proj")
@@ -151,7 +151,7 @@ def test_modules_show_the_layers_of_their_deepest_stack(
     home.recipe_path("sees").write_text(MODULES)
     assert jobs(ticker.tick()) == ["one", "two", "merge_sees"]
     assert layer_assets(home, "sees") == ["00", "01", "02", "embed", "head"]
-    assert told(instance, "sees", "layers", "02")["made_from"] == "two layer.02"
+    assert told(instance, "sees", "layers", "02")["made from"] == "two layer.02"
     assert told(instance, "sees", "layers", "00")["tensors"] == 10
     change(home.inbox / "two" / "model.safetensors", r"visual\.blocks\.2")
     runs = ticker.tick()
@@ -249,7 +249,7 @@ def test_a_union_of_vocabularies_is_merged_when_all_have_landed(
     assert len(embedding) == len(words)
     assert layer_assets(home, "words") == ["00", "embed", "head"]
     assert (
-        "B embed, new token rows embed" in told(instance, "words", "layers", "embed")["made_from"]
+        "B embed, new token rows embed" in told(instance, "words", "layers", "embed")["made from"]
     )
     assert "token-rows-" not in told(instance, "words", "plan")["experts"]
 
