@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.analysis.magnitudes import BINS, Bits, Room, Table, end_block
-from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS, LANES, subtract
-from mergepipe_pipeline.operators.random import GAMMA
-from mergepipe_pipeline.operators.random_kernel import mixed
+from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS, LANES, subtract
+from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
+from mergepipe_pipeline.operators.kernels.uniforms import mixed
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import HIST_SHIFT, SAMPLE_WIDTH, SKETCH_WIDTH
 

@@ -16,8 +16,8 @@ import torch
 from mergepipe_pipeline.analysis.order import Bits, Histogram, InBin, bits_at, in_bin, keep_largest
 from mergepipe_pipeline.analysis.stream import WindowReader
 from mergepipe_pipeline.analysis.windows import GroupWindow
-from mergepipe_pipeline.operators.measure import Largest, Measure, Quantiles, Sums
-from mergepipe_pipeline.operators.registry import Window
+from mergepipe_pipeline.operators import Window
+from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Measure, Quantiles, Sums
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.segments import KnownSegments

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.operators.fused_kernel import FusedKernel
-from mergepipe_pipeline.operators.registry import Operator, Window
+from mergepipe_pipeline.operators import OPERATORS, Operator, Window
+from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.plan import TensorTask
 
 Samples = npt.NDArray[np.float32]

@@ -17,16 +17,16 @@ import torch
 
 from mergepipe_pipeline.analysis.stream import WindowReader
 from mergepipe_pipeline.analysis.windows import DeltaWindow
-from mergepipe_pipeline.operators import sparsify
-from mergepipe_pipeline.operators.kept_kernel import (
+from mergepipe_pipeline.operators import Window
+from mergepipe_pipeline.operators.kernels.kept_l1 import (
     CHUNK_ELEMS,
     kept_l1,
     kept_l1_bfloat16,
     l1_scale,
 )
-from mergepipe_pipeline.operators.open_trim import Run, closed
-from mergepipe_pipeline.operators.random import keep_below, stream_key
-from mergepipe_pipeline.operators.registry import Window
+from mergepipe_pipeline.operators.steps import sparsify
+from mergepipe_pipeline.operators.steps.open_trim import Run, closed
+from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Fact
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule

@@ -24,7 +24,7 @@ from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
 from mergepipe_pipeline.analysis.windows import DeltaWindow, Family
 from mergepipe_pipeline.digest import segment_digests, sha256_hex
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
+from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model

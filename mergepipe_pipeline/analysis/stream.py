@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
 from mergepipe_pipeline.analysis.windows import DeltaWindow, Family, Floats, GroupWindow
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
+from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.spec.view import TensorView

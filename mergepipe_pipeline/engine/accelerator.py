@@ -29,7 +29,7 @@ import torch
 from mergepipe_pipeline.engine.window import Window, count_cut_off
 from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import DeviceError
-from mergepipe_pipeline.operators.fused_kernel import NAN_BITS
+from mergepipe_pipeline.operators.kernels.bits import NAN_BITS
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.stored import Bytes, torch_dtype
 

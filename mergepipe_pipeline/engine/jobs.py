@@ -13,8 +13,8 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.cuts import OpenCuts
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.operators import OPERATORS, Operator
-from mergepipe_pipeline.operators.fused_kernel import FusedKernel
-from mergepipe_pipeline.operators.passthrough import is_unscaled
+from mergepipe_pipeline.operators.methods.passthrough import is_unscaled
+from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.blocks import clip, coalesce, total_elems
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import TensorView

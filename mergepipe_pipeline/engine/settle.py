@@ -24,13 +24,13 @@ from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.engine.windows import cut
 from mergepipe_pipeline.engine.workspace import Desk
-from mergepipe_pipeline.operators.kept_kernel import (
+from mergepipe_pipeline.operators.kernels.kept_l1 import (
     CHUNK_ELEMS,
     kept_l1,
     kept_l1_bfloat16,
     l1_scale,
 )
-from mergepipe_pipeline.operators.random import keep_below, stream_key
+from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import Bytes

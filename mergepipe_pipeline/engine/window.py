@@ -17,9 +17,10 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.cuts import Which
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
 from mergepipe_pipeline.engine.workspace import Desk
-from mergepipe_pipeline.operators.bits_kernel import Floats, Stored
-from mergepipe_pipeline.operators.fused_kernel import TILE_ELEMS, FusedKernel, narrow
-from mergepipe_pipeline.operators.registry import Window as OperatorWindow
+from mergepipe_pipeline.operators import Window as OperatorWindow
+from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, narrow
+from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
+from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 from mergepipe_pipeline.spec.view import TensorView
@@ -247,7 +248,7 @@ def with_stops(task: TensorTask, stops: Mapping[Which, int]) -> TensorTask:
 
 
 def _nth(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[int, int]:
-    from mergepipe_pipeline.operators.tie_kernel import nth_tie
+    from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
 
     below = np.empty(0, expert.dtype) if base is None else base
     place, count = nth_tie(expert, below, np.uint32(bits), nth)

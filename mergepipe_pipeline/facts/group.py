@@ -17,6 +17,7 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.measure import Largest, Measure
+from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Measure
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model

@@ -1,9 +1,12 @@
-"""Merge operators: pure maths on windows of float32 tensors, one family per file.
+"""Merge operators: pure maths on windows of float32 tensors.
 
-No I/O, no catalog, no torch import: an operator only calls methods of the tensors it is handed, so
-schemas load quickly in processes that never merge. Every module of this package is imported here,
-but for compiled ones (`*_kernel`), which load a compiler; a new operator is one new file with
-`@operator(...)` on a function, and its formula in `tests/oracles.py`.
+Three rooms, each of which imports from the ones after it only. `methods` holds the merge methods,
+one family per file; `steps` what they are put together from, and the registry; `kernels` all
+compiled code. Nothing here does I/O or knows the catalog. Loading the package loads neither torch
+nor a compiler, so that processes which never merge get the schemas quickly.
+
+A new operator is one new file in `methods` with `@operator(...)` on a function, and its formula in
+`tests/oracles.py`.
 
 Results never depend on how a tensor is cut into windows nor on the number of threads: operators use
 steps within one element, or one row, and add experts one after the other in recipe order, with
@@ -11,13 +14,8 @@ steps within one element, or one row, and add experts one after the other in rec
 tails. What needs more of a tensor than a row is a measure, known before merging.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
-
-from mergepipe_pipeline.operators.registry import OPERATORS, Operator, Window
+import mergepipe_pipeline.operators.methods  # noqa: F401
+from mergepipe_pipeline.operators.steps.registry import OPERATORS, Operator
+from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 __all__ = ["OPERATORS", "Operator", "Window"]
-
-for _module in sorted(m.name for m in iter_modules(__path__)):
-    if not _module.endswith("_kernel"):
-        import_module(f"{__name__}.{_module}")

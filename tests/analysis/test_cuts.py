@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.cuts import open_rule, plain_rule
 from mergepipe_pipeline.analysis.order import KEEP_ALL, KEEP_NONE
-from mergepipe_pipeline.operators.open_trim import Run, closed
+from mergepipe_pipeline.operators.steps.open_trim import Run, closed
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.stats import TensorStats

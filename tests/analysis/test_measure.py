@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.analysis import stream
 from mergepipe_pipeline.analysis.measure import Site, measure
 from mergepipe_pipeline.errors import CheckpointChangedError
-from mergepipe_pipeline.operators.measure import Largest, Quantiles, Sums
-from mergepipe_pipeline.operators.registry import Window
+from mergepipe_pipeline.operators import Window
+from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Quantiles, Sums
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import moved

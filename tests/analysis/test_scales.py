@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.scales import l1_scales
 from mergepipe_pipeline.analysis.thresholds import trim_rules
-from mergepipe_pipeline.operators.random import keep_mask, uniforms
-from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
+from mergepipe_pipeline.operators.steps.random import keep_mask, uniforms
+from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Fact

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis import stream
 from mergepipe_pipeline.errors import CheckpointChangedError
-from mergepipe_pipeline.operators.kept_kernel import CHUNK_ELEMS
+from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import ExpertStats, TensorStats
 from tests.analysis.conftest import SEGMENT_ELEMS

@@ -20,7 +20,8 @@ from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.engine.windows import EngineOptions
 from mergepipe_pipeline.errors import CheckpointChangedError, DeviceError
-from mergepipe_pipeline.operators import OPERATORS, sparsify
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.operators.steps import sparsify
 from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
 from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.tensors.stored import Bytes

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import Operator, Window
-from mergepipe_pipeline.operators.measure import Measure, Quantiles, Sums
-from mergepipe_pipeline.operators.random import uniforms
+from mergepipe_pipeline.operators.steps.random import uniforms
+from mergepipe_pipeline.operators.steps.tensor_measures import Measure, Quantiles, Sums
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
 from mergepipe_pipeline.spec.plan import BaseInput, ExpertInput, TensorTask, TrimRule

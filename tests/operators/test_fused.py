@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.operators import OPERATORS, Window
-from mergepipe_pipeline.operators.fused_kernel import TILE_ELEMS, FusedKernel, narrow
+from mergepipe_pipeline.operators.kernels.bits import narrow
+from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
+from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.view import TensorView
 

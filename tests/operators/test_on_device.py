@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mergepipe_pipeline.engine.accelerator import stays_on_cpu
-from mergepipe_pipeline.operators import OPERATORS, Window, on_device, random, sparsify
+from mergepipe_pipeline.operators import OPERATORS, Window
+from mergepipe_pipeline.operators.steps import on_device, random, sparsify
 from tests.operators.cases import assert_same_bits, big_job
 
 MERGING = [name for name, op in OPERATORS.items() if op.choose is None]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.operators.random import keep_below, keep_mask, uniforms
+from mergepipe_pipeline.operators.steps.random import keep_below, keep_mask, uniforms
 
 
 @settings(max_examples=50, deadline=None)

@@ -11,7 +11,7 @@ import pytest
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.operators.registry import ONE_EACH, Density, Lambda, Weight, operator
+from mergepipe_pipeline.operators.steps.registry import ONE_EACH, Density, Lambda, Weight, operator
 from mergepipe_pipeline.spec.operator import Parameter
 from tests.operators.cases import job_for, merge
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Window
-from mergepipe_pipeline.operators.measure import Sums
+from mergepipe_pipeline.operators.steps.tensor_measures import Sums
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.plan import BaseInput, ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import view_of

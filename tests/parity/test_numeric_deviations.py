@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.operators.sparsify import drop_by_rank_
+from mergepipe_pipeline.operators.steps.sparsify import drop_by_rank_
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors, layout, write_model
 from tests.operators.cases import make_job, merge
@@ -145,7 +145,7 @@ def test_della_ranks_along_the_last_dimension_where_mergekit_ranks_along_the_sec
         shape=tuple(delta.shape),
     )
     monkeypatch.setattr(
-        "mergepipe_pipeline.operators.sparsify.uniforms",
+        "mergepipe_pipeline.operators.steps.sparsify.uniforms",
         lambda *a: np.full(a[-1], HALF, dtype=np.uint32),
     )
     op = OPERATORS["della_linear"]

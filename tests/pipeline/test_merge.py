@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mergepipe_pipeline.operators.random import keep_mask
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import EngineKnobs, MergeOutcome, run_plan
-from mergepipe_pipeline.operators.random import keep_mask
+from mergepipe_pipeline.operators.steps.random import keep_mask
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.oracles import ORACLES, Case

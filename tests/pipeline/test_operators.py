@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mergepipe_pipeline.operators.random import uniforms
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.operators.random import uniforms
+from mergepipe_pipeline.operators.steps.random import uniforms
 from mergepipe_pipeline.warehouse import Warehouse
 from tests import oracles
 from tests.family import tensors_of, write_model

@@ -1,0 +1,82 @@
+"""Stored numbers as compiled kernels read them: bits of bfloat16, or float32 as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba.extending import intrinsic, overload
+
+Bits = npt.NDArray[np.uint16]
+Floats = npt.NDArray[np.float32]
+Stored = Bits | Floats
+
+_INFINITY = np.uint32(0x7F800000)
+#: The one NaN of bfloat16 results.
+NAN_BITS = np.uint16(0x7FC0)
+
+
+def value_of(stored: Any) -> Any:
+    """The float32 that an element of a `Stored` means; by type, when compiled."""
+    raise NotImplementedError
+
+
+@overload(value_of, inline="always")
+def _value_for(stored: Any) -> Any:
+    def of_bits(stored: Any) -> Any:
+        return float_of(np.uint32(stored) << np.uint32(16))  # type: ignore[call-arg]
+
+    def as_it_is(stored: Any) -> Any:
+        return stored
+
+    return as_it_is if stored == numba.float32 else of_bits
+
+
+@intrinsic
+def float_of(context: Any, bits: Any) -> Any:
+    """The float32 of 32 bits."""
+    single = numba.float32
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(single))
+
+    return single(numba.uint32), generate
+
+
+@intrinsic
+def bits_of(context: Any, value: Any) -> Any:
+    """The 32 bits of a float32."""
+    bits = numba.uint32
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(bits))
+
+    return bits(numba.float32), generate
+
+
+@intrinsic
+def fma(context: Any, x: Any, y: Any, z: Any) -> Any:
+    """x·y + z with one rounding, float32."""
+    single = numba.float32
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return single(single, single, single), generate
+
+
+@numba.njit(nogil=True, cache=True)
+def narrow(values: Floats, out: Bits) -> None:
+    """Write `values`, float32 [n], as bits of bfloat16 to `out`, uint16 [n].
+
+    To nearest, ties to even. Every NaN becomes the same one; torch writes two kinds of them, one in
+    vector bodies and one in tails.
+    """
+    bits = values.view(np.uint32)
+    for e in range(len(out)):
+        u = bits[e]
+        up = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        is_nan = (u & np.uint32(0x7FFFFFFF)) > _INFINITY
+        out[e] = NAN_BITS if is_nan else np.uint16(up)

@@ -1,0 +1,97 @@
+"""What a random drop leaves of a delta, summed in one compiled pass: its L1 norm.
+
+0.4 ns per element of bfloat16 in cache. The same sums for any windows that start at a multiple of
+CHUNK_ELEMS: `analysis` takes them for a plan, the engine for what a plan leaves open.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
+from mergepipe_pipeline.spec.blocks import MIN_BLOCK_ELEMS
+
+#: Elements whose sums are taken at once; every block size is a multiple of it.
+CHUNK_ELEMS = MIN_BLOCK_ELEMS
+#: Sums are taken in so many lanes, added in order: nothing depends on the CPU's vector length.
+LANES = 256
+_TINY = 1e-7
+
+Sums = npt.NDArray[np.float64]
+
+
+def l1_scale(l1: float, kept: float) -> float:
+    """The factor that gives a delta of norm `l1` its norm back, 1 if either norm is below 1e-7.
+
+    mergekit's rescale (its pull request 245).
+    """
+    return l1 / kept if min(kept, l1) >= _TINY else 1.0
+
+
+@numba.njit(nogil=True, cache=True)
+def kept_l1(
+    delta: npt.NDArray[np.float32], key: np.uint64, start_elem: int, last: np.uint32, sums: Sums
+) -> None:
+    """Fill `sums` [chunks] with Σ|δ| of what a random drop leaves of `delta`, chunk by chunk.
+
+    `delta` is float32 [chunks · CHUNK_ELEMS], zero past the tensor's end. Kept are elements with
+    numbers up to `last` in the stream `key` of `operators.random`; the first is element
+    `start_elem` of its tensor.
+    """
+    numbers = np.empty(CHUNK_ELEMS, np.uint32)
+    for chunk in range(len(sums)):
+        start = chunk * CHUNK_ELEMS
+        fill_uniforms(key, start_elem + start, numbers)
+        sums[chunk] = _kept_of_chunk(delta[start : start + CHUNK_ELEMS], numbers, last)
+
+
+@numba.njit(nogil=True, cache=True)
+def kept_l1_bfloat16(
+    expert: npt.NDArray[np.uint16],
+    base: npt.NDArray[np.uint16],
+    key: np.uint64,
+    start_elem: int,
+    last: np.uint32,
+    sums: Sums,
+) -> None:
+    """As `kept_l1`, for δ = expert − base of n bfloat16 elements by their bits, uint16 [n]."""
+    numbers = np.empty(CHUNK_ELEMS, np.uint32)
+    delta, below = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
+    for chunk in range(len(sums)):
+        start = chunk * CHUNK_ELEMS
+        stop = min(start + CHUNK_ELEMS, len(expert))
+        subtract(expert[start:stop], base[start:stop], delta, below)
+        fill_uniforms(key, start_elem + start, numbers)
+        sums[chunk] = _kept_of_chunk(delta, numbers, last)
+
+
+@numba.njit(inline="always")
+def subtract(expert: Any, base: Any, delta: Any, below: Any) -> None:
+    """Fill `delta` [CHUNK_ELEMS] with expert − base, bfloat16 bits, and zeros; `below` is room."""
+    n = len(expert)
+    wide, wide_base = delta.view(np.uint32), below.view(np.uint32)
+    for i in range(n):
+        wide[i] = np.uint32(expert[i]) << np.uint32(16)
+        wide_base[i] = np.uint32(base[i]) << np.uint32(16)
+    for i in range(n):
+        delta[i] -= below[i]
+    delta[n:] = 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _kept_of_chunk(
+    delta: npt.NDArray[np.float32], numbers: npt.NDArray[np.uint32], last: np.uint32
+) -> float:
+    lanes = np.zeros(LANES)
+    for at in range(0, CHUNK_ELEMS, LANES):
+        for lane in range(LANES):
+            kept = np.float32(1) if numbers[at + lane] <= last else np.float32(0)
+            lanes[lane] += abs(delta[at + lane]) * kept
+    total = 0.0
+    for lane in range(LANES):
+        total += lanes[lane]
+    return total

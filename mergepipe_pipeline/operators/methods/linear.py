@@ -1,0 +1,70 @@
+"""Weighted sum of the models themselves. Works on values, not on deltas, and needs no base."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.operators.steps import describe
+from mergepipe_pipeline.operators.steps.fused import Fused
+from mergepipe_pipeline.operators.steps.mix import summed
+from mergepipe_pipeline.operators.steps.registry import PerModel, Weight, operator
+from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.spec.plan import TensorTask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _check(tensor: str, shape: tuple[int, ...], weight: PerModel, normalize: bool) -> None:
+    if normalize and sum(weight) == 0:
+        raise OperatorError(
+            "The weights of a linear merge sum to zero",
+            where=f"tensor {tensor}",
+            expected="a sum to divide by",
+            found=f"weights {list(weight)}",
+            next_step="change a weight, or set normalize: false",
+        )
+
+
+def _coefficients(weight: PerModel, normalize: bool) -> tuple[float, ...]:
+    _check("any", (), weight, normalize)
+    total = sum(weight) if normalize else 1.0
+    return tuple(w / total for w in weight)
+
+
+def _fused(task: TensorTask, weight: PerModel, normalize: bool) -> Fused:
+    _check(task.name, task.shape, weight, normalize)
+    return describe.values(weight, normalize)
+
+
+@operator(
+    "linear",
+    space="value",
+    base="none",
+    formula="Σ wᵢTᵢ, divided by Σ wᵢ if normalize",
+    reference="https://arxiv.org/abs/2203.05482",
+    coefficients=_coefficients,
+    check=_check,
+    fused=_fused,
+)
+def linear(
+    window: Window,
+    *,
+    weight: Weight,
+    normalize: Annotated[bool, "divide by the sum of the weights"] = True,
+) -> Tensor:
+    """Weighted mean (or sum) of the experts' values.
+
+    Raises OperatorError if normalize is set and the weights sum to zero.
+    Source: Model soups (https://arxiv.org/abs/2203.05482).
+    """
+    _check(window.task.name, window.task.shape, weight, normalize)
+    total = window.experts[0].mul_(weight[0])
+    for k in range(1, len(weight)):
+        # Fused multiply-add, one rounding per expert, as mergekit rounds: terms that cancel would
+        # differ by more than their last bit otherwise. Every CPU with FMA gives the same bits.
+        total.add_(window.experts[k], alpha=weight[k])
+    if normalize:
+        total.div_(total.new_full((), summed(weight, at_least=0)))
+    return total

@@ -1,0 +1,1 @@
+"""What the merge methods are put together from, and the registry that they are entered in."""

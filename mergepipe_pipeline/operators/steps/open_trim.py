@@ -1,0 +1,44 @@
+"""Closes a trim rule whose cut among ties was left open, by a look at the block of the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.spec.plan import TrimRule
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of deltas from element `start_elem`: `expert` minus `base`, both [n].
+
+    Bits of bfloat16 (uint16) or float32; without `base`, `expert` are deltas.
+    """
+
+    start_elem: int
+    expert: npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+    base: npt.NDArray[np.uint16] | npt.NDArray[np.float32] | None = None
+
+
+def closed(rule: TrimRule, runs: Iterable[Run]) -> TrimRule:
+    """The rule that keeps the same and says itself up to which element ties are kept.
+
+    `runs` are what is read of the block, in order; none is asked for after the last tie to keep. If
+    they have fewer ties, all of these are kept.
+    """
+    left = rule.ties_after
+    if not left:
+        return rule
+    from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
+
+    bits = np.uint32(rule.threshold_bits)
+    for run in runs:
+        base = np.empty(0, run.expert.dtype) if run.base is None else run.base
+        place, count = nth_tie(run.expert, base, bits, left)
+        if place >= 0:
+            return TrimRule(rule.threshold_bits, run.start_elem + place + 1)
+        left -= count
+    return TrimRule(rule.threshold_bits, rule.ties_until_elem)

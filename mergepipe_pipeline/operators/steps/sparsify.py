@@ -1,0 +1,209 @@
+"""Sparsifiers: set elements of one expert's delta to zero, in place, in any window of the tensor.
+
+What to keep is decided from tensor-scope facts in the plan (a threshold) or from numbered random
+numbers, never from more of the window than one row. A density of 1 or more keeps all, of 0 or less
+nothing. The methods of the task arithmetic family call these before weighting, and `analysis` the
+ones that take a bare tensor.
+
+Masks are float32 ones and zeros to multiply with: filling by boolean mask branches on every element
+and takes ten times as long. A NaN stays a NaN; a dropped infinity becomes one.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.errors import OperatorError
+from mergepipe_pipeline.operators.steps import on_device
+from mergepipe_pipeline.operators.steps.random import keep_below, keep_mask, stream_key, uniforms
+from mergepipe_pipeline.operators.steps.registry import PerModel
+from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def trim(window: Window, expert: int, density: float) -> None:
+    """Keep the elements of row `expert` that its TrimRule keeps: the tensor's largest magnitudes.
+
+    Raises OperatorError if the density asks for a rule and the plan brings none.
+    Source: TIES-Merging (https://arxiv.org/abs/2306.01708), per tensor as in mergekit.
+    """
+    if 0 < density < 1:
+        rule = trim_rule(window.task, expert, density)
+        trim_(window.experts[expert], rule, window.start_elem)
+    elif density <= 0:
+        window.experts[expert].zero_()
+
+
+def band(window: Window, expert: int, density: float) -> None:
+    """Keep what `trim` keeps of row `expert` without what its `outliers` rule keeps.
+
+    Raises OperatorError if the density asks for a rule and the plan brings none.
+    Source: Model Breadcrumbs (https://arxiv.org/abs/2312.06795).
+    """
+    trim(window, expert, density)
+    outliers = window.task.experts[expert].outliers
+    if 0 < density < 1 and outliers is not None:
+        drop_outliers_(window.experts[expert], outliers, window.start_elem)
+
+
+def drop(window: Window, expert: int, density: float) -> None:
+    """Keep each element of row `expert` with probability `density`, by numbered random numbers.
+
+    Source: DARE (https://arxiv.org/abs/2311.03099); the rescale is the caller's.
+    """
+    task, delta = window.task, window.experts[expert]
+    if 0 < density < 1:
+        position, start, n = task.experts[expert].position, window.start_elem, delta.shape[0]
+        if _is_on_host(delta):
+            keep = keep_mask(task.seed, position, task.name, start, n, density)
+            delta.mul_(delta.new_tensor(keep.view("u1")))
+        else:
+            key = stream_key(task.seed, position, task.name)
+            on_device.drop_(delta, on_device.uniforms(key, start, delta), keep_below(density))
+    elif density <= 0:
+        delta.zero_()
+
+
+def drop_by_rank(
+    window: Window, expert: int, density: float, epsilon: float, *, inverse: bool
+) -> None:
+    """Keep elements of row `expert` more probably the larger they are among their tensor row.
+
+    With `inverse`, what is kept is divided by its probability.
+    Source: DELLA (https://arxiv.org/abs/2406.11617); the rescale is the caller's.
+    """
+    task, delta = window.task, window.experts[expert]
+    if 0 < density < 1:
+        position, start, n = task.experts[expert].position, window.start_elem, delta.shape[0]
+        rows = delta.view(-1, window.row_elems)
+        if _is_on_host(delta):
+            numbers = uniforms(task.seed, position, task.name, start, n)
+            drop_by_rank_(rows, numbers, density, epsilon, inverse=inverse)
+        else:
+            drawn = on_device.uniforms(stream_key(task.seed, position, task.name), start, delta)
+            table = rank_probability(window.row_elems, density, epsilon)
+            on_device.drop_by_rank_(rows, drawn, table, inverse=inverse)
+    elif density <= 0:
+        delta.zero_()
+
+
+def trim_(delta: Tensor, rule: TrimRule, start_elem: int) -> None:
+    """Zero what `rule` does not keep in `delta`, float32 [n], whose first element is `start_elem`.
+
+    Compares magnitudes as floats: the same order as their bit patterns, without an integer copy.
+    """
+    head, tail, threshold = _split(delta, rule, start_elem)
+    head.mul_(head.abs().ge_(threshold))
+    tail.mul_(tail.abs().gt_(threshold))
+
+
+def drop_outliers_(delta: Tensor, rule: TrimRule, start_elem: int) -> None:
+    """Zero what `rule` keeps in `delta`, float32 [n], whose first element is `start_elem`."""
+    head, tail, threshold = _split(delta, rule, start_elem)
+    head.mul_(head.abs().lt_(threshold))
+    tail.mul_(tail.abs().le_(threshold))
+
+
+def drop_by_rank_(
+    rows: Tensor,
+    numbers: npt.NDArray[np.uint32],
+    density: float,
+    epsilon: float,
+    *,
+    inverse: bool = False,
+) -> None:
+    """Zero elements of `rows`, float32 [r, n], at random: kept iff number < round(p · 2**32).
+
+    p is `rank_probability` at the rank of |δ| in its row; equal magnitudes rank by index.
+    `numbers` are uint32 [r·n].
+    """
+    from mergepipe_pipeline.operators.kernels.rank_drop import drop_rows
+
+    probability = rank_probability(rows.shape[1], density, epsilon)
+    limits = np.rint(probability * 2**32).astype(np.uint64)
+    factors = 1 / probability if inverse else np.ones(len(probability))
+    drop_rows(rows.numpy(), numbers, limits, factors.astype(np.float32))
+
+
+def rank_probability(n: int, density: float, epsilon: float) -> npt.NDArray[np.float64]:
+    """p by rank in a row of `n`: from density − ε to density + ε in equal steps, float64 [n].
+
+    A row of one element has p = density.
+    """
+    spread = np.arange(n) / (n - 1) if n > 1 else np.full(n, 0.5)
+    return (density - epsilon) + 2 * epsilon * spread
+
+
+def trim_rule(task: TensorTask, expert: int, density: float) -> TrimRule:
+    """The rule that the plan brings for a trim. Raises OperatorError if it brings none."""
+    rule = task.experts[expert].trim
+    if rule is None:
+        raise OperatorError(
+            "A trim has no threshold",
+            where=f"tensor {task.name}, expert {expert}",
+            expected=f"a rule for density {density}",
+            found="none in the plan",
+            next_step="analyze the experts and plan again",
+        )
+    return rule
+
+
+def trim_count(numel: int, density: float) -> int:
+    """How many of `numel` elements a trim to `density` in (0, 1) keeps: int(d·N), at least one."""
+    return min(numel, max(1, int(density * numel)))
+
+
+def band_counts(numel: int, density: float, gamma: float) -> tuple[int, int]:
+    """How many of the largest of `numel` elements the trim of a band keeps, and how many of these
+    are outliers, for a density in (0, 1).
+
+    int(γN) outliers go, fewer where that would leave less than int(d·N).
+    """
+    kept = int(density * numel)
+    outliers = min(int(gamma * numel), numel - kept)
+    return kept + outliers, outliers
+
+
+def check_drop(tensor: str, density: PerModel) -> None:
+    """Raise OperatorError if a density is negative; 0 drops everything."""
+    for i, d in enumerate(density):
+        if d < 0:
+            raise OperatorError(
+                "A density is negative",
+                where=f"tensor {tensor}, model {i + 1} of {len(density)}",
+                expected="a share between 0 and 1",
+                found=f"density {d}",
+                next_step="correct the density",
+            )
+
+
+def check_ranked(tensor: str, density: PerModel, epsilon: PerModel) -> None:
+    """Raise OperatorError where density ± ε leaves (0, 1), for densities that drop at random."""
+    for i, (d, e) in enumerate(zip(density, epsilon, strict=True)):
+        if 0 < d < 1 and not (0 < d - e < 1 and 0 < d + e < 1):
+            raise OperatorError(
+                "Densities by rank leave the range of probabilities",
+                where=f"tensor {tensor}, model {i + 1} of {len(density)}",
+                expected="density - epsilon above 0 and density + epsilon below 1",
+                found=f"density {d}, epsilon {e}",
+                next_step="lower epsilon",
+            )
+
+
+def _split(delta: Tensor, rule: TrimRule, start_elem: int) -> tuple[Tensor, Tensor, float]:
+    """The elements where ties at the threshold are kept, those where not, and the threshold."""
+    (threshold,) = struct.unpack("<f", struct.pack("<I", rule.threshold_bits))
+    cut = min(max(rule.tie_stop_elem - start_elem, 0), delta.shape[0])
+    return delta[:cut], delta[cut:], threshold
+
+
+def _is_on_host(delta: Tensor) -> bool:
+    """Whether NumPy can work on its memory."""
+    return bool(delta.is_cpu)
