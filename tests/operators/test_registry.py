@@ -11,7 +11,8 @@ import pytest
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.operators.steps.registry import ONE_EACH, Density, Lambda, Weight, operator
+from mergepipe_pipeline.operators.steps.registry import operator
+from mergepipe_pipeline.operators.steps.signature import ONE_EACH, Density, Lambda, Weight
 from mergepipe_pipeline.spec.operator import Parameter
 from tests.operators.cases import job_for, merge
 
@@ -19,7 +20,7 @@ W = (("weight", 1.0),)
 
 
 def _register(name: str, function: object) -> None:
-    operator(name, formula="f", reference="https://x", coefficients=lambda **_: ())(function)  # type: ignore[arg-type]
+    operator(name, formula="f", reference="https://x")(function)  # type: ignore[arg-type]
 
 
 def test_a_signature_is_the_schema() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mergepipe_pipeline.operators.steps import mix
-from mergepipe_pipeline.operators.steps.registry import operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.tensor_measures import Quantiles
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 
@@ -73,9 +73,8 @@ def _coefficients() -> tuple[float, ...]:
     formula="B + δ[importance ≥ median + 1.5·(q₃ − q₁)], quartiles over the tensor; "
     "importance = |δ|·KL(softmax T + 1e-8 ‖ softmax B + 1e-8) over the last dimension",
     reference="https://arcee.ai",
-    coefficients=_coefficients,
     measures=(Quantiles("arcee-importance", _importance, _ranks),),
-    settle=_settle,
+    hooks=Hooks(coefficients=_coefficients, settle=_settle),
 )
 def arcee_fusion(window: Window) -> Tensor:
     """The base, and the model's elements where their importance reaches the threshold."""

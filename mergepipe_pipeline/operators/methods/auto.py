@@ -13,7 +13,8 @@ import numpy as np
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps.gram import Floats, gram_of
-from mergepipe_pipeline.operators.steps.registry import Density, Lambda, PerModel, Weight, operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.signature import Density, Lambda, PerModel, Weight
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 from mergepipe_pipeline.spec.operator import Choosing
@@ -89,9 +90,8 @@ def _coefficients(weight: PerModel, **_: object) -> tuple[float, ...]:
     "cosine ≥ agree_above; TIES if it is < oppose_below or their signs agree less than by chance; "
     "else DARE (dare_linear, normalised)",
     reference="https://arxiv.org/abs/2602.13273",
-    coefficients=_coefficients,
     measures=(Sums("conflict", _conflict),),
-    choose=_choose,
+    hooks=Hooks(coefficients=_coefficients, choose=_choose),
 )
 def auto(
     window: Window,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mergepipe_pipeline.operators.steps import describe, mix
 from mergepipe_pipeline.operators.steps.fused import Fused, FusedRow
 from mergepipe_pipeline.operators.steps.mix import Normalize, Rescale
-from mergepipe_pipeline.operators.steps.registry import (
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.signature import (
     ONE_EACH,
     Density,
     Int8Mask,
@@ -19,7 +20,6 @@ from mergepipe_pipeline.operators.steps.registry import (
     PerModel,
     Variant,
     Weight,
-    operator,
 )
 from mergepipe_pipeline.operators.steps.sparsify import check_drop, check_ranked, drop, drop_by_rank
 from mergepipe_pipeline.operators.steps.tensor_window import Window
@@ -107,9 +107,7 @@ def _drop_all_by_rank(
     formula="B + λ Σ wᵢ·cᵢ·drop(δᵢ), the sum divided by Σ wᵢ if normalize; cᵢ = 1 unless rescale, "
     "else ‖δᵢ‖₁/‖drop(δᵢ)‖₁, or 1/density if variant is paper",
     reference="https://arxiv.org/abs/2311.03099",
-    coefficients=_dare_coefficients,
-    check=_check_drop,
-    fused=_fused_sum,
+    hooks=Hooks(coefficients=_dare_coefficients, check=_check_drop, fused=_fused_sum),
 )
 def dare_linear(
     window: Window,
@@ -134,9 +132,7 @@ def dare_linear(
     response="vote",
     formula="d̃ᵢ = wᵢ·cᵢ·drop(δᵢ) as in dare_linear; then as ties",
     reference="https://arxiv.org/abs/2311.03099",
-    coefficients=_dare_coefficients,
-    check=_check_drop,
-    fused=_fused_vote,
+    hooks=Hooks(coefficients=_dare_coefficients, check=_check_drop, fused=_fused_vote),
 )
 def dare_ties(
     window: Window,
@@ -162,8 +158,7 @@ def dare_ties(
     response="unbounded",
     formula="d̃ᵢ = wᵢ·cᵢ·drop(δᵢ) as in della_linear; then as ties",
     reference="https://arxiv.org/abs/2406.11617",
-    coefficients=mix.coefficients,
-    check=_check_ranked,
+    hooks=Hooks(coefficients=mix.coefficients, check=_check_ranked),
 )
 def della(
     window: Window,
@@ -195,8 +190,7 @@ def della(
     "p = density − ε + 2ε·rank(|δ|)/(n − 1) in rows of n; cᵢ = 1 unless rescale, else "
     "‖δᵢ‖₁/‖drop(δᵢ)‖₁, or each element's 1/p if variant is paper",
     reference="https://arxiv.org/abs/2406.11617",
-    coefficients=mix.coefficients,
-    check=_check_ranked,
+    hooks=Hooks(coefficients=mix.coefficients, check=_check_ranked),
 )
 def della_linear(
     window: Window,

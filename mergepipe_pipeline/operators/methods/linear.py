@@ -8,7 +8,8 @@ from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import describe
 from mergepipe_pipeline.operators.steps.fused import Fused
 from mergepipe_pipeline.operators.steps.mix import summed
-from mergepipe_pipeline.operators.steps.registry import PerModel, Weight, operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.signature import PerModel, Weight
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 from mergepipe_pipeline.spec.plan import TensorTask
 
@@ -44,9 +45,7 @@ def _fused(task: TensorTask, weight: PerModel, normalize: bool) -> Fused:
     base="none",
     formula="Σ wᵢTᵢ, divided by Σ wᵢ if normalize",
     reference="https://arxiv.org/abs/2203.05482",
-    coefficients=_coefficients,
-    check=_check,
-    fused=_fused,
+    hooks=Hooks(coefficients=_coefficients, check=_check, fused=_fused),
 )
 def linear(
     window: Window,

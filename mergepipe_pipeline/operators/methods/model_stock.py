@@ -21,7 +21,7 @@ from mergepipe_pipeline.operators.steps.gram import (
     row_gram,
     settled,
 )
-from mergepipe_pipeline.operators.steps.registry import operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 from mergepipe_pipeline.spec.operator import Response
 
@@ -62,12 +62,11 @@ def _settle(measured: tuple[float, ...], filter_wise: bool) -> tuple[float, ...]
     "model_stock",
     experts=(2, None),
     scope="row",
-    response_of=_response,
     formula="B + t Σ δᵢ/n, t = n cos θ / (1 + (n−1) cos θ), cos θ the mean cosine of two deltas, "
     "of the tensor or of each row; B where the divisor vanishes",
     reference="https://arxiv.org/abs/2403.19522",
     measures=[replace(GRAM, needed=lambda params: not params.get("filter_wise", False))],
-    settle=_settle,
+    hooks=Hooks(settle=_settle, response=_response),
 )
 def model_stock(
     window: Window,

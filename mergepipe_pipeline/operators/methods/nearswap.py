@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mergepipe_pipeline.operators.steps import mix
-from mergepipe_pipeline.operators.steps.registry import operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def _coefficients(t: float) -> tuple[float, ...]:
     response="mean",
     formula="B + δ·clamp(t / max(|δ|, 1e-6), 0, 1)",
     reference="https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001",
-    coefficients=_coefficients,
+    hooks=Hooks(coefficients=_coefficients),
 )
 def nearswap(
     window: Window,

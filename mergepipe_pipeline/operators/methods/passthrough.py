@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from mergepipe_pipeline.operators.steps.registry import ONE_EACH, PerModel, operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.signature import ONE_EACH, PerModel
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def _coefficients(scale: PerModel) -> tuple[float, ...]:
     experts=(1, 1),
     formula="s·T",
     reference="https://github.com/arcee-ai/mergekit/blob/main/docs/merge_methods.md",
-    coefficients=_coefficients,
+    hooks=Hooks(coefficients=_coefficients),
 )
 def passthrough(
     window: Window,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from mergepipe_pipeline.operators.steps import mix
-from mergepipe_pipeline.operators.steps.registry import AtLeast, operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.signature import AtLeast
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 
@@ -93,7 +94,7 @@ def ram(window: Window, *, epsilon: Epsilon = EPSILON) -> Tensor:
     "sharedᵢ and aloneᵢ count the tensor's elements that it changes with others and alone",
     reference="https://arxiv.org/abs/2601.13572",
     measures=(Sums("ram-counts", _counts, depends=("epsilon",)),),
-    settle=_settle,
+    hooks=Hooks(settle=_settle),
 )
 def ramplus_tl(
     window: Window,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from mergepipe_pipeline.operators.steps import mix
-from mergepipe_pipeline.operators.steps.registry import Int8Mask, operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.signature import Int8Mask
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Sums
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 
@@ -102,7 +103,7 @@ def _settle(measured: tuple[float, ...], select_topk: float, int8_mask: bool) ->
         ),
         Sums("sce-energies", _energies, depends=("select_topk",)),
     ),
-    settle=_settle,
+    hooks=Hooks(settle=_settle),
 )
 def sce(
     window: Window,

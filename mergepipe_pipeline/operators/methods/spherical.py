@@ -27,7 +27,8 @@ from mergepipe_pipeline.operators.steps.gram import (
     row_gram,
     settled,
 )
-from mergepipe_pipeline.operators.steps.registry import PerModel, Weight, operator
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.signature import PerModel, Weight
 from mergepipe_pipeline.operators.steps.tensor_measures import Params, Sums
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 from mergepipe_pipeline.spec.operator import Response
@@ -67,7 +68,7 @@ def _settle_slerp(measured: tuple[float, ...], t: float) -> tuple[float, ...]:
     "(1−t)B + tT if |cos θ| > 0.9995",
     reference="https://en.wikipedia.org/wiki/Slerp",
     measures=[GRAM_WITH_BASE],
-    settle=_settle_slerp,
+    hooks=Hooks(settle=_settle_slerp),
 )
 def slerp(window: Window, *, t: Annotated[float, "0 is the base, 1 the other model"]) -> Tensor:
     """Point on the arc from the base to the expert; a tensor of zeros is at right angles to all.
@@ -129,7 +130,6 @@ def _settle_nuslerp(
     base="optional",
     experts=(2, 2),
     scope="row",
-    response_of=_nuslerp_response,
     formula="B + (sin((1−t)θ)δ₁ + sin(tθ)δ₂) / sin θ, t = w₂/(w₁+w₂), θ the angle between "
     "δ₁ and δ₂, of the tensor or of each row; T for δ without a base; (1−t)δ₁ + tδ₂ if colinear",
     reference="https://github.com/arcee-ai/mergekit/blob/main/docs/merge_methods.md",
@@ -137,7 +137,7 @@ def _settle_nuslerp(
         replace(GRAM, needed=lambda params: bool(params.get("nuslerp_flatten", True))),
         Sums("gram-columns", _column_dots, needed=_by_column),
     ],
-    settle=_settle_nuslerp,
+    hooks=Hooks(settle=_settle_nuslerp, response=_nuslerp_response),
 )
 def nuslerp(
     window: Window,
@@ -224,8 +224,7 @@ def _settle_multislerp(
     "normalize_weights; T for δ without a base",
     reference="https://goddard.blog/posts/multislerp-wow-what-a-cool-idea",
     measures=[GRAM],
-    check=_check_multislerp,
-    settle=_settle_multislerp,
+    hooks=Hooks(check=_check_multislerp, settle=_settle_multislerp),
 )
 def multislerp(
     window: Window,
@@ -293,7 +292,7 @@ def _settle_karcher(measured: tuple[float, ...], max_iter: int, tol: float) -> t
     "Tᵢ/‖Tᵢ‖, by max_iter steps from their mean",
     reference="https://arxiv.org/abs/2603.04972",
     measures=[GRAM],
-    settle=_settle_karcher,
+    hooks=Hooks(settle=_settle_karcher),
 )
 def karcher(
     window: Window,

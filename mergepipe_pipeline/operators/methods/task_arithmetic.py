@@ -13,7 +13,8 @@ from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import describe, mix
 from mergepipe_pipeline.operators.steps.fused import Fused, FusedRow
 from mergepipe_pipeline.operators.steps.mix import Normalize, Rescale
-from mergepipe_pipeline.operators.steps.registry import (
+from mergepipe_pipeline.operators.steps.registry import Hooks, operator
+from mergepipe_pipeline.operators.steps.signature import (
     ONE_EACH,
     AtLeast,
     Density,
@@ -22,7 +23,6 @@ from mergepipe_pipeline.operators.steps.registry import (
     PerModel,
     Variant,
     Weight,
-    operator,
 )
 from mergepipe_pipeline.operators.steps.sparsify import band, trim
 from mergepipe_pipeline.operators.steps.tensor_window import Window
@@ -108,8 +108,7 @@ def _fused_band_vote(
     "task_arithmetic",
     formula="B + λ Σ wᵢδᵢ, the sum divided by Σ wᵢ if normalize",
     reference="https://arxiv.org/abs/2212.04089",
-    coefficients=mix.coefficients,
-    fused=_fused_sum,
+    hooks=Hooks(coefficients=mix.coefficients, fused=_fused_sum),
 )
 def task_arithmetic(
     window: Window,
@@ -131,9 +130,7 @@ def task_arithmetic(
     formula="d̃ᵢ = wᵢ·trim(δᵢ), without the wᵢ if variant is paper; s = sign Σ d̃ᵢ (0 is +); "
     "B + λ Σ d̃ᵢ[sign d̃ᵢ = s], the sum divided by Σ wᵢ[sign d̃ᵢ = s] if normalize",
     reference="https://arxiv.org/abs/2306.01708",
-    coefficients=_ties_coefficients,
-    check=_check_ties,
-    fused=_fused_ties,
+    hooks=Hooks(coefficients=_ties_coefficients, check=_check_ties, fused=_fused_ties),
 )
 def ties(
     window: Window,
@@ -166,8 +163,7 @@ def ties(
     formula="B + λ Σ wᵢ·band(δᵢ), the sum divided by Σ wᵢ if normalize; band drops the share γ of "
     "the largest magnitudes, then the smallest down to the density",
     reference="https://arxiv.org/abs/2312.06795",
-    coefficients=mix.coefficients,
-    fused=_fused_band,
+    hooks=Hooks(coefficients=mix.coefficients, fused=_fused_band),
 )
 def breadcrumbs(
     window: Window,
@@ -195,8 +191,7 @@ def breadcrumbs(
     response="vote",
     formula="d̃ᵢ = wᵢ·band(δᵢ) as in breadcrumbs; then as ties",
     reference="https://arxiv.org/abs/2312.06795",
-    coefficients=mix.coefficients,
-    fused=_fused_band_vote,
+    hooks=Hooks(coefficients=mix.coefficients, fused=_fused_band_vote),
 )
 def breadcrumbs_ties(
     window: Window,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mergepipe_pipeline.operators.steps.fused import Fused, FusedRow
 from mergepipe_pipeline.operators.steps.mix import SUM_EPSILON, summed
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
-from mergepipe_pipeline.operators.steps.registry import PerModel
+from mergepipe_pipeline.operators.steps.signature import PerModel
 from mergepipe_pipeline.operators.steps.sparsify import trim_rule
 from mergepipe_pipeline.spec.operator import Fact
 from mergepipe_pipeline.spec.plan import TensorTask

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from mergepipe_pipeline.operators.steps.registry import PerModel
+from mergepipe_pipeline.operators.steps.signature import PerModel
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 
 if TYPE_CHECKING:

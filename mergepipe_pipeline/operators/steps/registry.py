@@ -6,31 +6,19 @@ engine calls `apply` for one window after the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import Parameter as Argument
-from inspect import signature
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Final,
-    Literal,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps.fused import Fused
+from mergepipe_pipeline.operators.steps.signature import PerModel, bind, parameters_of
 from mergepipe_pipeline.operators.steps.tensor_measures import Measure
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 from mergepipe_pipeline.spec.operator import (
     BaseUse,
     Choosing,
     Fact,
-    Kind,
     OperatorSchema,
     Parameter,
     Response,
@@ -46,58 +34,128 @@ if TYPE_CHECKING:
 OPERATORS: dict[str, Operator] = {}
 
 
-class PerModel(tuple[float, ...]):
-    """Annotation of a parameter given per expert: one value for each, in recipe order."""
+class Traits(TypedDict, total=False):
+    """What a method declares of itself beside its name, formula and parameters.
 
-    __slots__ = ()
+    The fields of `OperatorSchema`; left out is what `task_arithmetic` has.
+    """
+
+    space: Space
+    base: BaseUse
+    experts: tuple[int, int | None]
+    fact: Fact
+    scope: Scope
+    response: Response
 
 
-@dataclass(frozen=True, slots=True)
-class AtLeast:
-    """Annotation of a parameter that has a smallest value."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """Functions that a method has besides its merge; all get its parameters as keywords.
 
-    value: float
+    `coefficients(**values)` gives one factor of δᵢ per expert; without it the facts are factors,
+    the base's first. `check(tensor, shape, **values)` raises OperatorError for what cannot work.
+    `settle(measured, **values)` makes the task's facts of the measured numbers. `response(**method
+    parameters)` is for methods whose response depends on them. `choose(facts, **values)` is for a
+    method that only chooses. `fused(task, **values)` describes the merge to a compiled kernel.
+    """
+
+    coefficients: Callable[..., tuple[float, ...]] | None = None
+    check: Callable[..., None] | None = None
+    settle: Callable[..., tuple[float, ...]] | None = None
+    response: Callable[..., Response] | None = None
+    choose: Callable[..., Choosing] | None = None
+    fused: Callable[..., Fused] | None = None
 
 
-#: Default of a per-model parameter: 1.0 for each expert.
-ONE_EACH: Final = PerModel((1.0,))
-
-# What the parameters that several operators share mean; the annotation carries the help text.
-Weight = Annotated[PerModel, "factor of this model"]
-Density = Annotated[PerModel, "share of the delta's elements to keep; 1 or more keeps all"]
-Lambda = Annotated[float, "factor of the merged update, applied after normalisation"]
-Int8Mask = Annotated[bool, "accepted for mergekit recipes, without effect on results"]
-Variant = Annotated[
-    Literal["mergekit", "paper"], "whose operator is meant where the field has two of one name"
-]
+#: Of a method whose facts are its factors and which any parameters suit.
+NO_HOOKS: Final = Hooks()
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A registered merge method.
-
-    `apply(window)` gives the merged values, base included, as [n] float32.
-    `coefficients(params, model_params, facts)` gives one effective cᵢ of δᵢ per expert: exact for
-    additive operators (without the drop scale), for votes the share when all experts agree.
-    `validate(tensor, shape, params, model_params)` raises OperatorError if the parameters cannot
-    work for a tensor of that shape. `measures` are what must be known of whole tensors first, and
-    `settle(params, model_params, measured)` turns it into the task's `facts`. `response(params)`
-    says how its error is bounded. `choose(params, model_params, facts)` names the operator to apply
-    instead, for a method that only chooses. `fused(task)` describes `apply` on a tensor to a
-    compiled kernel, where there is one.
-    """
+    """A registered merge method; `measures` are what must be known of whole tensors first."""
 
     schema: OperatorSchema
-    apply: Callable[[Window], Tensor]
-    response: Callable[[Params], Response]
-    coefficients: Callable[[Params, Sequence[Params], tuple[float, ...]], tuple[float, ...]]
-    validate: Callable[[str, tuple[int, ...], Params, Sequence[Params]], None]
+    function: Callable[..., Tensor]
+    hooks: Hooks = NO_HOOKS
     measures: tuple[Measure, ...] = ()
-    settle: Callable[[Params, Sequence[Params], tuple[float, ...]], tuple[float, ...]] = (
-        lambda params, model_params, measured: measured
-    )
-    choose: Callable[[Params, Sequence[Params], tuple[float, ...]], Choosing] | None = None
-    fused: Callable[[TensorTask], Fused] | None = None
+
+    def apply(self, window: Window) -> Tensor:
+        """The merged values, base included, as [n] float32.
+
+        Raises OperatorError for a window that does not fit its task.
+        """
+        _check_window(self.schema, window)
+        if not window.task.experts and window.base is not None:
+            return window.base.clone()
+        return self.function(window, **self._values_of(window.task))
+
+    def response(self, params: Params) -> Response:
+        """How the method's error is bounded with these method parameters."""
+        if self.hooks.response is None:
+            return self.schema.response
+        values = self._values(params, [])
+        return self.hooks.response(
+            **{k: v for k, v in values.items() if not isinstance(v, PerModel)}
+        )
+
+    def coefficients(
+        self, params: Params, model_params: Sequence[Params], facts: tuple[float, ...]
+    ) -> tuple[float, ...]:
+        """One effective cᵢ of δᵢ per expert.
+
+        Exact for additive operators (without the drop scale), for votes the share when all experts
+        agree.
+        """
+        if self.hooks.coefficients is not None:
+            return self.hooks.coefficients(**self._values(params, model_params))
+        # Factors that differ from row to row or by column are about 1 all together.
+        count = len(model_params)
+        return facts[1:] if len(facts) == 1 + count else (1.0,) * count
+
+    def validate(
+        self, tensor: str, shape: tuple[int, ...], params: Params, model_params: Sequence[Params]
+    ) -> None:
+        """Raise OperatorError if the parameters cannot work for a tensor of that shape."""
+        values = bind(self.schema, tensor, params, model_params)
+        if self.hooks.check is not None:
+            self.hooks.check(tensor, shape, **values)
+
+    def settle(
+        self, params: Params, model_params: Sequence[Params], measured: tuple[float, ...]
+    ) -> tuple[float, ...]:
+        """The task's `facts`, from the numbers of all `measures`, one after the other."""
+        if self.hooks.settle is None:
+            return measured
+        return self.hooks.settle(measured, **self._values(params, model_params))
+
+    @property
+    def choose(
+        self,
+    ) -> Callable[[Params, Sequence[Params], tuple[float, ...]], Choosing] | None:
+        """For a method that only chooses: the operator to apply instead, by these facts."""
+        return self._choose if self.hooks.choose else None
+
+    @property
+    def fused(self) -> Callable[[TensorTask], Fused] | None:
+        """Describes `apply` on a tensor to a compiled kernel, where there is one."""
+        return self._fused if self.hooks.fused else None
+
+    def _choose(
+        self, params: Params, model_params: Sequence[Params], facts: tuple[float, ...]
+    ) -> Choosing:
+        assert self.hooks.choose is not None
+        return self.hooks.choose(facts, **self._values(params, model_params))
+
+    def _fused(self, task: TensorTask) -> Fused:
+        assert self.hooks.fused is not None
+        return self.hooks.fused(task, **self._values_of(task))
+
+    def _values_of(self, task: TensorTask) -> dict[str, Any]:
+        return bind(self.schema, task.name, task.params, [e.params for e in task.experts])
+
+    def _values(self, params: Params, model_params: Sequence[Params]) -> dict[str, Any]:
+        return bind(self.schema, f"method {self.schema.name}", params, model_params)
 
 
 def operator(
@@ -105,174 +163,61 @@ def operator(
     *,
     formula: str,
     reference: str,
-    coefficients: Callable[..., tuple[float, ...]] | None = None,
-    check: Callable[..., None] | None = None,
-    space: Space = "delta",
-    base: BaseUse = "required",
-    experts: tuple[int, int | None] = (1, None),
-    fact: Fact = "none",
-    scope: Scope = "element",
-    response: Response = "additive",
+    hooks: Hooks = Hooks(),
     measures: Sequence[Measure] = (),
-    settle: Callable[..., tuple[float, ...]] | None = None,
-    response_of: Callable[..., Response] | None = None,
-    choose: Callable[..., Choosing] | None = None,
-    fused: Callable[..., Fused] | None = None,
+    **traits: Unpack[Traits],
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register `function(window, *, parameters…) -> Tensor` as the merge method `name`.
 
     Keyword-only arguments become recipe parameters: `Annotated[PerModel, help]` is given per model,
     `Annotated[float | bool | int | Literal[texts], help]` once per tensor, either with an `AtLeast`
-    behind the help; a trailing underscore is dropped (`lambda_`). `check(tensor, shape, **values)`
-    and `coefficients(**values)` get the same values; `settle(measured, **values)` and
-    `choose(facts, **values)` and `fused(task, **values)` too. Without `coefficients` the facts are
-    factors: the base's first, then the experts'. `response_of(**method parameters)` is for methods
-    whose response depends on them.
+    behind the help; a trailing underscore is dropped (`lambda_`).
 
     Raises OperatorError for a name that is taken and for an argument without type or help.
     """
 
-    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        if name in OPERATORS:
-            raise OperatorError(
-                "Two operators have the same name",
-                where=f"{function.__module__}.{function.__qualname__}",
-                expected="a name of its own",
-                found=repr(name),
-                next_step="rename one of them",
-            )
-        schema = OperatorSchema(
-            name,
-            _parameters(function),
-            space,
-            base,
-            experts,
-            fact,
-            scope,
-            response,
-            formula,
-            reference,
-        )
-
-        def apply(window: Window) -> Tensor:
-            task = window.task
-            _check_window(schema, window)
-            if not task.experts and window.base is not None:
-                return window.base.clone()
-            values = bind(schema, task.name, task.params, [e.params for e in task.experts])
-            return function(window, **values)
-
-        def coefficients_of(
-            params: Params, model_params: Sequence[Params], facts: tuple[float, ...]
-        ) -> tuple[float, ...]:
-            if coefficients is None:
-                # Factors that differ from row to row or by column are about 1 all together.
-                count = len(model_params)
-                return facts[1:] if len(facts) == 1 + count else (1.0,) * count
-            return coefficients(**bind(schema, f"method {name}", params, model_params))
-
-        def validate(
-            tensor: str, shape: tuple[int, ...], params: Params, model_params: Sequence[Params]
-        ) -> None:
-            values = bind(schema, tensor, params, model_params)
-            if check is not None:
-                check(tensor, shape, **values)
-
-        def settled(
-            params: Params, model_params: Sequence[Params], measured: tuple[float, ...]
-        ) -> tuple[float, ...]:
-            if settle is None:
-                return measured
-            return settle(measured, **bind(schema, f"method {name}", params, model_params))
-
-        def response_to(params: Params) -> Response:
-            if response_of is None:
-                return response
-            values = bind(schema, f"method {name}", params, [])
-            return response_of(**{k: v for k, v in values.items() if not isinstance(v, PerModel)})
-
-        def chosen(
-            params: Params, model_params: Sequence[Params], facts: tuple[float, ...]
-        ) -> Choosing:
-            assert choose is not None
-            return choose(facts, **bind(schema, f"method {name}", params, model_params))
-
-        def fused_for(task: TensorTask) -> Fused:
-            assert fused is not None
-            values = bind(schema, task.name, task.params, [e.params for e in task.experts])
-            return fused(task, **values)
-
-        OPERATORS[name] = Operator(
-            schema,
-            apply,
-            response_to,
-            coefficients_of,
-            validate,
-            tuple(measures),
-            settled,
-            chosen if choose else None,
-            fused_for if fused else None,
-        )
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        schema = schema_of(name, formula, reference, parameters_of(function), **traits)
+        register(Operator(schema, function, hooks, tuple(measures)))
         return function
 
-    return register
+    return decorate
 
 
-def bind(
-    schema: OperatorSchema, where: str, params: Params, model_params: Sequence[Params]
-) -> dict[str, Any]:
-    """Keyword arguments of an operator's function: every parameter, defaults filled in.
-
-    Raises OperatorError for a name the schema lacks, a required one left out, and a value that is
-    no finite number or below the least.
-    """
-    scopes: dict[str, Sequence[Params]] = {"method": [params], "model": model_params}
-    given: dict[str, list[dict[str, Any]]] = {}
-    for scope, rows in scopes.items():
-        known = {p.name for p in schema.parameters if p.scope == scope}
-        given[scope] = [dict(row) for row in rows]
-        for key in (key for row in given[scope] for key in row if key not in known):
-            raise OperatorError(
-                f"{schema.name} has no {scope} parameter {key!r}",
-                where=where,
-                expected="one of " + ", ".join(sorted(known)),
-                found=repr(key),
-                next_step="remove or rename the parameter",
-            )
-    values: dict[str, Any] = {}
-    for p in schema.parameters:
-        column = [_value(schema, p, where, row) for row in given[p.scope]]
-        values[_argument(p.name)] = PerModel(column) if p.scope == "model" else column[0]
-    return values
-
-
-def _value(schema: OperatorSchema, p: Parameter, where: str, row: dict[str, Any]) -> Any:
-    raw = row.get(p.name, p.default)
-    if p.kind == "choice":
-        if raw not in p.choices:
-            raise _unusable(schema, p, where, raw, "one of " + ", ".join(p.choices))
-        return raw
-    try:
-        number = float(raw)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise _unusable(schema, p, where, raw, f"a finite number ({p.help})")
-    if p.least is not None and number < p.least:
-        raise _unusable(schema, p, where, raw, f"a number from {p.least:g} up ({p.help})")
-    return {"float": float, "bool": bool, "int": int}[p.kind](number)
-
-
-def _unusable(
-    schema: OperatorSchema, p: Parameter, where: str, raw: Any, expected: str
-) -> OperatorError:
-    return OperatorError(
-        f"{schema.name} cannot use its parameter {p.name!r}",
-        where=where,
-        expected=expected,
-        found="nothing" if raw is None else repr(raw),
-        next_step=f"give {p.name} a value in the recipe",
+def schema_of(
+    name: str,
+    formula: str,
+    reference: str,
+    parameters: tuple[Parameter, ...],
+    **traits: Unpack[Traits],
+) -> OperatorSchema:
+    """The declaration of a method; traits that are left out are those of `task_arithmetic`."""
+    return OperatorSchema(
+        name=name,
+        parameters=parameters,
+        space=traits.get("space", "delta"),
+        base=traits.get("base", "required"),
+        experts=traits.get("experts", (1, None)),
+        fact=traits.get("fact", "none"),
+        scope=traits.get("scope", "element"),
+        response=traits.get("response", "additive"),
+        formula=formula,
+        reference=reference,
     )
+
+
+def register(method: Operator) -> None:
+    """Enter a method in OPERATORS. Raises OperatorError for a name that is taken."""
+    name, function = method.schema.name, method.function
+    if name in OPERATORS:
+        raise OperatorError(
+            "Two operators have the same name",
+            where=f"{function.__module__}.{function.__qualname__}",
+            expected="a name of its own",
+            found=repr(name),
+            next_step="rename one of them",
+        )
+    OPERATORS[name] = method
 
 
 def _check_window(schema: OperatorSchema, window: Window) -> None:
@@ -287,45 +232,3 @@ def _check_window(schema: OperatorSchema, window: Window) -> None:
             found=f"{'no' if window.base is None else 'a'} base, {window.experts.shape[0]} experts",
             next_step="report this: the engine and the plan disagree",
         )
-
-
-def _argument(parameter_name: str) -> str:
-    return parameter_name + "_" if parameter_name == "lambda" else parameter_name
-
-
-def _parameters(function: Callable[..., Tensor]) -> tuple[Parameter, ...]:
-    # Tensor is unknown at run time: torch is imported for type checking only.
-    hints = get_type_hints(function, localns={"Tensor": object}, include_extras=True)
-    arguments = signature(function).parameters.values()
-    return tuple(
-        _parameter(a, hints.get(a.name), f"{function.__module__}.{function.__qualname__}")
-        for a in arguments
-        if a.kind is Argument.KEYWORD_ONLY
-    )
-
-
-def _parameter(argument: Argument, hint: Any, where: str) -> Parameter:
-    kinds: dict[Any, tuple[Literal["model", "method"], Kind]] = {
-        PerModel: ("model", "float"),
-        float: ("method", "float"),
-        bool: ("method", "bool"),
-        int: ("method", "int"),
-    }
-    kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    choices = get_args(kind) if get_origin(kind) is Literal else ()
-    if (kind not in kinds and not choices) or not notes or not isinstance(notes[0], str):
-        raise OperatorError(
-            f"The argument {argument.name!r} of an operator has no type and help text",
-            where=where,
-            expected="Annotated[PerModel | float | bool | int | Literal[texts], help]",
-            found=repr(hint),
-            next_step="annotate the argument",
-        )
-    default = None if argument.default is Argument.empty else argument.default
-    if isinstance(default, PerModel):
-        (default,) = default
-    kinds[Literal] = ("method", "choice")
-    scope, value_kind = kinds[Literal if choices else kind]
-    least = next((note.value for note in notes if isinstance(note, AtLeast)), None)
-    name = argument.name.removesuffix("_")
-    return Parameter(name, scope, value_kind, default, notes[0], choices, least)

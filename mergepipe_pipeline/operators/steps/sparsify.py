@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import on_device
 from mergepipe_pipeline.operators.steps.random import keep_below, keep_mask, stream_key, uniforms
-from mergepipe_pipeline.operators.steps.registry import PerModel
+from mergepipe_pipeline.operators.steps.signature import PerModel
 from mergepipe_pipeline.operators.steps.tensor_window import Window
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 
