@@ -22,10 +22,34 @@ from mergepipe_pipeline.operators.steps import on_device
 from mergepipe_pipeline.operators.steps.random import keep_below, keep_mask, stream_key, uniforms
 from mergepipe_pipeline.operators.steps.signature import PerModel
 from mergepipe_pipeline.operators.steps.tensor_window import Window
+from mergepipe_pipeline.spec.operator import Fact
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def thin(
+    window: Window,
+    expert: int,
+    how: Fact,
+    density: float,
+    epsilon: float = 0.0,
+    *,
+    inverse: bool = False,
+) -> None:
+    """Thin row `expert` in the way that the facts of kind `how` are for; "none" keeps all.
+
+    `epsilon` is for "ranked"; with `inverse`, random drops divide by the probability to keep.
+    """
+    if how == "trim":
+        trim(window, expert, density)
+    elif how == "band":
+        band(window, expert, density)
+    elif how == "drop":
+        drop(window, expert, density, inverse=inverse)
+    elif how == "ranked":
+        drop_by_rank(window, expert, density, epsilon, inverse=inverse)
 
 
 def trim(window: Window, expert: int, density: float) -> None:
@@ -53,10 +77,11 @@ def band(window: Window, expert: int, density: float) -> None:
         drop_outliers_(window.experts[expert], outliers, window.start_elem)
 
 
-def drop(window: Window, expert: int, density: float) -> None:
+def drop(window: Window, expert: int, density: float, *, inverse: bool = False) -> None:
     """Keep each element of row `expert` with probability `density`, by numbered random numbers.
 
-    Source: DARE (https://arxiv.org/abs/2311.03099); the rescale is the caller's.
+    With `inverse`, what is kept is divided by its probability.
+    Source: DARE (https://arxiv.org/abs/2311.03099); the rescale to a norm is the caller's.
     """
     task, delta = window.task, window.experts[expert]
     if 0 < density < 1:
@@ -67,6 +92,8 @@ def drop(window: Window, expert: int, density: float) -> None:
         else:
             key = stream_key(task.seed, position, task.name)
             on_device.drop_(delta, on_device.uniforms(key, start, delta), keep_below(density))
+        if inverse:
+            delta.div_(delta.new_full((), density))
     elif density <= 0:
         delta.zero_()
 
@@ -77,7 +104,7 @@ def drop_by_rank(
     """Keep elements of row `expert` more probably the larger they are among their tensor row.
 
     With `inverse`, what is kept is divided by its probability.
-    Source: DELLA (https://arxiv.org/abs/2406.11617); the rescale is the caller's.
+    Source: DELLA (https://arxiv.org/abs/2406.11617); the rescale to a norm is the caller's.
     """
     task, delta = window.task, window.experts[expert]
     if 0 < density < 1:
