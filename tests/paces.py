@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.spec.engine_pace import EnginePace, Flow, MethodPace
 from mergepipe_pipeline.spec.storage_profile import StorageProfile
-from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.profile import store_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
 GB = 10**9
@@ -26,4 +25,4 @@ PROFILE = StorageProfile(GB, 0.001, GB / 2, "2025-01-01T00:00:00+00:00", "/f", E
 
 def settle_in(home: Warehouse) -> None:
     """Let a warehouse be on this machine."""
-    write_atomic(home.profile_path, seal({"storage": PROFILE.to_json()}))
+    store_profile(home.profile_path, PROFILE)

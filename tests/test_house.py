@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from mergepipe_pipeline import errors
@@ -65,3 +67,11 @@ def test_nothing_is_ever_unpickled() -> None:
 def test_every_source_has_a_module_docstring_of_a_sentence() -> None:
     for path in SOURCES:
         assert path.read_text().startswith('"""'), path
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = grimp.build_graph(
+        "mergepipe_pipeline", "assets", "sensors", exclude_type_checking_imports=True
+    )
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert list(TopologicalSorter(imports).static_order())  # raises CycleError and names the cycle

@@ -18,7 +18,6 @@ from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Spars
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.operator_choice import choose_operators
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.pipeline.calibrate import storage_profile
 from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.parts import Method, TensorFacts, stored_like
 from mergepipe_pipeline.planner.rehearsal import Rehearse
@@ -32,6 +31,7 @@ from mergepipe_pipeline.spec.operator import Choosing, Fact, Response
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.recipe import Budget, Recipe, TensorRecipe
 from mergepipe_pipeline.spec.stats import ExpertStats
+from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
 Stats = Mapping[tuple[int, int], ExpertStats]
@@ -112,7 +112,7 @@ def gather(
         tables.kept,
         tables.kurtosis,
     )
-    profile = storage_profile(home)
+    profile = load_profile(home.profile_path)
     seek_nbytes = profile.seek_nbytes if profile else 0
     return PlanInputs(checked, tuple(models), stats, facts, read, seek_nbytes)
 

@@ -22,12 +22,12 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
-from mergepipe_pipeline.pipeline.calibrate import storage_profile
 from mergepipe_pipeline.snapshots.load import load_snapshot
 from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
 from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.storage.chain import VersionChain
+from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -70,7 +70,7 @@ def verify_structure(home: Warehouse, audit: Auditor) -> None:
         audit.check("structure", path, partial(_unsealed, path))
     for path in _files(home.stages, "*.json"):  # without its mark a stage is kept as a result
         audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
-    audit.check("structure", home.profile_path, partial(storage_profile, home))
+    audit.check("structure", home.profile_path, partial(load_profile, home.profile_path))
     for folder in snapshot_folders(home):
         load = partial(load_snapshot, home.snapshots, folder.name)
         snapshot = audit.check("structure", folder, load)

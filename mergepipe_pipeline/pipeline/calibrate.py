@@ -17,14 +17,15 @@ from statistics import median
 import numpy as np
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.engine.windows import EngineOptions
+from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.leases import staging
+from mergepipe_pipeline.pipeline.trial import try_engine
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.engine_pace import EnginePace, Flow
 from mergepipe_pipeline.spec.storage_profile import StorageProfile
-from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.measure import ColdFile, hash_s, is_stored, stream, write_s
+from mergepipe_pipeline.storage.profile import store_profile
 from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -91,31 +92,8 @@ def calibrate(
     # A temporary file is gone by now.
     where = home.root if target.is_relative_to(folder) else target
     profile = StorageProfile(rate, seek_s, written / wrote_s, now, str(where), engine)
-    write_atomic(home.profile_path, seal({"storage": profile.to_json()}))
+    store_profile(home.profile_path, profile)
     return Calibration(profile, observations)
-
-
-def keep_seek(home: Warehouse, seek_nbytes: int) -> None:
-    """Let plans in this warehouse count so many bytes for a seek, as plans elsewhere did."""
-    profile = StorageProfile(float(seek_nbytes), 1.0, 1.0, "", "")
-    write_atomic(home.profile_path, seal({"storage": profile.to_json()}))
-
-
-def storage_profile(home: Warehouse) -> StorageProfile | None:
-    """What was measured last in this warehouse, or None. Raises CorruptionError."""
-    try:
-        data = home.profile_path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        return StorageProfile.from_json(unseal(data, str(home.profile_path))["storage"])
-    except (KeyError, TypeError) as error:
-        raise CorruptionError(
-            "A storage profile has another form than this version writes",
-            where=str(home.profile_path),
-            found=str(error),
-            next_step="run `mergepipe calibrate` again",
-        ) from error
 
 
 def observe(read_s: ReadTimer, file_nbytes: int, repeats: int = REPEATS) -> Iterator[Observation]:
@@ -155,9 +133,6 @@ def fit(observations: Sequence[Observation]) -> tuple[float, float]:
 
 def _engine_pace(file: Path, folder: Path) -> EnginePace:
     """How fast the engine reads `file` and works; `folder` is for what it needs to try."""
-    from mergepipe_pipeline.engine.windows import EngineOptions
-    from mergepipe_pipeline.pipeline.trial import try_engine
-
     threads = EngineOptions().threads
 
     def flow(reading: Reading, *, is_cold: bool) -> Flow:

@@ -14,7 +14,6 @@ from typing import Any
 
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.pipeline.calibrate import storage_profile
 from mergepipe_pipeline.pipeline.duration import Seconds, Work, seconds, total
 from mergepipe_pipeline.pipeline.early import reads_base_early
 from mergepipe_pipeline.planner.parts import stored_like
@@ -23,6 +22,7 @@ from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.storage.uncached import cached_of_file, fits_page_cache
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -54,7 +54,7 @@ def forecast_plan(home: Warehouse, plan: MergePlan) -> Forecast:
 
 
 def _forecast(home: Warehouse, works: Sequence[Work]) -> Forecast:
-    profile = storage_profile(home)
+    profile = load_profile(home.profile_path)
     if profile is None or profile.engine is None:
         return Forecast(None, "not calibrated: run `mergepipe calibrate`")
     untimed = {w.method for w in works} - profile.engine.methods.keys()

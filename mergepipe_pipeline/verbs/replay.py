@@ -27,7 +27,6 @@ from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
 from mergepipe_pipeline.execution.planning import plan_resolved
 from mergepipe_pipeline.execution.run import EngineKnobs, run_plan
 from mergepipe_pipeline.execution.stages import run_stages
-from mergepipe_pipeline.pipeline.calibrate import keep_seek
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -37,6 +36,7 @@ from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.request import Request, RequestedModel
 from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -76,7 +76,7 @@ def replay(
     raw = parse(str(provenance["recipe"]), name=str(provenance["recipe_name"]), where=snapshot.path)
     with _scratch(home, keep) as scratch:
         if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
-            keep_seek(scratch, int(seek_nbytes))
+            store_seek(scratch.profile_path, int(seek_nbytes))
         found = _inputs(home, scratch, request, inputs or {}, progress)
         plan = _plan(scratch, raw, request, found, progress)
         made = run_plan(scratch, plan, knobs=knobs, progress=progress).snapshot

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.pipeline import calibrate as module
-from mergepipe_pipeline.pipeline import trial as trial_module
 from mergepipe_pipeline.pipeline.calibrate import (
     MIN_NBYTES,
     REPEATS,
@@ -22,12 +21,12 @@ from mergepipe_pipeline.pipeline.calibrate import (
     calibrate,
     fit,
     observe,
-    storage_profile,
 )
 from mergepipe_pipeline.pipeline.trial import Trial
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry
 from mergepipe_pipeline.spec.engine_pace import MethodPace
 from mergepipe_pipeline.storage.measure import ColdFile, write_s
+from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
 SEEKS = st.floats(1e-5, 2e-2)
@@ -100,7 +99,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Warehouse:
 
 
 def test_a_real_file_is_measured_and_remembered(home: Warehouse, tmp_path: Path) -> None:
-    assert storage_profile(home) is None
+    assert load_profile(home.profile_path) is None
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -111,7 +110,7 @@ def test_a_real_file_is_measured_and_remembered(home: Warehouse, tmp_path: Path)
     assert 1e5 < profile.read_bytes_per_s < 1e12
     assert 1e5 < profile.write_bytes_per_s < 1e12
     assert 0 <= profile.seek_s < 1
-    assert storage_profile(home) == profile
+    assert load_profile(home.profile_path) == profile
     assert list(home.staging.iterdir()) == []
 
 
@@ -141,14 +140,14 @@ def test_a_place_without_a_file_that_is_large_enough_and_no_hole_is_refused(
         file.truncate(nbytes)
     with pytest.raises(MergePipeError, match=r"no file to measure.*at least 4 MiB without holes"):
         calibrate(home, tmp_path / "model")
-    assert storage_profile(home) is None
+    assert load_profile(home.profile_path) is None
 
 
 def test_a_damaged_profile_is_told_by_its_file(home: Warehouse) -> None:
     calibrate(home, temp_nbytes=8 << 20, with_engine=False)
     home.profile_path.write_bytes(home.profile_path.read_bytes().replace(b"T", b"t"))
     with pytest.raises(CorruptionError, match=r"profile\.json"):
-        storage_profile(home)
+        load_profile(home.profile_path)
 
 
 def test_the_engine_is_measured_with_the_storage_and_remembered(
@@ -156,7 +155,7 @@ def test_the_engine_is_measured_with_the_storage_and_remembered(
 ) -> None:
     pace = MethodPace(0.1, 0.001, 0.0, 0.0, 1e-9, 1e-10)
     trial = Trial(2.0, 0.1, 2e-9, {"linear": pace})
-    monkeypatch.setattr(trial_module, "try_engine", lambda folder: trial)
+    monkeypatch.setattr(module, "try_engine", lambda folder: trial)
     found = calibrate(home, temp_nbytes=16 << 20).profile.engine
     assert found is not None
     assert found.methods == {"linear": pace}
@@ -165,6 +164,6 @@ def test_the_engine_is_measured_with_the_storage_and_remembered(
         assert 1e5 < flow.bytes_per_s < 1e12
         assert 0 <= flow.cpu_s_per_byte < 1e-6
     assert 1e7 < found.hash_bytes_per_s < 1e11
-    profile = storage_profile(home)
+    profile = load_profile(home.profile_path)
     assert profile is not None
     assert profile.engine == found

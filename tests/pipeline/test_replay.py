@@ -23,8 +23,8 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.snapshot import object_store
-from mergepipe_pipeline.pipeline.calibrate import keep_seek
 from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.verbs.export import export
 from mergepipe_pipeline.verbs.register import register
@@ -49,7 +49,7 @@ Text = Callable[..., str]
 def test_a_merge_gives_the_same_bits_again_whatever_was_asked_on_the_command_line(
     home: Warehouse, recipe_text: Text, method: str, planning: dict[str, object]
 ) -> None:
-    keep_seek(home, 20_000)
+    store_seek(home.profile_path, 20_000)
     made = run(home, recipe_text(method, ""), **planning)
     found = replay(home, made.snapshot.snapshot_id[:10])
     assert found.snapshot_id == made.snapshot.snapshot_id

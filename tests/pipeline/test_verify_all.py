@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.pipeline.calibrate import keep_seek
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.publish import publish, released
 from mergepipe_pipeline.verbs.repair import repair
@@ -68,7 +68,7 @@ def recipe(models: Path) -> str:
 def whole(tmp_path_factory: pytest.TempPathFactory, recipe: str) -> Path:
     """A warehouse of one budgeted merge, published, on a calibrated disk."""
     home = Warehouse.at(tmp_path_factory.mktemp("whole") / "w").ensure()
-    keep_seek(home, 4096)
+    store_seek(home.profile_path, 4096)
     publish(home, run(home, recipe, budget="60%").snapshot.snapshot_id, "live")
     return home.root
 

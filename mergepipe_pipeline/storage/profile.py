@@ -1,0 +1,37 @@
+"""The stored figures of this machine, one sealed file: read by planning, written by `calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.storage_profile import StorageProfile
+from mergepipe_pipeline.storage.atomic import write_atomic
+
+
+def load_profile(path: Path) -> StorageProfile | None:
+    """The profile at `path`; None if there is none. Raises CorruptionError."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return StorageProfile.from_json(unseal(data, str(path))["storage"])
+    except (KeyError, TypeError) as error:
+        raise CorruptionError(
+            "A storage profile has another form than this version writes",
+            where=str(path),
+            found=str(error),
+            next_step="run `mergepipe calibrate` again",
+        ) from error
+
+
+def store_profile(path: Path, profile: StorageProfile) -> None:
+    """Write a profile in place of the one at `path`. Raises StorageFullError."""
+    write_atomic(path, seal({"storage": profile.to_json()}))
+
+
+def store_seek(path: Path, seek_nbytes: int) -> None:
+    """Store a profile that makes plans count `seek_nbytes` for a seek, as plans elsewhere did."""
+    store_profile(path, StorageProfile(float(seek_nbytes), 1.0, 1.0, "", ""))
