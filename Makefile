@@ -9,8 +9,8 @@ BENCH_PRESET ?= qwen3-0.6b
 BENCH_K ?= 2 5
 BENCH_ROUNDS ?= 3
 BENCH_PEER ?= --peer
-BENCH_ROWS ?= bench-families/rows.jsonl
-BENCH_RESULTS ?= bench-families/RESULTS.md
+BENCH_ROWS ?= bench/rows.jsonl
+BENCH_RESULTS ?= bench/RESULTS.md
 TORTURE ?= all
 
 .PHONY: help venv demo ui test lint types layers pytest bench torture soak clean-demo
@@ -59,7 +59,7 @@ pytest: venv
 	$(BIN)/pytest -n 3 --dist worksteal -q
 
 bench: venv
-	mkdir -p bench-families
+	mkdir -p bench
 	$(BIN)/python -m tests.benchmarks.bench_startup --preset $(BENCH_PRESET) -k $(firstword $(BENCH_K)) \
 		--rounds $(BENCH_ROUNDS) --json $(BENCH_ROWS)
 	$(BIN)/python -m tests.benchmarks.bench_merge --preset $(BENCH_PRESET) -k $(BENCH_K) \

@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.benchmarks import FOLDER
+
 _ANALYSE = """
 import sys
 from pathlib import Path
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("family", type=Path)
     parser.add_argument("--experts", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--home", type=Path, default=Path("bench-analysis"))
+    parser.add_argument("--home", type=Path, default=FOLDER / "analysis")
     args = parser.parse_args()
     base = args.family.resolve() / "base"
     experts = sorted(p for p in base.parent.iterdir() if p.is_dir() and p != base)

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.benchmarks import FOLDER
 from tests.benchmarks.bench_budget import STRATEGIES, distance, forget, run
 from tests.benchmarks.family import cached_family
 from tests.benchmarks.layouts import PRESETS
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--recipes", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--families", type=Path, default=Path("bench-families"))
+    parser.add_argument("--families", type=Path, default=FOLDER)
     args = parser.parse_args()
     family = cached_family(args.families, args.preset, _EXPERTS)
     experts = sorted(family.resolve().glob("expert_*"))[:_EXPERTS]

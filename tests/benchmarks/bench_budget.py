@@ -25,6 +25,7 @@ from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import Estimates
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.benchmarks import FOLDER
 
 BUDGETS = ("2%", "5%", "10%", "25%", "50%")
 STRATEGIES = ("conflict_aware", "magnitude", "hash", "drop-experts")
@@ -128,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("family")
     parser.add_argument("--experts", type=int, default=10)
-    parser.add_argument("--home", default="bench-budget")
+    parser.add_argument("--home", default=FOLDER / "budget")
     parser.add_argument("--method", choices=METHODS, action="append")
     parser.add_argument("--strategy", choices=STRATEGIES, action="append")
     args = parser.parse_args()

@@ -35,6 +35,7 @@ from mergepipe_pipeline.spec.stats import (
 from mergepipe_pipeline.storage.header import build_header
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.benchmarks import FOLDER
 
 BLOCK_ELEMS = 1 << 20
 BUDGET = "10%"
@@ -196,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experts", type=int, default=100)
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--home", default="bench-planning")
+    parser.add_argument("--home", default=FOLDER / "planning")
     parser.add_argument("--method", choices=METHODS, action="append")
     args = parser.parse_args()
     home = Warehouse.at(args.home).ensure()

@@ -33,6 +33,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from tests.benchmarks import FOLDER
 from tests.benchmarks.layouts import PRESETS, Preset, Tensor, layout, small_files
 
 _WORKERS = 2
@@ -254,12 +255,13 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
     parser.add_argument("-k", type=int, default=10, help="number of experts")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="default: bench-families/PRESET")
+    parser.add_argument("--families", type=Path, default=FOLDER)
+    parser.add_argument("--out", type=Path, help="default: FAMILIES/PRESET")
     args = parser.parse_args()
     if args.out:
         print(make_family(args.out, PRESETS[args.preset], args.k, args.seed))
     else:
-        print(cached_family(Path("bench-families"), args.preset, args.k, args.seed))
+        print(cached_family(args.families, args.preset, args.k, args.seed))
 
 
 if __name__ == "__main__":

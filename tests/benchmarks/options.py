@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.benchmarks import FOLDER
 from tests.benchmarks.family import cached_family
 from tests.benchmarks.layouts import PRESETS
 from tests.benchmarks.report import line, tables
@@ -17,7 +18,7 @@ def options(claim: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=claim)
     parser.add_argument("--family", type=Path, help="a folder with base and expert_*")
     parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
-    parser.add_argument("--families", type=Path, default=Path("bench-families"))
+    parser.add_argument("--families", type=Path, default=FOLDER)
     parser.add_argument("--work", type=Path, help="default: in FAMILIES, named after the family")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="append rows to this file")

@@ -1,6 +1,6 @@
 """Tables and a picture of measured rows.
 
-    python -m tests.benchmarks.report ROWS.jsonl [--out tests/benchmarks/RESULTS.md]
+    python -m tests.benchmarks.report ROWS.jsonl [--out RESULTS.md]
 
 Measures nothing. Each ratio is of two runs in the same round, so that what slows the machine down
 for a while slows both; min, median and max are over rounds.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.benchmarks import FOLDER
 from tests.benchmarks.cases import CASES
 from tests.benchmarks.rows import Row, Setting, Spent, load
 
@@ -242,7 +243,7 @@ def main() -> None:
     """Write RESULTS.md, and the pictures beside it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("RESULTS.md"))
+    parser.add_argument("--out", type=Path, default=FOLDER / "RESULTS.md")
     args = parser.parse_args()
     write_results(load(args.rows), args.out)
 
