@@ -7,13 +7,21 @@ from dataclasses import asdict, replace
 import click
 
 from mergepipe_pipeline.cli.common import Console, table, verb
+from mergepipe_pipeline.errors import MergePipeError
 
 
 @click.command()
 @verb
 def demo(console: Console) -> None:
     """Train a small family, land it expert by expert, merge under budgets, score the results."""
-    from mergepipe_pipeline.demo.run import run_demo
+    try:
+        from mergepipe_pipeline.demo.run import run_demo
+    except ModuleNotFoundError as error:
+        raise MergePipeError(
+            "The demo needs a package that is not installed",
+            found=f"no module {error.name}",
+            next_step="pip install 'mergepipe-pipeline[demo]' (in a clone: '.[demo]')",
+        ) from error
 
     place = "demo-warehouse" if console.home_dir is None else console.home_dir
     chosen = replace(console, home_dir=place)
