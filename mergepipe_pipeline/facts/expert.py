@@ -15,7 +15,6 @@ from functools import cached_property
 from mergepipe_pipeline.catalog.catalog import Catalog, Fact
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.facts.analyses import ensure_stats
-from mergepipe_pipeline.operators.sparsify import band_counts, trim_count
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
 from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
 from mergepipe_pipeline.progress import Progress, Silent

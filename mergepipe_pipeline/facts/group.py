@@ -16,7 +16,6 @@ from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators import OPERATORS, Operator
-from mergepipe_pipeline.operators.measure import Largest, Measure
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Measure
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.checkpoint import Checkpoint

@@ -23,8 +23,6 @@ from tests.benchmarks import FOLDER
 _ANALYSE = """
 import sys
 from pathlib import Path
-from mergepipe_pipeline.pipeline.analyze import analyze
-from mergepipe_pipeline.pipeline.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 home = Warehouse.at(sys.argv[1]).ensure()
 base, *experts = map(Path, sys.argv[2:])

@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from mergepipe_pipeline.operators.sparsify import trim_count
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.operators.steps.sparsify import trim_count

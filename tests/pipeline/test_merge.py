@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mergepipe_pipeline.operators.random import keep_mask
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.execution.plan_store import load_plan

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mergepipe_pipeline.operators.random import uniforms
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.execution.run import EngineKnobs
