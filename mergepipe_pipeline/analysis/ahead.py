@@ -6,19 +6,20 @@ because faulting in fresh pages for every window costs as much as the arithmetic
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-#: More threads only hold more windows: the hashes of one tensor are taken in order.
-_MAX_THREADS = 4
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.free_list import FreeList
+from mergepipe_pipeline.concurrency.lookahead import lookahead
+from mergepipe_pipeline.concurrency.workers import Workers
+
 #: Jobs that the disk is told about before they run.
 _HINTED = 12
 
@@ -59,58 +60,36 @@ class RunAhead:
     """Threads and their buffers; a context manager."""
 
     def __init__(self) -> None:
-        # What this process may use: more threads than cores only evict each other's windows.
-        self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._free: list[Buffers] = []
+        self._buffers = FreeList(Buffers)
         self._lock = threading.Lock()
-        self._torch_threads: int | None = None
+        self._stack = ExitStack()
+        self._has_torch = False
 
     def __enter__(self) -> RunAhead:
-        self._pool = ThreadPoolExecutor(self._threads)
+        self._workers = self._stack.enter_context(Workers(threads.analysis()))
         return self
 
-    def load_torch(self) -> None:
-        """Load torch for jobs that need it, which takes a second, and keep it to one thread each.
-
-        Each job is one thread's work; torch must not start threads of its own inside.
-        """
-        with self._lock:
-            if self._torch_threads is None:
-                import torch
-
-                self._torch_threads = torch.get_num_threads()
-                torch.set_num_threads(1)
-
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        if self._torch_threads is not None:
-            import torch
+        self._stack.close()
 
-            torch.set_num_threads(self._torch_threads)
+    def load_torch(self) -> None:
+        """Load torch, which takes a second, for jobs that need it: one thread for each."""
+        with self._lock:
+            if not self._has_torch:
+                self._stack.enter_context(threads.single_threaded_torch())
+                self._has_torch = True
 
     def results(self, jobs: Iterator[Job[T]]) -> Iterator[T]:
         """What jobs give, in order; a result may use its buffers until the next one is taken."""
-        waiting: deque[Job[T]] = deque()
-        unhinted: list[Job[T]] = []
-        running: deque[tuple[Future[T], Buffers]] = deque()
-        while True:
-            while len(waiting) < _HINTED and (job := next(jobs, None)) is not None:
-                waiting.append(job)
-                unhinted.append(job)
-            while waiting and len(running) <= self._threads:
-                buffers = self._free.pop() if self._free else Buffers()
-                future = self._pool.submit(_run, waiting.popleft(), unhinted, buffers)
-                running.append((future, buffers))
-                unhinted = []
-            if not running:
-                return
-            future, buffers = running.popleft()
-            yield future.result()
-            self._free.append(buffers)
 
+        def run(job_and_seen: tuple[Job[T], list[Job[T]]]) -> tuple[T, Buffers]:
+            job, seen = job_and_seen
+            for later in seen:  # not in the caller's thread: the disk takes time to find room
+                later.hint()
+            buffers = self._buffers.take()
+            return job.run(buffers), buffers
 
-def _run(job: Job[T], upcoming: list[Job[T]], buffers: Buffers) -> T:
-    """Run a job, after a word about those that come later: finding room for them takes time."""
-    for later in upcoming:
-        later.hint()
-    return job.run(buffers)
+        depth = threads.analysis() + 1
+        for found, buffers in self._workers.map(run, lookahead(jobs, _HINTED - 1), depth=depth):
+            yield found
+            self._buffers.give_back(buffers)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import segment_digests
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
@@ -33,7 +34,7 @@ def digest_checkpoint(
     CheckpointChangedError if a file changes meanwhile.
     """
     wanted = [t for t in checkpoint.tensors if names is None or t.name in names]
-    with open_source(checkpoint.root) as source, ThreadPoolExecutor(2) as pool:
+    with open_source(checkpoint.root) as source, Workers(threads.FILES) as workers:
         reader = BlockReader(source, checkpoint, None)
 
         def digest(entry: TensorEntry) -> tuple[Segments, ...]:
@@ -46,7 +47,7 @@ def digest_checkpoint(
                     progress(len(raw))
             return tuple(Segments(n, b"".join(p)) for n, p in zip(levels, found, strict=True))
 
-        taken = dict(zip((t.name for t in wanted), pool.map(digest, wanted), strict=True))
+        taken = dict(zip((t.name for t in wanted), workers.map(digest, wanted), strict=True))
         reader.verify_unchanged()
     return taken
 

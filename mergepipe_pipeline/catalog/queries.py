@@ -7,7 +7,6 @@ says, since a list of allowed folders would let it write into them.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import pyarrow as pa
 
 from mergepipe_pipeline.catalog.verify import is_good
 from mergepipe_pipeline.catalog.views import FILES, VIEWS, Files, View
+from mergepipe_pipeline.concurrency.threads import cores
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree
 
@@ -130,7 +130,7 @@ def _interrupted_after(
 def _bounds(limits: Limits) -> dict[str, Any]:
     return {
         "memory_limit": f"{limits.memory_nbytes}B",
-        "threads": min(limits.threads, os.cpu_count() or 1),
+        "threads": min(limits.threads, cores()),
     }
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 
 T = TypeVar("T")
 
@@ -15,15 +15,11 @@ def prefetch(loads: Iterable[Callable[[], T]], depth: int = 1) -> Iterator[Calla
 
     Calling one waits for its result and raises what it raised. The loads run one at a time.
     """
-    waiting: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            for load in loads:
-                waiting.append(pool.submit(load))
-                if len(waiting) > depth:
-                    yield waiting.popleft().result
-            while waiting:
-                yield waiting.popleft().result
-        finally:
-            for future in waiting:
-                future.cancel()
+    with Workers(1) as workers:
+        queue: TaskQueue[T] = workers.queue()
+        for load in loads:
+            queue.put(load)
+            if len(queue) > depth:
+                yield queue.pop()
+        while queue:
+            yield queue.pop()

@@ -16,7 +16,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from mergepipe_pipeline.concurrency.threads import cores, single_threaded_torch
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.demo.skills import (
     EXAMPLE_LENGTH,
     PROMPT_LENGTH,
@@ -139,14 +140,9 @@ def _user_cache() -> Path:
 @contextmanager
 def _reproducible(seed: int) -> Iterator[None]:
     """Seeded, and one thread, because their number decides the order of sums; then as before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    with single_threaded_torch(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _train_family(folder: Path, s: Settings, progress: Callable[[str], None]) -> None:
@@ -157,14 +153,15 @@ def _train_family(folder: Path, s: Settings, progress: Callable[[str], None]) ->
     progress(f"training {len(SKILLS)} experts, and a second version of {SKILLS[-1]}")
     # The longest task first. One core each: operations this small gain little from a second one,
     # and wait for it whenever another process has it.
-    workers = ThreadPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,))
-    tasks = {k: workers.submit(_train_expert, folder, base, k, s) for k in reversed(SKILLS)}
-    try:
-        for skill in SKILLS:
-            tasks[skill].result()
+    with Workers(cores()) as workers:
+
+        def train(skill: str) -> str:
+            torch.set_num_threads(1)  # is each thread's own
+            _train_expert(folder, base, skill, s)
+            return skill
+
+        for skill in workers.map(train, reversed(SKILLS)):
             progress(f"trained the expert for {skill}")
-    finally:
-        workers.shutdown(cancel_futures=True)
 
 
 def _train_expert(folder: Path, base: LlamaForCausalLM, skill: str, s: Settings) -> None:

@@ -1,7 +1,7 @@
 """Windows merged on an accelerator: stored bytes go there, are widened, merged and cast there.
 
 Reading, hashing and writing stay as they are, and so do the first pass for L1 norms and tensors
-that are only copied. Each desk has pinned memory and a stream of its own, so that while one
+that are only copied. Each worker has pinned memory and a stream of its own, so that while one
 window's arithmetic runs, the next one's bytes are on their way and a finished one's on theirs.
 
 Why the bits should be the CPU's (the tests on a GPU decide): operators work element by element, one
@@ -26,18 +26,12 @@ from contextlib import contextmanager
 
 import torch
 
+from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.window import Window, count_cut_off
-from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import DeviceError
 from mergepipe_pipeline.operators.kernels.bits import NAN_BITS
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.stored import Bytes, torch_dtype
-
-
-def device_desks(name: str, count: int) -> list[DeviceDesk]:
-    """`count` desks on the device. Raises DeviceError as `device_of`."""
-    device = device_of(name)
-    return [DeviceDesk(device) for _ in range(count)]
 
 
 def device_of(name: str) -> torch.device:
@@ -81,8 +75,8 @@ def stays_on_cpu(task: TensorTask) -> bool:
     )
 
 
-class DeviceDesk(Desk):
-    """A desk in pinned memory, with float32 rows on a device and a stream for its window.
+class DeviceBufferPool(BufferPool):
+    """Buffers in pinned memory, with float32 rows on a device and a stream for the window.
 
     Without CUDA, as in tests on a CPU, neither is pinned nor has a stream.
     """
@@ -96,7 +90,7 @@ class DeviceDesk(Desk):
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """What is asked of the device goes to the desk's stream, and is done in the end.
+        """Send what is asked of the device to the worker's stream, and wait for it in the end.
 
         Raises DeviceError if the device has no memory left.
         """
@@ -138,26 +132,26 @@ class DeviceDesk(Desk):
         return pinned
 
 
-class DeviceWindow(Window[DeviceDesk]):
-    """A window that goes to the device of its desk, if its merge may."""
+class DeviceWindow(Window[DeviceBufferPool]):
+    """A window that is merged on the device of its buffers, unless it stays on the CPU."""
 
-    def run(self, desk: DeviceDesk) -> Bytes:
+    def run(self, buffers: DeviceBufferPool) -> Bytes:
         """As `Window.run`."""
         job, task = self._job, self._job.task
         if job.unchanged or job.is_copy or stays_on_cpu(task):
-            return super().run(desk)
-        self._desk = desk
+            return super().run(buffers)
+        self._buffers = buffers
         self._clear()
-        with desk.at_work():
-            rows = desk.rows_there(1 + len(task.experts), self._n)
+        with buffers.at_work():
+            rows = buffers.rows_there(1 + len(task.experts), self._n)
             base = self._fetch_base()
             values = base.values(rows[0]) if base else None
             merged = self._applied(values, self._fill(rows[1:], values))
             found = cast(merged, task.out_dtype)
             if task.out_dtype == "F8_E4M3":
                 self.n_cut_off = count_cut_off(merged, found.view(torch.uint8))
-            here = desk.bring(found)
-        return here.copy()  # the desk is used again before these bytes are written
+            here = buffers.bring(found)
+        return here.copy()  # the buffers are used again before these bytes are written
 
 
 def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:

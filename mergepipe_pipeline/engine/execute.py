@@ -10,23 +10,26 @@ about actions and staging.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
+from mergepipe_pipeline.concurrency.free_list import FreeList
+from mergepipe_pipeline.concurrency.lookahead import lookahead
+from mergepipe_pipeline.concurrency.threads import single_threaded_torch
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.settle import Settler
 from mergepipe_pipeline.engine.sources import Read, SourcePool
 from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.windows import EngineOptions, cut
-from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.segments import KnownSegments
@@ -73,10 +76,8 @@ class LayerRunner:
     ) -> None:
         self._options = options
         self._sources = SourcePool(plan, known)
-        self._window, desks = _workshop(options)
-        self._desks: SimpleQueue[Any] = SimpleQueue()
-        for desk in desks:
-            self._desks.put(desk)
+        self._window, make_buffers = _backend(options)
+        self._buffers: FreeList[Any] = FreeList(make_buffers)
         self._n_inputs = sum(len(t.experts) for layer in plan.layers for t in layer.tasks)
         self._stack = ExitStack()
         self._has_torch = False
@@ -84,7 +85,7 @@ class LayerRunner:
     def __enter__(self) -> LayerRunner:
         self._stack.enter_context(self._sources)
         threads = self._options.threads
-        self._pool = self._stack.enter_context(ThreadPoolExecutor(threads))
+        self._workers = self._stack.enter_context(Workers(threads))
         self._settler = self._stack.enter_context(Settler(self._sources, threads))
         return self
 
@@ -161,7 +162,8 @@ class LayerRunner:
         for task in self._settler.ahead(tasks):
             job = Job(task, self._sources)
             if job.needs_torch and not self._has_torch:
-                self._load_torch()
+                self._stack.enter_context(single_threaded_torch())
+                self._has_torch = True
             numel = prod(task.shape)
             n = self._options.window_for(
                 job.working_bytes_per_elem, itemsize(task.out_dtype), job.row_elems, self._n_inputs
@@ -169,41 +171,25 @@ class LayerRunner:
             for start, stop in cut(numel, min(numel, n)) if numel else ():
                 yield self._window(job, start, stop)
 
-    def _load_torch(self) -> None:
-        import torch
-
-        # Windows are the parallelism; threads inside an operation would wait for each other.
-        self._stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
-        self._has_torch = True
-
     def _merged(self, windows: Iterator[Window[Any]]) -> Generator[_Done]:
         """Windows done, in order, while the next ones are being worked on."""
-        pending: deque[tuple[Window[Any], Future[_Done]]] = deque()
-        try:
-            for window, later in _with_later(windows):
-                pending.append((window, self._pool.submit(self._worked, window, later)))
-                if len(pending) == self._options.in_flight:
-                    yield pending.popleft()[1].result()
-            while pending:
-                yield pending.popleft()[1].result()
-        finally:
-            # The first error in order is what is told. Windows behind it may wait for its turn, or
-            # for one that is cancelled here.
-            for _, future in pending:
-                future.cancel()
-            for window, _ in pending:
-                window.abandon()
+        # A window may wait for the one before it, which failed or is cancelled: let it go, too.
+        return self._workers.map(
+            self._run_window,
+            lookahead(windows, ANNOUNCED),
+            depth=self._options.in_flight,
+            on_cancel=lambda pair: pair[0].abandon(),
+        )
 
-    def _worked(self, window: Window[Any], later: list[Window[Any]]) -> _Done:
-        for announced in later:
-            announced.announce()
+    def _run_window(self, window_and_seen: tuple[Window[Any], list[Window[Any]]]) -> _Done:
+        """Announce the windows seen, then read and merge one."""
+        window, seen = window_and_seen
+        for later in seen:
+            later.announce()
         began, before = time.perf_counter(), self._sources.read_here()
-        desk, task = self._desks.get(), window.task  # there is one for each worker
-        try:
-            out = window.run(desk)
-        finally:
-            self._desks.put(desk)
+        with self._buffers.lent() as buffers:
+            out = window.run(buffers)
+        task = window.task
         non_finite = count_non_finite(out, task.out_dtype) + window.n_cut_off
         read = self._sources.read_here() - before
         last = window if window.is_last else None
@@ -214,21 +200,6 @@ def _in_file_order(layer: LayerTask) -> list[TensorTask]:
     tasks = {t.name: t for t in layer.tasks}
     order = tensor_order([(t.name, t.out_dtype, t.shape) for t in layer.tasks])
     return [tasks[name] for name, _, _ in order]
-
-
-def _with_later(windows: Iterator[Window[Any]]) -> Iterator[tuple[Window[Any], list[Window[Any]]]]:
-    """Windows in order, each with those that are to be announced before it is worked on."""
-    waiting: deque[Window[Any]] = deque()
-    later: list[Window[Any]] = []
-    for window in windows:
-        waiting.append(window)
-        later.append(window)
-        if len(waiting) > ANNOUNCED:
-            yield waiting.popleft(), later
-            later = []
-    for window in waiting:
-        yield window, later
-        later = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +217,10 @@ class _Done:
     last: Window[Any] | None
 
 
-def _workshop(options: EngineOptions) -> tuple[type[Window[Any]], Sequence[Desk]]:
-    """The kind of window, and where workers work. Raises DeviceError if the device is not there."""
+def _backend(options: EngineOptions) -> tuple[type[Window[Any]], Callable[[], BufferPool]]:
+    """The kind of window, and what makes a worker's buffers. Raises DeviceError."""
     if options.device == "cpu":
-        return Window, [Desk() for _ in range(options.threads)]
-    from mergepipe_pipeline.engine.accelerator import DeviceWindow, device_desks
+        return Window, BufferPool
+    from mergepipe_pipeline.engine.accelerator import DeviceBufferPool, DeviceWindow, device_of
 
-    return DeviceWindow, device_desks(options.device, options.threads)
+    return DeviceWindow, partial(DeviceBufferPool, device_of(options.device))

@@ -7,23 +7,22 @@ Only sums are kept. Reads through the same gate as the merge, and is not counted
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.prefetch import prefetch
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.engine.windows import cut
-from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.operators.kernels.kept_l1 import (
     CHUNK_ELEMS,
     kept_l1,
@@ -41,7 +40,6 @@ _WINDOW_ELEMS = 1 << 18
 _AHEAD = 2
 
 Sums = npt.NDArray[np.float64]
-T = TypeVar("T")
 
 
 class Settler:
@@ -52,14 +50,14 @@ class Settler:
 
     def __init__(self, sources: SourcePool, threads: int) -> None:
         self._sources = sources
-        self._pool = ThreadPoolExecutor(threads)
-        self._desks = [Desk() for _ in range(threads)]
+        self._threads, self._workers = threads, Workers(threads)
+        self._buffers = FreeList(BufferPool)
 
     def __enter__(self) -> Settler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._workers.close()
 
     def ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
         """The tasks, settled, in order; the next ones are worked on meanwhile."""
@@ -83,22 +81,15 @@ class Settler:
         parts: list[list[Sums]] = [[] for _ in task.experts]
         job = Job(task, self._sources, before=True)
         looks = (_Look(job, start, stop) for start, stop in cut(prod(task.shape), _WINDOW_ELEMS))
-        for found in self._each(look.run for look in looks):
+        for found in self._workers.map(self._run_look, looks, depth=self._threads):
             for part, sums in zip(parts, found, strict=True):
                 part.append(sums)
         job.finish()
         return [math.fsum(x for sums in part for x in sums.tolist()) for part in parts]
 
-    def _each(self, looks: Iterable[Callable[[Desk], T]]) -> Iterator[T]:
-        """What looks find, in order; as many run at once as there are desks."""
-        pending: deque[Future[T]] = deque()
-        for number, look in enumerate(looks):
-            if len(pending) == len(self._desks):
-                yield pending.popleft().result()
-            desk = self._desks[number % len(self._desks)]
-            pending.append(self._pool.submit(look, desk))
-        while pending:
-            yield pending.popleft().result()
+    def _run_look(self, look: _Look) -> list[Sums]:
+        with self._buffers.lent() as buffers:
+            return look.run(buffers)
 
 
 class _Look:
@@ -109,24 +100,24 @@ class _Look:
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
 
-    def run(self, desk: Desk) -> list[Sums]:
+    def run(self, buffers: BufferPool) -> list[Sums]:
         """Per expert, the sums of its chunks."""
         task, n = self._task, self._n
         assert task.base is not None
         sizes = [itemsize(v.dtype) for v in (task.base.view, *(e.view for e in task.experts))]
         # One expert after the other in the same room: only the base must stay.
-        desk.clear(n * (sizes[0] + max(sizes)), 2)
-        job, buffer = self._job, desk.take(n * sizes[0])
+        buffers.clear(n * (sizes[0] + max(sizes)), 2)
+        job, buffer = self._job, buffers.take(n * sizes[0])
         below = (task.base.view, buffer, job.base_update, job.verify_base)
         base = BaseRow(self._sources.base_before, *below)
         base.fetch(self._start, self._stop)
-        room = desk.take(n * max(sizes))
+        room = buffers.take(n * max(sizes))
         return [
-            self._kept(number, base, room[: n * size], desk)
+            self._kept(number, base, room[: n * size], buffers)
             for number, size in enumerate(sizes[1:])
         ]
 
-    def _kept(self, number: int, base: BaseRow, room: Bytes, desk: Desk) -> Sums:
+    def _kept(self, number: int, base: BaseRow, room: Bytes, buffers: BufferPool) -> Sums:
         job, task, n = self._job, self._task, self._n
         e, update, verify = task.experts[number], job.updates[number], job.verify[number]
         sums = np.zeros(-(-n // CHUNK_ELEMS))
@@ -141,7 +132,7 @@ class _Look:
         if base.bits is not None and (bits := row.bits(base.bits)) is not None:
             kept_l1_bfloat16(bits, base.bits, *which)
             return sums
-        padded = desk.rows(1, len(sums) * CHUNK_ELEMS)[0]
+        padded = buffers.rows(1, len(sums) * CHUNK_ELEMS)[0]
         padded[n:] = 0
         row.delta(padded[:n], base.values())
         kept_l1(padded.numpy(), *which)

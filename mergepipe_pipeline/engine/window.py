@@ -1,7 +1,7 @@
 """One run of elements of one output tensor, from bytes to bytes: read, merge, cast.
 
-Inputs and arithmetic lie on a `Desk`, what it gives does not. Which way a tensor goes, its job has
-decided.
+Inputs and intermediate values lie in a `BufferPool`, the result does not. The job has decided which
+way the tensor goes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.cuts import Which
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
-from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.operators import Window as OperatorWindow
+from mergepipe_pipeline.operators.bits_kernel import Floats, Stored
+from mergepipe_pipeline.operators.fused_kernel import TILE_ELEMS, FusedKernel, narrow
 from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
+from mergepipe_pipeline.operators.registry import Window as OperatorWindow
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
@@ -37,7 +40,7 @@ from mergepipe_pipeline.tensors.verified import Verify
 if TYPE_CHECKING:
     import torch
 
-D = TypeVar("D", bound=Desk)
+D = TypeVar("D", bound=BufferPool)
 #: Halfway from 448, the largest value of F8_E4M3, to the next one if there were one.
 _E4M3_ROUNDS_DOWN_TO = 464.0
 
@@ -70,12 +73,12 @@ class Window(Generic[D]):
                 for a, b in clip(e.read, start, min(stop, e.view.numel)):
                     announce_stored(job.sources.expert, e.view, a, b)
 
-    def run(self, desk: D) -> Bytes:
+    def run(self, buffers: D) -> Bytes:
         """Read what the plan allows, merge it, and give the window's output bytes.
 
-        Nobody else may use the desk meanwhile.
+        No other window may use the buffers meanwhile.
         """
-        self._desk, job = desk, self._job
+        self._buffers, job = buffers, self._job
         if job.unchanged:
             return self._stored(*job.unchanged)
         self._clear()
@@ -86,7 +89,7 @@ class Window(Generic[D]):
         if job.kernel and job.is_stored_bfloat16:
             return self._fused(job.kernel, *self._fetch_bits(base))
         values = base.values() if base else None
-        rows = self._fill(self._desk.rows(len(job.task.experts), self._n), values)
+        rows = self._fill(self._buffers.rows(len(job.task.experts), self._n), values)
         if job.kernel:
             below = values.numpy() if values is not None else np.empty(0, np.float32)
             return self._fused(job.kernel, below, rows.numpy(), np.arange(len(rows)))
@@ -129,13 +132,13 @@ class Window(Generic[D]):
     def _clear(self) -> None:
         job = self._job
         result = max(MERGED_BYTES, itemsize(job.task.out_dtype))
-        self._desk.clear(self._n * (job.stored_bytes_per_elem + result), len(job.sizes) + 1)
+        self._buffers.clear(self._n * (job.stored_bytes_per_elem + result), len(job.sizes) + 1)
 
     def _fetch_base(self) -> BaseRow | None:
         job, base = self._job, self._job.task.base
         if base is None or not job.needs_base(self._start, self._stop):
             return None
-        buffer = self._desk.take(self._n * job.sizes[-1])
+        buffer = self._buffers.take(self._n * job.sizes[-1])
         row = BaseRow(job.sources.base, base.view, buffer, job.base_update, job.verify_base)
         row.fetch(self._start, self._stop)
         return row
@@ -146,7 +149,7 @@ class Window(Generic[D]):
         experts = []
         helpers = zip(job.updates, job.verify, strict=True)
         for e, size, both in zip(task.experts, job.sizes, helpers, strict=False):
-            buffer = self._desk.take(self._n * size)
+            buffer = self._buffers.take(self._n * size)
             expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, *both)
             expert.fetch(self._start, self._stop)
             experts.append(expert)
@@ -162,7 +165,7 @@ class Window(Generic[D]):
         """
         job, n = self._job, self._n
         below = base.raw.view(np.uint16) if base else np.empty(0, np.uint16)
-        bits = self._desk.take(len(job.task.experts) * n * 2).view(np.uint16).reshape(-1, n)
+        bits = self._buffers.take(len(job.task.experts) * n * 2).view(np.uint16).reshape(-1, n)
         present: list[int] = []
         spans: list[Range] = []
         for k, e in job.present:
@@ -195,7 +198,7 @@ class Window(Generic[D]):
         spans: np.ndarray | None = None,
     ) -> Bytes:
         task = self._job.task
-        merged = self._desk.take(self._n * MERGED_BYTES).view(np.float32)
+        merged = self._buffers.take(self._n * MERGED_BYTES).view(np.float32)
         if self._job.cuts:
             kernel = kernel.with_stops(self._stops(base, experts, present, spans))
         kernel.run(base, experts, present, self._start, merged, spans)

@@ -6,10 +6,10 @@ falls as the number of experts rises, so that the bytes held stay the same.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from mergepipe_pipeline.concurrency.threads import merging
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, FINE_ELEMS
 
 _QUANTUM = FINE_ELEMS
@@ -35,7 +35,7 @@ class EngineOptions:
 
     memory_bytes: int = 128 << 20
     window_elems: int | None = None
-    threads: int = max(1, os.cpu_count() or 1) + 1
+    threads: int = field(default_factory=merging)
     device: str = "cpu"
 
     @property

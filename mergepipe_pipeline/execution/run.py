@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.input_segments import plan_inputs
 from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.execution.leases import lease
@@ -167,13 +167,13 @@ class _LayerMerger:
         self._home, self._plan, self._knobs, self._advance = home, plan, knobs, advance
         self._store = object_store(home)
         self._stack = ExitStack()
-        self._keeper = ThreadPoolExecutor(1)
+        self._keeper = Workers(1, finish_all=True)
 
     def __enter__(self) -> _LayerMerger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._keeper.shutdown()  # before staging goes: what the engine has finished is kept
+        self._keeper.close()  # before staging goes: what the engine has finished is kept
         self._stack.close()
 
     def merge(
@@ -183,31 +183,31 @@ class _LayerMerger:
 
         If one fails, those before it are given first.
         """
-        pending: deque[Future[LayerOutcome]] = deque()
+        outcomes: TaskQueue[LayerOutcome] = self._keeper.queue()
         missing = [layer for layer in layers if known[layer.name] is None]
         with closing(self._made(missing)) as made:
             try:
                 for layer in layers:
-                    found = known[layer.name]
-                    pending.append(next(made) if found is None else _done(layer, found))
-                    while pending and (len(pending) > _WAITING or pending[0].done()):
-                        yield pending.popleft().result()
+                    stored = known[layer.name]
+                    if stored is None:
+                        outcomes.put(next(made))
+                    else:
+                        outcomes.put_result(_reused(layer, stored))
+                    yield from outcomes.ready(_WAITING)
             except Exception:
-                while pending:
-                    yield pending.popleft().result()
+                yield from outcomes.rest()
                 raise
-            while pending:
-                yield pending.popleft().result()
+            yield from outcomes.rest()
 
-    def _made(self, layers: Sequence[LayerTask]) -> Generator[Future[LayerOutcome]]:
-        """Run layers in order; the result of each is there when it is safe."""
+    def _made(self, layers: Sequence[LayerTask]) -> Generator[Callable[[], LayerOutcome]]:
+        """Run layers in order; calling what comes for each makes it durable."""
         if not layers:
             return
         runner, staging = self._engine(tuple(layers))
         work = [(layer, staging / f"{layer.name}.safetensors") for layer in layers]
         with closing(runner.run_all(work, self._advance)) as results:
             for (layer, path), result in zip(work, results, strict=True):
-                yield self._keeper.submit(self._keep, layer, path, result)
+                yield partial(self._keep, layer, path, result)
 
     def _keep(self, layer: LayerTask, path: Path, result: LayerResult) -> LayerOutcome:
         stored = StoredObject(result.sha256, result.nbytes, result.tensors, result.non_finite)
@@ -239,7 +239,5 @@ class _LayerMerger:
         return self._stack.enter_context(runner), staging
 
 
-def _done(layer: LayerTask, known: StoredObject) -> Future[LayerOutcome]:
-    future: Future[LayerOutcome] = Future()
-    future.set_result(LayerOutcome(layer.name, layer.layer_key, known, True, 0, 0, 0.0, 0))
-    return future
+def _reused(layer: LayerTask, stored: StoredObject) -> LayerOutcome:
+    return LayerOutcome(layer.name, layer.layer_key, stored, True, 0, 0, 0.0, 0)

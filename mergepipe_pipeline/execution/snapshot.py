@@ -11,7 +11,6 @@ import platform
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
@@ -50,8 +51,6 @@ from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
 from mergepipe_pipeline.warehouse import Warehouse
 
 _LOG = logging.getLogger("mergepipe")
-#: Layers that are hashed at once.
-_HASHERS = 2
 
 
 def commit(
@@ -129,8 +128,8 @@ def _merged(store: ObjectStore, layer: LayerTask) -> StoredObject:
 
 def _refuse_damaged(store: ObjectStore, reused: Sequence[tuple[LayerTask, StoredObject]]) -> None:
     """Raise DamagedLayerError if a layer's bytes are not those written; all such are forgotten."""
-    with ThreadPoolExecutor(_HASHERS) as pool:
-        intact = list(pool.map(store.is_intact, (stored for _, stored in reused)))
+    with Workers(threads.FILES) as workers:
+        intact = list(workers.map(store.is_intact, (stored for _, stored in reused)))
     damaged = [pair for pair, good in zip(reused, intact, strict=True) if not good]
     for layer, stored in damaged:
         store.forget(layer.action_key, stored)

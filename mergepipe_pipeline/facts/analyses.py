@@ -7,10 +7,11 @@ checkpoints works in one step.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.input_segments import pass_inputs
 from mergepipe_pipeline.contents.tensor_digests import Contents, Known, put_taken
 from mergepipe_pipeline.dtypes import FLOATING
@@ -26,8 +27,6 @@ from mergepipe_pipeline.warehouse import Warehouse
 Pair = tuple[str, str]
 #: Each holds a few windows of its own in memory.
 _EXPERTS_PER_PASS = 16
-#: Statistics of so many experts are read from the catalog at once.
-_LOADERS = 2
 #: Expert bytes between two savings of what a pass has done.
 _SAVE_NBYTES = 4 << 30
 
@@ -74,8 +73,8 @@ def ensure_stats(
         found = catalog.stats(base.model_id, model.model_id, grid.block_elems, without=without)
         return found or ExpertStats(base.model_id, model.model_id, grid.block_elems, ())
 
-    with ThreadPoolExecutor(_LOADERS) as pool:
-        return list(pool.map(load, (m for m, _ in wanted)))
+    with Workers(threads.CATALOG) as workers:
+        return list(workers.map(load, (m for m, _ in wanted)))
 
 
 def _batches(
@@ -99,18 +98,17 @@ def _analyze(
     found: list[list[TensorStats]] = [[] for _ in batch]
     digested: dict[str, dict[str, tuple[Segments, ...]]] = {}
     unsaved_nbytes = 0
-    saving: list[Future[None]] = []
 
-    def save(keeper: Executor) -> None:
-        while saving:  # what is found waits for the disk once
-            saving.pop().result()
+    def save(saving: TaskQueue[None]) -> None:
+        for _ in saving.rest():  # what is found waits for the disk once
+            pass
         for (model, _), tensors in zip(batch, found, strict=True):
             if tensors:
                 stats = ExpertStats(base.model_id, model.model_id, grid.block_elems, tuple(tensors))
-                saving.append(keeper.submit(catalog.put_stats, stats))
+                saving.put(partial(catalog.put_stats, stats))
                 tensors.clear()
         for checkpoint_id, taken in digested.items():
-            saving.append(keeper.submit(put_taken, home, checkpoint_id, taken))
+            saving.put(partial(put_taken, home, checkpoint_id, taken))
         digested.clear()
 
     nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
@@ -119,8 +117,9 @@ def _analyze(
     inputs = pass_inputs(home, [*(model for model, _ in batch), base], progress)
     with (
         progress.task(f"analyze {names}", nbytes) as advance,
-        ThreadPoolExecutor(_LOADERS) as keeper,
+        Workers(threads.CATALOG, finish_all=True) as keepers,
     ):
+        saving: TaskQueue[None] = keepers.queue()
         for done in analyze_experts(batch, base, grid, progress=advance, known=inputs):
             for number, stats in done:
                 found[number].append(stats)
@@ -137,11 +136,11 @@ def _analyze(
                         digested.setdefault(whose.checkpoint_id, {})[part.entry.name] = taken
                 unsaved_nbytes += batch[number][0].views[stats.tensor].stored_nbytes
             if unsaved_nbytes >= _SAVE_NBYTES:
-                save(keeper)
+                save(saving)
                 unsaved_nbytes = 0
-        save(keeper)
-        for saved in saving:
-            saved.result()
+        save(saving)
+        for _ in saving.rest():
+            pass
 
 
 def _put_known_digests(catalog: Catalog, model: Model, base: Model, grid: BlockGrid) -> None:

@@ -7,10 +7,11 @@ there. A shard that is a link to its object is read once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.snapshot import object_store
@@ -22,8 +23,6 @@ from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: Files that are hashed at once: as many as keep a fast disk busy.
-_THREADS = 2
 #: A file to hash, and how.
 _Work = tuple[Path, Callable[[Advance], None], bool]
 
@@ -32,7 +31,7 @@ def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
     """Hash what no earlier, interrupted verification found right."""
     work = [w for w in (*_objects(home), *_own_shards(home)) if not audit.is_done(w[0])]
     total = sum(_nbytes(path) for path, _, _ in work)
-    with progress.task("verify", total) as advance, ThreadPoolExecutor(_THREADS) as pool:
+    with progress.task("verify", total) as advance, Workers(threads.FILES) as workers:
 
         def run(one: _Work) -> None:
             path, check, is_derivable = one
@@ -43,7 +42,7 @@ def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
 
             audit.check("digests", path, act, is_derivable=is_derivable)
 
-        for _ in pool.map(run, work):
+        for _ in workers.map(run, work):
             pass
     for snapshot in readable_snapshots(home):
         for side in snapshot.manifest.side_files:

@@ -7,19 +7,18 @@ other: a later one is bought only after the earlier. Strategies make the list, `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Group, Ints
 from mergepipe_pipeline.planner.gram import Batch, Gram
 
 #: What is not finite counts as this much, so that sums of it stay numbers.
 _HUGE = 1e100
-#: Tensors at work at once: the compiled passes run without the interpreter's lock.
-_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ def chain_offers(c: Candidates, free: Choice) -> Offers:
     """The purchases of every site that are worth making in a row, from the candidates in `free`."""
     nbytes = np.where(free, c.nbytes, 0)
     # The threads of a BLAS would fight over matrices of this size, and take ten times as long.
-    with threadpool_limits(1, "blas"), ThreadPoolExecutor(_THREADS) as pool:
-        return joined(list(pool.map(lambda group: _site_offers(group, nbytes), c.groups())))
+    with threadpool_limits(1, "blas"), Workers(threads.PLANNING) as workers:
+        return joined(list(workers.map(lambda group: _site_offers(group, nbytes), c.groups())))
 
 
 def joined(parts: Sequence[Offers]) -> Offers:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Floats, Group
 from mergepipe_pipeline.planner.offers import cosine_batches
 from mergepipe_pipeline.planner.rehearsal import PARTS
@@ -24,8 +25,6 @@ STATED_ERRORS = 4
 #: Standard errors that a certain difference stands out by; of so few parts, one in a hundred does
 #: so by chance.
 _CERTAIN = 3
-#: Tensors at work at once: the compiled passes run without the interpreter's lock.
-_THREADS = 2
 _TINY = np.finfo(np.float64).tiny
 
 
@@ -90,8 +89,8 @@ def is_nearer(c: Candidates, choice: Choice, other: Choice) -> bool:
 def _total(c: Candidates, choices: Sequence[Choice], replay: bool) -> _Sums:
     """What all tensors add."""
     total = _nothing(len(choices))
-    with threadpool_limits(1, "blas"), ThreadPoolExecutor(_THREADS) as pool:
-        for sums in pool.map(lambda group: _of_group(group, choices, replay), c.groups()):
+    with threadpool_limits(1, "blas"), Workers(threads.PLANNING) as workers:
+        for sums in workers.map(lambda group: _of_group(group, choices, replay), c.groups()):
             total.squares += sums.squares
             total.variances += sums.variances
             total.is_stated &= sums.is_stated

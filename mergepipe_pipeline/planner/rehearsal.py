@@ -8,13 +8,14 @@ is tried before somebody asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.planner.candidates import Choice, Curve, Floats, Row
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
@@ -35,8 +36,6 @@ _SHAPE_ELEMS, _SIZE_ELEMS = 16384, 128
 _MAX_INPUTS = 1 << 13
 #: Points of a pooled curve.
 _SHARES = 33
-#: Tensors at work at once: the operators run without the interpreter's lock.
-_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -178,8 +177,8 @@ def _drawn(alike: Mapping[int, Rehearsal]) -> dict[int, Curve]:
     """The curves of tensors merged alike; the shape of each of them, unless there are very many."""
     n_inputs = sum(r.n_experts for r in alike.values())
     every = max(1, n_inputs // _MAX_INPUTS)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        trials = pool.map(
+    with Workers(threads.PLANNING) as workers:
+        trials = workers.map(
             lambda pair: pair[1].trial(shape=pair[0] % every == 0), enumerate(alike.values())
         )
         return pooled({n: t for n, t in zip(alike, trials, strict=True) if t})

@@ -11,11 +11,11 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from mergepipe_pipeline.concurrency.free_list import FreeList
+from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.storage.uncached import new_room
 
 #: Bytes of one write; a multiple of what disks ask offsets and addresses to be aligned to.
@@ -26,8 +26,8 @@ _WAITING = 3
 #: What the kernel says where a file cannot be written directly.
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
-_lock = threading.Lock()
-_free: list[mmap.mmap] = []
+#: Aligned room for pieces, of which some is kept: fresh pages cost more than the copy.
+_pieces = FreeList(partial(new_room, _PIECE_NBYTES), max_free=_WAITING + 1)
 
 
 class DirectFile:
@@ -45,9 +45,9 @@ class DirectFile:
             os.close(self._handle)
             path.unlink()
             raise
-        self._pen = ThreadPoolExecutor(1)
-        self._waiting: deque[Future[None]] = deque()
-        self._piece = _piece()
+        self._writer = Workers(1)
+        self._writes: TaskQueue[None] = self._writer.queue()
+        self._piece = _pieces.take()
         self._filled = self._at = 0
         self._is_direct = nbytes >= _PIECE_NBYTES and self._set_direct(True)
 
@@ -64,26 +64,26 @@ class DirectFile:
         """Write the rest and close the file; durable is it by fsync. Raises as `append`."""
         try:
             self._send()
-            while self._waiting:
-                self._waiting.popleft().result()
+            for _ in self._writes.rest():
+                pass
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        self._pen.shutdown(cancel_futures=True)
+        self._writer.close()
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
-            _give_back(self._piece)
+            _pieces.give_back(self._piece)
 
     def _send(self) -> None:
-        """Leave the piece to the pen and take another."""
-        self._waiting.append(self._pen.submit(self._write, self._piece, self._filled, self._at))
+        """Leave the piece to the writing thread and take another."""
+        self._writes.put(partial(self._write, self._piece, self._filled, self._at))
         self._at += self._filled
-        self._piece, self._filled = _piece(), 0
-        while len(self._waiting) > _WAITING:
-            self._waiting.popleft().result()
+        self._piece, self._filled = _pieces.take(), 0
+        for _ in self._writes.rest(_WAITING):
+            pass
 
     def _write(self, piece: mmap.mmap, nbytes: int, at: int) -> None:
         try:
@@ -95,7 +95,7 @@ class DirectFile:
                     stop = nbytes // _ALIGN * _ALIGN if self._is_direct else nbytes
                     done += self._written(room[done:stop], at + done)
         finally:
-            _give_back(piece)
+            _pieces.give_back(piece)
 
     def _written(self, part: memoryview, at: int) -> int:
         try:
@@ -115,15 +115,3 @@ class DirectFile:
         except OSError:
             return False
         return wanted and direct != 0
-
-
-def _piece() -> mmap.mmap:
-    """Aligned room for a piece, of which some is kept: fresh pages cost more than the copy."""
-    with _lock:
-        return _free.pop() if _free else new_room(_PIECE_NBYTES)
-
-
-def _give_back(piece: mmap.mmap) -> None:
-    with _lock:
-        if len(_free) <= _WAITING:
-            _free.append(piece)

@@ -12,12 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file
@@ -156,10 +156,10 @@ def stream(
                 source.will_need(path.name, later, piece)
             source.read_into(path.name, places[number], room)
 
-    with LocalSource(path, reading) as source, ThreadPoolExecutor(threads) as pool:
+    with LocalSource(path, reading) as source, Workers(threads) as workers:
         began, cpu_began = time.perf_counter(), time.process_time()
-        for done in [pool.submit(work, source) for _ in range(threads)]:
-            done.result()
+        for _ in workers.map(work, [source] * threads):
+            pass
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     return rounds * streams * piece, wall_s, cpu_s
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.engine import accelerator
-from mergepipe_pipeline.engine.accelerator import DeviceDesk, cast, device_of, stays_on_cpu
+from mergepipe_pipeline.engine.accelerator import DeviceBufferPool, cast, device_of, stays_on_cpu
 from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.engine.windows import EngineOptions
@@ -130,13 +130,13 @@ def test_stored_bfloat16_is_merged_there_too(
     plan = plan_for(kinds, "ties", ("full", "gathered"))
     wanted = run(plan, tmp_path, EngineOptions(threads=2))
     brought: list[int] = []
-    bring = DeviceDesk.bring
+    bring = DeviceBufferPool.bring
 
-    def counted(desk: DeviceDesk, values: torch.Tensor) -> Bytes:
+    def counted(buffers: DeviceBufferPool, values: torch.Tensor) -> Bytes:
         brought.append(len(values))
-        return bring(desk, values)
+        return bring(buffers, values)
 
-    monkeypatch.setattr(DeviceDesk, "bring", counted)
+    monkeypatch.setattr(DeviceBufferPool, "bring", counted)
     with on(device):
         options = EngineOptions(window_elems=4096, threads=2, device="cuda")
         assert run(plan, tmp_path, options) == wanted
@@ -213,9 +213,9 @@ def test_the_refusal_says_what_to_do(has_cuda: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_a_device_without_memory_is_told() -> None:
-    desk = DeviceDesk(torch.device("cpu"))
+    buffers = DeviceBufferPool(torch.device("cpu"))
     with (
         pytest.raises(DeviceError, match=r"does not fit.*found Tried to.*less --memory"),
-        desk.at_work(),
+        buffers.at_work(),
     ):
         raise torch.OutOfMemoryError("Tried to allocate 1 GiB\nand more")

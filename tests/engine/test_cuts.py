@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.windows import EngineOptions
-from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
 from mergepipe_pipeline.tensors.stored import Bytes
@@ -118,15 +118,15 @@ def test_a_window_that_fails_stops_the_run_with_its_own_error(
     plan = with_rules(merged(kinds, ["full"], "breadcrumbs", (), [OWN]), [(opened, opened)])
     real_run, real_announce = Window.run, Window.announce
 
-    def late(self: Window[Desk], desk: Desk) -> Bytes:
+    def late(self: Window[BufferPool], buffers: BufferPool) -> Bytes:
         if self._start < at:
             time.sleep(0.05)
-        return real_run(self, desk)
+        return real_run(self, buffers)
 
-    def broken(self: Window[Desk], *desk: Desk) -> object:
+    def broken(self: Window[BufferPool], *buffers: BufferPool) -> object:
         if self._start == at:
             raise OSError("the disk is gone")
-        return late(self, *desk) if step == "run" else real_announce(self)
+        return late(self, *buffers) if step == "run" else real_announce(self)
 
     monkeypatch.setattr(Window, "run", late)
     monkeypatch.setattr(Window, step, broken)

@@ -1,4 +1,4 @@
-"""Windows and desks: how much is held at once, and that nothing is held twice."""
+"""Windows and buffers: how much is held at once, and that nothing is held twice."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.window import count_cut_off, to_bytes
 from mergepipe_pipeline.engine.windows import EngineOptions, cut
-from mergepipe_pipeline.engine.workspace import Desk
 from mergepipe_pipeline.storage.finite import count_non_finite
 
 HELD = st.integers(1, 2000)
@@ -68,10 +68,10 @@ def test_windows_cover_a_tensor_in_order(numel: int, window_elems: int) -> None:
 
 @given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=6), again=st.booleans())
 def test_pieces_of_a_desk_are_aligned_and_apart(sizes: list[int], again: bool) -> None:
-    desk = Desk()
+    buffers = BufferPool()
     for _ in range(1 + again):
-        desk.clear(sum(sizes), len(sizes))
-        pieces = [desk.take(n) for n in sizes]
+        buffers.clear(sum(sizes), len(sizes))
+        pieces = [buffers.take(n) for n in sizes]
         for i, piece in enumerate(pieces):
             piece[:] = i
         assert [set(p.tolist()) for p in pieces] == [{i} for i in range(len(pieces))]
@@ -80,18 +80,18 @@ def test_pieces_of_a_desk_are_aligned_and_apart(sizes: list[int], again: bool) -
 
 
 def test_a_desk_keeps_its_memory_for_the_next_window() -> None:
-    desk = Desk()
-    desk.clear(1000, 1)
-    address, rows = desk.take(1000).ctypes.data, desk.rows(3, 10).data_ptr()
-    desk.clear(500, 1)
-    assert desk.take(500).ctypes.data == address
-    assert desk.rows(2, 15).data_ptr() == rows
-    assert desk.rows(2, 15).shape == (2, 15)
+    buffers = BufferPool()
+    buffers.clear(1000, 1)
+    address, rows = buffers.take(1000).ctypes.data, buffers.rows(3, 10).data_ptr()
+    buffers.clear(500, 1)
+    assert buffers.take(500).ctypes.data == address
+    assert buffers.rows(2, 15).data_ptr() == rows
+    assert buffers.rows(2, 15).shape == (2, 15)
 
 
 @pytest.mark.parametrize("n", [1, 7])
 def test_rows_of_a_desk_are_float32(n: int) -> None:
-    assert Desk().rows(2, n).numpy().dtype == np.float32
+    assert BufferPool().rows(2, n).numpy().dtype == np.float32
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40))

@@ -1,7 +1,7 @@
 """The memory of a merge, allocated once and used again for each window.
 
-Fresh pages cost more than the arithmetic on them, so a desk grows to the largest need seen and
-stays.
+Fresh pages cost more than the arithmetic on them, so a worker's buffers grow to the
+largest need seen and stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ALIGN = 64
 
 
-class Desk:
+class BufferPool:
     """The buffers of the window that a worker is on: its inputs as stored, float32 rows."""
 
     def __init__(self) -> None:

@@ -1,0 +1,48 @@
+"""How many threads each kind of work gets; no other module decides it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: Whole files that are hashed at once: as many as keep a fast disk busy.
+FILES = 2
+#: Catalog files that are read or written at once.
+CATALOG = 2
+#: Tensors that the planner works on at once: its compiled passes and the operators run without the
+#: interpreter's lock.
+PLANNING = 2
+#: More threads of analysis only hold more windows: the hashes of one tensor are taken in order.
+_MAX_ANALYSIS = 4
+
+
+def cores() -> int:
+    """The number of processors that this process may use, at least 1."""
+    return len(os.sched_getaffinity(0)) or 1
+
+
+def merging() -> int:
+    """Windows merged at once: one per core, and one more because some wait for the disk."""
+    return cores() + 1
+
+
+def analysis() -> int:
+    """Windows analysed at once: with more than one per core they only evict each other."""
+    return min(_MAX_ANALYSIS, cores())
+
+
+@contextmanager
+def single_threaded_torch() -> Iterator[None]:
+    """Load torch and keep its operations to one thread each; restores the number afterwards.
+
+    For work that is parallel already: threads inside an operation would wait for each other.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
