@@ -76,7 +76,7 @@ def _merge(card: RecipeFile) -> dg.AssetsDefinition:
         refuse_other_budget(plan, engine.budget)
         chosen = _chosen(plan, config.layers)
         done = []
-        for one in merge_recipe(mergepipe.warehouse, card.name, list(chosen), engine.knobs):
+        for one in merge_recipe(mergepipe.warehouse, card.name, list(chosen), engine.options):
             done.append(one)
             context.log_event(_reported(card, plan, chosen[one.name], one))
         return dg.MaterializeResult(

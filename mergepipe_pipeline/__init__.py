@@ -1,7 +1,7 @@
 """MergePipe: merging LLM checkpoints as data management.
 
-The interface for scripts and notebooks is `Planner`, `Engine` and `Catalog`, loaded when first
-asked for, so that importing any one module stays cheap.
+The interface for scripts and notebooks is `Planner`, `Engine` with its `EngineOptions`, and
+`Catalog`. They are loaded when first asked for, so that importing any one module stays cheap.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.api import Catalog, Engine, Planner
+    from mergepipe_pipeline.engine.options import EngineOptions
 
 __version__ = "0.1.0"
-__all__ = ["Catalog", "Engine", "Planner", "__version__"]
+__all__ = ["Catalog", "Engine", "EngineOptions", "Planner", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in {"Catalog", "Engine", "Planner"}:
+    if name in __all__:
         from mergepipe_pipeline import api
 
         return getattr(api, name)

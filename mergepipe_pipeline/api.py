@@ -10,14 +10,15 @@ Models are registered names or paths; what is not known yet is registered and an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.execution.run import EngineKnobs, run_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, parse
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -85,9 +86,7 @@ class Engine:
     """Executes plans into the warehouse of one catalog."""
 
     catalog: Catalog
-    threads: int | None = None
-    memory_mib: int | None = None
-    device: str | None = None
+    options: EngineOptions = field(default_factory=EngineOptions)
     progress: Progress | None = None
 
     def execute(self, plan: MergePlan) -> tuple[str, Manifest]:
@@ -96,7 +95,6 @@ class Engine:
         Raises CheckpointChangedError when an input is not the planned one any more,
         StorageFullError.
         """
-        memory_bytes = self.memory_mib and self.memory_mib << 20
-        knobs = EngineKnobs(self.threads, None, memory_bytes, self.device)
-        outcome = run_plan(self.catalog.warehouse, plan, knobs=knobs, progress=self.progress)
+        home, options = self.catalog.warehouse, self.options
+        outcome = run_plan(home, plan, options=options, progress=self.progress)
         return outcome.snapshot.snapshot_id, outcome.snapshot.manifest

@@ -1,4 +1,4 @@
-"""What assets and sensors get from Dagster: the warehouse, and the knobs of the engine.
+"""What assets and sensors get from Dagster: the warehouse, and the options of the engine.
 
 The only place where Dagster configuration becomes core values. Settings are read from the
 environment when this module is loaded, so that a wrong one stops definitions from loading.
@@ -11,8 +11,8 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.leases import lease_run
-from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.settings import (
     BUDGET,
     DEVICE,
@@ -87,7 +87,8 @@ class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]
         return f"{BUDGET.variable if is_usual else 'the configuration of this run'}: {budget}"
 
     @property
-    def knobs(self) -> EngineKnobs:
+    def options(self) -> EngineOptions:
         """Threads, buffer memory and device of the engine."""
-        memory_bytes = self.memory_mib and self.memory_mib << 20
-        return EngineKnobs(self.threads, None, memory_bytes, self.device)
+        return EngineOptions.given(
+            threads=self.threads, memory_mib=self.memory_mib, device=self.device
+        )

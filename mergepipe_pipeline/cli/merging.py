@@ -208,7 +208,7 @@ def merge(
     **planning: Any,
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
-    from mergepipe_pipeline.execution.run import EngineKnobs
+    from mergepipe_pipeline.engine.options import EngineOptions
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.merge import merge as run
 
@@ -216,7 +216,9 @@ def merge(
         console.home,
         load_recipe(recipe),
         relative_to=recipe_folder(recipe),
-        knobs=EngineKnobs(threads, window_elems, memory_mib and memory_mib << 20, device),
+        options=EngineOptions.given(
+            threads=threads, window_elems=window_elems, memory_mib=memory_mib, device=device
+        ),
         out=out,
         publish_ref=publish_ref,
         fresh=fresh,

@@ -43,7 +43,7 @@ def replay(
     found by name or where they were, and must have the content that was merged. Needs room for the
     result once more.
     """
-    from mergepipe_pipeline.execution.run import EngineKnobs
+    from mergepipe_pipeline.engine.options import EngineOptions
     from mergepipe_pipeline.verbs.replay import replay as run
 
     done = run(
@@ -51,7 +51,7 @@ def replay(
         snapshot,
         inputs=inputs,
         keep=Path(keep) if keep else None,
-        knobs=EngineKnobs(threads=threads),
+        options=EngineOptions.given(threads=threads),
         progress=console.progress,
     )
     console.show(

@@ -26,10 +26,11 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.settle import Settler
 from mergepipe_pipeline.engine.sources import Read, SourcePool
 from mergepipe_pipeline.engine.window import Window
-from mergepipe_pipeline.engine.windows import EngineOptions, cut
+from mergepipe_pipeline.engine.windows import cut
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.segments import KnownSegments

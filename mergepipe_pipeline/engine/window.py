@@ -18,11 +18,8 @@ from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.cuts import Which
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
 from mergepipe_pipeline.operators import Window as OperatorWindow
-from mergepipe_pipeline.operators.bits_kernel import Floats, Stored
-from mergepipe_pipeline.operators.fused_kernel import TILE_ELEMS, FusedKernel, narrow
 from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
-from mergepipe_pipeline.operators.registry import Window as OperatorWindow
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule

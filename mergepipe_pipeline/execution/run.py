@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.input_segments import plan_inputs
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.execution.leases import lease
 from mergepipe_pipeline.execution.leases import staging as staging_of
@@ -35,23 +36,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("mergepipe")
 #: Finished layers that may wait for the disk.
 _WAITING = 2
-
-
-@dataclass(frozen=True, slots=True)
-class EngineKnobs:
-    """Speed, memory and place of a merge; never its bits. None means the engine's default."""
-
-    threads: int | None = None
-    window_elems: int | None = None
-    memory_bytes: int | None = None
-    device: str | None = None
-
-    def check(self) -> None:
-        """Raise DeviceError if the device is not there, before anything is read."""
-        if self.device not in (None, "cpu"):
-            from mergepipe_pipeline.engine.accelerator import device_of
-
-            device_of(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +79,7 @@ def run_plan(
     home: Warehouse,
     plan: MergePlan,
     *,
-    knobs: EngineKnobs | None = None,
+    options: EngineOptions | None = None,
     progress: Progress | None = None,
     begun: RunStart | None = None,
     is_stage: bool = False,
@@ -114,7 +98,7 @@ def run_plan(
     begun = begun or RunStart(started)
 
     def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
-        done = list(run_layers(home, plan, knobs=knobs, progress=progress, fresh=fresh))
+        done = list(run_layers(home, plan, options=options, progress=progress, fresh=fresh))
         realised, merging_s = Realised.of(done), time.monotonic() - started
         times = Times(begun.predicted, started - begun.at_s, merging_s)
         made = {layer.name for layer in done if not layer.reused}
@@ -134,7 +118,7 @@ def run_layers(
     plan: MergePlan,
     names: Sequence[str] | None = None,
     *,
-    knobs: EngineKnobs | None = None,
+    options: EngineOptions | None = None,
     progress: Progress | None = None,
     fresh: bool = False,
 ) -> Iterator[LayerOutcome]:
@@ -149,7 +133,7 @@ def run_layers(
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
     with (
         (progress or Silent()).task(f"merge {plan.recipe_name}", total) as advance,
-        _LayerMerger(home, plan, knobs or EngineKnobs(), advance) as merger,
+        _LayerMerger(home, plan, options or EngineOptions(), advance) as merger,
     ):
         yield from merger.merge(wanted, known)
 
@@ -162,9 +146,9 @@ class _LayerMerger:
     """
 
     def __init__(
-        self, home: Warehouse, plan: MergePlan, knobs: EngineKnobs, advance: Advance
+        self, home: Warehouse, plan: MergePlan, options: EngineOptions, advance: Advance
     ) -> None:
-        self._home, self._plan, self._knobs, self._advance = home, plan, knobs, advance
+        self._home, self._plan, self._options, self._advance = home, plan, options, advance
         self._store = object_store(home)
         self._stack = ExitStack()
         self._keeper = Workers(1, finish_all=True)
@@ -229,13 +213,11 @@ class _LayerMerger:
 
     def _engine(self, layers: tuple[LayerTask, ...]) -> tuple[LayerRunner, Path]:
         from mergepipe_pipeline.engine.execute import LayerRunner
-        from mergepipe_pipeline.engine.windows import EngineOptions
 
         release_freed()
-        given = {k: v for k, v in asdict(self._knobs).items() if v is not None}
         staging = self._stack.enter_context(staging_of(self._home, "merge"))
         known = plan_inputs(self._home, self._plan, layers)
-        runner = LayerRunner(self._plan, EngineOptions(**given), known)
+        runner = LayerRunner(self._plan, self._options, known)
         return self._stack.enter_context(runner), staging
 
 

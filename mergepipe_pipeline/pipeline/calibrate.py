@@ -17,7 +17,6 @@ from statistics import median
 import numpy as np
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.engine.windows import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.leases import staging
 from mergepipe_pipeline.pipeline.trial import try_engine
@@ -133,6 +132,8 @@ def fit(observations: Sequence[Observation]) -> tuple[float, float]:
 
 def _engine_pace(file: Path, folder: Path) -> EnginePace:
     """How fast the engine reads `file` and works; `folder` is for what it needs to try."""
+    from mergepipe_pipeline.engine.options import EngineOptions
+
     threads = EngineOptions().threads
 
     def flow(reading: Reading, *, is_cold: bool) -> Flow:

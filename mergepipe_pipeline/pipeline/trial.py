@@ -174,7 +174,7 @@ class _Runs:
     def _engine_s(self, plan: MergePlan) -> float:
         """CPU seconds of the engine alone, all cores at work."""
         from mergepipe_pipeline.engine.execute import LayerRunner
-        from mergepipe_pipeline.engine.windows import EngineOptions
+        from mergepipe_pipeline.engine.options import EngineOptions
 
         def run() -> None:
             with LayerRunner(plan, EngineOptions()) as runner:

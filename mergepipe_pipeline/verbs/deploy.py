@@ -23,12 +23,13 @@ from mergepipe_pipeline.deploy.recorded import (
     states_of,
 )
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.leases import lease, lease_recipe
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.execution.run import EngineKnobs, run_layers
+from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.execution.snapshot import commit
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.progress import Progress
@@ -215,13 +216,13 @@ def refuse_other_budget(plan: MergePlan, budget: str | None) -> None:
 
 
 def merge_recipe(
-    home: Warehouse, recipe: str, layers: Sequence[str], knobs: EngineKnobs
+    home: Warehouse, recipe: str, layers: Sequence[str], options: EngineOptions
 ) -> Iterator[LayerOutcome]:
     """Run or reuse layers of the recipe's current plan, and remember what they cost."""
     with _working(home, recipe) as (state, plan):
         costs: dict[str, Any] = dict(state["layers"])
         try:
-            for done in run_layers(home, plan, layers, knobs=knobs):
+            for done in run_layers(home, plan, layers, options=options):
                 costs[done.name] = asdict(Realised.of([done]))
                 yield done
         finally:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.outcome import RunStart
 from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
-from mergepipe_pipeline.execution.run import EngineKnobs, MergeOutcome, run_plan
+from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
 from mergepipe_pipeline.pipeline.early import base_early
 from mergepipe_pipeline.pipeline.forecast import forecast
@@ -53,7 +54,7 @@ def merge(
     home: Warehouse,
     raw: RawRecipe,
     *,
-    knobs: EngineKnobs | None = None,
+    options: EngineOptions | None = None,
     out: str | Path | None = None,
     publish_ref: bool = False,
     fresh: bool = False,
@@ -66,7 +67,7 @@ def merge(
     Args:
         home: the warehouse, which is there.
         raw: the recipe as written; stages before its last are merged first.
-        knobs: speed, memory and device; never the result.
+        options: speed, memory and device; never the result.
         out: also write a plain Hugging Face folder here.
         publish_ref: also publish under the recipe's ref.
         fresh: merge layers that are in the action cache, too.
@@ -77,8 +78,9 @@ def merge(
     Raises what `check` raises, BudgetError, DeviceError, CheckpointChangedError when an input
     changes meanwhile, StorageFullError, CommitConflictError.
     """
-    began_s, progress, knobs = began_s or time.monotonic(), progress or Silent(), knobs or _DEFAULT
-    knobs.check()
+    began_s, progress = began_s or time.monotonic(), progress or Silent()
+    options = options or EngineOptions()
+    options.check()
     folder = None if out is None else check_out(out, home.root)
     resolved, stages = resolve_after_stages(home, raw, progress=progress, **planning)
     began_s = time.monotonic() if raw.before else began_s
@@ -86,13 +88,10 @@ def merge(
     with base_early(resolved):
         plan = plan_resolved(home, resolved, progress, unnamed=stages)
     progress.warn(*plan.warnings)
-    outcome = run_plan(home, plan, knobs=knobs, progress=progress, begun=start, fresh=fresh)
+    outcome = run_plan(home, plan, options=options, progress=progress, begun=start, fresh=fresh)
     non_finite = merged_non_finite(home, plan)
     progress.warn(*non_finite_warning(non_finite, plan))
     if folder is not None:
         export(home, outcome.snapshot.snapshot_id, folder)
     ref = publish(home, outcome.snapshot.snapshot_id, plan.ref) if publish_ref else None
     return Merged(outcome, non_finite, folder, ref)
-
-
-_DEFAULT = EngineKnobs()

@@ -16,6 +16,7 @@ from typing import Any
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
     CorruptionError,
@@ -25,7 +26,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.execution.leases import staging
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
 from mergepipe_pipeline.execution.planning import plan_resolved
-from mergepipe_pipeline.execution.run import EngineKnobs, run_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.execution.stages import run_stages
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
@@ -57,7 +58,7 @@ def replay(
     *,
     inputs: Mapping[str, str] | None = None,
     keep: Path | None = None,
-    knobs: EngineKnobs | None = None,
+    options: EngineOptions | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
     """Merge again what gave a snapshot (named as `snapshot_named` says) and compare the results.
@@ -79,7 +80,7 @@ def replay(
             store_seek(scratch.profile_path, int(seek_nbytes))
         found = _inputs(home, scratch, request, inputs or {}, progress)
         plan = _plan(scratch, raw, request, found, progress)
-        made = run_plan(scratch, plan, knobs=knobs, progress=progress).snapshot
+        made = run_plan(scratch, plan, options=options, progress=progress).snapshot
         _compare(snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
     shards = snapshot.manifest.shards
     return Replayed(

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import InputChangedError
-from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs import index
@@ -41,7 +41,7 @@ def replace_shard(home: Warehouse, number: int) -> None:
 
 
 def merge_some(home: Warehouse, *layers: str) -> None:
-    list(merge_recipe(home, "n", layers, EngineKnobs()))
+    list(merge_recipe(home, "n", layers, EngineOptions()))
 
 
 def refuse_release(home: Warehouse, card: RecipeFile, reason: str) -> None:

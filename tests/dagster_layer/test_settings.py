@@ -10,7 +10,7 @@ import dagster as dg
 import pytest
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.engine.windows import EngineOptions
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import Engine
 from mergepipe_pipeline.settings import BUDGET, MEMORY, SETTINGS, THREADS, Setting

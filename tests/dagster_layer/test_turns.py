@@ -24,9 +24,9 @@ from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import (
 
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.execution.leases import lease_recipe, lease_run
-from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
@@ -65,13 +65,13 @@ def test_a_second_run_of_a_recipe_ends_with_the_name_of_the_first_and_harms_noth
 ) -> None:
     plan = plan_recipe(home, card)
     with lease_run(home, "1a2b3c4d-run"):
-        merging = merge_recipe(home, "n", card.layers, EngineKnobs())
+        merging = merge_recipe(home, "n", card.layers, EngineOptions())
         first = next(merging)
         busy = f"run 1a2b3c4d, process {os.getpid()}"
         with pytest.raises(BusyError, match=busy):
             plan_recipe(home, card)
         with pytest.raises(BusyError, match=busy):
-            next(merge_recipe(home, "n", card.layers, EngineKnobs()))
+            next(merge_recipe(home, "n", card.layers, EngineOptions()))
         with pytest.raises(BusyError, match=busy):
             snapshot_recipe(home, "n")
         with pytest.raises(BusyError, match=busy):

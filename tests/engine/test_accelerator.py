@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.engine import accelerator
 from mergepipe_pipeline.engine.accelerator import DeviceBufferPool, cast, device_of, stays_on_cpu
 from mergepipe_pipeline.engine.execute import LayerRunner
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
-from mergepipe_pipeline.engine.windows import EngineOptions
 from mergepipe_pipeline.errors import CheckpointChangedError, DeviceError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps import sparsify

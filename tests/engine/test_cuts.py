@@ -15,8 +15,8 @@ import pytest
 
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.execute import LayerRunner
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import Window
-from mergepipe_pipeline.engine.windows import EngineOptions
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
 from mergepipe_pipeline.tensors.stored import Bytes

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
-from mergepipe_pipeline.engine.windows import EngineOptions
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError
 from mergepipe_pipeline.spec.plan import (
     BaseInput,

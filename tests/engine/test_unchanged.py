@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
 from mergepipe_pipeline.engine.jobs import Job
-from mergepipe_pipeline.engine.windows import EngineOptions
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError, StorageFullError
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.model import Model

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main as mergepipe
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
-from mergepipe_pipeline.execution.run import EngineKnobs
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_adapter, write_model
@@ -113,7 +113,7 @@ def _release(home: Warehouse, recipe: str) -> None:
     """Release a standing recipe, as the assets do."""
     card = next(card for card in recipe_files(home) if card.name == recipe)
     deploy.plan_recipe(home, card)
-    list(deploy.merge_recipe(home, recipe, card.layers, EngineKnobs()))
+    list(deploy.merge_recipe(home, recipe, card.layers, EngineOptions()))
     deploy.snapshot_recipe(home, recipe)
     deploy.release_recipe(home, card)
 

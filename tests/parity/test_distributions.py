@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mergepipe_pipeline.execution.run import EngineKnobs
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors, layout, write_model
 from tests.parity.peer import read_model, run_mergekit
@@ -156,13 +156,13 @@ def test_blocks_threads_and_windows_change_no_bit(
     tmp_path: Path, family: Path, method: str
 ) -> None:
     layouts = [
-        (EngineKnobs(), None),
-        (EngineKnobs(threads=1, window_elems=1000), 4096),
-        (EngineKnobs(threads=2, window_elems=4097), 65536),
+        (EngineOptions(), None),
+        (EngineOptions(threads=1, window_elems=1000), 4096),
+        (EngineOptions(threads=2, window_elems=4097), 65536),
     ]
     ids = set()
-    for i, (knobs, block) in enumerate(layouts):
+    for i, (options, block) in enumerate(layouts):
         home = Warehouse.at(tmp_path / str(i)).ensure()
         text = recipe(family, method, experts=2) + "seed: 5\n"
-        ids.add(run(home, text, knobs=knobs, block_elems=block).snapshot.snapshot_id)
+        ids.add(run(home, text, options=options, block_elems=block).snapshot.snapshot_id)
     assert len(ids) == 1

@@ -434,15 +434,19 @@ def test_a_scale_changed_in_the_config_alone_changes_the_result(
 def test_windows_threads_and_block_sizes_change_no_bit_of_an_adapter(
     tmp_path: Path, zoo: Zoo
 ) -> None:
-    from mergepipe_pipeline.execution.run import EngineKnobs
+    from mergepipe_pipeline.engine.options import EngineOptions
 
     ids = set()
     models = [zoo.adapters["rank stabilised"], zoo.full, zoo.adapters["embedding"]]
     text = recipe("ties", zoo.bases["llama"], models, density=True)
-    knobs = [EngineKnobs(), EngineKnobs(1, 777), EngineKnobs(3, 4097)]
-    for i, (knob, block) in enumerate(zip(knobs, (None, 4096, 65536), strict=True)):
+    options = [
+        EngineOptions(),
+        EngineOptions(threads=1, window_elems=777),
+        EngineOptions(threads=3, window_elems=4097),
+    ]
+    for i, (given, block) in enumerate(zip(options, (None, 4096, 65536), strict=True)):
         home = Warehouse.at(tmp_path / str(i)).ensure()
-        ids.add(run(home, text, knobs=knob, block_elems=block).snapshot.snapshot_id)
+        ids.add(run(home, text, options=given, block_elems=block).snapshot.snapshot_id)
     assert len(ids) == 1
 
 

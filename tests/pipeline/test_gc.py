@@ -17,10 +17,11 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.snapshots import gc as gc_command
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution import leases
 from mergepipe_pipeline.execution.leases import lease, staging
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.execution.run import EngineKnobs, run_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.pipeline.calibrate import calibrate
 from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -308,7 +309,7 @@ def test_what_a_standing_recipe_works_on_stays_between_its_steps(
     layers = recipe_files(home)[0].layers
     for layer in layers:
         assert gc(home) == set()
-        (done,) = merge_recipe(home, "r", [layer], EngineKnobs())
+        (done,) = merge_recipe(home, "r", [layer], EngineOptions())
         assert not done.reused
     assert gc(home) == set()
     snapshot, realised = snapshot_recipe(home, "r")
@@ -326,7 +327,7 @@ def test_a_recipe_whose_plan_is_lost_does_not_stop_a_collection(home: Warehouse)
     assert len(collect(home, older_than_s=0).notes) == 2
     assert recipe_files(home)
     with pytest.raises(Exception, match=r"current\.json"):
-        list(merge_recipe(home, "r", ["embed"], EngineKnobs()))
+        list(merge_recipe(home, "r", ["embed"], EngineOptions()))
 
 
 def test_without_locks_age_decides_and_gc_says_so(
@@ -355,7 +356,7 @@ def test_planning_a_standing_recipe_again_frees_its_last_plan(
     home.recipe_path("r").write_text(text)
     (card,) = recipe_files(home)
     plan_recipe(home, card)
-    assert list(merge_recipe(home, "r", [card.layers[1]], EngineKnobs()))
+    assert list(merge_recipe(home, "r", [card.layers[1]], EngineOptions()))
     assert collect(home, older_than_s=0).files == 0
     home.recipe_path("r").write_text(text.replace("0.5", "0.6"))
     plan_recipe(home, recipe_files(home)[0])

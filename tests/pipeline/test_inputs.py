@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.execution.run import EngineKnobs, MergeOutcome, run_plan
+from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
@@ -54,7 +55,7 @@ def run(
     home: Warehouse, text: str, budget: str | None = None, window_elems: int | None = None
 ) -> MergeOutcome:
     plan = make_plan(home, parse(text, name="r", where="r"), budget=budget, block_elems=4096)
-    return run_plan(home, plan, knobs=EngineKnobs(window_elems=window_elems))
+    return run_plan(home, plan, options=EngineOptions(window_elems=window_elems))
 
 
 def recipe(inputs: Path, method: str, parameters: str) -> str:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.execution.run import EngineKnobs, MergeOutcome, run_plan
+from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.operators.steps.random import keep_mask
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
@@ -32,11 +33,11 @@ WEIGHTS = (1.0, 0.5, 0.25, 0.75)
 
 
 def run(
-    home: Warehouse, text: str, *, knobs: EngineKnobs | None = None, **planning: object
+    home: Warehouse, text: str, *, options: EngineOptions | None = None, **planning: object
 ) -> MergeOutcome:
     """Plan and merge recipe text."""
     raw = parse(text, name="test", where="test")
-    return run_plan(home, make_plan(home, raw, **planning), knobs=knobs)  # type: ignore[arg-type]
+    return run_plan(home, make_plan(home, raw, **planning), options=options)  # type: ignore[arg-type]
 
 
 def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -148,11 +149,15 @@ def test_windows_threads_and_block_sizes_change_no_bit_and_no_id(
     tmp_path: Path, recipe_text: Callable[..., str], method: str
 ) -> None:
     ids = set()
-    knobs = [EngineKnobs(), EngineKnobs(threads=1, window_elems=1000), EngineKnobs(2, 4097)]
-    for i, (knob, block) in enumerate(zip(knobs, (None, 4096, 65536), strict=True)):
+    options = [
+        EngineOptions(),
+        EngineOptions(threads=1, window_elems=1000),
+        EngineOptions(threads=2, window_elems=4097),
+    ]
+    for i, (given, block) in enumerate(zip(options, (None, 4096, 65536), strict=True)):
         home = Warehouse.at(tmp_path / str(i)).ensure()
         text = recipe_text(method, METHODS[method])
-        outcome = run(home, text, knobs=knob, block_elems=block)
+        outcome = run(home, text, options=given, block_elems=block)
         ids.add((outcome.plan.plan_id, outcome.snapshot.snapshot_id))
     assert len(ids) == 1
 
@@ -163,7 +168,7 @@ def test_a_partial_plan_gives_the_same_bits_for_any_window(
     ids = set()
     for i, window in enumerate((None, 777, 8192)):
         home = Warehouse.at(tmp_path / str(i)).ensure()
-        outcome = run(home, recipe_text(), budget="30%", knobs=EngineKnobs(window_elems=window))
+        outcome = run(home, recipe_text(), budget="30%", options=EngineOptions(window_elems=window))
         ids.add(outcome.snapshot.snapshot_id)
     assert len(ids) == 1
 
@@ -208,8 +213,8 @@ def test_memory_held_does_not_grow_with_the_number_of_experts(
     home: Warehouse, recipe_text: Callable[..., str], dtype: str
 ) -> None:
     from mergepipe_pipeline.engine.jobs import Job
+    from mergepipe_pipeline.engine.options import EngineOptions
     from mergepipe_pipeline.engine.sources import SourcePool
-    from mergepipe_pipeline.engine.windows import EngineOptions
 
     options = EngineOptions()
     plan = make_plan(home, parse(recipe_text(), name="t", where="t"))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.execution.run import EngineKnobs
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps.random import uniforms
 from mergepipe_pipeline.warehouse import Warehouse
@@ -175,7 +175,7 @@ def test_budgets_hold_with_errors_within_the_bound_and_nothing_read_gives_the_ba
     else:
         assert estimates.bound_note
     other = Warehouse.at(tmp_path / "two").ensure()
-    again = run(other, text, budget="30%", knobs=EngineKnobs(2, 500))
+    again = run(other, text, budget="30%", options=EngineOptions(threads=2, window_elems=500))
     assert again.snapshot.snapshot_id == outcomes["30%"].snapshot.snapshot_id
 
 
@@ -233,10 +233,14 @@ def assert_base(value: torch.Tensor, base: torch.Tensor, *, scaled: bool) -> Non
 @pytest.mark.parametrize("method", ALL)
 def test_blocks_windows_and_threads_change_no_id(tmp_path: Path, models: Path, method: str) -> None:
     ids = set()
-    knobs = [EngineKnobs(), EngineKnobs(1, 777), EngineKnobs(3, 4097)]
+    options = [
+        EngineOptions(),
+        EngineOptions(threads=1, window_elems=777),
+        EngineOptions(threads=3, window_elems=4097),
+    ]
     text = recipe(models, method)
-    for i, (knob, block) in enumerate(zip(knobs, (None, 4096, 65536), strict=True)):
+    for i, (given, block) in enumerate(zip(options, (None, 4096, 65536), strict=True)):
         home = Warehouse.at(tmp_path / str(i)).ensure()
-        outcome = run(home, text, knobs=knob, block_elems=block)
+        outcome = run(home, text, options=given, block_elems=block)
         ids.add((outcome.plan.plan_id, outcome.snapshot.snapshot_id))
     assert len(ids) == 1

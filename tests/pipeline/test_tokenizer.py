@@ -267,13 +267,19 @@ def test_a_flipped_bit_in_made_rows_is_said_and_they_are_made_again(
 def test_ids_are_the_same_in_every_warehouse_and_for_every_window(
     tmp_path: Path, families: Folders
 ) -> None:
-    from mergepipe_pipeline.execution.run import EngineKnobs
+    from mergepipe_pipeline.engine.options import EngineOptions
 
     ids = set()
     text = text_of(WISHES["rules"], families)
-    for i, knobs in enumerate((EngineKnobs(), EngineKnobs(1, 5), EngineKnobs(3, 64))):
+    for i, options in enumerate(
+        (
+            EngineOptions(),
+            EngineOptions(threads=1, window_elems=5),
+            EngineOptions(threads=3, window_elems=64),
+        )
+    ):
         home = Warehouse.at(tmp_path / str(i)).ensure()
-        outcome = run(home, text, knobs=knobs)
+        outcome = run(home, text, options=options)
         ids.add((outcome.plan.plan_id, outcome.snapshot.snapshot_id))
     assert len(ids) == 1
 

@@ -226,8 +226,8 @@ def _profile(home: Path) -> None:
 def _deploy(place: Path, plan: bool) -> str:
     """What a standing recipe's steps give: a snapshot, or an error of the product."""
     from mergepipe_pipeline.deploy.recipe_files import recipe_files
+    from mergepipe_pipeline.engine.options import EngineOptions
     from mergepipe_pipeline.errors import MergePipeError
-    from mergepipe_pipeline.execution.run import EngineKnobs
     from mergepipe_pipeline.verbs import deploy
     from mergepipe_pipeline.warehouse import Warehouse
 
@@ -237,7 +237,7 @@ def _deploy(place: Path, plan: bool) -> str:
         if plan:
             deploy.plan_recipe(home, card)
         names = [layer.name for layer in deploy.current_plan(home, card.name).layers]
-        list(deploy.merge_recipe(home, card.name, names, EngineKnobs()))
+        list(deploy.merge_recipe(home, card.name, names, EngineOptions()))
         snapshot, _ = deploy.snapshot_recipe(home, card.name)
         deploy.release_recipe(home, card)
         deploy.last_release(home, card.name)
