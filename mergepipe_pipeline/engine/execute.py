@@ -27,7 +27,7 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.engine.settle import Settler
+from mergepipe_pipeline.engine.rescale import RescalePrepass
 from mergepipe_pipeline.engine.sources import Read, SourcePool
 from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.windows import cut
@@ -87,7 +87,7 @@ class LayerRunner:
         self._stack.enter_context(self._sources)
         threads = self._options.threads
         self._workers = self._stack.enter_context(Workers(threads))
-        self._settler = self._stack.enter_context(Settler(self._sources, threads))
+        self._prepass = self._stack.enter_context(RescalePrepass(self._sources, threads))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,7 +160,7 @@ class LayerRunner:
 
     def _windows(self, layers: Sequence[LayerTask]) -> Iterator[Window[Any]]:
         tasks = (task for layer in layers for task in _in_file_order(layer))
-        for task in self._settler.ahead(tasks):
+        for task in self._prepass.rescaled_ahead(tasks):
             job = Job(task, self._sources)
             if job.needs_torch and not self._has_torch:
                 self._stack.enter_context(single_threaded_torch())
@@ -179,7 +179,7 @@ class LayerRunner:
             self._run_window,
             lookahead(windows, ANNOUNCED),
             depth=self._options.in_flight,
-            on_cancel=lambda pair: pair[0].abandon(),
+            on_cancel=lambda pair: pair[0].cancel(),
         )
 
     def _run_window(self, window_and_seen: tuple[Window[Any], list[Window[Any]]]) -> _Done:

@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from math import prod
 
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.engine.cuts import OpenCuts
 from mergepipe_pipeline.engine.sources import SourcePool
+from mergepipe_pipeline.engine.tie_breaks import TieBreakers
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.methods.passthrough import is_unscaled
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
@@ -55,7 +55,7 @@ class Job:
         #: Per expert, and of the base, what compares the bytes that are read.
         self.verify = [v.check if v else None for v in self._verifiers]
         self.verify_base = self._base_verifier.check if self._base_verifier else None
-        self.cuts = OpenCuts(task)
+        self.tie_breakers = TieBreakers(task)
 
     def finish(self) -> None:
         """Verify what windows read in part, when all of them are done. Raises CorruptionError.

@@ -15,8 +15,8 @@ import numpy as np
 
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
-from mergepipe_pipeline.engine.cuts import Which
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
+from mergepipe_pipeline.engine.tie_breaks import RuleKey
 from mergepipe_pipeline.operators import Window as OperatorWindow
 from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
@@ -101,9 +101,9 @@ class Window(Generic[D]):
         """Verify what is left of the tensor, when all its windows have run."""
         self._job.finish()
 
-    def abandon(self) -> None:
-        """Say that the run is being left, so that no window of the tensor waits for another."""
-        self._job.cuts.abandon()
+    def cancel(self) -> None:
+        """Let go the windows of the tensor that wait for others, because the run ends."""
+        self._job.tie_breakers.cancel()
 
     def _to_bytes(self, values: torch.Tensor) -> Bytes:
         out = to_bytes(values, self._job.task.out_dtype)
@@ -122,8 +122,8 @@ class Window(Generic[D]):
             return _nth(rows[k, a - self._start : b - self._start].cpu().numpy(), None, bits, nth)
 
         task = job.task
-        if job.cuts:
-            task = with_stops(task, job.cuts.stops(self._start, self._stop, find))
+        if job.tie_breakers:
+            task = with_stops(task, job.tie_breakers.stops(self._start, self._stop, find))
         return job.operator.apply(OperatorWindow(base, rows, task, self._start))
 
     def _clear(self) -> None:
@@ -196,7 +196,7 @@ class Window(Generic[D]):
     ) -> Bytes:
         task = self._job.task
         merged = self._buffers.take(self._n * MERGED_BYTES).view(np.float32)
-        if self._job.cuts:
+        if self._job.tie_breakers:
             kernel = kernel.with_stops(self._stops(base, experts, present, spans))
         kernel.run(base, experts, present, self._start, merged, spans)
         if task.out_dtype == "BF16":
@@ -207,7 +207,7 @@ class Window(Generic[D]):
 
     def _stops(
         self, base: Stored, experts: Stored, present: np.ndarray, spans: np.ndarray | None
-    ) -> Mapping[Which, int]:
+    ) -> Mapping[RuleKey, int]:
         start, places = self._start, {int(k): i for i, k in enumerate(present)}
 
         def find(k: int, bits: int, a: int, b: int, nth: int) -> tuple[int, int]:
@@ -222,7 +222,7 @@ class Window(Generic[D]):
             place, count = _nth(experts[row, first:last], below, bits, nth)
             return (place if place < 0 else first + place - (a - start)), count
 
-        return self._job.cuts.stops(start, self._stop, find)
+        return self._job.tie_breakers.stops(start, self._stop, find)
 
     def _stored(self, readers: Readers, view: TensorView, verify: Verify | None) -> Bytes:
         raw = np.empty(self._n * itemsize(view.dtype), np.uint8)
@@ -235,7 +235,7 @@ def _tiles(start: int, stop: int, n: int) -> Range:
     return start // TILE_ELEMS * TILE_ELEMS, min(n, -(-stop // TILE_ELEMS) * TILE_ELEMS)
 
 
-def with_stops(task: TensorTask, stops: Mapping[Which, int]) -> TensorTask:
+def with_stops(task: TensorTask, stops: Mapping[RuleKey, int]) -> TensorTask:
     """The task with trims that say up to which element ties are kept."""
     experts = list(task.experts)
     for (number, which), stop in stops.items():

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.spec.ties import TieBreaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,18 @@ def closed(rule: TrimRule, runs: Iterable[Run]) -> TrimRule:
     `runs` are what is read of the block, in order; none is asked for after the last tie to keep. If
     they have fewer ties, all of these are kept.
     """
-    left = rule.ties_after
-    if not left:
+    if not rule.is_open:
         return rule
     from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
 
-    bits = np.uint32(rule.threshold_bits)
+    breaker = TieBreaker(rule)
     for run in runs:
-        base = np.empty(0, run.expert.dtype) if run.base is None else run.base
-        place, count = nth_tie(run.expert, base, bits, left)
-        if place >= 0:
-            return TrimRule(rule.threshold_bits, run.start_elem + place + 1)
-        left -= count
+
+        def find(bits: int, start: int, stop: int, nth: int, run: Run = run) -> tuple[int, int]:
+            base = np.empty(0, run.expert.dtype) if run.base is None else run.base
+            return nth_tie(run.expert, base, np.uint32(bits), nth)
+
+        stop_elem = breaker.stop_elem(run.start_elem, run.start_elem + len(run.expert), find)
+        if stop_elem is not None and not breaker.ties_left:
+            return TrimRule(rule.threshold_bits, stop_elem)
     return TrimRule(rule.threshold_bits, rule.ties_until_elem)

@@ -34,18 +34,18 @@ from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import Bytes
 
-#: Elements of one expert looked at together: a multiple of CHUNK_ELEMS, so no sum depends on it.
+#: Elements of one expert read together: a multiple of CHUNK_ELEMS, so no sum depends on it.
 _WINDOW_ELEMS = 1 << 18
-#: Tensors settled before they are merged: their bytes wait in the page cache.
+#: Tensors whose factors are found before they are merged: their bytes wait in the page cache.
 _AHEAD = 2
 
 Sums = npt.NDArray[np.float64]
 
 
-class Settler:
-    """Settles the tasks of one plan, a few windows at once; a context manager.
+class RescalePrepass:
+    """Finds the open factors of one plan's tasks, a few windows at once; a context manager.
 
-    It has threads of its own, so that it reads on while what it has settled is being merged.
+    It has threads of its own, so that it reads on while the tensors before are merged.
     """
 
     def __init__(self, sources: SourcePool, threads: int) -> None:
@@ -53,18 +53,18 @@ class Settler:
         self._threads, self._workers = threads, Workers(threads)
         self._buffers = FreeList(BufferPool)
 
-    def __enter__(self) -> Settler:
+    def __enter__(self) -> RescalePrepass:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._workers.close()
 
-    def ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
-        """The tasks, settled, in order; the next ones are worked on meanwhile."""
-        for settled in prefetch((partial(self.settled, task) for task in tasks), _AHEAD):
-            yield settled()
+    def rescaled_ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
+        """The tasks in order with every factor known; the next ones are worked on meanwhile."""
+        for rescaled in prefetch((partial(self.rescaled, task) for task in tasks), _AHEAD):
+            yield rescaled()
 
-    def settled(self, task: TensorTask) -> TensorTask:
+    def rescaled(self, task: TensorTask) -> TensorTask:
         """The task with every factor known; the same task if none was open."""
         if all(e.l1 is None for e in task.experts):
             return task
@@ -77,22 +77,24 @@ class Settler:
         )
 
     def _kept(self, task: TensorTask) -> list[float]:
-        """Per expert, the L1 norm of what its drop leaves; 0 where nobody asks."""
+        """Per expert, the L1 norm of what its drop leaves; 0 where it is not needed."""
         parts: list[list[Sums]] = [[] for _ in task.experts]
         job = Job(task, self._sources, before=True)
-        looks = (_Look(job, start, stop) for start, stop in cut(prod(task.shape), _WINDOW_ELEMS))
-        for found in self._workers.map(self._run_look, looks, depth=self._threads):
+        windows = (
+            _PrepassWindow(job, start, stop) for start, stop in cut(prod(task.shape), _WINDOW_ELEMS)
+        )
+        for found in self._workers.map(self._run_window, windows, depth=self._threads):
             for part, sums in zip(parts, found, strict=True):
                 part.append(sums)
         job.finish()
         return [math.fsum(x for sums in part for x in sums.tolist()) for part in parts]
 
-    def _run_look(self, look: _Look) -> list[Sums]:
+    def _run_window(self, window: _PrepassWindow) -> list[Sums]:
         with self._buffers.lent() as buffers:
-            return look.run(buffers)
+            return window.run(buffers)
 
 
-class _Look:
+class _PrepassWindow:
     """One run of elements of all experts of a task."""
 
     def __init__(self, job: Job, start_elem: int, stop_elem: int) -> None:

@@ -1,0 +1,68 @@
+"""Ties that a plan leaves open: each window breaks its own, knowing how many are left to keep.
+
+A rule keeps the first so many ties of a block. How many a window may keep depends on the windows
+before it in that block. They wait for each other to count, not to read or to merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from mergepipe_pipeline.concurrency.sequencer import Sequencer
+from mergepipe_pipeline.spec.blocks import clip
+from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.spec.ties import TieBreaker
+
+#: An expert's number, and which of its rules: 0 for `trim`, 1 for `outliers`.
+RuleKey = tuple[int, int]
+#: As `spec.ties.FindTie`, after an expert's number.
+FindExpertTie = Callable[[int, int, int, int, int], tuple[int, int]]
+
+
+class TieBreakers:
+    """The open rules of one task; its windows share it. Safe for several threads.
+
+    Of a block that is not read, no tie can be kept: its elements equal the base.
+    """
+
+    def __init__(self, task: TensorTask) -> None:
+        self._rules = {
+            (number, which): (rule, TieBreaker(rule), Sequencer(rule.tie_stop_elem))
+            for number, e in enumerate(task.experts)
+            for which, rule in enumerate((e.trim, e.outliers))
+            if rule is not None and rule.is_open and _changes(e, rule)
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    def stops(self, start_elem: int, stop_elem: int, find: FindExpertTie) -> Mapping[RuleKey, int]:
+        """Up to which element ties are kept, of each rule that keeps some in [start, stop).
+
+        Waits for the windows before it in their blocks. Raises CancelledError if `cancel` is
+        called.
+        """
+        found = {}
+        for key, (rule, breaker, sequencer) in self._rules.items():
+            a, b = max(start_elem, rule.tie_stop_elem), min(stop_elem, rule.ties_until_elem)
+            if a >= b:
+                continue
+            sequencer.wait(a)
+            stop = breaker.stop_elem(a, b, partial(find, key[0]))
+            if stop is not None:
+                found[key] = stop
+            sequencer.advance(b)
+        return found
+
+    def cancel(self) -> None:
+        """End the waiting of all windows, because the run ends."""
+        for _, _, sequencer in self._rules.values():
+            sequencer.cancel()
+
+
+def _changes(e: ExpertInput, rule: TrimRule) -> bool:
+    """Whether anything of the expert differs from the base in the rule's block."""
+    return e.view.low_rank is not None or any(
+        clip(e.read, rule.tie_stop_elem, rule.ties_until_elem)
+    )
