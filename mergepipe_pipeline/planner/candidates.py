@@ -232,58 +232,84 @@ def lay_out(
     rows: Sequence[Row], grid: BlockGrid, rehearsals: Rehearsals | None = None
 ) -> Candidates:
     """The candidates of `rows` on `grid`. Unknown statistics count as infinitely worth having."""
-    counts = np.array([grid.count(r.numel) for r in rows], dtype=np.int64)
-    total = int(counts.sum())
-    row = np.repeat(np.arange(len(rows)), counts)
-    first = np.cumsum(counts) - counts
-    block = np.arange(total) - np.repeat(first, counts)
-
-    n_tensors = 1 + max((r.tensor for r in rows), default=-1)
-    sites = np.zeros(n_tensors, dtype=np.int64)
-    for r, n in zip(rows, counts, strict=True):
-        sites[r.tensor] = max(sites[r.tensor], n)
-    first_site = np.cumsum(sites) - sites
-    site = np.repeat([first_site[r.tensor] for r in rows], counts).astype(np.int64) + block
-
-    numel = np.repeat([r.numel for r in rows], counts).astype(np.int64)
-    nelems = np.minimum(numel, (block + 1) * grid.block_elems) - block * grid.block_elems
-    coefficient = np.repeat([r.coefficient for r in rows], counts).astype(np.float64)
-    l2sq, zero = np.full(total, np.inf), np.zeros(total, np.bool_)
-    for r, a, n in zip(rows, first, counts, strict=True):
-        if r.block_l2sq is not None:
-            l2sq[a : a + n] = r.block_l2sq
-            none = np.asarray(r.block_nonzero == 0)
-            zero[a : a + n] = none if r.bundle_nbytes is None else none.all()
-    # NaN among the deltas: as much of a change as infinity.
-    l2sq[np.isnan(l2sq)] = np.inf
-    energy = l2sq.copy()
-    for r, a, n in zip(rows, first, counts, strict=True):
-        if r.block_energy is not None:
-            energy[a : a + n] = r.block_energy
-    known = np.repeat([r.block_l2sq is not None for r in rows], counts).astype(np.bool_)
-    np.multiply(energy, np.square(coefficient), out=energy, where=known)
-    nbytes = nelems * np.repeat([r.itemsize for r in rows], counts).astype(np.int64)
-    alone = np.repeat([r.bundle_nbytes is None for r in rows], counts).astype(np.bool_)
-    unit = np.cumsum(alone | (block == 0)) - 1
-    for r, a, n in zip(rows, first, counts, strict=True):
-        if r.bundle_nbytes is not None and n:
-            nbytes[a : a + n] = 0
-            nbytes[a] = r.bundle_nbytes
+    counts = np.array([grid.count(r.numel) for r in rows], dtype=np.int64)  # [rows]
+    first = np.cumsum(counts) - counts  # [rows]
+    row = np.repeat(np.arange(len(rows)), counts)  # [candidates], as all below but first_site
+    block = np.arange(len(row)) - first[row]
+    first_site, n_sites = _first_sites(rows, counts)  # [tensors]
+    tensor = np.array([r.tensor for r in rows], dtype=np.int64)[row]
+    coefficient = np.array([r.coefficient for r in rows], dtype=np.float64)[row]
+    l2sq, zero = _changes(rows, first, counts)
+    nbytes, unit = _costs(rows, grid, row, block)
     return Candidates(
         rows=tuple(rows),
         grid=grid,
         rehearsals=rehearsals,
         row=row,
         block=block,
-        site=site,
-        n_sites=int(sites.sum()),
+        site=first_site[tensor] + block,
+        n_sites=n_sites,
         first=first,
         first_site=first_site,
         nbytes=nbytes,
         norm=np.sqrt(l2sq),
-        energy=energy,
+        energy=_kept_energy(rows, first, counts, l2sq, coefficient),
         zero=zero,
         coefficient=coefficient,
         unit=unit,
-        n_units=int(unit[-1]) + 1 if total else 0,
+        n_units=int(unit[-1]) + 1 if len(unit) else 0,
     )
+
+
+def _first_sites(rows: Sequence[Row], counts: Ints) -> tuple[Ints, int]:
+    """The number of each output tensor's first site, [tensors], and how many sites there are.
+
+    A tensor has as many sites as the longest of its rows has blocks.
+    """
+    sites = np.zeros(1 + max((r.tensor for r in rows), default=-1), dtype=np.int64)  # [tensors]
+    for r, n in zip(rows, counts, strict=True):
+        sites[r.tensor] = max(sites[r.tensor], n)
+    return np.cumsum(sites) - sites, int(sites.sum())
+
+
+def _changes(rows: Sequence[Row], first: Ints, counts: Ints) -> tuple[Floats, Choice]:
+    """‖δ‖² of each candidate, infinite where it is unknown or NaN, and whether δ is all zero."""
+    l2sq = np.full(int(counts.sum()), np.inf)  # [candidates]
+    zero = np.zeros(len(l2sq), np.bool_)
+    for r, a, n in zip(rows, first, counts, strict=True):
+        if r.block_l2sq is not None:
+            l2sq[a : a + n] = r.block_l2sq
+            is_zero = np.asarray(r.block_nonzero == 0)  # [n] blocks
+            # A bundle is read whole or not at all, so one block that differs is enough.
+            zero[a : a + n] = is_zero if r.bundle_nbytes is None else is_zero.all()
+    l2sq[np.isnan(l2sq)] = np.inf
+    return l2sq, zero
+
+
+def _kept_energy(
+    rows: Sequence[Row], first: Ints, counts: Ints, l2sq: Floats, coefficient: Floats
+) -> Floats:
+    """c²·‖δ‖² of each candidate, of what a sparsifying method keeps; not scaled where unknown."""
+    energy = l2sq.copy()  # [candidates]
+    for r, a, n in zip(rows, first, counts, strict=True):
+        if r.block_energy is not None:
+            energy[a : a + n] = r.block_energy
+    known = np.repeat([r.block_l2sq is not None for r in rows], counts).astype(np.bool_)
+    np.multiply(energy, np.square(coefficient), out=energy, where=known)
+    return energy
+
+
+def _costs(rows: Sequence[Row], grid: BlockGrid, row: Ints, block: Ints) -> tuple[Ints, Ints]:
+    """Bytes of each candidate, and the unit that it is read with.
+
+    A bundled row is one unit, whose bytes all stand at its first candidate.
+    """
+    numel = np.array([r.numel for r in rows], dtype=np.int64)[row]  # [candidates], as all below
+    nelems = np.minimum(numel, (block + 1) * grid.block_elems) - block * grid.block_elems
+    nbytes = nelems * np.array([r.itemsize for r in rows], dtype=np.int64)[row]
+    bundles = [(r.bundle_nbytes is not None, r.bundle_nbytes or 0) for r in rows]
+    is_bundled = np.array([bundled for bundled, _ in bundles], np.bool_)[row]
+    bundle_nbytes = np.array([n for _, n in bundles], np.int64)[row]
+    nbytes = np.where(is_bundled, np.where(block == 0, bundle_nbytes, 0), nbytes)
+    unit = np.cumsum(~is_bundled | (block == 0)) - 1
+    return nbytes, unit

@@ -40,8 +40,8 @@ def additive_chains(
     n_sites, count = size.shape
     other, other_residual = np.empty(count, np.int64), np.empty(count + 1)
     for s in range(n_sites):
-        _greedy(size[s], kept[s], cosine[s], nbytes[s], order[s], residual[s], True)
-        _greedy(size[s], kept[s], cosine[s], nbytes[s], other, other_residual, False)
+        _omit_least(size[s], kept[s], cosine[s], nbytes[s], order[s], residual[s])
+        _save_most(size[s], kept[s], cosine[s], nbytes[s], other, other_residual)
         below = _area(other, other_residual, nbytes[s])
         if below < _area(order[s], residual[s], nbytes[s]):
             order[s] = other
@@ -49,65 +49,83 @@ def additive_chains(
 
 
 @numba.njit(nogil=True, cache=True)
-def _greedy(
+def _omit_least(
     size: Floats,
     kept: Floats,
     cosine: npt.NDArray[np.float32],
     nbytes: Ints,
     order: Ints,
     residual: Floats,
-    is_downward: bool,
 ) -> None:
-    """One site's order: from everything bought down to nothing, or up.
+    """One site's order from the end: of all that is read, omit next what costs least per byte.
 
-    Loops run over all experts, bought or not, so that they compile to vector instructions.
+    `size`, `kept`, `nbytes`, `order` [E], `cosine` [E, E], `residual` [E + 1]. `pull[i]` is what
+    expert i's delta has in common with those omitted. Loops run over all experts, so that they
+    compile to vector instructions; what `blocked` makes infinite is never the least.
     """
-    count, sign = len(size), 1.0 if is_downward else -1.0
-    mean, rate, done = size * kept, np.zeros(count), np.full(count, np.inf)
-    # What an expert's delta has in common with all that are omitted, itself apart.
-    pull, total = np.zeros(count), 0.0
+    count, n = len(size), (nbytes > 0).sum()
+    mean, rate, blocked = size * kept, np.zeros(count), np.full(count, np.inf)
     for i in range(count):
         if nbytes[i] > 0:
-            rate[i], done[i] = sign / nbytes[i], 0.0
-            for j in range(count if not is_downward else 0):
-                pull[j] += mean[i] * cosine[i, j] if i != j else 0.0
-    for i in range(count if not is_downward else 0):
-        total += mean[i] * (pull[i] + size[i]) if nbytes[i] > 0 else 0.0
-    order[:] = -1
-    residual[:] = 0.0
-    if not is_downward:
-        residual[0] = max(total, 0.0)
-    worth, n = np.empty(count), (nbytes > 0).sum()
+            rate[i], blocked[i] = 1.0 / nbytes[i], 0.0
+    pull, total, worth = np.zeros(count), 0.0, np.empty(count)
+    order[:], residual[:] = -1, 0.0
     for step in range(n):
+        best, least = -1, np.inf
         for i in range(count):
-            worth[i] = mean[i] * (2 * pull[i] + size[i]) * rate[i] + done[i]
-        best = _least(worth, is_downward)
-        total += sign * mean[best] * (2 * pull[best] + size[best])
-        done[best] = np.inf
-        order[n - 1 - step if is_downward else step] = best
-        # With everything bought, exactly nothing is left.
-        if is_downward:
-            residual[n - 1 - step] = max(total, 0.0)
-        elif step < n - 1:
-            residual[step + 1] = max(total, 0.0)
-        change, row = sign * mean[best], cosine[best]
+            worth[i] = mean[i] * (2 * pull[i] + size[i]) * rate[i] + blocked[i]
         for i in range(count):
-            pull[i] += change * row[i]
+            if worth[i] <= least:  # of equals the last, which stands last in the order
+                best, least = i, worth[i]
+        total += mean[best] * (2 * pull[best] + size[best])
+        blocked[best] = np.inf
+        # The first step omits from everything read, of which exactly nothing is left.
+        order[n - 1 - step], residual[n - 1 - step] = best, max(total, 0.0)
+        row = cosine[best]
+        for i in range(count):
+            pull[i] += mean[best] * row[i]
 
 
 @numba.njit(nogil=True, cache=True)
-def _least(worth: Floats, is_downward: bool) -> int:
-    """The place of the least; of equals, the first in the list is to be bought first."""
-    best, least = -1, np.inf
-    if is_downward:
-        for i in range(len(worth)):
-            if worth[i] <= least:
+def _save_most(
+    size: Floats,
+    kept: Floats,
+    cosine: npt.NDArray[np.float32],
+    nbytes: Ints,
+    order: Ints,
+    residual: Floats,
+) -> None:
+    """One site's order from the start: of all that is omitted, read next what saves most per byte.
+
+    Arguments and loops as in `_omit_least`.
+    """
+    count, n = len(size), (nbytes > 0).sum()
+    mean, rate, blocked = size * kept, np.zeros(count), np.full(count, np.inf)
+    pull, total, worth = np.zeros(count), 0.0, np.empty(count)
+    for i in range(count):
+        if nbytes[i] > 0:
+            rate[i], blocked[i] = -1.0 / nbytes[i], 0.0
+            for j in range(count):
+                pull[j] += mean[i] * cosine[i, j] if i != j else 0.0
+    for i in range(count):
+        total += mean[i] * (pull[i] + size[i]) if nbytes[i] > 0 else 0.0
+    order[:], residual[:] = -1, 0.0
+    residual[0] = max(total, 0.0)
+    for step in range(n):
+        best, least = -1, np.inf
+        for i in range(count):
+            worth[i] = mean[i] * (2 * pull[i] + size[i]) * rate[i] + blocked[i]
+        for i in range(count):
+            if worth[i] < least:  # of equals the first
                 best, least = i, worth[i]
-        return best
-    for i in range(len(worth)):
-        if worth[i] < least:
-            best, least = i, worth[i]
-    return best
+        total -= mean[best] * (2 * pull[best] + size[best])
+        blocked[best] = np.inf
+        order[step] = best
+        if step < n - 1:  # with everything read, exactly nothing is left
+            residual[step + 1] = max(total, 0.0)
+        row = cosine[best]
+        for i in range(count):
+            pull[i] -= mean[best] * row[i]
 
 
 @numba.njit(nogil=True, cache=True)
