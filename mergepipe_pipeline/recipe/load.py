@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.errors import BudgetError, MergePipeError
 from mergepipe_pipeline.recipe.budget import parse_budget
@@ -45,7 +45,7 @@ from mergepipe_pipeline.recipe.traps import joined_base, traps
 from mergepipe_pipeline.recipe.wishes import read_budget
 from mergepipe_pipeline.recipe.yaml_text import Document, read_documents, read_yaml
 from mergepipe_pipeline.spec.operator import OperatorSchema
-from mergepipe_pipeline.spec.recipe import TokenizerRecipe
+from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
 
 __all__ = ["RawRecipe", "parse_recipe", "parse_recipes", "resolve_recipe"]
 
@@ -122,34 +122,27 @@ def _parse(
                 (), "a recipe is a mapping with `merge_method:` and `models:`", document.line
             )
         return None
-    warnings: list[str] = []
     yaml = validate(value, problems)
-    models = Models()
-    modules, level = outline(value, models, problems, warnings)
-    base = _base(value, models, modules)
-    tokenizer, chat_template = _tokens(value, base, models, problems)
-    check_strategy(value.get("strategy"), strategies, problems)
-    budget = read_budget(value.get("budget"), problems)
-    schema = _check(value, modules, level, methods, problems, warnings)
+    keys = _read_keys(value, methods, strategies, problems)
     if yaml is None:
         return None
+    modules = keys.modules
+    if keys.schema is not None:
+        modules = with_joined_base(modules, keys.level, keys.base, keys.schema)
     merges_base = base_takes_part(yaml.merge_method, methods)
-    written = modules
-    if schema is not None:
-        modules = with_joined_base(modules, level, base, schema)
-    check_slices(schema, merges_base, modules, models.refs, problems)
+    check_slices(keys.schema, merges_base, modules, keys.references, problems)
     raw = RawRecipe(
         name=name,
         where=where,
         text=document.text,
         method=yaml.merge_method,
-        references=tuple(models.refs),
-        base=base,
+        references=keys.references,
+        base=keys.base,
         modules=modules,
-        level=level,
+        level=keys.level,
         dtype=yaml.dtype,
         out_dtype=yaml.out_dtype or yaml.dtype,
-        budget=budget,
+        budget=keys.budget,
         strategy=yaml.strategy,
         seed=yaml.seed,
         ref=_ref(yaml, name, problems),
@@ -157,16 +150,59 @@ def _parse(
         trigger=yaml.trigger,
         timezone=yaml.timezone,
         block_elems=yaml.block_size,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
+        tokenizer=keys.tokenizer,
+        chat_template=keys.chat_template,
         stage=yaml.name or yaml.out_path,
-        warnings=tuple(dict.fromkeys(warnings)),
+        warnings=keys.warnings,
         lines=document.lines,
     )
-    if schema is not None:
-        found = (*traps(raw, schema), *joined_base(raw, joined=modules != written))
-        raw = replace(raw, warnings=tuple(dict.fromkeys((*raw.warnings, *found))))
-    return raw
+    if keys.schema is None:
+        return raw
+    found = (*traps(raw, keys.schema), *joined_base(raw, joined=modules != keys.modules))
+    return replace(raw, warnings=tuple(dict.fromkeys((*raw.warnings, *found))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """What the keys say whose values `schema` leaves open; `schema` is the method's, if known."""
+
+    references: tuple[ModelRef, ...]
+    base: int | None
+    modules: tuple[Module, ...]
+    level: Level
+    budget: Budget
+    tokenizer: TokenizerRecipe | None
+    chat_template: str | None
+    schema: OperatorSchema | None
+    warnings: tuple[str, ...]
+
+
+def _read_keys(
+    value: Mapping[str, object],
+    methods: Methods | None,
+    strategies: Collection[str],
+    problems: Problems,
+) -> _Keys:
+    """Read models, parameters, tokens and budget, also when other keys are wrong."""
+    warnings: list[str] = []
+    models = Models()
+    modules, level = outline(value, models, problems, warnings)
+    base = _base(value, models, modules)
+    tokenizer, chat_template = _tokens(value, base, models, problems)
+    check_strategy(value.get("strategy"), strategies, problems)
+    budget = read_budget(value.get("budget"), problems)
+    schema = _check(value, modules, level, methods, problems, warnings)
+    return _Keys(
+        references=tuple(models.refs),
+        base=base,
+        modules=modules,
+        level=level,
+        budget=budget,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        schema=schema,
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
 
 
 def _check(

@@ -57,10 +57,7 @@ def resolve_recipe(
     schema = find_method(raw.method, methods, problems)
     if schema is None:
         raise recipe_error([problems], raw.where)
-    warnings = [*raw.warnings, *check_parameters(schema, methods, raw.levels(), problems)]
-    warnings += traps(raw, schema)
-    check_slices(schema, schema.base == "none", raw.modules, raw.references, problems)
-    check_base(schema, raw.modules, problems)
+    warnings = _check_text(raw, schema, methods, problems)
     if len(tables) != len(raw.references):
         problems.add((), f"expected tensors of {len(raw.references)} models, found {len(tables)}")
     if problems:
@@ -72,13 +69,44 @@ def resolve_recipe(
         check_wishes(raw.budget, raw.references, tensors, problems)
     if problems:
         raise recipe_error([problems], raw.where)
+    warnings += [*resolver.warnings, *mixed_shapes(tensors, tables, raw.references)]
+    warnings += _rounding_warnings(raw, schema, tensors, tables)
+    return _recipe_of(raw, tensors, resolver.n_layers, warnings)
+
+
+def _check_text(
+    raw: RawRecipe,
+    schema: OperatorSchema,
+    methods: Mapping[str, OperatorSchema],
+    problems: Problems,
+) -> list[str]:
+    """Check what needs no tensor, and return the warnings about it."""
+    warnings = [*raw.warnings, *check_parameters(schema, methods, raw.levels(), problems)]
+    warnings += traps(raw, schema)
+    check_slices(schema, schema.base == "none", raw.modules, raw.references, problems)
+    check_base(schema, raw.modules, problems)
+    return warnings
+
+
+def _rounding_warnings(
+    raw: RawRecipe,
+    schema: OperatorSchema,
+    tensors: Sequence[TensorRecipe],
+    tables: Sequence[Table],
+) -> list[str]:
+    """Warnings about dtypes that lose something of the models that arithmetic reads."""
     computed = [t for t in tensors if _is_computed(schema, t)]
+    if raw.dtype is None:
+        return dtype_warnings(None, [promoted_dtype(t, tables) for t in computed])
     used = {i.model for t in computed for i in t.inputs}
     used |= {t.base.model for t in computed if t.base}
     stored = [entry.dtype for model in sorted(used) for entry in tables[model].values()]
-    warnings += [*resolver.warnings, *mixed_shapes(tensors, tables, raw.references)]
-    made = [promoted_dtype(t, tables) for t in computed]
-    warnings += dtype_warnings(raw.dtype, made if raw.dtype is None else stored)
+    return dtype_warnings(raw.dtype, stored)
+
+
+def _recipe_of(
+    raw: RawRecipe, tensors: tuple[TensorRecipe, ...], n_layers: int | None, warnings: list[str]
+) -> Recipe:
     return Recipe(
         name=raw.name,
         text=raw.text,
@@ -92,7 +120,7 @@ def resolve_recipe(
         strategy=raw.strategy,
         seed=raw.seed,
         ref=raw.ref,
-        n_layers=resolver.n_layers,
+        n_layers=n_layers,
         tokenizer=raw.tokenizer,
         chat_template=raw.chat_template,
         warnings=tuple(dict.fromkeys(warnings)),
@@ -158,11 +186,8 @@ class _Resolver:
         like = self.tables[first.model][first.tensor]
         if like.dtype not in FLOATING:
             return self._copy(slot, first)
-        uses_base = self.schema.base != "none"
         stored = [taken for taken in slot.taken if taken.stored]
-        if uses_base and stored and slot.base is None and slot.part.base is not None:
-            text = f"the base lacks an optional tensor that {self._text(stored[0])!r} has"
-            repeated.add(stored[0].entry.level.path, text, slot.name)
+        if self._lacks_base(slot, stored, repeated):
             return None
         if not stored and self.schema.space != "value":
             return TensorRecipe(slot.name, (), first, ())
@@ -173,6 +198,24 @@ class _Resolver:
         for t in taken:
             self.tables.check_entry(t.entry.model, t.tensor, like, first.model)
         self._warn_untied(slot)
+        return TensorRecipe(
+            slot.name, params, slot.base, self._inputs(slot, taken, params, repeated)
+        )
+
+    def _lacks_base(self, slot: Slot, stored: Sequence[Taken], repeated: Repeated) -> bool:
+        """Whether the base lacks a tensor that a model has; adds that as a problem."""
+        if self.schema.base == "none" or not stored or slot.base is not None:
+            return False
+        if slot.part.base is None:
+            return False
+        text = f"the base lacks an optional tensor that {self._text(stored[0])!r} has"
+        repeated.add(stored[0].entry.level.path, text, slot.name)
+        return True
+
+    def _inputs(
+        self, slot: Slot, taken: Sequence[Taken], params: Params, repeated: Repeated
+    ) -> tuple[TensorInput, ...]:
+        """The models' tensors of a slot, each with its own parameters."""
         rows = [
             model_params(
                 self.schema,
@@ -185,11 +228,10 @@ class _Resolver:
             for t in taken
         ]
         check_sum(self.schema, params, rows, slot.levels[0].path, slot.name, repeated)
-        inputs = tuple(
+        return tuple(
             TensorInput(t.entry.model, t.tensor, t.position, row)
             for t, row in zip(taken, rows, strict=True)
         )
-        return TensorRecipe(slot.name, params, slot.base, inputs)
 
     def _copy(self, slot: Slot, first: BaseTensor) -> TensorRecipe:
         """A copy of a tensor that no arithmetic is for; all models must have it so."""
