@@ -44,7 +44,7 @@ from mergepipe_pipeline.tensors.stored import Bytes
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerResult:
     """What running a layer gave: the object's digest and size in bytes, and the bytes it cost.
 
@@ -146,16 +146,16 @@ class LayerRunner:
                 next_step="this is a defect of mergepipe: please report it with the plan",
             )
         return LayerResult(
-            sha256,
-            nbytes,
-            prefixes,
-            read.expert_nbytes,
-            read.base_nbytes,
-            time.monotonic() - started,
-            read.read_s,
-            max(0.0, took_s - read.read_s),
-            write_s,
-            tuple(sorted(non_finite.items())),
+            sha256=sha256,
+            nbytes=nbytes,
+            tensors=prefixes,
+            expert_bytes_read=read.expert_nbytes,
+            base_bytes_read=read.base_nbytes,
+            wall_s=time.monotonic() - started,
+            read_s=read.read_s,
+            arithmetic_s=max(0.0, took_s - read.read_s),
+            write_s=write_s,
+            non_finite=tuple(sorted(non_finite.items())),
         )
 
     def _windows(self, layers: Sequence[LayerTask]) -> Iterator[Window[Any]]:
@@ -194,7 +194,14 @@ class LayerRunner:
         non_finite = count_non_finite(out, task.out_dtype) + window.n_cut_off
         read = self._sources.read_here() - before
         last = window if window.is_last else None
-        return _Done(task.name, out, non_finite, read, time.perf_counter() - began, last)
+        return _Done(
+            tensor=task.name,
+            out=out,
+            non_finite=non_finite,
+            read=read,
+            took_s=time.perf_counter() - began,
+            last=last,
+        )
 
 
 def _in_file_order(layer: LayerTask) -> list[TensorTask]:
@@ -203,7 +210,7 @@ def _in_file_order(layer: LayerTask) -> list[TensorTask]:
     return [tasks[name] for name, _, _ in order]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
     """A window's output bytes, how many are not finite or cut off, and what it read and took.
 

@@ -9,7 +9,7 @@ from typing import Any
 from mergepipe_pipeline.snapshots.objects import StoredObject
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOutcome:
     """One layer after `run_layers`: reused from the action cache, or what it cost."""
 

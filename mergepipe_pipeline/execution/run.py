@@ -198,17 +198,17 @@ class _LayerMerger:
         self._store.adopt(path, stored)
         self._store.record(layer.action_key, stored)
         return LayerOutcome(
-            layer.name,
-            layer.layer_key,
-            stored,
-            False,
-            result.expert_bytes_read,
-            result.base_bytes_read,
-            result.wall_s,
-            result.nbytes,
-            result.read_s,
-            result.arithmetic_s,
-            result.write_s,
+            name=layer.name,
+            layer_key=layer.layer_key,
+            stored=stored,
+            reused=False,
+            expert_bytes_read=result.expert_bytes_read,
+            base_bytes_read=result.base_bytes_read,
+            wall_s=result.wall_s,
+            bytes_written=result.nbytes,
+            read_s=result.read_s,
+            arithmetic_s=result.arithmetic_s,
+            write_s=result.write_s,
         )
 
     def _engine(self, layers: tuple[LayerTask, ...]) -> tuple[LayerRunner, Path]:
@@ -222,4 +222,13 @@ class _LayerMerger:
 
 
 def _reused(layer: LayerTask, stored: StoredObject) -> LayerOutcome:
-    return LayerOutcome(layer.name, layer.layer_key, stored, True, 0, 0, 0.0, 0)
+    return LayerOutcome(
+        name=layer.name,
+        layer_key=layer.layer_key,
+        stored=stored,
+        reused=True,
+        expert_bytes_read=0,
+        base_bytes_read=0,
+        wall_s=0.0,
+        bytes_written=0,
+    )

@@ -66,17 +66,17 @@ class PlanInputs:
         known = digests or [()] * len(self.models)
         tokenizer = self.checked.tokenizer
         return PlanBuilder(
-            self.recipe,
-            {
+            recipe=self.recipe,
+            methods={
                 name: Method(o.schema, o.coefficients, o.response, _rehearsed)
                 for name, o in OPERATORS.items()
             },
-            [PlanInput(m, d) for m, d in zip(self.models, known, strict=True)],
-            self.stats,
-            self.facts,
-            self.checked.grid,
-            side_of(self.recipe, self.models, tokenizer.files if tokenizer else None),
-            self.seek_nbytes,
+            inputs=[PlanInput(m, d) for m, d in zip(self.models, known, strict=True)],
+            stats=self.stats,
+            facts=self.facts,
+            grid=self.checked.grid,
+            side=side_of(self.recipe, self.models, tokenizer.files if tokenizer else None),
+            seek_nbytes=self.seek_nbytes,
         )
 
 
@@ -103,14 +103,14 @@ def gather(
     in_full = recipe.budget == Budget() and not for_parts
     tables = _facts(home, recipe, models, merged, stats, chosen, progress, in_full=in_full)
     facts = TensorFacts(
-        tables.trims,
-        tables.outliers,
-        tables.scales,
-        measured,
-        chosen,
-        tables.l1s,
-        tables.kept,
-        tables.kurtosis,
+        trims=tables.trims,
+        outliers=tables.outliers,
+        scales=tables.scales,
+        measured=measured,
+        chosen=chosen,
+        l1s=tables.l1s,
+        kept=tables.kept,
+        kurtosis=tables.kurtosis,
     )
     profile = load_profile(home.profile_path)
     seek_nbytes = profile.seek_nbytes if profile else 0

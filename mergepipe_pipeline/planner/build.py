@@ -54,6 +54,7 @@ class PlanBuilder:
 
     def __init__(
         self,
+        *,
         recipe: Recipe,
         methods: Mapping[str, Method],
         inputs: Sequence[PlanInput],
@@ -76,11 +77,11 @@ class PlanBuilder:
         names = {position: self._recipe.models[model].names for position, model in places}
         experts = [names.get(n, ()) for n in range(max(names, default=-1) + 1)]
         return Question(
-            self._parts.candidates(),
-            self._parts.answers(),
-            [part.recipe.name for part in self._parts.all],
-            experts,
-            self._seek_nbytes,
+            candidates=self._parts.candidates(),
+            answers=self._parts.answers(),
+            tensors=[part.recipe.name for part in self._parts.all],
+            experts=experts,
+            seek_nbytes=self._seek_nbytes,
         )
 
     def build(self) -> MergePlan:

@@ -23,7 +23,7 @@ Choice = npt.NDArray[np.bool_]
 S = TypeVar("S", bound=np.generic)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One expert's part in one output tensor.
 

@@ -32,7 +32,7 @@ from mergepipe_pipeline.spec.plan import Estimates
 from mergepipe_pipeline.spec.recipe import Budget
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Question:
     """What is to be bought from: candidates, how their tensors answer, and names by number."""
 

@@ -30,7 +30,7 @@ SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, *(n / 10 for n in range(3, 11))
 _LEAST_BEND = 0.01
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """What a strategy promises for one budget: `nbytes` are read of `budget_bytes` (None: all).
 
@@ -46,7 +46,7 @@ class Point:
     bound: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BudgetCurve:
     """Points strategy by strategy, budgets ascending; `chosen` is the one that was asked for.
 
@@ -100,7 +100,14 @@ def budget_curve(
     )
     mine = _point(q, chosen.strategy, budget.resolve(total), chosen.choice, own)
     knee = knee_of([p for p in points if p.strategy == best])
-    return BudgetCurve(total, update.error, points, mine, best, knee)
+    return BudgetCurve(
+        nbytes_total=total,
+        update_norm=update.error,
+        points=points,
+        chosen=mine,
+        best=best,
+        knee=knee,
+    )
 
 
 def knee_of(points: Sequence[Point]) -> Point | None:
@@ -151,4 +158,11 @@ def _point(
 ) -> Point:
     nbytes = int(q.candidates.nbytes[choice].sum())
     bound = q.bound(choice).value
-    return Point(strategy, budget_bytes, nbytes, prediction.error, prediction.margin, bound)
+    return Point(
+        strategy=strategy,
+        budget_bytes=budget_bytes,
+        nbytes=nbytes,
+        error=prediction.error,
+        margin=prediction.margin,
+        bound=bound,
+    )

@@ -42,7 +42,7 @@ MEANING: dict[Why, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """One candidate, in bytes; `change` is ‖c·δ‖₂, what it adds to the result by itself.
 
@@ -65,7 +65,7 @@ class Block:
         return self.why in ("bought", "fills the rest", "pinned")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Account:
     """A strategy's list against a choice, per candidate; `place` 0: on no list.
 
@@ -90,14 +90,14 @@ class Account:
             for n in range(cut.start, cut.stop) if row.tensor == tensor else ():
                 place = int(self.place[n])
                 yield Block(
-                    row.position,
-                    int(c.block[n]),
-                    int(c.nbytes[n]),
-                    float(change[n]),
-                    self.why[n],
-                    place or None,
-                    float(self.worth[n]) if place else None,
-                    int(self.together[n]),
+                    expert=row.position,
+                    block=int(c.block[n]),
+                    nbytes=int(c.nbytes[n]),
+                    change=float(change[n]),
+                    why=self.why[n],
+                    place=place or None,
+                    worth=float(self.worth[n]) if place else None,
+                    together=int(self.together[n]),
                 )
 
 
@@ -134,10 +134,19 @@ def account(q: Question, budget: Budget, ranking: str, choice: Choice) -> Accoun
     code = np.select([mask for mask, _ in cases], range(len(cases)), len(cases))
     names: list[Why] = [*(why for _, why in cases), "below the cut"]
     why = tuple(names[n] for n in code.tolist())
-    return Account(q, why, place, worth, together, length, cut, cut_worth)
+    return Account(
+        question=q,
+        why=why,
+        place=place,
+        worth=worth,
+        together=together,
+        offers=length,
+        cut=cut,
+        cut_worth=cut_worth,
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Listed:
     """The offers of a list: places from 1, worths, and what stood against those not taken."""
 
@@ -157,7 +166,15 @@ def _listed(c: Candidates, limits: Limits, choice: Choice, offers: Offers, order
     starts, members = offers.first[:-1], offers.members
     if not length:
         none = np.zeros(0, np.bool_)
-        return _Listed(offers, place, np.zeros(0), none, none, 0, None)
+        return _Listed(
+            offers=offers,
+            place=place,
+            worth=np.zeros(0),
+            is_over=none,
+            waits=none,
+            cut=0,
+            cut_worth=None,
+        )
     worth = offers.saved / np.maximum(np.add.reduceat(c.nbytes[members], starts), 1)
     taken = choice[members[starts]]
     spent = np.bincount(c.expert[choice], c.nbytes[choice], len(limits.caps))
@@ -171,4 +188,12 @@ def _listed(c: Candidates, limits: Limits, choice: Choice, offers: Offers, order
     before = taken & (place <= cut)
     last = int(np.where(before, place, 0).argmax())
     cut_worth = float(worth[last]) if before.any() else None
-    return _Listed(offers, place, worth, is_over, waits, cut, cut_worth)
+    return _Listed(
+        offers=offers,
+        place=place,
+        worth=worth,
+        is_over=is_over,
+        waits=waits,
+        cut=cut,
+        cut_worth=cut_worth,
+    )

@@ -44,7 +44,7 @@ class Method:
     rehearse: Callable[[TensorTask], Rehearse] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorFacts:
     """Facts of whole tensors, by (output tensor, input number) or by output tensor.
 
@@ -64,7 +64,7 @@ class TensorFacts:
     kurtosis: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """One merged output tensor; operator `copy` keeps the base's."""
 
@@ -140,13 +140,13 @@ class Parts:
         if t.base is not None and is_kept(self._recipe.budget, t.name):
             choosing = chosen = Choosing("copy", (), (), "kept by the recipe")
         return Part(
-            t,
-            choosing.operator,
-            choosing.params,
-            choosing.model_params,
-            () if chosen else self._facts.measured.get(t.name, ()),
-            choosing.reason,
-            stored_like(t, self._models).shape,
+            recipe=t,
+            operator=choosing.operator,
+            params=choosing.params,
+            model_params=choosing.model_params,
+            facts=() if chosen else self._facts.measured.get(t.name, ()),
+            reason=choosing.reason,
+            shape=stored_like(t, self._models).shape,
         )
 
     def _stats_of(self, t: TensorRecipe, number: int) -> TensorStats | None:

@@ -37,15 +37,15 @@ def candidates(draw: st.DrawFn) -> Candidates:
             lanes = rng.normal(size=(n, SKETCH_WIDTH)) * alive[:, None]
             rows.append(
                 Row(
-                    tensor,
-                    position,
-                    f"t{tensor}#{position}",
-                    numel,
-                    int(rng.choice([1, 2, 4])),
-                    float(rng.normal()),
-                    rng.random(n) * alive,
-                    alive.astype(np.int64),
-                    narrowed(lanes.astype(np.float32)) if has_sketch else None,
+                    tensor=tensor,
+                    position=position,
+                    name=f"t{tensor}#{position}",
+                    numel=numel,
+                    itemsize=int(rng.choice([1, 2, 4])),
+                    coefficient=float(rng.normal()),
+                    block_l2sq=rng.random(n) * alive,
+                    block_nonzero=alive.astype(np.int64),
+                    block_sketch=narrowed(lanes.astype(np.float32)) if has_sketch else None,
                     bundle_nbytes=bundle,
                 )
             )
@@ -56,14 +56,14 @@ def row(*l2sq: float, position: int = 0, bundle_nbytes: int | None = None, tenso
     """One row of BF16 with these block norms, whole blocks only."""
     values = np.array(l2sq)
     return Row(
-        tensor,
-        position,
-        f"t#{position}",
-        len(values) * GRID.block_elems,
-        2,
-        1.0,
-        values,
-        (values > 0).astype(np.int64),
+        tensor=tensor,
+        position=position,
+        name=f"t#{position}",
+        numel=len(values) * GRID.block_elems,
+        itemsize=2,
+        coefficient=1.0,
+        block_l2sq=values,
+        block_nonzero=(values > 0).astype(np.int64),
         bundle_nbytes=bundle_nbytes,
     )
 
@@ -77,15 +77,15 @@ def known(deltas: Floats, weights: Sequence[float], tensor: int = 0) -> list[Row
     assert width == SKETCH_WIDTH
     return [
         Row(
-            tensor,
-            position,
-            f"t{tensor}#{position}",
-            blocks * GRID.block_elems,
-            2,
-            float(weights[position]),
-            np.square(deltas[position]).sum(axis=1),
-            np.any(deltas[position], axis=1).astype(np.int64),
-            narrowed(deltas[position].astype(np.float32)),
+            tensor=tensor,
+            position=position,
+            name=f"t{tensor}#{position}",
+            numel=blocks * GRID.block_elems,
+            itemsize=2,
+            coefficient=float(weights[position]),
+            block_l2sq=np.square(deltas[position]).sum(axis=1),
+            block_nonzero=np.any(deltas[position], axis=1).astype(np.int64),
+            block_sketch=narrowed(deltas[position].astype(np.float32)),
         )
         for position in range(experts)
     ]

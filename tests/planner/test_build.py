@@ -89,8 +89,16 @@ class Family:
             seed=1,
             ref="main",
         )
-        facts = TensorFacts({}, {}, {}, {}, chosen or {})
-        return PlanBuilder(recipe, METHODS, self.inputs, self.stats, facts, GRID, Side(2)).build()
+        facts = TensorFacts(trims={}, outliers={}, scales={}, measured={}, chosen=chosen or {})
+        return PlanBuilder(
+            recipe=recipe,
+            methods=METHODS,
+            inputs=self.inputs,
+            stats=self.stats,
+            facts=facts,
+            grid=GRID,
+            side=Side(2),
+        ).build()
 
 
 @pytest.fixture(scope="module")

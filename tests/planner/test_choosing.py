@@ -38,7 +38,9 @@ def question(seed: int, response: Response = "additive") -> Question:
         deltas[rng.random((3, blocks)) < 0.1] = 0
         rows += known(deltas, rng.uniform(0.2, 1, 3).tolist(), tensor)
         answers[tensor] = Answer(response, reach, False)
-    return Question(lay_out(rows, GRID), answers, TENSORS, EXPERTS)
+    return Question(
+        candidates=lay_out(rows, GRID), answers=answers, tensors=TENSORS, experts=EXPERTS
+    )
 
 
 def chosen_of(q: Question, budget: Budget, strategy: str = "conflict_aware") -> Choice:
@@ -230,7 +232,7 @@ def vote_question(doubt: float = 0.0, partial: float = 1.0) -> Question:
         rows += [row(*l2sq[e].tolist(), position=e, tensor=tensor) for e in range(4)]
     answers = {t: Answer("vote", np.full(4, 1.0), False) for t in range(3)}
     c = lay_out(rows, GRID, Sampled(3, doubt, partial))
-    return Question(c, answers, TENSORS, [("e",)] * 4)
+    return Question(candidates=c, answers=answers, tensors=TENSORS, experts=[("e",)] * 4)
 
 
 def test_what_was_fitted_to_samples_must_show_on_them_that_it_is_better() -> None:

@@ -29,7 +29,9 @@ BUDGETS = (
 
 
 def point(nbytes: int, error: float) -> Point:
-    return Point(BEST, nbytes, nbytes, error, None, None)
+    return Point(
+        strategy=BEST, budget_bytes=nbytes, nbytes=nbytes, error=error, margin=None, bound=None
+    )
 
 
 @given(seed=SEEDS, budget=st.sampled_from(BUDGETS), strategy=st.sampled_from(list(STRATEGIES)))
@@ -112,6 +114,6 @@ def test_budgets_that_do_not_cover_the_pins_have_no_point() -> None:
 
 def test_without_a_base_there_is_no_curve() -> None:
     rows = [replace(row(1.0, 2.0), block_l2sq=None, block_nonzero=None)]
-    q = Question(lay_out(rows, GRID), {}, ("t",), (("math",),))
+    q = Question(candidates=lay_out(rows, GRID), answers={}, tensors=("t",), experts=(("math",),))
     with pytest.raises(BudgetError, match="needs a base model"):
         budget_curve(q, Budget(), Purchase(BEST, BEST, np.ones(2, np.bool_)))
