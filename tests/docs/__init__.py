@@ -1,0 +1,1 @@
+"""The README, `docs/` and the examples say what is so: their commands are run."""
