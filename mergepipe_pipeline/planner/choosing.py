@@ -48,8 +48,8 @@ class Question:
 
         For votes and means it is `magnitude`. The least error is had there by buying all experts at
         few places and none elsewhere, where the update is then missing whole. A choice that is
-        spread gives a part of it everywhere, and noise, which trained models bear better (README,
-        Benchmarks).
+        spread gives a part of it everywhere, and noise, which trained models bear better
+        (docs/benchmarks.md).
         """
         return "magnitude" if self.candidates.rehearsals else "conflict_aware"
 

@@ -27,6 +27,7 @@ from tests.dagster_layer.test_release import error_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "settings.md"
 #: A setting's variable without its prefix, and values that are none of it.
 WRONG = {
     "THREADS": ["many", "0", "-1", "1.5", "1_0", " 2"],
@@ -63,8 +64,8 @@ def test_a_right_value_is_taken_and_an_empty_variable_says_nothing(
     assert int(MEMORY.shown) << 20 == EngineOptions().memory_bytes
 
 
-def test_the_readme_lists_the_settings_as_they_are() -> None:
-    rows = re.findall(r"^\| `(MERGEPIPE_\w+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
+def test_the_page_lists_the_settings_as_they_are() -> None:
+    rows = re.findall(r"^\| `(MERGEPIPE_\w+)` \| (.*) \|$", PAGE.read_text(), re.M)
     assert rows == [
         (s.variable, " | ".join([f"`{s.field}`" if s.field else "", s.unit, s.shown, s.meaning]))
         for s in SETTINGS

@@ -1,4 +1,4 @@
-"""Which tests show each row of the README's table of differences to mergekit.
+"""Which tests show each row of the table of differences in docs/mergekit.md to mergekit.
 
 Together the tests of a row show both sides: mergekit as it runs here, and us.
 """

@@ -1,6 +1,6 @@
 """Where we differ from mergekit: what it refuses, drops or turns into NaN, and what we do then.
 
-Each case fails when mergekit (or we) change, so that the README's list of differences stays true.
+Each case fails when mergekit (or we) change, so that docs/mergekit.md stays true.
 """
 
 from __future__ import annotations

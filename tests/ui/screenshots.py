@@ -1,4 +1,4 @@
-"""Takes the pictures of the README: `python -m tests.ui.screenshots docs/pictures`.
+"""Takes the pictures of the documentation: `python -m tests.ui.screenshots docs/pictures`.
 
 Starts `dagster dev` over a small deployment, merges in it, and opens the main pages in Chromium.
 """
@@ -16,7 +16,7 @@ from PIL import Image
 from tests.ui.chromium import browser
 from tests.ui.pages import VIEWS, running, show, warehouse
 
-#: Bytes that a picture of the README may take.
+#: Bytes that a picture of the documentation may take.
 MOST_NBYTES = 150_000
 #: Seconds for what moves on a page to come to rest.
 _REST_S = 3

@@ -1,4 +1,4 @@
-"""The README's table of differences to mergekit and the tests that show them do not drift apart."""
+"""The table of differences to mergekit in docs and the tests that show them do not drift apart."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from tests.parity.deviations import DEVIATIONS
 
 HERE = Path(__file__).parent
-README = HERE.parents[1] / "README.md"
+PAGE = HERE.parents[1] / "docs" / "mergekit.md"
 
 
 def rows() -> list[list[str]]:
     """The cells of the table, without its head."""
-    after = README.read_text().partition("| where | mergekit 0.1.5 | here |\n")[2]
+    after = PAGE.read_text().partition("| where | mergekit 0.1.5 | here |\n")[2]
     table = after.partition("\n\n")[0].splitlines()[1:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
 

@@ -1,0 +1,108 @@
+"""Writes what pages say of commands, exit codes and rooms: `python -m tests.docs.generate`.
+
+Each generated part stands between two comments of its page, by which it is found and replaced.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import click
+
+from mergepipe_pipeline import errors
+from mergepipe_pipeline.cli.main import main as group
+from mergepipe_pipeline.errors import MergePipeError
+from tests.docs.page import DOCS, ROOT
+
+#: Options of every command, which the page states once.
+_COMMON = {"home_dir", "as_json"}
+
+
+def commands() -> str:
+    """Every command with its usage, help and options."""
+    return "\n".join(_command(name, group.commands[name]) for name in sorted(group.commands))
+
+
+def _command(name: str, command: click.Command) -> str:
+    context = click.Context(command, info_name=f"mergepipe {name}")
+    usage = " ".join(command.collect_usage_pieces(context))
+    text = inspect.cleandoc(command.help or "").replace("\b\n", "")
+    lines = [f"### mergepipe {name}", "", f"`mergepipe {name} {usage}`", "", text, ""]
+    records = [
+        record
+        for option in command.params
+        if isinstance(option, click.Option) and option.name not in _COMMON
+        if (record := option.get_help_record(context))
+    ]
+    if records:
+        lines += ["| option | meaning |", "|---|---|"]
+        lines += [f"| `{_cell(option)}` | {_cell(meaning)} |" for option, meaning in records]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def codes() -> str:
+    """The exit code of each class of errors, with what it means."""
+    classes = [
+        c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, MergePipeError)
+    ]
+    rows = [
+        f"| {c.exit_code} | `{c.__name__}` | {_cell((c.__doc__ or '').splitlines()[0])} |"
+        for c in sorted(classes, key=lambda c: c.exit_code)
+    ]
+    return "\n".join(["| exit code | class | meaning |", "|---|---|---|", *rows, ""])
+
+
+def rooms() -> str:
+    """The layers that import-linter judges, the uppermost first, with what each room says it is."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (layers,) = (c["layers"] for c in project["tool"]["importlinter"]["contracts"] if "layers" in c)
+    rows = [
+        f"| {storey} | {_room(name)} | {_cell(_told(name))} |"
+        for storey, layer in enumerate(reversed(layers), 1)
+        for name in layer.split(" | ")
+    ]
+    rows.sort(key=lambda row: -int(row.split()[1]))
+    return "\n".join(["| storey | room | what it is |", "|---|---|---|", *rows, ""])
+
+
+def _room(name: str) -> str:
+    path = ROOT.joinpath(*name.split("."))
+    short = name.removeprefix("mergepipe_pipeline.")
+    return f"`{short}/`" if path.is_dir() else f"`{short}.py`"
+
+
+def _told(name: str) -> str:
+    path = ROOT.joinpath(*name.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n\n")[0]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", r"\|").split())
+
+
+PARTS: Mapping[str, tuple[Path, Callable[[], str]]] = {
+    "commands": (DOCS / "cli.md", commands),
+    "codes": (DOCS / "errors.md", codes),
+    "rooms": (ROOT / "CONTRIBUTING.md", rooms),
+}
+
+
+def page(name: str) -> str:
+    """The page of a part with the part as it is to be. Raises AssertionError without its place."""
+    path, make = PARTS[name]
+    place = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+    text, found = place.subn(lambda m: f"{m[1]}\n{make()}\n{m[2]}", path.read_text())
+    assert found == 1, f"{path} has no place for {name}"
+    return text
+
+
+if __name__ == "__main__":
+    for name, (path, _) in PARTS.items():
+        path.write_text(page(name))
