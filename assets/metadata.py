@@ -13,7 +13,6 @@ import dagster as dg
 from assets.links import Link
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.execution.snapshot import operator_counts
-from mergepipe_pipeline.pipeline.forecast import Forecast
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
@@ -22,6 +21,7 @@ from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown
+from mergepipe_pipeline.timing.forecast import Forecast
 from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, small_picture
 
 if TYPE_CHECKING:

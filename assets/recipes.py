@@ -39,11 +39,11 @@ from mergepipe_pipeline.integrity.weights import (
     finite_told,
     is_over_budget,
 )
-from mergepipe_pipeline.pipeline.forecast import forecast_plan
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.snapshots.stage import MANIFEST
 from mergepipe_pipeline.text import in_one_line, markdown, visible
+from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.curve import curve_of_plan
 from mergepipe_pipeline.verbs.deploy import (
     conflicts_of_recipe,

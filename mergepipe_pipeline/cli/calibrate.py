@@ -10,7 +10,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, size, table, verb
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.spec.engine_pace import EnginePace
+    from mergepipe_pipeline.spec.machine_profile import EnginePace
 
 
 @click.command()
@@ -34,7 +34,7 @@ def calibrate(console: Console, path: str | None, temp_mib: int, storage_only: b
     Default: the largest file of a registered checkpoint. The planner weighs scattered blocks with
     the result, and `check` tells how long a merge will take.
     """
-    from mergepipe_pipeline.pipeline.calibrate import calibrate as run
+    from mergepipe_pipeline.timing.calibrate import calibrate as run
 
     done = run(
         console.home,
@@ -63,7 +63,7 @@ def calibrate(console: Console, path: str | None, temp_mib: int, storage_only: b
         f"measured on {p.where}",
         f"  read   {size(p.read_bytes_per_s)}/s",
         f"  seek   {1000 * p.seek_s:.3f} ms, as long as reading {size(p.seek_nbytes)}",
-        f"  write  {size(p.write_bytes_per_s)}/s, durable",
+        f"  write  {size(p.write_bytes_per_s)}/s, hashed and durable",
         *_engine_lines(p.engine),
         "",
         *table(("reads", "number", "of size", "took s", "model s"), rows),
@@ -71,21 +71,18 @@ def calibrate(console: Console, path: str | None, temp_mib: int, storage_only: b
 
 
 def _engine_lines(engine: EnginePace | None) -> list[str]:
-    """The engine's figures for people; a method's are per element of output, and per expert's."""
+    """The engine's figures for people."""
     if engine is None:
         return []
-    ns = 1e9
     rows = [
-        (name, f"{ns * m.elem_s:.2f}", f"{ns * m.expert_elem_s:.2f}", f"{1e3 * m.plan_input_s:.2f}")
+        (name, f"{1e9 * m.learn_byte_s:.2f}", f"{1e9 * m.merge_elem_s:.2f}")
         for name, m in engine.methods.items()
     ]
     return [
         f"  engine on {engine.cores} cores",
-        f"    cold reads   {size(engine.cold.bytes_per_s)}/s, "
-        f"past the page cache {size(engine.past_cache.bytes_per_s)}/s",
-        f"    hashing      {size(engine.hash_bytes_per_s)}/s",
-        f"    analysis     {ns * engine.analysis_elem_s:.2f} ns per element",
-        f"    start        {engine.start_s:.2f} s, commit {engine.commit_s:.2f} s",
+        f"    cold reads   {size(engine.read_bytes_per_s)}/s",
+        f"    start        {engine.start_s:.2f} s",
+        f"    planning     {1e3 * engine.plan_input_s:.2f} ms per tensor and expert, for a budget",
         "",
-        *table(("method", "ns per element", "and expert", "planning ms per tensor"), rows),
+        *table(("method", "analysis ns per byte", "merge ns per element"), rows),
     ]

@@ -68,7 +68,7 @@ def time_text(predicted: Mapping[str, Any] | None, lead: str = "about") -> str:
     """Predicted seconds, after `lead`, and what they are made of, or why there are none."""
     if predicted is None or "total_s" not in predicted:
         return f"not predicted: {(predicted or {}).get('reason', 'nobody asked')}"
-    shown = ("analysis", "planning", "reading", "arithmetic", "hashing", "writing")
+    shown = ("analysis", "planning", "reading", "computing", "writing")
     parts = [(name, predicted[f"{name}_s"]) for name in shown]
     told = ", ".join(f"{name} {_short(s)}" for name, s in parts if s >= _LEAST_S)
     return f"{lead} {_short(predicted['total_s'])}" + (f" ({told})" if told else "")

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.storage_profile import StorageProfile
+from mergepipe_pipeline.spec.machine_profile import MachineProfile
 from mergepipe_pipeline.storage.atomic import write_atomic
 
 
-def load_profile(path: Path) -> StorageProfile | None:
+def load_profile(path: Path) -> MachineProfile | None:
     """The profile at `path`; None if there is none. Raises CorruptionError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
-        return StorageProfile.from_json(unseal(data, str(path))["storage"])
+        return MachineProfile.from_json(unseal(data, str(path))["storage"])
     except (KeyError, TypeError) as error:
         raise CorruptionError(
             "A storage profile has another form than this version writes",
@@ -27,11 +27,11 @@ def load_profile(path: Path) -> StorageProfile | None:
         ) from error
 
 
-def store_profile(path: Path, profile: StorageProfile) -> None:
+def store_profile(path: Path, profile: MachineProfile) -> None:
     """Write a profile in place of the one at `path`. Raises StorageFullError."""
     write_atomic(path, seal({"storage": profile.to_json()}))
 
 
 def store_seek(path: Path, seek_nbytes: int) -> None:
     """Store a profile that makes plans count `seek_nbytes` for a seek, as plans elsewhere did."""
-    store_profile(path, StorageProfile(float(seek_nbytes), 1.0, 1.0, "", ""))
+    store_profile(path, MachineProfile(float(seek_nbytes), 1.0, 1.0, "", ""))

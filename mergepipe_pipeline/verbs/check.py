@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from mergepipe_pipeline.pipeline.forecast import Forecast, forecast
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
+from mergepipe_pipeline.timing.forecast import Forecast, forecast
 from mergepipe_pipeline.warehouse import Warehouse
 
 

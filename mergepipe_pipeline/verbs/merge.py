@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.execution.base_prefetch import prefetch_base
 from mergepipe_pipeline.execution.outcome import RunStart
 from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
-from mergepipe_pipeline.pipeline.early import base_early
-from mergepipe_pipeline.pipeline.forecast import forecast
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.snapshot import Ref
+from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.verbs.export import check_out, export
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
@@ -85,7 +85,7 @@ def merge(
     resolved, stages = resolve_after_stages(home, raw, progress=progress, **planning)
     began_s = time.monotonic() if raw.before else began_s
     start = RunStart(began_s, forecast(home, resolved).to_json())
-    with base_early(resolved):
+    with prefetch_base(resolved):
         plan = plan_resolved(home, resolved, progress, unnamed=stages)
     progress.warn(*plan.warnings)
     outcome = run_plan(home, plan, options=options, progress=progress, begun=start, fresh=fresh)

@@ -109,7 +109,7 @@ def line(t: Told) -> str:
     )
 
 
-_PARTS = ("start", "analysis", "planning", "merging", "reading", "arithmetic", "writing")
+_PARTS = ("start", "analysis", "planning", "merging", "reading", "computing", "writing")
 _HEAD = (
     f"{'case':<20} {'told s':>8} {'took s':>8} {'ratio':>6}  "
     + " ".join(f"{name[:6]:>6}" for name in _PARTS)
@@ -131,8 +131,7 @@ def main() -> None:
     found: list[Told] = []
     for turn in range(args.rounds):
         rates = calibrate(work / "known", family)["engine"]
-        cold, past = (rates[way]["bytes_per_s"] / 1e9 for way in ("cold", "past_cache"))
-        print(f"round {turn + 1}: cold reads {cold:.2f} GB/s, past the cache {past:.2f} GB/s")
+        print(f"round {turn + 1}: cold reads {rates['read_bytes_per_s'] / 1e9:.2f} GB/s")
         print(_HEAD)
         for name in args.case:
             found.append(measured(CASES[name], family, work))

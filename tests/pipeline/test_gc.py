@@ -22,12 +22,12 @@ from mergepipe_pipeline.execution import leases
 from mergepipe_pipeline.execution.leases import lease, staging
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.pipeline.calibrate import calibrate
 from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.storage import atomic, locks
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.timing.calibrate import calibrate
 from mergepipe_pipeline.verbs.deploy import merge_recipe, plan_recipe, snapshot_recipe
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.index import index_expert

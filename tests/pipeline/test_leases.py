@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from mergepipe_pipeline.execution.leases import lease_run, run_lives
-from mergepipe_pipeline.pipeline import calibrate as calibrating
-from mergepipe_pipeline.pipeline.calibrate import calibrate
 from mergepipe_pipeline.snapshots import gc
 from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.storage import locks
+from mergepipe_pipeline.timing import calibrate as calibrating
+from mergepipe_pipeline.timing.calibrate import calibrate
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.warehouse import Warehouse
 

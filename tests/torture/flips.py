@@ -218,7 +218,7 @@ def _ok(done: Done) -> Done:
 def _profile(home: Path) -> None:
     """What `calibrate` would measure in some seconds."""
     from mergepipe_pipeline.warehouse import Warehouse
-    from tests.paces import settle_in
+    from tests.profiles import settle_in
 
     settle_in(Warehouse(home))
 

@@ -22,7 +22,7 @@ from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import adopt_file
 from mergepipe_pipeline.storage.direct import DirectFile
-from mergepipe_pipeline.storage.source import ANNOUNCED, LocalSource, Reading
+from mergepipe_pipeline.storage.source import ANNOUNCED, LocalSource
 
 CHUNK_NBYTES = 8 << 20
 #: What the engine asks for at once.
@@ -115,30 +115,29 @@ def resident_share(handle: int, nbytes: int) -> float:
 
 
 def write_s(path: Path, nbytes: int, clock: Clock = time.perf_counter) -> float:
-    """Seconds to write `nbytes` of noise into a file and make it durable; the file stays."""
+    """Seconds to hash `nbytes` of noise, write them and make them durable; the file stays."""
     noise = memoryview(np.random.default_rng(0).bytes(CHUNK_NBYTES))
     temp = path.with_name(f"{path.name}.tmp")
-    began = clock()
+    began, state = clock(), new_hash()
     file = DirectFile(temp, nbytes)
     for at in range(0, nbytes, CHUNK_NBYTES):
-        file.append(noise[: min(CHUNK_NBYTES, nbytes - at)])
+        piece = noise[: min(CHUNK_NBYTES, nbytes - at)]
+        state.update(piece)
+        file.append(piece)
     file.close()
     adopt_file(temp, path)
     return clock() - began
 
 
-def stream(
-    path: Path, reading: Reading, *, streams: int, threads: int, nbytes: int, is_cold: bool
-) -> tuple[int, float, float]:
-    """Bytes, wall and CPU seconds of reading about `nbytes` of a file as the engine reads experts.
+def stream_s(path: Path, *, streams: int, threads: int, nbytes: int) -> tuple[int, float]:
+    """Bytes and seconds of about `nbytes` of a cold file, read as the engine reads experts.
 
-    `threads` each read the next 1 MiB of `streams` places in turn. Raises MergePipeError if
-    `is_cold` and the file cannot be dropped from the page cache.
+    `threads` each read the next 1 MiB of `streams` places in turn. Raises MergePipeError if the
+    file cannot be dropped from the page cache.
     """
     with ColdFile(path) as file:
         each = file.nbytes // streams
-        if is_cold:
-            file.drop()
+        file.drop()
     piece = min(_PIECE_NBYTES, each)
     rounds = max(1, min(nbytes // streams, each) // piece)
     places = [s * each + n * piece for n in range(rounds) for s in range(streams)]
@@ -156,19 +155,8 @@ def stream(
                 source.will_need(path.name, later, piece)
             source.read_into(path.name, places[number], room)
 
-    with LocalSource(path, reading) as source, Workers(threads) as workers:
-        began, cpu_began = time.perf_counter(), time.process_time()
+    with LocalSource(path, "exact") as source, Workers(threads) as workers:
+        began = time.perf_counter()
         for _ in workers.map(work, [source] * threads):
             pass
-        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-    return rounds * streams * piece, wall_s, cpu_s
-
-
-def hash_s(nbytes: int, clock: Clock = time.perf_counter) -> float:
-    """Seconds that one thread takes to hash `nbytes`, in the pieces of a window."""
-    piece = bytes(min(_PIECE_NBYTES, nbytes))
-    state, began = new_hash(), clock()
-    for _ in range(-(-nbytes // len(piece))):
-        state.update(piece)
-    state.hexdigest()
-    return clock() - began
+        return rounds * streams * piece, time.perf_counter() - began

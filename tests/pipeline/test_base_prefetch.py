@@ -8,9 +8,9 @@ from time import monotonic, sleep
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.execution import base_prefetch
+from mergepipe_pipeline.execution.base_prefetch import is_worth_prefetching, prefetch_base
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.pipeline import early
-from mergepipe_pipeline.pipeline.early import base_early, reads_base_early
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve
 from mergepipe_pipeline.storage.source import LocalSource
@@ -53,7 +53,7 @@ def test_every_byte_of_the_base_is_read_once_while_a_plan_is_made(
     assert checked.base is not None
     entries = checked.base.checkpoint.tensors
     reads.clear()
-    with base_early(checked):
+    with prefetch_base(checked):
         wait_for(lambda: len(reads) >= len(entries))
     assert sorted(reads) == sorted((e.file, e.start_byte, e.nbytes) for e in entries)
 
@@ -65,9 +65,9 @@ def test_it_ends_with_the_planning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked = known(home, recipe_text, "50%")
-    monkeypatch.setattr(early, "_STEP_NBYTES", 1)
+    monkeypatch.setattr(base_prefetch, "_STEP_NBYTES", 1)
     reads.clear()
-    with base_early(checked):
+    with prefetch_base(checked):
         wait_for(lambda: bool(reads))
     after = len(reads)
     sleep(0.05)
@@ -78,23 +78,23 @@ def test_it_ends_with_the_planning(
 def test_a_merge_without_a_budget_reads_nothing_early(
     home: Warehouse, recipe_text: RecipeText, budget: str | None
 ) -> None:
-    assert not reads_base_early(known(home, recipe_text, budget))
+    assert not is_worth_prefetching(known(home, recipe_text, budget))
 
 
 def test_nor_does_one_whose_experts_are_still_to_be_analysed(
     home: Warehouse, recipe_text: RecipeText
 ) -> None:
     raw = parse(recipe_text(), name="r", where="r")
-    assert not reads_base_early(resolve(home, raw, budget="50%"))
+    assert not is_worth_prefetching(resolve(home, raw, budget="50%"))
 
 
 def test_nor_one_that_the_page_cache_cannot_hold(
     home: Warehouse, recipe_text: RecipeText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = known(home, recipe_text, "50%")
-    assert reads_base_early(checked)
-    monkeypatch.setattr(early, "fits_page_cache", lambda nbytes: False)
-    assert not reads_base_early(checked)
+    assert is_worth_prefetching(checked)
+    monkeypatch.setattr(base_prefetch, "fits_page_cache", lambda nbytes: False)
+    assert not is_worth_prefetching(checked)
 
 
 @pytest.mark.parametrize("error", [OSError(5, "broken"), CheckpointChangedError("shorter")])
@@ -112,6 +112,6 @@ def test_what_is_wrong_with_a_file_is_left_to_the_merge(
         raise error
 
     monkeypatch.setattr(LocalSource, "read_into", broken)
-    with base_early(checked):
+    with prefetch_base(checked):
         wait_for(lambda: bool(asked))
     assert len(asked) == 1

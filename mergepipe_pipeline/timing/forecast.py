@@ -1,6 +1,6 @@
 """How long a checked recipe or a plan will take here, or why nobody can say.
 
-Asks what `duration` must know: the page cache, the catalog (through the recipe's cost) and what
+Asks what `time_model` must know: the page cache, the catalog (through the recipe's cost) and what
 `calibrate` has measured. Reads no weight.
 """
 
@@ -14,8 +14,6 @@ from typing import Any
 
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.pipeline.duration import Seconds, Work, seconds, total
-from mergepipe_pipeline.pipeline.early import reads_base_early
 from mergepipe_pipeline.planner.parts import stored_like
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.spec.blocks import total_elems
@@ -24,6 +22,7 @@ from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.storage.uncached import cached_of_file, fits_page_cache
+from mergepipe_pipeline.timing.time_model import Seconds, Work, measured_as, seconds, total
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -50,16 +49,16 @@ def forecast_plan(home: Warehouse, plan: MergePlan) -> Forecast:
     found = _forecast(home, [work_of_plan(plan)])
     if found.seconds is None:
         return found
-    return Forecast(replace(found.seconds, start_s=0.0, planning_s=0.0))
+    return Forecast(replace(found.seconds, start_s=0.0))
 
 
 def _forecast(home: Warehouse, works: Sequence[Work]) -> Forecast:
     profile = load_profile(home.profile_path)
     if profile is None or profile.engine is None:
         return Forecast(None, "not calibrated: run `mergepipe calibrate`")
-    untimed = {w.method for w in works} - profile.engine.methods.keys()
-    if untimed:
-        return Forecast(None, f"calibrate does not time {', '.join(sorted(untimed))}")
+    missing = {w.method for w in works if measured_as(w.method) not in profile.engine.methods}
+    if missing:
+        return Forecast(None, f"calibrate does not measure {', '.join(sorted(missing))}")
     return Forecast(total([seconds(w, profile) for w in works]))
 
 
@@ -73,32 +72,27 @@ def work_of(checked: ResolvedRecipe) -> Work:
         if like.dtype in FLOATING:
             expert_elems += sum(models[i.model].views[i.tensor].numel for i in t.inputs)
             inputs += len(t.inputs)
-    bought = cost.expert_bytes_total
+    read = cost.expert_bytes_total
     if cost.budget_bytes is not None:
-        bought = min(bought, cost.budget_bytes)
-    share = bought / max(1, cost.expert_bytes_total)
-    below, others = _cold_shares(checked)
-    passes_cache = not fits_page_cache(cost.base_bytes + bought + cost.output_bytes)
+        read = min(read, cost.budget_bytes)
+    base_share, expert_share = _cold_shares(checked)
     # What has just been analysed is in the page cache, if it fits.
-    is_warmed = cost.analysis_bytes > 0 and not passes_cache
-    cold_nbytes = below * cost.base_bytes + others * bought
+    is_warm = cost.analysis_bytes > 0 and fits_page_cache(
+        cost.base_bytes + read + cost.output_bytes
+    )
+    cold_nbytes = base_share * cost.base_bytes + expert_share * read
     return Work(
         method=recipe.method,
-        cold_bytes=0 if is_warmed else round(cold_nbytes),
-        early_bytes=round(below * cost.base_bytes) if reads_base_early(checked) else 0,
-        passes_cache=passes_cache,
-        elems=elems,
-        expert_elems=round(share * expert_elems),
-        inputs=inputs,
-        has_budget=cost.budget_bytes is not None,
+        cold_nbytes=0 if is_warm else round(cold_nbytes),
+        out_elems=elems,
+        expert_elems=round(read / max(1, cost.expert_bytes_total) * expert_elems),
+        plan_inputs=0 if cost.budget_bytes is None else inputs,
+        learn_nbytes=cost.analysis_bytes,
+        learn_cold_nbytes=round(expert_share * cost.analysis_bytes),
+        output_nbytes=cost.output_bytes,
         has_first_pass=(
             cost.budget_bytes is None and OPERATORS[recipe.method].schema.fact == "drop"
         ),
-        analysis_elems=cost.analysis_elems,
-        analysis_bytes=cost.analysis_bytes,
-        analysis_cold_bytes=round(others * cost.analysis_bytes),
-        output_bytes=cost.output_bytes,
-        layers=cost.layers,
     )
 
 
@@ -106,27 +100,21 @@ def work_of_plan(plan: MergePlan) -> Work:
     """What merging a plan does; what is in the page cache now is taken to stay there."""
     tasks = [task for layer in plan.layers for task in layer.tasks]
     bases = [t.base.view for t in tasks if t.base]
-    base_nbytes = sum(v.nbytes for v in bases)
-    bought = sum(layer.expert_bytes_planned for layer in plan.layers)
-    output = sum(t.out_nbytes for t in tasks)
     experts = [e for t in tasks for e in t.experts]
-    below = _cold_share(_files(plan, bases))
-    others = _cold_share(_files(plan, [e.view for e in experts]))
+    base_nbytes = _cold_share(_files(plan, bases)) * sum(v.nbytes for v in bases)
+    expert_nbytes = _cold_share(_files(plan, [e.view for e in experts])) * sum(
+        layer.expert_bytes_planned for layer in plan.layers
+    )
     return Work(
         method=plan.method,
-        cold_bytes=round(below * base_nbytes + others * bought),
-        early_bytes=0,
-        passes_cache=not fits_page_cache(base_nbytes + bought + output),
-        elems=sum(prod(t.shape) for t in tasks),
+        cold_nbytes=round(base_nbytes + expert_nbytes),
+        out_elems=sum(prod(t.shape) for t in tasks),
         expert_elems=sum(total_elems(e.read) for e in experts),
-        inputs=len(experts),
-        has_budget=plan.estimates.budget_bytes is not None,
+        plan_inputs=0,
+        learn_nbytes=0,
+        learn_cold_nbytes=0,
+        output_nbytes=sum(t.out_nbytes for t in tasks),
         has_first_pass=any(e.l1 is not None for e in experts),
-        analysis_elems=0,
-        analysis_bytes=0,
-        analysis_cold_bytes=0,
-        output_bytes=output,
-        layers=len(plan.layers),
     )
 
 

@@ -23,7 +23,7 @@ _STEP_NBYTES = 32 << 20
 _Places = list[tuple[str, list[TensorEntry]]]
 
 
-def reads_base_early(checked: ResolvedRecipe) -> bool:
+def is_worth_prefetching(checked: ResolvedRecipe) -> bool:
     """Whether the base is worth reading before the plan is made.
 
     What is analysed first is read there; a merge without a budget is planned in no time beside it;
@@ -36,9 +36,9 @@ def reads_base_early(checked: ResolvedRecipe) -> bool:
 
 
 @contextmanager
-def base_early(checked: ResolvedRecipe) -> Iterator[None]:
+def prefetch_base(checked: ResolvedRecipe) -> Iterator[None]:
     """While the block runs, read the recipe's base in another thread, if that is worth it."""
-    if not reads_base_early(checked):
+    if not is_worth_prefetching(checked):
         yield
         return
     over = threading.Event()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.storage import measure
-from mergepipe_pipeline.storage.measure import CHUNK_NBYTES, ColdFile, resident_share, write_s
+from mergepipe_pipeline.timing import storage_timers
+from mergepipe_pipeline.timing.storage_timers import CHUNK_NBYTES, ColdFile, resident_share, write_s
 
 NBYTES = 1 << 20
 
@@ -50,7 +50,7 @@ def test_a_file_without_bytes_is_nowhere_in_memory(tmp_path: Path) -> None:
 def test_all_places_are_read_between_two_looks_at_the_clock(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "resident_share", lambda handle, nbytes: 0.0)
+    monkeypatch.setattr(storage_timers, "resident_share", lambda handle, nbytes: 0.0)
     reads: list[tuple[int, int]] = []
     whole = os.preadv
 
@@ -72,7 +72,7 @@ def test_all_places_are_read_between_two_looks_at_the_clock(
 def test_a_file_that_stays_in_memory_is_refused_with_its_share_and_another_way(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "resident_share", lambda handle, nbytes: 0.5)
+    monkeypatch.setattr(storage_timers, "resident_share", lambda handle, nbytes: 0.5)
     with (
         ColdFile(path) as file,
         pytest.raises(MergePipeError, match=r"stays in the page cache.*50 % of it.*another file"),

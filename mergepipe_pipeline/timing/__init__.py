@@ -1,0 +1,1 @@
+"""How long a merge takes: what this machine is measured to do, and what follows from it."""
