@@ -1,19 +1,21 @@
-"""With a real daemon: what happens to arrivals when processes end that nobody asked to end."""
+"""With a real daemon: a burst, a bad expert, and processes that end though nobody asked them to."""
 
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from dagster import DagsterRunStatus as Status
 
-from assets.experts import expert_index
+from assets.experts import EXPERTS_TAG, expert_index
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
-from tests.dagster_layer.daemon import running_daemon
+from tests.dagster_layer.daemon import Daemon, most_at_once, running_daemon
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+_RETRY_S = 1
 
 
 def test_a_cancelled_run_loses_no_expert_and_a_power_loss_leaves_no_run_started(
@@ -38,20 +40,58 @@ def test_a_cancelled_run_loses_no_expert_and_a_power_loss_leaves_no_run_started(
         assert lost_ones in ([Status.CANCELED, Status.FAILURE], [Status.FAILURE])
 
 
-def test_of_many_that_land_at_once_several_are_indexed_in_one_run_and_a_bad_one_waits(
-    home: Warehouse, family: Path
+def test_many_that_land_at_once_obey_their_pool_and_one_that_fails_is_quarantined(
+    home: Warehouse, family: Path, drop: Drop
 ) -> None:
-    names = [f"expert_{i:02d}" for i in range(10)]
+    names = [f"expert_{i:02d}" for i in range(8)]
     for name in names:
-        shutil.copytree(family / "expert_00", home.inbox / name)
-    (home.inbox / "expert_03" / "model.safetensors").write_bytes(b"no header")
-    with running_daemon(home) as daemon:
-        daemon.wait_for("five runs", lambda: len(daemon.runs(None, Status.SUCCESS)) == 5)
-        said = daemon.wait_for("a tick without a request", lambda: daemon.skips("inbox_sensor")[0])
-        assert "expert_03: A safetensors header" in said
-        assert len(daemon.runs("index_burst")) == 4
-        with daemon.instance as instance:
-            known = instance.get_materialized_partitions(expert_index.key)
-        assert known == set(names) - {"expert_03"}
+        drop(name, "expert_00")
+    shutil.copytree(family / "expert_00", home.inbox / "headless")
+    (home.inbox / "headless" / "model.safetensors").write_bytes(b"no header")
+    drop("refused", "expert_00")
+    (home.catalog / "names").mkdir(parents=True, exist_ok=True)
+    (home.catalog / "names" / "refused").write_bytes(b"where its versions would be")
+    with running_daemon(home, MERGEPIPE_INBOX_RETRY_S=str(_RETRY_S)) as daemon:
+        several_are_indexed_in_one_run_and_no_more_runs_at_once_than_their_pool_takes(daemon, names)
+        what_fails_is_tried_three_times_with_growing_pauses_and_then_quarantined(daemon)
         assert len(daemon.processes()) >= 2
     assert daemon.processes() == []
+
+
+def several_are_indexed_in_one_run_and_no_more_runs_at_once_than_their_pool_takes(
+    daemon: Daemon, names: list[str]
+) -> None:
+    def indexed() -> bool:
+        with daemon.instance as instance:
+            return instance.get_materialized_partitions(expert_index.key) == set(names)
+
+    daemon.wait_for("eight experts", indexed, seconds=300)
+    daemon.wait_for("the runs' ends", lambda: len(daemon.runs("index_burst", Status.SUCCESS)) == 4)
+    (known,) = {
+        said.partition("waiting: headless: ")[2].partition(" Where:")[0]
+        for said in daemon.skips("inbox_sensor")
+        if "headless" in said
+    }
+    assert known.startswith("A safetensors header")
+    with daemon.instance as instance:
+        # On an instance that is new: its first look at the queue obeys pools, too.
+        assert most_at_once(instance)["disk_read"] <= 2
+
+
+def what_fails_is_tried_three_times_with_growing_pauses_and_then_quarantined(
+    daemon: Daemon,
+) -> None:
+    daemon.wait_for(
+        "a tick that says so",
+        lambda: "refused: quarantined after 3 failures" in daemon.skips("inbox_sensor")[0],
+        seconds=300,
+    )
+    with daemon.instance as instance:
+        records = instance.get_run_records(ascending=True)
+    asked = [r for r in records if "refused" in r.dagster_run.tags[EXPERTS_TAG].split(",")]
+    assert [r.dagster_run.status for r in asked] == [Status.FAILURE] * 3
+    pauses = [(b.create_timestamp - a.create_timestamp).total_seconds() for a, b in pairwise(asked)]
+    assert pauses[0] >= _RETRY_S
+    assert pauses[1] >= 4 * _RETRY_S
+    # Who asks again is the sensor: Dagster itself retries none of them.
+    assert not any(r.dagster_run.parent_run_id for r in records)
