@@ -18,7 +18,7 @@ _DAY_S = 86_400
 _MOST_A_TICK = 50
 #: For how long ticks that asked for nothing are kept: some sensors have 17,000 of them a day, and
 #: Dagster counts in whole days.
-_IDLE_TICKS_S = 6 * 3600.0
+IDLE_TICKS_S = 6 * 3600.0
 _KEPT_DAYS = KEEP_RUNS.value()
 
 
@@ -36,7 +36,7 @@ def retention_sensor(context: dg.SensorEvaluationContext) -> dg.SkipReason:
 
     At most 50 a tick, so that no tick is long. Ticks that asked for nothing go after six hours.
     """
-    delete_idle_ticks(context.instance, time.time() - _IDLE_TICKS_S)
+    delete_idle_ticks(context.instance, time.time() - IDLE_TICKS_S)
     gone = delete_runs(context.instance, time.time() - _KEPT_DAYS * _DAY_S)
     return dg.SkipReason(f"{gone} runs older than {_KEPT_DAYS:g} days deleted")
 

@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         "--only", default="", help="events whose name contains one of these, by comma; again and "
         "again until the time is over"
     )  # fmt: skip
+    parser.add_argument("--idle", type=float, default=60.0, help="seconds of idleness at the end")
     parser.add_argument("--experts", type=int, default=0, help="that are there from the start")
     parser.add_argument("--defaults", action="store_true", help="leave every setting as it is")
     parser.add_argument("--timeout", type=float, default=300.0, help="most seconds for one event")
@@ -79,6 +80,8 @@ def _soak(folder: Path, given: argparse.Namespace, argv: Sequence[str]) -> int:
         for events in _rounds(given):
             rows += _judged(events, scene, judge)
             figures.sample()
+        if given.idle and not given.short:
+            figures.idle(given.idle)
     finally:
         deployment.stop()
     print(f"python -m tests.soak {' '.join(argv)}\n")

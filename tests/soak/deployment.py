@@ -6,11 +6,12 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -58,7 +59,8 @@ class Deployment:
         mine = {"MERGEPIPE_HOME": str(home.root), "DAGSTER_HOME": str(self.dagster_home)}
         given = {k: v for k, v in os.environ.items() if not k.startswith("MERGEPIPE_")}
         path = [str(ROOT / "tests" / "quick_daemon")] * quick + [str(ROOT)]
-        self._environment = given | mine | {"PYTHONPATH": os.pathsep.join(path)} | environment
+        self._plain = given | mine | {"PYTHONPATH": os.pathsep.join(path)}
+        self._environment = self._plain | environment
 
     def start(self) -> None:
         """Start the processes of the next kind; returns at once."""
@@ -81,6 +83,10 @@ class Deployment:
                     # A shell in the background ignores SIGINT, and children inherit that.
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
                 )
+
+    def leave_settings(self) -> None:
+        """From the next start on every setting is as by default."""
+        self._environment = self._plain
 
     def kill(self, *roles: str) -> None:
         """`kill -9` of every process of these roles, of all of them without one."""
@@ -144,3 +150,16 @@ class Deployment:
                     top = path.relative_to(self.dagster_home).parts[0]
                     found[top] = found.get(top, 0) + path.stat().st_size
         return found
+
+    def database_nbytes(self) -> int:
+        """Bytes of the pages in use in all SQLite files of the instance."""
+        return sum(map(_used_nbytes, self.dagster_home.rglob("*.db")))
+
+
+def _used_nbytes(path: Path) -> int:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=20)) as database:
+        pages, free, nbytes = (
+            database.execute(f"PRAGMA {what}").fetchone()[0]
+            for what in ("page_count", "freelist_count", "page_size")
+        )
+    return (pages - free) * nbytes

@@ -6,11 +6,14 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
+from sensors.retention import IDLE_TICKS_S
 from tests.soak.deployment import Deployment
 from tests.soak.judge import Latency, Row
 from tests.soak.watch import Watch
 
 _MIB = 1 << 20
+#: Seconds that a start may take until sensors tick.
+_START_S = 150.0
 
 
 class Figures:
@@ -19,6 +22,7 @@ class Figures:
     def __init__(self, deployment: Deployment, watch: Watch) -> None:
         self._deployment, self._watch = deployment, watch
         self._samples = list[tuple[float, dict[str, float], dict[str, int], int]]()
+        self._idle = ""
 
     def sample(self) -> None:
         """Note memory, storage and how many runs there were."""
@@ -30,6 +34,29 @@ class Figures:
                 len(self._watch.runs()),
             )
         )
+
+    def idle(self, seconds: float) -> None:
+        """Start anew with default settings, and note what a time without events adds."""
+        self._deployment.stop()
+        self._deployment.leave_settings()
+        began = time.time()
+        self._deployment.start()
+        while not self._ticked("retention_sensor", began) and time.time() < began + _START_S:
+            time.sleep(1)
+        before, since = self._deployment.database_nbytes(), time.time()
+        time.sleep(seconds)
+        grown, took_s = self._deployment.database_nbytes() - before, time.time() - since
+        ticks = sum(began >= since for _, began, _ in self._watch.ticks(since))
+        hour, daemon = grown / took_s * 3600 / _MIB, self._deployment.memory_mib()["daemon"]
+        self._idle = (
+            f"{took_s:.0f} s without events, default settings: {ticks} ticks, "
+            f"{grown / 1024:.0f} KiB of databases more, {hour:.2f} MiB an hour; ticks are kept for "
+            f"{IDLE_TICKS_S / 3600:.0f} hours: at most {hour * IDLE_TICKS_S / 3600:.1f} MiB, "
+            f"however many days; memory of the daemon: {daemon:.0f} MiB"
+        )
+
+    def _ticked(self, sensor: str, since: float) -> bool:
+        return any(name == sensor for name, _, _ in self._watch.ticks(since))
 
     def show(self, rows: Sequence[Row], latencies: Sequence[Latency]) -> None:
         """Print everything."""
@@ -47,6 +74,8 @@ class Figures:
                 f"(median of {len(latencies)})"
             )
         self._growth()
+        if self._idle:
+            print(self._idle)
 
     def _ticks(self) -> None:
         took: dict[str, list[float]] = {}
