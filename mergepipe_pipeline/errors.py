@@ -1,8 +1,8 @@
 """Every error a user can meet: one root class, one exit code per class.
 
 A message is built from four parts, so that none is forgotten: what happened, where (file, tensor,
-key path), what was expected against what was found, and the next step. The CLI prints `str(error)`
-and exits with `exit_code`; nothing else in the project decides either.
+key path), what was expected against what was found, and the next step. The CLI prints
+`for_terminal()` and exits with `exit_code`; nothing else in the project decides either.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ class MergePipeError(Exception):
     """Root of all errors raised on purpose; `exit_code` is the exit status."""
 
     exit_code = 10
+    problems: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -45,9 +46,25 @@ class MergePipeError(Exception):
             parts.append(f"Next: {self.next_step.rstrip('.')}{'' if ended else '.'}")
         return " ".join(parts)
 
+    def for_terminal(self) -> str:
+        """The message for people: the cause, and every other part on a line of its own."""
+        lines = [_indented(self.what.rstrip("."))]
+        lines += _labelled(where=self.where, expected=self.expected, found=self.found)
+        lines += [_indented(f"  {i}. {problem}") for i, problem in enumerate(self.problems, 1)]
+        return "\n".join([*lines, *_labelled(next=self.next_step)])
+
     def __reduce__(self) -> tuple[object, ...]:
         # Dagster carries errors between processes; keyword-only arguments need this to pickle.
         return (_rebuild, (type(self), self.__dict__.copy()))
+
+
+def _labelled(**parts: str | None) -> list[str]:
+    return [_indented(f"  {name:<8}  {text}") for name, text in parts.items() if text]
+
+
+def _indented(text: str) -> str:
+    # A name may hold newlines: what follows one must not look like a part of its own.
+    return text.replace("\n", "\n" + " " * 12)
 
 
 def _rebuild(cls: type[MergePipeError], state: dict[str, object]) -> MergePipeError:

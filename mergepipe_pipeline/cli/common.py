@@ -1,4 +1,4 @@
-"""What all commands share: `--home`, `--json`, tables, bars, and how errors leave."""
+"""What all commands share: `--home`, `--json`, tables, and how errors leave."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from mergepipe_pipeline.cli.bars import Bars, JsonLines
 from mergepipe_pipeline.cli.ending import as_error, narrow_space, traced
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.text import in_one_line, json_text, visible
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.progress import Advance
+    from mergepipe_pipeline.progress import Progress
     from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -51,9 +52,11 @@ class Console:
         return self.place.ensure()
 
     @property
-    def progress(self) -> Bars:
-        """Progress bars for people; silent for machines."""
-        return Bars(self.warn, visible=not self.as_json and sys.stderr.isatty())
+    def progress(self) -> Progress:
+        """On stderr: bars for people at a terminal, lines of JSON for machines."""
+        if self.as_json:
+            return JsonLines(self.warn, sys.stderr)
+        return Bars(self.warn, visible=sys.stderr.isatty())
 
     def show(self, data: Any, *lines: str) -> None:
         """Print `data` as JSON, or the lines for people."""
@@ -88,46 +91,11 @@ class _Warner(logging.Handler):
         self._console.warn([record.getMessage()])
 
 
-class Bars:
-    """Progress bars on stderr (rich)."""
+def options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command or a group `--home` and `--json`; those of the innermost that has them hold.
 
-    def __init__(self, warn: Callable[[Sequence[str]], None], *, visible: bool) -> None:
-        self._warn, self._visible = warn, visible
-
-    def warn(self, *warnings: str) -> None:
-        """Print warnings to stderr."""
-        self._warn(warnings)
-
-    @contextmanager
-    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
-        """One bar in bytes, with rate and time left."""
-        if not self._visible or total_nbytes == 0:
-            yield lambda nbytes: None
-            return
-        from rich.console import Console as RichConsole
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=RichConsole(stderr=True)) as bars:
-            bar = bars.add_task(in_one_line(label), total=total_nbytes)
-            yield lambda nbytes: bars.advance(bar, nbytes)
-
-
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command `--home` and `--json`, a `Console` as first argument, and the exit codes."""
+    The function gets neither: what was asked for is in the context's `obj`.
+    """
 
     @click.option(
         "--home",
@@ -136,16 +104,33 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         default=None,
         help="Warehouse folder (default: $MERGEPIPE_HOME or ./warehouse).",
     )
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+    @click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="For machines: one JSON result on stdout, progress as lines of JSON on stderr.",
+    )
     @click.pass_context
+    @functools.wraps(command)
+    def run(ctx: click.Context, /, home_dir: str | None, as_json: bool, **others: Any) -> None:
+        outer_home, outer_json = ctx.obj or (os.environ.get("MERGEPIPE_HOME"), False)
+        ctx.obj = (outer_home if home_dir is None else home_dir, as_json or outer_json)
+        command(**others)
+
+    return run
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command `--home` and `--json`, a `Console` as first argument, and the exit codes."""
+
+    @options
     @functools.wraps(function)
-    def run(ctx: click.Context, /, home_dir: str | None, as_json: bool, **options: Any) -> None:
-        places = (home_dir, (ctx.obj or {}).get("home_dir"), os.environ.get("MERGEPIPE_HOME"))
-        console = Console(next((p for p in places if p is not None), None), as_json)
+    def run(**given: Any) -> None:
+        console = Console(*click.get_current_context().obj)
         try:
             console.warn(narrow_space())
             with console.logged_warnings():
-                function(console, **options)
+                function(console, **given)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except BrokenPipeError:
@@ -153,7 +138,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except Exception as error:
             click.echo(visible(traced(error)), nl=False, err=True)
-            fail(as_error(error), as_json)
+            fail(as_error(error), console.as_json)
 
     return run
 
@@ -165,7 +150,7 @@ def fail(error: MergePipeError, as_json: bool) -> NoReturn:
         shown = {"error": {"class": type(error).__name__, **body}, "exit_code": error.exit_code}
         with suppress(OSError):  # a full disk may be where stdout goes
             click.echo(json_text(shown))
-    click.echo(f"error: {visible(str(error))}", err=True)
+    click.echo(f"error: {visible(error.for_terminal())}", err=True)
     sys.exit(error.exit_code)
 
 

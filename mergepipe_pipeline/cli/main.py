@@ -14,6 +14,7 @@ import click
 from mergepipe_pipeline import __version__
 from mergepipe_pipeline.cli.calibrate import calibrate
 from mergepipe_pipeline.cli.checkpoints import analyze, ls, register, sql
+from mergepipe_pipeline.cli.common import options
 from mergepipe_pipeline.cli.compare import compare
 from mergepipe_pipeline.cli.conflicts import conflicts
 from mergepipe_pipeline.cli.curve import curve
@@ -31,17 +32,9 @@ from mergepipe_pipeline.cli.verify import repair, verify
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mergepipe")
-@click.option(
-    "--home",
-    "home_dir",
-    metavar="DIR",
-    default=None,
-    help="Warehouse folder (default: $MERGEPIPE_HOME or ./warehouse).",
-)
-@click.pass_context
-def main(ctx: click.Context, home_dir: str | None) -> None:
+@options
+def main() -> None:
     """Merge LLM checkpoints: plan under a byte budget, stream, publish snapshots."""
-    ctx.obj = {"home_dir": home_dir}
 
 
 for command in (
@@ -97,7 +90,7 @@ def program() -> None:
     except (MemoryError, SystemError) as error:  # where no verb is: loading one, or leaving it
         short = as_error(error)
         with suppress(OSError):
-            click.echo(f"{traced(error)}error: {short}", err=True)
+            click.echo(f"{traced(error)}error: {short.for_terminal()}", err=True)
         sys.exit(short.exit_code)
 
 

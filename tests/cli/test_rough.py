@@ -114,7 +114,7 @@ def test_a_table_that_cannot_be_written_leaves_the_one_before(
     monkeypatch.setattr(atomic.os, "fsync", full)
     result = call(*command)
     assert result.exit_code == 20
-    assert f"The disk is full. Where: {table}" in result.stderr
+    assert f"error: The disk is full\n  where     {table}\n" in result.stderr
     assert table.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.yml", "t.csv", "w"]
 
@@ -129,8 +129,8 @@ def test_a_full_disk_behind_stdout_is_an_error_and_no_traceback(
             [*command, "--home", str(tmp_path / "w")], stdout=full, stderr=subprocess.PIPE
         )
     assert done.returncode == 20
-    assert done.stderr.startswith(b"error: The disk is full.")
-    assert done.stderr.count(b"\n") == 1
+    assert done.stderr.startswith(b"error: The disk is full\n  where     ")
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""Progress on stderr: bars for people, lines of JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from mergepipe_pipeline.text import in_one_line
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.progress import Advance
+
+#: Seconds between two lines about one task.
+_PAUSE_S = 0.5
+
+
+Warn = Callable[[Sequence[str]], None]
+
+
+class _Warning:
+    def __init__(self, warn: Warn) -> None:
+        self._warn = warn
+
+    def warn(self, *warnings: str) -> None:
+        """Print warnings to stderr."""
+        self._warn(warnings)
+
+
+class Bars(_Warning):
+    """Progress bars on stderr (rich)."""
+
+    def __init__(self, warn: Warn, *, visible: bool) -> None:
+        super().__init__(warn)
+        self._visible = visible
+
+    @contextmanager
+    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
+        """One bar in bytes, with rate and time left."""
+        if not self._visible or total_nbytes == 0:
+            yield lambda nbytes: None
+            return
+        from rich.console import Console as RichConsole
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=RichConsole(stderr=True)) as bars:
+            bar = bars.add_task(in_one_line(label), total=total_nbytes)
+            yield lambda nbytes: bars.advance(bar, nbytes)
+
+
+class JsonLines(_Warning):
+    """One line of JSON for each step of progress: task, done, total and their unit.
+
+    A task tells of its begin, of its end, also if it fails, and twice a second meanwhile.
+    """
+
+    def __init__(
+        self, warn: Warn, out: TextIO, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(warn)
+        self._out = out
+        self._clock = clock
+
+    @contextmanager
+    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
+        """Lines about one task of `total_nbytes`; any thread may advance it."""
+        lock, done, told_s = threading.Lock(), 0, self._clock()
+
+        def advance(nbytes: int) -> None:
+            nonlocal done, told_s
+            with lock:
+                done += nbytes
+                if self._clock() - told_s >= _PAUSE_S and done < total_nbytes:
+                    told_s = self._clock()
+                    self._tell(label, done, total_nbytes)
+
+        self._tell(label, done, total_nbytes)
+        try:
+            yield advance
+        finally:
+            self._tell(label, done, total_nbytes)
+
+    def _tell(self, label: str, done: int, total: int) -> None:
+        line = {"task": label, "done": done, "total": total, "unit": "bytes"}
+        self._out.write(json.dumps(line) + "\n")
+        self._out.flush()

@@ -1,0 +1,106 @@
+"""`--home` and `--json` before and after a command, and what a machine reads of progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mergepipe_pipeline.cli.bars import JsonLines
+from mergepipe_pipeline.cli.common import Console, options, verb
+from mergepipe_pipeline.cli.main import main
+
+
+@click.command()
+@verb
+def told(console: Console) -> None:
+    """Say what was asked for."""
+    click.echo(f"{console.home_dir} {console.as_json}")
+
+
+@click.group()
+@options
+def outer(**_: object) -> None:
+    """A group in the group."""
+
+
+@pytest.fixture
+def with_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(outer.commands, "told", told)
+    monkeypatch.setitem(main.commands, "told", told)
+    monkeypatch.setitem(main.commands, "outer", outer)
+
+
+@pytest.mark.usefixtures("with_probe")
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("--home x --json told", "x True"),
+        ("told --home x --json", "x True"),
+        ("--json told --home x", "x True"),
+        ("--home x told --json", "x True"),
+        ("--home x --json outer told", "x True"),
+        ("outer --home x --json told", "x True"),
+        ("--home y outer --home x told", "x False"),
+        ("--home y told --home x", "x False"),
+    ],
+)
+def test_home_and_json_are_the_same_before_a_command_and_after_it(words: str, found: str) -> None:
+    result = CliRunner().invoke(main, words.split())
+    assert result.stdout == f"{found}\n", result.output
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_each_command_takes_home_and_json(name: str) -> None:
+    taken = {flag for p in main.commands[name].params for flag in p.opts}
+    assert {"--home", "--json"} <= taken
+
+
+def test_an_error_is_json_when_json_is_asked_for_before_the_command(tmp_path: Path) -> None:
+    words = ["--json", "--home", str(tmp_path / "w"), "history", "nothing"]
+    result = CliRunner().invoke(main, words)
+    assert json.loads(result.stdout)["exit_code"] == result.exit_code == 17
+
+
+def test_a_merge_for_machines_tells_its_progress_line_by_line_and_one_result(
+    tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(recipe_text())
+    done = CliRunner().invoke(main, ["--json", "merge", str(recipe), "--home", str(tmp_path / "w")])
+    assert json.loads(done.stdout)["snapshot_id"]
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    tasks = {line["task"]: line for line in lines}
+    assert any("merg" in task.lower() for task in tasks), done.stderr
+    assert all(line.keys() == {"task", "done", "total", "unit"} for line in lines)
+    assert all(line["done"] == line["total"] for line in tasks.values()), done.stderr
+
+
+def test_progress_for_machines_is_told_twice_a_second_at_most_and_at_both_ends() -> None:
+    now, out = [0.0], StringIO()
+    lines = JsonLines(print, out, clock=lambda: now[0])
+    with lines.task("merge\nx", 100) as advance:
+        for _ in range(100):
+            now[0] += 0.125
+            advance(1)
+    told = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line["done"] for line in told] == [0, *range(4, 101, 4)]
+    assert told[0] == {"task": "merge\nx", "done": 0, "total": 100, "unit": "bytes"}
+
+
+def test_progress_says_how_far_work_came_that_failed() -> None:
+    out = StringIO()
+
+    def failing() -> None:
+        with JsonLines(print, out).task("merge", 100) as advance:
+            advance(7)
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        failing()
+    assert json.loads(out.getvalue().splitlines()[-1])["done"] == 7
