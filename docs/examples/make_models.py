@@ -2,7 +2,7 @@
 
 FOLDER (default: `models`) gets a base, two full experts and a LoRA adapter with random weights, two
 megabytes each. They are Llama models in shape, so that every command treats them as real ones; they
-answer nothing.
+answer nothing. The script needs torch alone, as `pip install .` brings it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 LAYERS, HIDDEN, VOCAB, RANK = 6, 128, 512, 8
 CONFIG = {
@@ -53,12 +52,24 @@ def small(shape: tuple[int, ...], noise: torch.Generator) -> torch.Tensor:
     return 0.02 * torch.randn(shape, generator=noise)
 
 
+def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write tensors as safetensors in bfloat16: the header's length, the header, the bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    stored = b""
+    for name, weight in weights.items():
+        nbytes = weight.bfloat16().view(torch.int16).numpy().tobytes()
+        offsets = [len(stored), len(stored) + len(nbytes)]
+        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": offsets}
+        stored += nbytes
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + stored)
+
+
 def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write a model folder in bfloat16."""
+    """Write a model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    stored = {name: weight.bfloat16() for name, weight in weights.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder / "model.safetensors", weights)
 
 
 def write_adapter(folder: Path, noise: torch.Generator) -> None:
@@ -77,8 +88,7 @@ def write_adapter(folder: Path, noise: torch.Generator) -> None:
             module = "base_model.model." + name.removesuffix(".weight")
             factors[f"{module}.lora_A.weight"] = small((RANK, shape[1]), noise)
             factors[f"{module}.lora_B.weight"] = small((shape[0], RANK), noise)
-    stored = {name: factor.bfloat16() for name, factor in factors.items()}
-    save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_weights(folder / "adapter_model.safetensors", factors)
 
 
 def main(folder: Path) -> None:
