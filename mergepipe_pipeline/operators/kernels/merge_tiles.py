@@ -1,13 +1,18 @@
-"""The arithmetic of `fused`, compiled: a window of bfloat16 or float32 in, one pass, float32 out.
+"""The arithmetic of `steps.fused`, compiled: one pass over a window of bfloat16 or float32.
 
 Works in tiles that stay in the cache, so that a window is read once from memory, whatever the
 number of experts. Measured per element and expert on one core: sums 0.12 ns, ties 0.25 and dare
 0.37 with inputs in the cache; 0.3, 0.4 and 0.6 for 20 experts from memory; torch, an operation at a
 time, 2.2 to 9 ns. Every operation rounds as its torch counterpart does, so the bits are those of
 `Operator.apply`.
+
+Below, m ≤ TILE_ELEMS is the number of elements in a tile, K that of the experts in a window. Loops
+are written for the vectorizer: a mask is a factor of one or zero, as in torch, and never a branch.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -16,134 +21,94 @@ import numpy.typing as npt
 from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, fma, value_of
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
 
-Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
 
 #: Elements that are worked on at once.
 TILE_ELEMS = 2048
 _ONE, _ZERO = np.float32(1), np.float32(0)
+
+#: One expert's part in an update; the fields of `FusedRow` for loops, and where its elements lie.
+ROW = np.dtype(
+    [
+        ("is_delta", np.bool_),  # stored is δ, not T
+        ("trims", np.bool_),
+        ("drops_outliers", np.bool_),
+        ("draws", np.bool_),
+        ("trim_threshold", np.float32),
+        ("next_threshold", np.float32),  # the next float32 above: what beats a tie
+        ("outlier_threshold", np.float32),
+        ("trim_stop_elem", np.int64),  # of the tensor; ties before it are kept
+        ("outlier_stop_elem", np.int64),
+        ("stream", np.uint64),
+        ("keep_below", np.uint32),
+        ("scale", np.float32),
+        ("divisor", np.float32),
+        ("weight", np.float32),
+        ("place", np.int64),  # row of `experts`
+        ("span_start", np.int64),  # in elements of the window; outside, T equals B
+        ("span_stop", np.int64),
+    ],
+    align=True,
+)
+
+
+class Mixing(NamedTuple):
+    """How weighted deltas become one update; the fields of `Fused`, as float32."""
+
+    votes: bool
+    normalize: bool
+    divisor: np.float32
+    minus_lambda: np.float32
 
 
 @numba.njit(nogil=True, cache=True)
 def merge_update(
     base: Stored,
     experts: Stored,
-    numbers: Ints,
-    places: Ints,
-    spans: Ints,
+    rows: npt.NDArray[np.void],
     start_elem: int,
-    steps: npt.NDArray[np.bool_],
-    thresholds: Floats,
-    least: Floats,
-    tie_stops: Ints,
-    streams: npt.NDArray[np.uint64],
-    below: npt.NDArray[np.uint32],
-    factors: Floats,
-    is_vote: bool,
-    normalize: bool,
-    divisor: np.float32,
-    minus_lambda: np.float32,
+    mixing: Mixing,
     out: Floats,
 ) -> None:
-    """Fill `out` [n] with B + λ · the sum, or the vote, of what the steps leave of the deltas."""
-    count, n = len(numbers), len(out)
-    deltas = np.empty((count if is_vote else 1, TILE_ELEMS), np.float32)
-    b, x = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
-    total, share = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
+    """Fill `out` [n] with B + λ · the sum, or the vote, of what the steps leave of the deltas.
+
+    `base` is [n], `experts` [p, n], `rows` [K] of type ROW; the window starts at `start_elem`.
+    """
+    # A vote looks at all deltas again once the signs are known, a sum at one delta at a time.
+    deltas = np.empty((len(rows) if mixing.votes else 1, TILE_ELEMS), np.float32)
+    b, total = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
+    sign, share = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
     drawn = np.empty(TILE_ELEMS, np.uint32)
-    here = np.empty(count, np.int64)
-    for at in range(0, n, TILE_ELEMS):
-        m = min(TILE_ELEMS, n - at)
-        _widen(base[at : at + m], b)
+    weights = np.empty(len(rows), np.float32)
+    for at in range(0, len(out), TILE_ELEMS):
+        m = min(TILE_ELEMS, len(out) - at)
+        _widen(base[at : at + m], b)  # [m]
         total[:m] = 0
-        n_here = 0
-        for i in range(count):
-            if at < spans[places[i], 0] or at >= spans[places[i], 1]:
+        count = 0  # experts that differ from the base in this tile
+        for i in range(len(rows)):
+            row = rows[i]
+            if at < row.span_start or at >= row.span_stop:
                 continue
-            here[n_here] = i
-            n_here += 1
-            k, d = numbers[i], deltas[i if is_vote else 0]
-            is_delta, trims, drops_outliers, draws = steps[k]
-            scale, over, weight = factors[k]
-            if not (is_delta or drops_outliers or (trims and draws)) and over == 1:
-                # The usual steps in one pass; what follows goes through `d` step by step.
-                stored = experts[places[i], at : at + m]
-                if draws:
-                    fill_uniforms(streams[k], start_elem + at, drawn[:m])
-                    _add_drawn(stored, b, drawn, below[k], scale, weight, d, total)
-                elif trims:
-                    cut = min(max(tie_stops[k, 0] - start_elem - at, 0), m)
-                    _add_large(stored[:cut], b, least[k, 0], scale, weight, d, total)
-                    _add_large(
-                        stored[cut:], b[cut:], least[k, 1], scale, weight, d[cut:], total[cut:]
-                    )
-                else:
-                    _add_plain(stored, b, scale, weight, d, total)
-                continue
-            _widen(experts[places[i], at : at + m], d)
-            if not is_delta:
-                for e in range(m):
-                    d[e] -= b[e]
-            if trims:
-                cut = min(max(tie_stops[k, 0] - start_elem - at, 0), m)
-                limit = thresholds[k, 0]
-                for e in range(cut):
-                    d[e] *= _ONE if abs(d[e]) >= limit else _ZERO
-                for e in range(cut, m):
-                    d[e] *= _ONE if abs(d[e]) > limit else _ZERO
-            if drops_outliers:
-                cut = min(max(tie_stops[k, 1] - start_elem - at, 0), m)
-                limit = thresholds[k, 1]
-                for e in range(cut):
-                    d[e] *= _ONE if abs(d[e]) < limit else _ZERO
-                for e in range(cut, m):
-                    d[e] *= _ONE if abs(d[e]) <= limit else _ZERO
-            if draws:
-                fill_uniforms(streams[k], start_elem + at, drawn[:m])
-                for e in range(m):
-                    d[e] *= _ONE if drawn[e] < below[k] else _ZERO
-            if scale != 1:
-                for e in range(m):
-                    d[e] *= scale
-            if over != 1:
-                for e in range(m):
-                    d[e] /= over
+            stored = experts[row.place, at : at + m]
+            delta = deltas[count if mixing.votes else 0, :m]
+            _add_row(stored, b[:m], row, start_elem + at, drawn[:m], delta, total[:m])
+            weights[count] = row.weight
+            count += 1
+        if mixing.votes:
+            _vote(deltas, weights[:count], mixing.normalize, sign, share, total[:m])
+        elif mixing.divisor != 1:
             for e in range(m):
-                d[e] *= weight
-                total[e] += d[e]
-        if is_vote:
-            for e in range(m):
-                x[e] = _ONE if total[e] >= 0 else -_ONE
-                total[e] = 0
-                share[e] = 0
-            for j in range(n_here):
-                i = here[j]
-                d, weight = deltas[i], factors[numbers[i], 2]
-                for e in range(m):
-                    agreeing = d[e] * x[e]
-                    agreeing = _ZERO if agreeing < 0 else agreeing
-                    total[e] += agreeing
-                    share[e] += weight if agreeing > 0 else _ZERO
-            if normalize:
-                for e in range(m):
-                    total[e] /= share[e] if share[e] != 0 else _ONE
-            for e in range(m):
-                total[e] *= x[e]
-        elif divisor != 1:
-            for e in range(m):
-                total[e] /= divisor
-        o = out[at : at + m]
-        for e in range(m):
-            o[e] = b[e] - (total[e] * minus_lambda + _ZERO)
+                total[e] /= mixing.divisor
+        _add_update(b[:m], total, mixing.minus_lambda, out[at : at + m])
 
 
 @numba.njit(nogil=True, cache=True)
 def merge_values(experts: Stored, weights: Floats, divisor: np.float32, out: Floats) -> None:
     """Fill `out` [n] with Σ wₖTₖ over `divisor`, in fused multiply-adds; `experts` are [K, n]."""
-    n = len(out)
     total, x = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
-    for at in range(0, n, TILE_ELEMS):
-        m = min(TILE_ELEMS, n - at)
-        _widen(experts[0, at : at + m], total)
+    for at in range(0, len(out), TILE_ELEMS):
+        m = min(TILE_ELEMS, len(out) - at)
+        _widen(experts[0, at : at + m], total)  # [m]
         for e in range(m):
             total[e] *= weights[0]
         for k in range(1, len(weights)):
@@ -156,20 +121,50 @@ def merge_values(experts: Stored, weights: Floats, divisor: np.float32, out: Flo
         out[at : at + m] = total[:m]
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _widen(stored: Stored, out: Floats) -> None:
-    for e in range(len(stored)):
-        out[e] = value_of(stored[e])
+@numba.njit(nogil=True, cache=True)
+def _add_row(
+    stored: Stored,
+    base: Floats,
+    row: Any,
+    start_elem: int,
+    drawn: Words,
+    delta: Floats,
+    total: Floats,
+) -> None:
+    """Let `delta` [m] be the row's weighted δ on a tile, and add it to `total` [m].
+
+    `drawn` [m] is room for random numbers.
+    """
+    scale, weight = row.scale, row.weight
+    is_rare = row.is_delta or row.drops_outliers or row.divisor != 1
+    if is_rare or (row.trims and row.draws):
+        _add_by_steps(stored, base, row, start_elem, drawn, delta, total)
+    elif row.draws:
+        fill_uniforms(row.stream, start_elem, drawn)
+        _add_drawn(stored, base, drawn, row.keep_below, scale, weight, delta, total)
+    elif row.trims:
+        # Ties with the threshold are kept before the cut; behind it, what beats a tie is kept.
+        cut = _cut(row.trim_stop_elem, start_elem, len(delta))
+        least, beats = row.trim_threshold, row.next_threshold
+        _add_large(stored[:cut], base, least, scale, weight, delta, total)
+        _add_large(stored[cut:], base[cut:], beats, scale, weight, delta[cut:], total[cut:])
+    else:
+        _add_plain(stored, base, scale, weight, delta, total)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _add_plain(
-    stored: Stored, base: Floats, scale: np.float32, weight: np.float32, d: Floats, total: Floats
+    stored: Stored,
+    base: Floats,
+    scale: np.float32,
+    weight: np.float32,
+    delta: Floats,
+    total: Floats,
 ) -> None:
-    """Let `d` be (T − B)·scale·weight, and add it to `total`."""
+    """Let `delta` be (T − B)·scale·weight, and add it to `total`."""
     for e in range(len(stored)):
-        d[e] = (value_of(stored[e]) - base[e]) * scale * weight
-        total[e] += d[e]
+        delta[e] = (value_of(stored[e]) - base[e]) * scale * weight
+        total[e] += delta[e]
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -179,29 +174,137 @@ def _add_large(
     least: np.float32,
     scale: np.float32,
     weight: np.float32,
-    d: Floats,
+    delta: Floats,
     total: Floats,
 ) -> None:
     """As `_add_plain`, of what is `least` or more in magnitude."""
     for e in range(len(stored)):
-        delta = value_of(stored[e]) - base[e]
-        d[e] = delta * (_ONE if abs(delta) >= least else _ZERO) * scale * weight
-        total[e] += d[e]
+        d = value_of(stored[e]) - base[e]
+        delta[e] = d * (_ONE if abs(d) >= least else _ZERO) * scale * weight
+        total[e] += delta[e]
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _add_drawn(
     stored: Stored,
     base: Floats,
-    drawn: npt.NDArray[np.uint32],
+    drawn: Words,
     keep_below: np.uint32,
     scale: np.float32,
     weight: np.float32,
-    d: Floats,
+    delta: Floats,
     total: Floats,
 ) -> None:
     """As `_add_plain`, of what is drawn below `keep_below`."""
     for e in range(len(stored)):
-        delta = value_of(stored[e]) - base[e]
-        d[e] = delta * (_ONE if drawn[e] < keep_below else _ZERO) * scale * weight
-        total[e] += d[e]
+        d = value_of(stored[e]) - base[e]
+        delta[e] = d * (_ONE if drawn[e] < keep_below else _ZERO) * scale * weight
+        total[e] += delta[e]
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_by_steps(
+    stored: Stored,
+    base: Floats,
+    row: Any,
+    start_elem: int,
+    drawn: Words,
+    delta: Floats,
+    total: Floats,
+) -> None:
+    """As `_add_row`, for any steps: each goes over the tile by itself, in the order of torch."""
+    scale, divisor, weight = row.scale, row.divisor, row.weight
+    _widen(stored, delta)
+    if not row.is_delta:
+        for e in range(len(delta)):
+            delta[e] -= base[e]
+    if row.trims:
+        _trim(delta, _cut(row.trim_stop_elem, start_elem, len(delta)), row.trim_threshold)
+    if row.drops_outliers:
+        cut = _cut(row.outlier_stop_elem, start_elem, len(delta))
+        _drop_outliers(delta, cut, row.outlier_threshold)
+    if row.draws:
+        fill_uniforms(row.stream, start_elem, drawn)
+        _drop_drawn(delta, drawn, row.keep_below)
+    if scale != 1:
+        for e in range(len(delta)):
+            delta[e] *= scale
+    if divisor != 1:
+        for e in range(len(delta)):
+            delta[e] /= divisor
+    for e in range(len(delta)):
+        delta[e] *= weight
+        total[e] += delta[e]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _cut(stop_elem: int, start_elem: int, m: int) -> int:
+    """How many elements of a tile of m, which starts at `start_elem`, lie before `stop_elem`."""
+    return min(max(stop_elem - start_elem, 0), m)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _trim(delta: Floats, cut: int, threshold: np.float32) -> None:
+    """Keep what is larger than the threshold, and ties with it before `cut`."""
+    for e in range(cut):
+        delta[e] *= _ONE if abs(delta[e]) >= threshold else _ZERO
+    for e in range(cut, len(delta)):
+        delta[e] *= _ONE if abs(delta[e]) > threshold else _ZERO
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _drop_outliers(delta: Floats, cut: int, threshold: np.float32) -> None:
+    """Drop what `_trim` would keep."""
+    for e in range(cut):
+        delta[e] *= _ONE if abs(delta[e]) < threshold else _ZERO
+    for e in range(cut, len(delta)):
+        delta[e] *= _ONE if abs(delta[e]) <= threshold else _ZERO
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _drop_drawn(delta: Floats, drawn: Words, keep_below: np.uint32) -> None:
+    for e in range(len(delta)):
+        delta[e] *= _ONE if drawn[e] < keep_below else _ZERO
+
+
+@numba.njit(nogil=True, cache=True)
+def _vote(
+    deltas: Floats, weights: Floats, normalize: bool, sign: Floats, share: Floats, total: Floats
+) -> None:
+    """Replace `total` [m], the sum of the first deltas, by the sum of those of its sign.
+
+    If `normalize`, divided by the sum of their `weights` [count]. A delta of zero never agrees, a
+    total of zero counts as positive. `deltas` [count or more, TILE_ELEMS] are whole, as rows of a
+    slice would not count as contiguous and not be vectorized; `sign` and `share` are room.
+    """
+    m = len(total)
+    for e in range(m):
+        sign[e] = _ONE if total[e] >= 0 else -_ONE
+        total[e] = 0
+        share[e] = 0
+    for i in range(len(weights)):
+        delta, weight = deltas[i], weights[i]
+        for e in range(m):
+            agreeing = delta[e] * sign[e]  # |delta| or, against the vote, −|delta|
+            agreeing = _ZERO if agreeing < 0 else agreeing
+            total[e] += agreeing
+            share[e] += weight if agreeing > 0 else _ZERO
+    if normalize:
+        for e in range(m):
+            total[e] /= share[e] if share[e] != 0 else _ONE
+    for e in range(m):
+        total[e] *= sign[e]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _add_update(base: Floats, update: Floats, minus_lambda: np.float32, out: Floats) -> None:
+    """Let `out` be base + λ · update; where the update is zero of either sign, the base's bits."""
+    for e in range(len(out)):
+        # −0 − 0 is −0 while −0 + 0 is +0: the negated update is made +0 and subtracted.
+        out[e] = base[e] - (update[e] * minus_lambda + _ZERO)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _widen(stored: Stored, out: Floats) -> None:
+    for e in range(len(stored)):
+        out[e] = value_of(stored[e])

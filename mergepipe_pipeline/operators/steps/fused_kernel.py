@@ -1,4 +1,4 @@
-"""A `Fused` merge made ready for the compiled loops: its rows as arrays, built once per tensor.
+"""A `Fused` merge made ready for the compiled loops: its rows as one table, built once per tensor.
 
 Not imported with the operators: schemas load without the compiler.
 """
@@ -9,10 +9,23 @@ from collections.abc import Mapping
 from copy import copy
 
 import numpy as np
+import numpy.typing as npt
 
 from mergepipe_pipeline.operators.kernels.bits import Floats, Stored
-from mergepipe_pipeline.operators.kernels.merge_tiles import Ints, merge_update, merge_values
-from mergepipe_pipeline.operators.steps.fused import Fused
+from mergepipe_pipeline.operators.kernels.merge_tiles import (
+    ROW,
+    Mixing,
+    merge_update,
+    merge_values,
+)
+from mergepipe_pipeline.operators.steps.fused import Fused, FusedRow
+from mergepipe_pipeline.spec.plan import TrimRule
+
+Ints = npt.NDArray[np.int64]
+
+_NO_RULE = TrimRule(0, 0)
+#: Where ties are cut, by rule of an expert: 0 for the trim, 1 for the outliers.
+_STOPS = ("trim_stop_elem", "outlier_stop_elem")
 
 
 class FusedKernel:
@@ -21,43 +34,27 @@ class FusedKernel:
     def __init__(self, fused: Fused, is_delta: tuple[bool, ...]) -> None:
         """`is_delta`: per expert, whether its rows are δ, not T."""
         self._fused = fused
-        rows = fused.rows
-        limits = [
-            (
-                r.trim.threshold_bits if r and r.trim else 0,
-                r.trim.tie_stop_elem if r and r.trim else 0,
-                r.outliers.threshold_bits if r and r.outliers else 0,
-                r.outliers.tie_stop_elem if r and r.outliers else 0,
-            )
-            for r in rows
-        ]
-        table = np.array(limits, np.int64).reshape(-1, 4)
-        bits = table[:, ::2].astype(np.uint32)
-        self._thresholds = bits.view(np.float32)
-        # What a trim keeps at least: the threshold where ties are kept, what follows it elsewhere.
-        self._least = np.stack([bits[:, 0], bits[:, 0] + np.uint32(1)], axis=1).view(np.float32)
-        self._tie_stops = np.ascontiguousarray(table[:, 1::2])
-        self._streams = np.array([(r and r.stream) or 0 for r in rows], np.uint64)
-        self._below = np.array([(r and r.keep_below) or 0 for r in rows], np.uint32)
-        self._factors = np.array(
-            [(r.scale, r.divisor, r.weight) if r else (1, 1, 0) for r in rows], np.float32
-        ).reshape(-1, 3)
-        self._steps = np.array(
-            [
-                (d, bool(r and r.trim), bool(r and r.outliers), bool(r and r.stream is not None))
-                for r, d in zip(rows, is_delta, strict=True)
-            ],
-            np.bool_,
-        ).reshape(-1, 4)
+        self._rows = np.zeros(len(fused.rows), ROW)  # [K]; an expert that adds nothing is not used
+        for k, (row, given_as_delta) in enumerate(zip(fused.rows, is_delta, strict=True)):
+            if row is not None:
+                _fill(self._rows[k], row)
+                self._rows[k]["is_delta"] = given_as_delta
+        self._adding = np.array([row is not None for row in fused.rows], np.bool_)
+        self._mixing = Mixing(
+            votes=fused.mix == "vote",
+            normalize=fused.normalize,
+            divisor=np.float32(fused.divisor),
+            minus_lambda=np.float32(-fused.lambda_),
+        )
 
     def with_stops(self, stops: Mapping[tuple[int, int], int]) -> FusedKernel:
         """The same merge, but for where ties are cut: by expert and rule (1 for outliers)."""
         if not stops:
             return self
         other = copy(self)
-        other._tie_stops = self._tie_stops.copy()
-        for which, stop_elem in stops.items():
-            other._tie_stops[which] = stop_elem
+        other._rows = self._rows.copy()
+        for (k, rule), stop_elem in stops.items():
+            other._rows[k][_STOPS[rule]] = stop_elem
         return other
 
     def run(
@@ -76,30 +73,31 @@ class FusedKernel:
         outside their elements `spans`, [p, 2], multiples of TILE_ELEMS or n; None is all. A mix of
         values has all experts everywhere, and looks at no base.
         """
-        f = self._fused
-        if f.mix == "values":
-            assert len(present) == len(f.rows)
-            merge_values(experts, self._factors[:, 2].copy(), np.float32(f.divisor), out)
+        if self._fused.mix == "values":
+            assert len(present) == len(self._rows)
+            weights = np.ascontiguousarray(self._rows["weight"])
+            merge_values(experts, weights, self._mixing.divisor, out)
             return
-        if spans is None:
-            spans = np.array([[0, len(out)]] * len(present), np.int64).reshape(-1, 2)
-        merge_update(
-            base,
-            experts,
-            np.array([k for k in present if f.rows[k] is not None], np.int64),
-            np.array([i for i, k in enumerate(present) if f.rows[k] is not None], np.int64),
-            spans,
-            start_elem,
-            self._steps,
-            self._thresholds,
-            self._least,
-            self._tie_stops,
-            self._streams,
-            self._below,
-            self._factors,
-            f.mix == "vote",
-            f.normalize,
-            np.float32(f.divisor),
-            np.float32(-f.lambda_),
-            out,
-        )
+        places = np.flatnonzero(self._adding[present])  # [K here] rows of `experts`
+        rows = self._rows[present[places]]
+        rows["place"] = places
+        rows["span_start"], rows["span_stop"] = (0, len(out)) if spans is None else spans[places].T
+        merge_update(base, experts, rows, start_elem, self._mixing, out)
+
+
+def _fill(entry: np.void, row: FusedRow) -> None:
+    """Write what `row` does to an entry of type ROW."""
+    trim, outliers = row.trim or _NO_RULE, row.outliers or _NO_RULE
+    entry["trims"], entry["drops_outliers"] = row.trim is not None, row.outliers is not None
+    entry["draws"] = row.stream is not None
+    entry["trim_threshold"] = _float_of(trim.threshold_bits)
+    entry["next_threshold"] = _float_of(trim.threshold_bits + 1)
+    entry["outlier_threshold"] = _float_of(outliers.threshold_bits)
+    entry["trim_stop_elem"] = trim.tie_stop_elem
+    entry["outlier_stop_elem"] = outliers.tie_stop_elem
+    entry["stream"], entry["keep_below"] = row.stream or 0, row.keep_below
+    entry["scale"], entry["divisor"], entry["weight"] = row.scale, row.divisor, row.weight
+
+
+def _float_of(bits: int) -> np.float32:
+    return np.uint32(bits).view(np.float32)
