@@ -26,10 +26,10 @@ from contextlib import contextmanager
 
 import torch
 
+from mergepipe_pipeline.bfloat16 import NAN_BITS
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.window import Window, count_cut_off
 from mergepipe_pipeline.errors import DeviceError
-from mergepipe_pipeline.operators.kernels.bits import NAN_BITS
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.tensors.stored import Bytes, torch_dtype
 

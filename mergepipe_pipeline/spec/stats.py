@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 from mergepipe_pipeline.spec.segments import Segments
 
 #: Width of a block's sketch: the inner product of two blocks is estimated with a standard error of
@@ -105,9 +106,8 @@ class ExpertStats:
 
 def narrowed(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Float32 to the bits of the nearest bfloat16, ties to even; what is not a number stays so."""
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16))
+    rounded = nearest(values.view(np.uint32))
+    return np.where(np.isnan(values), NAN_BITS, rounded.astype(np.uint16))
 
 
 def widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:

@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import intrinsic, overload
 
+from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
+
 Bits = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 Stored = Bits | Floats
 
 _INFINITY = np.uint32(0x7F800000)
-#: The one NaN of bfloat16 results.
-NAN_BITS = np.uint16(0x7FC0)
+_nearest = numba.njit(inline="always")(nearest)
 
 
 def value_of(stored: Any) -> Any:
@@ -77,6 +78,5 @@ def narrow(values: Floats, out: Bits) -> None:
     bits = values.view(np.uint32)
     for e in range(len(out)):
         u = bits[e]
-        up = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         is_nan = (u & np.uint32(0x7FFFFFFF)) > _INFINITY
-        out[e] = NAN_BITS if is_nan else np.uint16(up)
+        out[e] = NAN_BITS if is_nan else np.uint16(_nearest(u))
