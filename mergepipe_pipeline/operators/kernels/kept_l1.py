@@ -60,25 +60,26 @@ def kept_l1_bfloat16(
 ) -> None:
     """As `kept_l1`, for δ = expert − base of n bfloat16 elements by their bits, uint16 [n]."""
     numbers = np.empty(CHUNK_ELEMS, np.uint32)
-    delta, below = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
+    delta, room = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
     for chunk in range(len(sums)):
         start = chunk * CHUNK_ELEMS
         stop = min(start + CHUNK_ELEMS, len(expert))
-        subtract(expert[start:stop], base[start:stop], delta, below)
+        subtract(expert[start:stop], base[start:stop], delta, room)
         fill_uniforms(key, start_elem + start, numbers)
         sums[chunk] = _kept_of_chunk(delta, numbers, last)
 
 
 @numba.njit(inline="always")
-def subtract(expert: Any, base: Any, delta: Any, below: Any) -> None:
-    """Fill `delta` [CHUNK_ELEMS] with expert − base, bfloat16 bits, and zeros; `below` is room."""
+def subtract(expert: Any, base: Any, delta: Any, room: Any) -> None:
+    """Fill `delta` [CHUNK_ELEMS] with expert − base, bfloat16 bits, and zeros behind it."""
     n = len(expert)
-    wide, wide_base = delta.view(np.uint32), below.view(np.uint32)
+    wide, wide_base = delta.view(np.uint32), room.view(np.uint32)
+    # The same memory twice: numbers are written as bits, and read as float32 in the second loop.
     for i in range(n):
         wide[i] = np.uint32(expert[i]) << np.uint32(16)
         wide_base[i] = np.uint32(base[i]) << np.uint32(16)
     for i in range(n):
-        delta[i] -= below[i]
+        delta[i] -= room[i]
     delta[n:] = 0
 
 
@@ -86,7 +87,7 @@ def subtract(expert: Any, base: Any, delta: Any, below: Any) -> None:
 def _kept_of_chunk(
     delta: npt.NDArray[np.float32], numbers: npt.NDArray[np.uint32], last: np.uint32
 ) -> float:
-    lanes = np.zeros(LANES)
+    lanes = np.zeros(LANES)  # float64: lane l adds up elements l, l + LANES, …
     for at in range(0, CHUNK_ELEMS, LANES):
         for lane in range(LANES):
             kept = np.float32(1) if numbers[at + lane] <= last else np.float32(0)

@@ -19,11 +19,11 @@ def nth_tie(expert: Stored, base: Stored, bits: np.uint32, nth: int) -> tuple[in
     """
     left = nth
     for at in range(0, len(expert), _TILE_ELEMS):
-        tile, below = expert[at : at + _TILE_ELEMS], base[at : at + _TILE_ELEMS]
-        count = _ties(tile, below, bits)
-        if count >= left:
+        tile, base_tile = expert[at : at + _TILE_ELEMS], base[at : at + _TILE_ELEMS]
+        count = _ties(tile, base_tile, bits)
+        if count >= left:  # it lies in this tile: look at one element after the other
             for i in range(len(tile)):
-                left -= _ties(tile[i : i + 1], below[i : i + 1], bits)
+                left -= _ties(tile[i : i + 1], base_tile[i : i + 1], bits)
                 if left == 0:
                     return at + i, nth
         left -= count

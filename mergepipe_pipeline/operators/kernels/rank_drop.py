@@ -45,6 +45,7 @@ def drop_rows(
 def _ascending(sizes: Words, order: Words, other: Words, tallies: npt.NDArray[np.int64]) -> Words:
     """Places of `sizes` in rising order, equal ones in order of place; in `order` or `other`."""
     n = len(sizes)
+    # How often each of 256 values occurs in each of the four bytes, [_DIGITS, _VALUES].
     tallies[:] = 0
     for i in range(n):
         order[i] = i
@@ -53,10 +54,12 @@ def _ascending(sizes: Words, order: Words, other: Words, tallies: npt.NDArray[np
     for digit in range(_DIGITS):
         tally, shift = tallies[digit], np.uint32(8 * digit)
         if n and tally[(sizes[0] >> shift) & np.uint32(255)] == n:
-            continue
-        below = 0
+            continue  # all have this byte in common
+        # From counts to where each value's elements begin, then every element to its place. Equal
+        # bytes keep their order, so that what earlier bytes sorted stays sorted.
+        start = 0
         for value in range(_VALUES):
-            tally[value], below = below, below + tally[value]
+            tally[value], start = start, start + tally[value]
         for k in range(n):
             i = order[k]
             value = (sizes[i] >> shift) & np.uint32(255)

@@ -29,10 +29,11 @@ def _importance(window: Window) -> Tensor:
     mergekit takes it unless told otherwise, and selects by that. Below zero it counts as zero.
     """
     assert window.base is not None
+    # Rows [r, row_elems] in float64.
     expert, base = (v.view(-1, window.row_elems).double() for v in (window.experts[0], window.base))
     p = expert.softmax(1).add_(LEAST_PROBABILITY)
     q = base.softmax(1).add_(LEAST_PROBABILITY)
-    divergence = _row_sums_(p.div(q).log_().mul_(p))
+    divergence = _row_sums_(p.div(q).log_().mul_(p))  # [r, 1]
     importance = divergence.mul(expert.sub(base).abs_()).clamp_(min=0)
     inf = float("inf")  # −0, which abs_ ends, and NaN have no place in the order of bit patterns
     return importance.abs_().float().nan_to_num_(nan=inf, posinf=inf).view(-1)

@@ -32,11 +32,12 @@ def _conflict(window: Window) -> Tensor:
     Only elements that are not zero make pairs. Float64 [K² + 3].
     """
     assert window.base is not None
-    signs = window.experts.sign()
-    above = signs.clamp(min=0).sum(0)
-    below = signs.clamp(max=0).neg_().sum(0)
-    changed = above + below
-    equal = above * (above - 1) + below * (below - 1)
+    signs = window.experts.sign()  # [K, n]
+    positive = signs.clamp(min=0).sum(0)  # [n]: experts with δ > 0
+    negative = signs.clamp(max=0).neg_().sum(0)  # [n]
+    changed = positive + negative
+    # Ordered pairs of different experts, [n]: twice what is meant, in both sums alike.
+    equal = positive * (positive - 1) + negative * (negative - 1)
     pairs = changed * (changed - 1)
     gram = gram_of(list(window.experts))
     ends = [window.base.double().square().sum(), equal.double().sum(), pairs.double().sum()]
@@ -53,27 +54,29 @@ def _choose(
     oppose_below: float,
 ) -> Choosing:
     *products, base_sq, equal, pairs = facts
-    gram = np.array(products).reshape(len(weight), len(weight))
+    gram = np.array(products).reshape(len(weight), len(weight))  # [K, K]
     size = math.sqrt(float(np.trace(gram)) / len(weight) / base_sq) if base_sq else math.inf
     if not np.trace(gram) > 0 or size < keep_below:
-        return Choosing("copy", (), (), f"KEEP: the deltas are {size:.2g} of the base")
+        reason = f"KEEP: the deltas are {size:.2g} of the base"
+        return Choosing(operator="copy", params=(), model_params=(), reason=reason)
     cosine, alike = _mean_cosine(gram), equal / pairs if pairs else 1.0
     seen = f"mean cosine {cosine:+.3f}, {100 * alike:.0f} % of signs agree"
+    params: Params = (("normalize", True), ("lambda", lambda_))
     weights = [("weight", w) for w in weight]
     sparse = tuple((w, ("density", d)) for w, d in zip(weights, density, strict=True))
     if len(weight) == 1 or cosine >= agree_above:
-        params: Params = (("normalize", True), ("lambda", lambda_))
-        return Choosing("task_arithmetic", params, tuple((w,) for w in weights), f"AVG: {seen}")
+        whole = tuple((w,) for w in weights)
+        return Choosing("task_arithmetic", params, model_params=whole, reason=f"AVG: {seen}")
     if cosine < oppose_below or alike < 0.5 + oppose_below:
-        return Choosing("ties", (("normalize", True), ("lambda", lambda_)), sparse, f"TIES: {seen}")
+        return Choosing("ties", params, model_params=sparse, reason=f"TIES: {seen}")
     params = (("normalize", True), ("rescale", True), ("lambda", lambda_))
-    return Choosing("dare_linear", params, sparse, f"DARE: {seen}")
+    return Choosing("dare_linear", params, model_params=sparse, reason=f"DARE: {seen}")
 
 
 def _mean_cosine(gram: Floats) -> float:
     """Mean cosine of the pairs of deltas that are not zero; 1 if there is no pair."""
     norms = np.sqrt(gram.diagonal())
-    alive = np.flatnonzero(norms > 0)
+    alive = np.flatnonzero(norms > 0)  # [a] of K experts
     if len(alive) < 2:
         return 1.0
     cosines = gram[np.ix_(alive, alive)] / np.outer(norms[alive], norms[alive])

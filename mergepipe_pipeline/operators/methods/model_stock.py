@@ -35,9 +35,9 @@ _SINGULAR = 1e-6
 def _shares(gram: Floats) -> Floats:
     """Factor of each expert, [K, …] all equal, from deltas' inner products [K, K, …]."""
     count = len(gram)
-    norms = np.sqrt(gram[np.arange(count), np.arange(count)])
+    norms = np.sqrt(gram[np.arange(count), np.arange(count)])  # [K, …]
     pairs = list(combinations(range(count), 2))
-    cosine = np.zeros_like(norms[0])
+    cosine = np.zeros_like(norms[0])  # […]: one for the tensor, or one for each row
     for i, j in pairs:
         product = np.maximum(norms[i] * norms[j], _MIN_NORM_PRODUCT)
         cosine = cosine + np.clip(gram[i, j] / product, -1.0, 1.0)

@@ -25,6 +25,7 @@ Epsilon = Annotated[float, "largest |δ| that counts as no change"]
 
 
 def _count_changes(changed: Tensor) -> Tensor:
+    """Σ over experts of ones and zeros, [K, n] to [n]."""
     count = changed[0].clone()
     for k in range(1, changed.shape[0]):
         count.add_(changed[k])
@@ -34,11 +35,11 @@ def _count_changes(changed: Tensor) -> Tensor:
 def _merge(window: Window, epsilon: float, unique_factors: tuple[float, ...]) -> Tensor:
     """B plus the mean of the changes of each element, times a factor where an expert is alone."""
     experts = window.experts
-    changed = experts.abs().gt_(epsilon)
+    changed = experts.abs().gt_(epsilon)  # [K, n] of ones and zeros
     experts.mul_(changed)
-    count = _count_changes(changed)
-    alone = count.eq(1).to(count.dtype)
-    shared = alone.neg().add_(1)
+    count = _count_changes(changed)  # [n]: how many experts change the element
+    alone = count.eq(1).to(count.dtype)  # [n] of ones and zeros
+    shared = alone.neg().add_(1)  # [n]: the other elements
     count.clamp_(min=1)
     for k, factor in enumerate(unique_factors):
         experts[k].div_(count)
@@ -54,8 +55,8 @@ def _counts(window: Window) -> Tensor:
     """Float64 [2K]: how many elements each expert changes with others, then those alone."""
     epsilon = float(dict(window.task.params).get("epsilon", EPSILON))
     n_experts = window.experts.shape[0]
-    changed = window.experts.abs().gt_(epsilon)
-    count = _count_changes(changed)
+    changed = window.experts.abs().gt_(epsilon)  # [K, n]
+    count = _count_changes(changed)  # [n]
     sums = changed.new_empty(2 * n_experts).double()
     sums[n_experts:] = changed.mul(count.eq(1)).double().sum(1)
     sums[:n_experts] = changed.mul_(count.gt(1)).double().sum(1)

@@ -1,7 +1,7 @@
-"""SCE: select elements by variance across experts, weigh experts by energy, elect signs.
+"""SCE: select elements by variance across experts, weigh experts by length, elect signs.
 
-Two passes over a tensor come first: which variances are the largest, and each expert's energy in
-those elements.
+Two passes over a tensor come first: which variances are the largest, and each expert's squared norm
+in those elements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOPK = 1.0
 #: Below this sum of mean squares the weights are uniform.
-LEAST_ENERGY = 1e-6
+LEAST_MEAN_SQUARE = 1e-6
 #: No variance is above it (the largest float32), so this threshold selects nothing.
 MOST = 3.4028234663852886e38
 #: The sum of agreeing weights counts as at least this much.
@@ -31,7 +31,7 @@ def _variance(window: Window) -> Tensor:
 
     Welford's update in float64: zero, exactly, where all experts are equal.
     """
-    mean = window.experts[0].double()
+    mean = window.experts[0].double()  # [n]
     squares = mean.new_zeros(mean.shape)
     for k in range(1, window.experts.shape[0]):
         away = window.experts[k].double().sub_(mean)
@@ -65,23 +65,23 @@ def _select_(window: Window, select_topk: float) -> None:
     window.experts.mul_(variance)
 
 
-def _energies(window: Window) -> Tensor:
+def _sq_norms(window: Window) -> Tensor:
     """Float64 [K + 1]: each expert's Σ δ² over the selected elements, and the elements in all."""
     _select_(window, float(dict(window.task.params).get("select_topk", TOPK)))
     n_experts, n = window.experts.shape
-    sums = window.experts.new_full((n_experts + 1,), n).double()
+    sums = window.experts.new_full((n_experts + 1,), n).double()  # [K + 1], n in its last place
     sums[:n_experts] = window.experts.double().square_().sum(1)
     return sums
 
 
 def _settle(measured: tuple[float, ...], select_topk: float, int8_mask: bool) -> tuple[float, ...]:
     """Threshold and tie stop as measured, then one weight per expert; the weights sum to one."""
-    threshold, tie_stop_elem, *energies, numel = measured
-    total = sum(energies)
-    if total < LEAST_ENERGY * numel:
-        weights = [1 / len(energies)] * len(energies)
+    threshold, tie_stop_elem, *sq_norms, numel = measured
+    total = sum(sq_norms)
+    if total < LEAST_MEAN_SQUARE * numel:
+        weights = [1 / len(sq_norms)] * len(sq_norms)
     else:
-        weights = [energy / total for energy in energies]
+        weights = [sq_norm / total for sq_norm in sq_norms]
     return min(threshold, MOST), tie_stop_elem, *weights
 
 
@@ -101,7 +101,7 @@ def _settle(measured: tuple[float, ...], select_topk: float, int8_mask: bool) ->
             needed=lambda params: float(params.get("select_topk", TOPK)) < 1,
             skipped=(0.0, 0.0),
         ),
-        Sums("sce-energies", _energies, depends=("select_topk",)),
+        Sums("sce-energies", _sq_norms, depends=("select_topk",)),
     ),
     hooks=Hooks(settle=_settle),
 )
@@ -111,15 +111,15 @@ def sce(
     select_topk: Annotated[float, "share of the elements whose variance is largest"] = TOPK,
     int8_mask: Int8Mask = False,
 ) -> Tensor:
-    """Select by variance, weigh by energy, mix what agrees with the elected sign.
+    """Select by variance, weigh by squared norm, mix what agrees with the elected sign.
 
     Source: https://arxiv.org/abs/2408.07990, per tensor as in mergekit.
     """
-    weight = window.task.facts[2:]
-    _select_(window, select_topk)
-    sign = mix.elect_(window.experts)
-    divisor = window.experts[0].sign().mul_(weight[0])
-    total = window.experts[0].mul_(weight[0])
+    weight = window.task.facts[2:]  # one per expert
+    _select_(window, select_topk)  # δᵢ [K, n]
+    sign = mix.elect_(window.experts)  # [n]; the experts [K, n] become |δᵢ| where they agree, or 0
+    divisor = window.experts[0].sign().mul_(weight[0])  # [n]: Σ of the weights that agree
+    total = window.experts[0].mul_(weight[0])  # [n]: Σ wᵢ|δᵢ| of these
     for k in range(1, len(weight)):
         agreeing = window.experts[k]
         divisor.add_(agreeing.sign().mul_(weight[k]))

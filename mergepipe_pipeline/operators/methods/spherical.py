@@ -52,7 +52,7 @@ def _arc(cosine: Floats, straight: npt.NDArray[np.bool_], t: float) -> tuple[Flo
 
 
 def _settle_slerp(measured: tuple[float, ...], t: float) -> tuple[float, ...]:
-    gram = matrix(measured, "slerp")
+    gram = matrix(measured, "slerp")  # [2, 2]: base, expert
     norms = np.sqrt(gram.diagonal())
     norms = np.where(norms > _SLERP_MIN_NORM, norms, 1.0)
     cosine = np.clip(gram[0, 1] / (norms[0] * norms[1]), -1.0, 1.0)
@@ -103,7 +103,7 @@ def _column_dots(window: Window) -> Tensor:
     """⟨X₁, X₁⟩, ⟨X₁, X₂⟩, ⟨X₂, X₂⟩ of every column, float64 [3 · columns]; [0] of a vector."""
     if len(window.task.shape) < 2:
         return window.experts.new_empty(0).double()
-    first, second = window.experts.view(2, -1, window.row_elems).double()
+    first, second = window.experts.view(2, -1, window.row_elems).double()  # [rows, columns]
     products = (first.square(), first * second, second.square())
     dots = window.experts.new_empty((3, window.row_elems)).double()
     for row, product in zip(dots, products, strict=True):
@@ -119,8 +119,9 @@ def _settle_nuslerp(
         return settled(1.0, [float(f) for f in factors])
     if not measured:
         return ()
-    own, mixed, other = np.array(measured).reshape(3, -1)
-    columns = _nuslerp_factors(np.stack([[own, mixed], [mixed, other]]), weight)
+    own, mixed, other = np.array(measured).reshape(3, -1)  # [columns] each
+    gram = np.stack([[own, mixed], [mixed, other]])  # [2, 2, columns]
+    columns = _nuslerp_factors(gram, weight)
     return tuple(np.concatenate(columns).astype(np.float32).tolist())
 
 
@@ -201,7 +202,7 @@ def _settle_multislerp(
         weights = weights / weights.sum()
     norms = np.sqrt(gram.diagonal())
     inverse = np.divide(1.0, norms + eps, out=np.zeros_like(norms), where=norms > 0)
-    mix = weights * inverse
+    mix = weights * inverse  # [K]: Σ mixᵢXᵢ is the mean of the directions
     length = float(np.sqrt(np.maximum(mix @ gram @ mix, 0.0)))
     if length >= max(eps, SINGLE_EPS * float(np.abs(mix) @ norms)) and length > 0:
         return settled(1.0, mix / length * np.cos(eps) * (weights @ norms))
@@ -252,8 +253,9 @@ def _karcher_mean(cosines: Floats, max_iter: int, tol: float) -> Floats:
     def length(factors: Floats) -> float:
         return float(np.sqrt(np.maximum(factors @ cosines @ factors, 0.0)))
 
-    units = np.eye(len(cosines))
-    mean = np.full(len(cosines), share)
+    # A vector is given by its factors of the m units, so that lengths and angles need only cosines.
+    units = np.eye(len(cosines))  # [m, m]
+    mean = np.full(len(cosines), share)  # [m]
     mean = mean / length(mean) if length(mean) >= tol else units[0]
     for _ in range(max_iter):
         tangent = np.zeros(len(cosines))
@@ -275,10 +277,10 @@ def _settle_karcher(measured: tuple[float, ...], max_iter: int, tol: float) -> t
     if len(norms) == 1:
         return settled(0.0, [1.0])
     factors = np.zeros_like(norms)
-    (valid,) = np.nonzero(norms > max(tol, 0.0))
+    (valid,) = np.nonzero(norms > max(tol, 0.0))  # models that have a direction
     if len(valid):
         lengths = norms[valid]
-        cosines = gram[np.ix_(valid, valid)] / np.outer(lengths, lengths)
+        cosines = gram[np.ix_(valid, valid)] / np.outer(lengths, lengths)  # [m, m]
         mean = _karcher_mean(cosines, max_iter, max(tol, SINGLE_EPS))
         factors[valid] = norms.mean() * mean / lengths
     return settled(0.0, factors)

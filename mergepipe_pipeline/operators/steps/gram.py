@@ -39,13 +39,13 @@ def gram_of(rows: Sequence[Tensor]) -> Tensor:
     """⟨Xᵢ, Xⱼ⟩ of the float32 [n] `rows`, float64 [len(rows)²]."""
     count, n = len(rows), rows[0].shape[0]
     total = rows[0].new_zeros((count, count)).double()
-    held = rows[0].new_empty((count, min(n, _PIECE_ELEMS))).double()
+    held = rows[0].new_empty((count, min(n, _PIECE_ELEMS))).double()  # room for one piece
     for piece in _pieces(n, _PIECE_ELEMS):
         part = held[:, : piece.stop - piece.start]
         for i, row in enumerate(rows):
             part[i].copy_(row[piece])
         for i in range(count):
-            total[i, i:].add_((part[i:] * part[i]).sum(-1))
+            total[i, i:].add_((part[i:] * part[i]).sum(-1))  # the upper triangle's row, [count − i]
     return total.add(total.triu(1).T).flatten()
 
 
@@ -97,10 +97,10 @@ def row_gram(window: Window) -> Floats:
     """
     count, width = window.experts.shape[0], max(1, window.row_elems)
     experts = window.experts.view(count, window.experts.shape[1] // width, width)
-    total = experts.new_zeros((count, *experts.shape[:2])).double()
+    total = experts.new_zeros((count, *experts.shape[:2])).double()  # [K, K, rows]
     for rows in _pieces(experts.shape[1], max(1, _PIECE_ELEMS // width)):
         for columns in _pieces(width, _PIECE_ELEMS):
-            part = experts[:, rows, columns].double()
+            part = experts[:, rows, columns].double()  # [K, rows of the piece, columns of it]
             for i in range(count):
                 total[i, i:, rows].add_((part[i:] * part[i]).sum(-1))
     gram: Floats = total.cpu().numpy()
@@ -128,13 +128,13 @@ def combine(window: Window) -> Tensor:
 
 def combine_rows(window: Window, base_factor: float, factors: npt.NDArray[Any]) -> Tensor:
     """c₀B + Σ cᵢXᵢ with `factors` [K, rows], each for as many elements; [n] float32."""
-    factor = window.experts.new_tensor(factors)[:, :, None]
+    factor = window.experts.new_tensor(factors)[:, :, None]  # [K, rows, 1]
     return _combine(window, base_factor, window.experts.view(*factors.shape, -1), factor)
 
 
 def combine_columns(window: Window, base_factor: float, factors: npt.NDArray[Any]) -> Tensor:
     """c₀B + Σ cᵢXᵢ with `factors` [K, columns] for every row alike; [n] float32."""
-    factor = window.experts.new_tensor(factors)[:, None, :]
+    factor = window.experts.new_tensor(factors)[:, None, :]  # [K, 1, columns]
     count, columns = factors.shape
     return _combine(window, base_factor, window.experts.view(count, -1, columns), factor)
 

@@ -57,9 +57,9 @@ def linear_sum(window: Window, weight: PerModel, normalize: bool) -> Tensor:
 
 def elected_sum(window: Window, weight: PerModel, normalize: bool) -> Tensor:
     """Σ of the d̃ᵢ with the sign of Σ d̃ᵢ (over the Σ of their wᵢ), in the first row's memory."""
-    sign = elect_(window.experts)
-    mix = window.experts[0]
-    divisor = mix.sign().mul_(weight[0]) if normalize else None
+    sign = elect_(window.experts)  # [n]; the experts [K, n] become |d̃ᵢ| where they agree, or 0
+    mix = window.experts[0]  # [n]
+    divisor = mix.sign().mul_(weight[0]) if normalize else None  # [n]: Σ of agreeing weights
     for k in range(1, len(weight)):
         agreeing = window.experts[k]
         mix.add_(agreeing)
@@ -75,7 +75,7 @@ def elect_(experts: Tensor) -> Tensor:
 
     That is |dᵢ| where dᵢ has the elected sign and 0 elsewhere: a zero never agrees.
     """
-    sign = experts[0].clone()
+    sign = experts[0].clone()  # [n]: the sum, then its sign
     for k in range(1, experts.shape[0]):
         sign.add_(experts[k])
     sign.ge_(0).mul_(2).sub_(1)

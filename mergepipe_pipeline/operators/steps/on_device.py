@@ -35,9 +35,9 @@ def uniforms(key: np.uint64, start_elem: int, like: Tensor) -> Tensor:
     return _mixed(states).view(torch.int32)[skip : skip + n].long().bitwise_and_(_LOW_32_BITS)
 
 
-def drop_(delta: Tensor, numbers: Tensor, below: int) -> None:
-    """Zero elements of `delta`, float32 [n], whose number is not below `below`."""
-    delta.mul_(numbers.lt(below))
+def drop_(delta: Tensor, numbers: Tensor, keep_below: int) -> None:
+    """Zero elements of `delta`, float32 [n], whose number is not below `keep_below`."""
+    delta.mul_(numbers.lt(keep_below))
 
 
 def drop_by_rank_(
@@ -49,7 +49,7 @@ def drop_by_rank_(
     limits = torch.from_numpy(np.rint(probability * 2**32).astype(np.int64)).to(rows.device)
     factors = rows.new_tensor(1 / probability if inverse else np.ones_like(probability))
     # Magnitudes rank as their bit patterns do, NaN above infinity.
-    ascending = rows.abs().view(torch.int32).sort(dim=1, stable=True).indices
+    ascending = rows.abs().view(torch.int32).sort(dim=1, stable=True).indices  # [r, n] by rank
     kept = numbers.view(rows.shape).gather(1, ascending).lt(limits)
     rows.mul_(torch.empty_like(rows).scatter_(1, ascending, kept * factors))
 
