@@ -1,4 +1,7 @@
-"""Every path of the warehouse, in one place. Knows names of folders, not what is in the files."""
+"""The way into a warehouse: every path in one place, and the stores over them.
+
+A store holds no state of its own, so that one warehouse may be kept for as long as a process runs.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,21 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.snapshots.leases import Leases
+from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.storage.atomic import make_dirs
 
 ENVIRONMENT = "MERGEPIPE_HOME"
 DEFAULT = "warehouse"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Warehouse:
     """One folder that holds everything: catalog, plans, objects, snapshots, refs."""
 
@@ -48,18 +56,38 @@ class Warehouse:
             self.inbox,
             self.arrivals,
             self.recipes,
-            self.catalog,
+            self.catalog_dir,
             self.plans,
-            self.objects,
-            self.actions,
+            self.objects_dir,
+            self.actions_dir,
             self.snapshots,
-            self.refs,
+            self.refs_dir,
             self.staging,
             self.releases,
-            self.leases,
+            self.leases_dir,
             self.stages,
         )
         return self
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """What is known of checkpoints."""
+        return Catalog(self.catalog_dir)
+
+    @cached_property
+    def objects(self) -> ObjectStore:
+        """Merged layers, and the action cache that names them."""
+        return ObjectStore(self.objects_dir, self.actions_dir)
+
+    @cached_property
+    def refs(self) -> RefStore:
+        """Published names."""
+        return RefStore(self.refs_dir)
+
+    @cached_property
+    def leases(self) -> Leases:
+        """What work that goes on needs."""
+        return Leases(self.leases_dir)
 
     @property
     def inbox(self) -> Path:
@@ -85,14 +113,14 @@ class Warehouse:
         return self.recipes / f"{name}.yml"
 
     @property
-    def catalog(self) -> Path:
+    def catalog_dir(self) -> Path:
         """Parquet facts."""
         return self.root / "catalog"
 
     @property
     def token_rows(self) -> Path:
         """Embedding rows made for tokens that a model lacks."""
-        return self.catalog / "token_rows"
+        return self.catalog_dir / "token_rows"
 
     @property
     def plans(self) -> Path:
@@ -121,12 +149,12 @@ class Warehouse:
         return self.releases / f"{recipe}.audited.json"
 
     @property
-    def objects(self) -> Path:
+    def objects_dir(self) -> Path:
         """Merged layers by content."""
         return self.root / "objects"
 
     @property
-    def actions(self) -> Path:
+    def actions_dir(self) -> Path:
         """Layer key to object."""
         return self.root / "actions"
 
@@ -136,7 +164,7 @@ class Warehouse:
         return self.root / "snapshots"
 
     @property
-    def refs(self) -> Path:
+    def refs_dir(self) -> Path:
         """Version chains of published names."""
         return self.root / "refs"
 
@@ -146,7 +174,7 @@ class Warehouse:
         return self.root / "staging"
 
     @property
-    def leases(self) -> Path:
+    def leases_dir(self) -> Path:
         """What living processes need."""
         return self.root / "leases"
 
@@ -179,13 +207,13 @@ class Warehouse:
         yield from sorted(self.root.glob(".*.tmp"))
         for folder in (
             self.arrivals,
-            self.catalog,
+            self.catalog_dir,
             self.plans,
-            self.objects,
-            self.actions,
-            self.refs,
+            self.objects_dir,
+            self.actions_dir,
+            self.refs_dir,
             self.releases,
-            self.leases,
+            self.leases_dir,
             self.stages,
         ):
             yield from sorted(folder.rglob(".*.tmp"))

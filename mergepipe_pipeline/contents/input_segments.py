@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from threading import RLock
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
 from mergepipe_pipeline.contents.tensor_digests import (
     Known,
@@ -36,7 +35,7 @@ def plan_inputs(home: Warehouse, plan: MergePlan, layers: Sequence[LayerTask]) -
 
     Raises CorruptionError if what the catalog knows is not what the plan was made from.
     """
-    catalog, views = Catalog(home.catalog), list(_views(layers))
+    catalog, views = home.catalog, list(_views(layers))
     numbers = {p.source for view, _ in views for p in _parts(view)}
     digests = [
         catalog.digests(s.checkpoint_id) or ensure_digests(home, open_checkpoint(s.root, s.name))
@@ -131,7 +130,7 @@ class Inputs:
 
     def _of(self, owner_id: str) -> SegmentFiles:
         if owner_id not in self._files:
-            self._files[owner_id] = SegmentFiles(self._home.catalog, owner_id, self._elems)
+            self._files[owner_id] = SegmentFiles(self._home.catalog_dir, owner_id, self._elems)
         return self._files[owner_id]
 
     def _opened(self, number: int) -> Checkpoint:

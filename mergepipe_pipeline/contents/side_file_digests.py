@@ -6,7 +6,6 @@ differs under the same size and time is damaged, and its bytes go into no result
 
 from __future__ import annotations
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
@@ -18,7 +17,7 @@ def refuse_changed_file(
     home: Warehouse, checkpoint_id: str, root: str, stamp: SideStamp, sha256: str
 ) -> None:
     """Raise CorruptionError if a side file that was read is not what was registered as this."""
-    known = Catalog(home.catalog).side_digests(checkpoint_id).get(stamp, sha256)
+    known = home.catalog.side_digests(checkpoint_id).get(stamp, sha256)
     if known != sha256:
         raise CorruptionError(
             "A file's bytes are not those that were registered, though size and time are",

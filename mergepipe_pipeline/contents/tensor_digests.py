@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles, put_segments
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
@@ -32,11 +31,11 @@ def ensure_digests(
 
     They follow from the digests of segments; only tensors of which there are none are read.
     """
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     known = catalog.digests(checkpoint.checkpoint_id)
     if known is not None:
         return known
-    files = SegmentFiles(home.catalog, checkpoint.checkpoint_id, COARSE_ELEMS)
+    files = SegmentFiles(home.catalog_dir, checkpoint.checkpoint_id, COARSE_ELEMS)
     unread = {t.name for t in checkpoint.tensors if t.name not in files}
     taken = _take(home, checkpoint, unread, progress) if unread else {}
     digests = {
@@ -70,7 +69,7 @@ def put_taken(
         for segments in levels:
             by_level.setdefault(segments.segment_elems, {})[name] = segments.digests
     for segment_elems, digests in by_level.items():
-        put_segments(home.catalog, checkpoint_id, segment_elems, digests)
+        put_segments(home.catalog_dir, checkpoint_id, segment_elems, digests)
 
 
 def take_segments(
@@ -98,7 +97,7 @@ class Contents:
     """What the tensors of checkpoints held before; the catalog is asked once for a checkpoint."""
 
     def __init__(self, home: Warehouse) -> None:
-        self._catalog = Catalog(home.catalog)
+        self._catalog = home.catalog
         self._digests: dict[str, Mapping[str, str]] = {}
 
     def refuse_changed(self, known: Known, tensor: str, content: str) -> None:

@@ -141,7 +141,7 @@ def mark_changed(home: Warehouse, name: str) -> None:
 @contextmanager
 def attempted(home: Warehouse, name: str) -> Iterator[None]:
     """Count a failure before the work begins, since a process that is killed counts none."""
-    place = place_of(home, Catalog(home.catalog), name)
+    place = place_of(home, home.catalog, name)
     if place is None:  # an address, or nothing
         yield
         return

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import NAME, Catalog
+from mergepipe_pipeline.catalog.catalog import NAME
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
 from mergepipe_pipeline.deploy.recipe_files import names_read
 from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
@@ -81,7 +81,7 @@ def scan_inbox(
     found: list[InboxEntry] = []
     ready = 0
     places = {folder.name: folder for folder in _folders(home.inbox)}
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     for name in names_read(home) - places.keys():
         place = place_of(home, catalog, name) if NAME.fullmatch(name) else None
         if place is not None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.load import RawRecipe
@@ -151,7 +150,7 @@ class _Checkpoints:
     """The catalog's checkpoints by name, each read once."""
 
     def __init__(self, home: Warehouse) -> None:
-        self._catalog = Catalog(home.catalog)
+        self._catalog = home.catalog
         self._read: dict[str, Checkpoint] = {}
 
     def get(self, name: str) -> Checkpoint | None:

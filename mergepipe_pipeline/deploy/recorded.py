@@ -23,7 +23,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 def gone_inputs(home: Warehouse, names: Collection[str]) -> list[str]:
     """Names under which nothing lies in the inbox, nor where they were registered, if they were."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     return sorted(name for name in names if _is_gone(home, catalog, name))
 
 
@@ -37,7 +37,7 @@ def reason_to_wait_for(home: Warehouse, names: Collection[str]) -> str | None:
 
     From names, sizes and times of files alone. Raises NotFoundError for a name without a record.
     """
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     return "; ".join(filter(None, (_reason(home, catalog, n) for n in names))) or None
 
 
@@ -85,7 +85,7 @@ def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkp
     reason = reason_to_wait_for(home, names)
     if reason is not None:
         raise _changed(reason)
-    catalog, found = Catalog(home.catalog), {}
+    catalog, found = home.catalog, {}
     for name in names:
         recorded = catalog.get(name).checkpoint
         try:
@@ -100,7 +100,7 @@ def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkp
 
 def states_of(home: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[str, str]:
     """A text per input that changes with any of its files."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     return {
         name: digest_json([c.root, c.checkpoint_id, c.config, _token(home, catalog, c.name)])[:24]
         for name, c in inputs.items()

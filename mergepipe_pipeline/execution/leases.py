@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.errors import BusyError
-from mergepipe_pipeline.snapshots.leases import Leases, Need
+from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.atomic import locked_file, remove_tree
 from mergepipe_pipeline.storage.locks import claimed, is_held
@@ -27,12 +27,12 @@ atexit.register(_until_exit.close)
 
 def lease(home: Warehouse, plan: MergePlan) -> AbstractContextManager[str]:
     """Keep what a plan needs, and its own snapshot, until the context ends."""
-    return Leases(home.leases).hold(need_of(home, plan))
+    return home.leases.hold(need_of(home, plan))
 
 
 def lease_until_exit(home: Warehouse, plan: MergePlan) -> None:
     """Keep a stage's result for the plans after it, which this process makes and merges."""
-    _until_exit.enter_context(Leases(home.leases).hold(need_of(home, plan), "stage"))
+    _until_exit.enter_context(home.leases.hold(need_of(home, plan), "stage"))
 
 
 def need_of(home: Warehouse, plan: MergePlan) -> Need:
@@ -51,7 +51,7 @@ def need_of(home: Warehouse, plan: MergePlan) -> Need:
 def lease_run(home: Warehouse, run_id: str) -> AbstractContextManager[None]:
     """Say until the context ends that the process of this run lives. It keeps nothing else."""
     nothing: dict[str, list[str]] = {"layer_keys": [], "plan_ids": [], "snapshot_ids": []}
-    return locked_file(home.leases / f"run-{run_id}-{os.getpid()}.json", seal(nothing))
+    return locked_file(home.leases_dir / f"run-{run_id}-{os.getpid()}.json", seal(nothing))
 
 
 def run_lives(home: Warehouse, run_id: str) -> bool | None:
@@ -60,7 +60,7 @@ def run_lives(home: Warehouse, run_id: str) -> bool | None:
     True where the file system has no locks: nobody can know.
     """
     found = None
-    for path in home.leases.glob(f"run-{run_id}-*.json"):
+    for path in home.leases_dir.glob(f"run-{run_id}-*.json"):
         if is_held(path) is not False:
             return True
         if path.exists():  # else it has just ended well
@@ -75,7 +75,7 @@ def lease_recipe(home: Warehouse, recipe: str) -> Iterator[None]:
     Raises BusyError at once, if somebody does so already: to wait would take a place from a run
     that can work. It says who.
     """
-    with claimed(home.leases / f"recipe-{recipe}.lock", _myself(home).encode()) as other:
+    with claimed(home.leases_dir / f"recipe-{recipe}.lock", _myself(home).encode()) as other:
         if other is not None:
             raise BusyError(
                 "Somebody else works on this recipe",
@@ -89,7 +89,7 @@ def lease_recipe(home: Warehouse, recipe: str) -> Iterator[None]:
 def _myself(home: Warehouse) -> str:
     """This process for people, with the run that it executes, if it does."""
     process = os.getpid()
-    runs = [p.name.removeprefix("run-")[:8] for p in home.leases.glob(f"run-*-{process}.json")]
+    runs = [p.name.removeprefix("run-")[:8] for p in home.leases_dir.glob(f"run-*-{process}.json")]
     run = f"run {', '.join(runs)}, " if runs else ""
     return f"{run}process {process} on {platform.node()} since {time.strftime('%F %T')}"
 
@@ -97,7 +97,7 @@ def _myself(home: Warehouse) -> str:
 @contextmanager
 def staging(home: Warehouse, label: str) -> Iterator[Path]:
     """A fresh folder in staging, leased under its own name, gone when the context ends."""
-    with Leases(home.leases).hold(Need(), label) as name:
+    with home.leases.hold(Need(), label) as name:
         path = home.staging / name
         path.mkdir(parents=True)
         try:

@@ -9,7 +9,6 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.snapshots.load import load_snapshot, read_manifest
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -55,7 +54,7 @@ def provenance_of(snapshot: Snapshot) -> dict[str, Any]:
 
 def snapshot_of(home: Warehouse, what: str) -> str:
     """The id that a ref, `REF@VERSION`, an id or a unique prefix means. Raises NotFoundError."""
-    refs = RefStore(home.refs)
+    refs = home.refs
     names = refs.names()
     if what in names:
         return refs.current(what).snapshot_id

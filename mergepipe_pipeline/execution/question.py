@@ -12,7 +12,6 @@ from typing import Unpack
 
 import numpy as np
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.execution.planning import resolve_after_stages
 from mergepipe_pipeline.facts.gather import PlanInputs, gather
 from mergepipe_pipeline.planner.candidates import Choice
@@ -123,7 +122,7 @@ def _checkpoints(home: Warehouse, plan: MergePlan, raw: RawRecipe) -> dict[str, 
 
 
 def _checkpoint(home: Warehouse, source: Source) -> Checkpoint:
-    known = Catalog(home.catalog).checkpoint(source.checkpoint_id, source.name, source.root)
+    known = home.catalog.checkpoint(source.checkpoint_id, source.name, source.root)
     return known or open_checkpoint(source.root, source.name)
 
 

@@ -23,7 +23,7 @@ from mergepipe_pipeline.execution.leases import lease
 from mergepipe_pipeline.execution.leases import staging as staging_of
 from mergepipe_pipeline.execution.memory import release_freed
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised, RunStart, Times
-from mergepipe_pipeline.execution.snapshot import commit, object_store
+from mergepipe_pipeline.execution.snapshot import commit
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.snapshots.objects import StoredObject
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
@@ -127,7 +127,7 @@ def run_layers(
     `fresh` ones are all run.
     """
     wanted = [layer for layer in plan.layers if names is None or layer.name in names]
-    store = object_store(home)
+    store = home.objects
     known = {w.name: None if fresh else store.lookup(w.action_key) for w in wanted}
     unknown = [layer for layer in wanted if known[layer.name] is None]
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
@@ -149,7 +149,7 @@ class _LayerMerger:
         self, home: Warehouse, plan: MergePlan, options: EngineOptions, advance: Advance
     ) -> None:
         self._home, self._plan, self._options, self._advance = home, plan, options, advance
-        self._store = object_store(home)
+        self._store = home.objects
         self._stack = ExitStack()
         self._keeper = Workers(1, finish_all=True)
 

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
@@ -69,7 +68,7 @@ def commit(
     and damaged is made anew, and goes to quarantine. Raises
     NotFoundError naming the first layer that is not merged yet, DamagedLayerError.
     """
-    store = object_store(home)
+    store = home.objects
     merged = [(layer, _merged(store, layer)) for layer in plan.layers]
     shards = [
         ShardEntry(
@@ -144,13 +143,8 @@ def _refuse_damaged(store: ObjectStore, reused: Sequence[tuple[LayerTask, Stored
         )
 
 
-def object_store(home: Warehouse) -> ObjectStore:
-    """The warehouse's objects and action cache."""
-    return ObjectStore(home.objects, home.actions)
-
-
 def _lineage(home: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     return tuple(
         LineageEntry(role, s.name, catalog.content_sha256(s.checkpoint_id))
         for role, s in zip(plan.roles, plan.sources, strict=True)

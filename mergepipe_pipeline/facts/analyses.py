@@ -59,7 +59,7 @@ def ensure_stats(
     goes, so that a crash costs little. The pass also yields digests. `without`: see
     `Catalog.stats`.
     """
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     of_base = partial(catalog.missing_pairs, base.model_id)
     missing = [(m, of_base(m.model_id, grid.block_elems, pairs)) for m, pairs in wanted]
     take_over = StatsReuse(home, base, grid, progress)
@@ -94,7 +94,7 @@ def _analyze(
 ) -> None:
     from mergepipe_pipeline.analysis.statistics import analyze_experts
 
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     found: list[list[TensorStats]] = [[] for _ in batch]
     digested: dict[str, dict[str, tuple[Segments, ...]]] = {}
     unsaved_nbytes = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Fact
+from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.facts.analyses import ensure_stats
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
@@ -84,7 +84,7 @@ class ExpertFacts:
         load: Load,
         progress: Progress | None,
     ) -> None:
-        self._home, self._catalog = home, Catalog(home.catalog)
+        self._home, self._catalog = home, home.catalog
         self._expert, self._base, self._stats = expert, base, stats
         self._load = load
         self._grid = BlockGrid(stats.block_elems)
@@ -265,7 +265,7 @@ class ExpertFacts:
 def histograms(home: Warehouse, expert: Model, base: Model, block_elems: int) -> ExpertStats:
     """What the catalog knows of an expert against a base, but for sketches and samples."""
     ids = base.model_id, expert.model_id, block_elems
-    found = Catalog(home.catalog).stats(*ids, without=("sketch", "sample"))
+    found = home.catalog.stats(*ids, without=("sketch", "sample"))
     return found or ExpertStats(*ids, ())
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.concurrency.prefetch import prefetch
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.analyses import Pair, ensure_stats
@@ -135,7 +134,7 @@ def _register(
     home: Warehouse, recipe: Recipe, models: Sequence[Model], unnamed: Mapping[str, Checkpoint]
 ) -> None:
     """Make the recipe's checkpoints known by name; a name's own base stays as it is."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     known = set(catalog.names())
     base = None if recipe.base is None else models[recipe.base].checkpoint.name
     for model in models:
@@ -164,7 +163,7 @@ def _stats(
         for i in t.inputs:
             if t.base is not None:
                 pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     found: dict[tuple[int, int], ExpertStats] = {}
     read: dict[str, None] = {}
     for base in dict.fromkeys(base for _, base in pairs):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Fact
+from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import OperatorError
@@ -97,7 +97,7 @@ def _step(
     progress: Progress | None,
 ) -> dict[str, Fact]:
     """Output tensor to the numbers of one step."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     base_id = "none" if group.base is None else models[group.base].model_id
     owner = "group-" + digest_json([models[m].model_id for m in group.experts])[:24]
     key = f"{step.name}-{'delta' if _as_delta(operator, group) else 'value'}"

@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import chain
 
 from mergepipe_pipeline.catalog.analyses import Content, Source
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -35,7 +34,7 @@ class StatsReuse:
         self, home: Warehouse, base: Model, grid: BlockGrid, progress: Progress | None = None
     ) -> None:
         self._home, self._base, self._grid, self._progress = home, base, grid, progress
-        self._catalog = Catalog(home.catalog)
+        self._catalog = home.catalog
 
     def rest(self, expert: Model, pairs: Sequence[Pair]) -> list[Pair]:
         """Those of `pairs` (expert's tensor, base's tensor) that must be read.

@@ -34,7 +34,7 @@ def verify_inputs(
     Every finding names the file and the tensor. Contents that nobody has analysed cannot be
     compared; they are notes.
     """
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     inputs = _sources(of) if of else _present(home, _registered(catalog), audit)
     found = [(c, catalog.digests(c.checkpoint_id)) for c in _opened(catalog, inputs, audit)]
     unknown = [c.name for c, digests in found if digests is None]
@@ -132,7 +132,7 @@ def _verify(
 def _elements(home: Warehouse, checkpoint: Checkpoint, tensor: str, found: Segments) -> str:
     """Which elements are not what they were, where the catalog knows it."""
     n = found.segment_elems
-    known = SegmentFiles(home.catalog, checkpoint.checkpoint_id, n)
+    known = SegmentFiles(home.catalog_dir, checkpoint.checkpoint_id, n)
     if tensor not in known:
         return ""
     old = Segments(n, known[tensor])

@@ -10,12 +10,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.execution.plan_store import load_plan
-from mergepipe_pipeline.execution.snapshot import object_store
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.integrity.structure import action_of, readable_snapshots, snapshot_folders
 from mergepipe_pipeline.snapshots.objects import layer_key_of
@@ -34,9 +32,9 @@ def verify_lineage(home: Warehouse, audit: Auditor) -> None:
         audit.check("lineage", manifest, partial(_check_inputs, home, snapshot))
         _check_actions(home, snapshot, audit)
     there = {folder.name for folder in snapshot_folders(home)}
-    for name, number, value in read_chains(home.refs):
+    for name, number, value in read_chains(home.refs_dir):
         if not isinstance(value, CorruptionError):  # those are structure's findings
-            path = home.refs / name / f"{number:08d}.json"
+            path = home.refs_dir / name / f"{number:08d}.json"
             _check_named(str(value.get("snapshot_id")), there, path, audit)
     for path in sorted(home.releases.glob("*.released.json")):
         with suppress(MergePipeError, OSError):
@@ -64,7 +62,7 @@ def _check_plan(home: Warehouse, snapshot: Snapshot) -> None:
 
 def _check_inputs(home: Warehouse, snapshot: Snapshot) -> None:
     """The contents that the manifest tells of are those that the catalog knows now."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     try:
         provenance = provenance_of(snapshot)
     except MergePipeError:
@@ -89,7 +87,7 @@ def _check_inputs(home: Warehouse, snapshot: Snapshot) -> None:
 
 def _check_actions(home: Warehouse, snapshot: Snapshot, audit: Auditor) -> None:
     actions: dict[str, list[Path]] = {}
-    for path in object_store(home).all_actions():
+    for path in home.objects.all_actions():
         actions.setdefault(layer_key_of(path.stem), []).append(path)
     pairs = ((s, path) for s in snapshot.manifest.shards for path in actions.get(s.layer_key, ()))
     for shard, path in pairs:

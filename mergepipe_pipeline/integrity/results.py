@@ -14,7 +14,6 @@ from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.execution.snapshot import object_store
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.integrity.structure import action_of, readable_snapshots
 from mergepipe_pipeline.progress import Advance, Progress
@@ -49,7 +48,7 @@ def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
             path = Path(snapshot.path) / side.file
             if path.exists():
                 audit.check("digests", path, partial(_check_side, path, side.sha256))
-    for path in object_store(home).all_actions():
+    for path in home.objects.all_actions():
         audit.check("digests", path, partial(_check_action, home, path), is_derivable=True)
 
 
@@ -60,12 +59,12 @@ def _objects(home: Warehouse) -> Iterator[_Work]:
     keeps later merges from taking it for a layer.
     """
     described = dict(_described(home))
-    for path in object_store(home).all_objects():
+    for path in home.objects.all_objects():
         yield path, partial(_check_object, path, described.get(path.name)), True
 
 
 def _described(home: Warehouse) -> Iterator[tuple[str, ShardEntry]]:
-    for path in object_store(home).all_actions():
+    for path in home.objects.all_actions():
         entry = action_of(path)
         if entry is not None:
             yield entry.sha256, entry
@@ -94,7 +93,7 @@ def _own_shards(home: Warehouse) -> Iterator[_Work]:
     Of a link to a right object nothing more is to be read. It is the snapshot's as long as it has
     the object's inode.
     """
-    store = object_store(home)
+    store = home.objects
     for snapshot in readable_snapshots(home):
         for shard in snapshot.manifest.shards:
             path = Path(snapshot.path) / shard.file
@@ -120,7 +119,7 @@ def _is_same(path: Path, other: Path) -> bool:
 def report_shards(home: Warehouse, audit: Auditor) -> None:
     """Name the snapshots whose shards are damaged objects."""
     damaged = {Path(f.file).name for f in audit.findings if f.scope == "digests"}
-    store = object_store(home)
+    store = home.objects
     for snapshot in readable_snapshots(home):
         for shard in snapshot.manifest.shards:
             if shard.sha256 in damaged and _is_same(
@@ -158,7 +157,7 @@ def _check_action(home: Warehouse, path: Path) -> None:
     entry = action_of(path)
     if entry is None:
         return
-    target = object_store(home).path_of(entry.sha256)
+    target = home.objects.path_of(entry.sha256)
     found = f"{target.stat().st_size} bytes" if target.exists() else "no such object"
     if found != f"{entry.nbytes} bytes":
         raise CorruptionError(

@@ -46,25 +46,25 @@ _OLD_S = 3600.0
 
 def verify_structure(home: Warehouse, audit: Auditor) -> None:
     """Look at every file but weights."""
-    for folder in (*(home.catalog / version for version in _FORMATS), home.token_rows):
+    for folder in (*(home.catalog_dir / version for version in _FORMATS), home.token_rows):
         for path in _files(folder, "*.*.*"):
             audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
-    _verify_chains(home.catalog / "names", {"checkpoint_id", "root", "base"}, audit)
-    _verify_chains(home.refs, {"snapshot_id", "reason"}, audit)
+    _verify_chains(home.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
+    _verify_chains(home.refs_dir, {"snapshot_id", "reason"}, audit)
     older = 0
     for path in _files(home.plans, "*.json"):
         if _is_older_plan(path):
             older += 1
             continue
         audit.check("structure", path, partial(load_plan, home, path.stem), is_derivable=True)
-    for path in _files(home.actions, "*.json"):
+    for path in _files(home.actions_dir, "*.json"):
         if _SHA256.fullmatch(path.stem):  # before actions were named by what they obeyed, too
             older += 1
             continue
         audit.check("structure", path, partial(_read_action, path), is_derivable=True)
     if older:
         audit.notes.append(f"{older} plans and actions of an earlier version are not used any more")
-    for path in _files(home.objects, "*"):
+    for path in _files(home.objects_dir, "*"):
         audit.check("structure", path, partial(_check_object_name, path), is_derivable=True)
     for path in _files(home.releases, "*.json"):
         audit.check("structure", path, partial(_unsealed, path))

@@ -9,7 +9,6 @@ from pathlib import Path
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.execution.snapshot import object_store
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -144,7 +143,7 @@ def merged_non_finite(home: Warehouse, plan: MergePlan) -> dict[str, int]:
 
     Elements that F8_E4M3 cut off at its end are among them.
     """
-    store = object_store(home)
+    store = home.objects
     known = [store.lookup(layer.action_key) for layer in plan.layers]
     return {name: n for stored in known if stored for name, n in stored.non_finite}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Fact
+from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.warehouse import Warehouse
@@ -63,7 +63,7 @@ def _full_task(task: TensorTask) -> TensorTask:
 def known_comparison(home: Warehouse, plan: MergePlan) -> Comparison | None:
     """What `compare` found for a plan's result and the full merge, or None. Reads no weight."""
     full = full_plan_id(plan)
-    facts = Catalog(home.catalog).fact(full, plan.plan_id, FACT)
+    facts = home.catalog.fact(full, plan.plan_id, FACT)
     return _comparison(plan.plan_id, full, facts) if facts else None
 
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of, snapshot_of
 from mergepipe_pipeline.execution.plan_store import checked_plan, load_plan, stored_plans
@@ -183,7 +182,7 @@ def explain_expert(
     """
     found = tuple(_appearances(home, name))
     if not found:
-        Catalog(home.catalog).get(name)
+        home.catalog.get(name)
         raise NotFoundError(
             "No plan or snapshot has this expert",
             where=str(home.root),
@@ -207,7 +206,7 @@ def explain_expert(
 
 def _appearances(home: Warehouse, name: str) -> Iterator[Appearance]:
     """Snapshots from the newest on, then plans by id."""
-    versions = first_versions(Catalog(home.catalog))
+    versions = first_versions(home.catalog)
     told = [(told, snapshot) for snapshot, told in told_snapshots(home)]
     told.sort(key=lambda pair: pair[0]["created"], reverse=True)
     plans = dict(stored_plans(home, checked_plan))

@@ -17,7 +17,6 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.plan_store import stored_plans
 from mergepipe_pipeline.snapshots.load import list_snapshots
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
@@ -31,7 +30,7 @@ def query(home: Warehouse, sql: str, limits: Limits | None = None) -> tuple[list
 
     Plans and snapshots are read only if the query names their views.
     """
-    return Catalog(home.catalog).sql(sql, rows_of(home), limits)
+    return home.catalog.sql(sql, rows_of(home), limits)
 
 
 def rows_of(home: Warehouse) -> Rows:
@@ -92,7 +91,7 @@ def _snapshots(home: Warehouse) -> Iterator[_Row]:
 
 
 def _snapshot_inputs(home: Warehouse) -> Iterator[_Row]:
-    versions = first_versions(Catalog(home.catalog))
+    versions = first_versions(home.catalog)
     for snapshot, told in told_snapshots(home):
         sources = told["sources"]
         for entry, source in zip(snapshot.manifest.inputs, sources, strict=True):
@@ -109,7 +108,7 @@ def _snapshot_inputs(home: Warehouse) -> Iterator[_Row]:
 
 
 def _refs(home: Warehouse) -> Iterator[_Row]:
-    refs = RefStore(home.refs)
+    refs = home.refs
     for name in refs.names():
         try:
             history = refs.history(name)

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.operators import OPERATORS
@@ -103,7 +102,7 @@ def _unknown(
     grid: BlockGrid,
 ) -> tuple[int, int]:
     """Bytes to read for what is not known yet, and elements of experts to take statistics of."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     nbytes = elems = 0
     below: dict[tuple[int, str], int] = {}  # read once for all experts
     paired = {expert for expert, _ in pairs}

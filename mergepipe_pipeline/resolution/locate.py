@@ -22,7 +22,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 def locate_registered(home: Warehouse, text: str, relative_to: Path | None = None) -> Registration:
     """The registration that a model text means, brought up to date with the files; see `look`."""
-    return Catalog(home.catalog).register(locate_checkpoint(home, text, relative_to), None)
+    return home.catalog.register(locate_checkpoint(home, text, relative_to), None)
 
 
 def locate_checkpoint(
@@ -40,7 +40,7 @@ def locate_checkpoint(
     model. `taken` maps names given but not registered yet to their roots. Raises CheckpointError
     when nothing fits, CheckpointChangedError for a revision whose files were replaced.
     """
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     if text in catalog:
         if revision is None:
             return open_checkpoint(catalog.root(text), text)
@@ -71,7 +71,7 @@ def exists(home: Warehouse, text: str, relative_to: Path | None = None) -> bool:
     """Whether a text as it stands is a registered name or a path."""
     folders = [f for f in (Path.cwd(), relative_to) if f is not None]
     here = any(os.path.exists(folder / expanded(text)) for folder in folders)
-    return here or text in Catalog(home.catalog)
+    return here or text in home.catalog
 
 
 def expanded(path: str | Path) -> Path:

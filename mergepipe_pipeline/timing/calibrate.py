@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.leases import staging
@@ -113,7 +112,7 @@ def _file_to_read(home: Warehouse, path: str | Path | None) -> Path | None:
 
 def _registered_files(home: Warehouse) -> Iterator[Path]:
     """The weight files of all current checkpoints."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     for name in catalog.names():
         checkpoint = catalog.get(name).checkpoint
         yield from (Path(checkpoint.root) / file.path for file in checkpoint.files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts.analyses import Pair, common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
@@ -41,7 +41,7 @@ def analyze(
 
     Without a base only the tensors' digests are taken. Raises what opening the checkpoints raises.
     """
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     out: dict[str, Analysis] = {}
     by_base: dict[str, list[str]] = {}
     for name in names or catalog.names():
@@ -60,7 +60,7 @@ def analyze(
 
 
 def _digested(home: Warehouse, registration: Registration, progress: Progress | None) -> Analysis:
-    catalog, checkpoint = Catalog(home.catalog), registration.checkpoint
+    catalog, checkpoint = home.catalog, registration.checkpoint
     fresh = catalog.digests(checkpoint.checkpoint_id) is None
     ensure_digests(home, checkpoint, progress)
     content = catalog.content_sha256(checkpoint.checkpoint_id)
@@ -75,7 +75,7 @@ def _against(
     progress: Progress | None,
 ) -> Iterator[Analysis]:
     """Analyse experts of one base together."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     wanted: list[tuple[Model, Sequence[Pair]]] = []
     fresh = []
     for name in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Fact
+from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
@@ -39,7 +39,7 @@ def compare(
     part = load_snapshot(home.snapshots, snapshot_of(home, what))
     whole = _full_snapshot(home, part) if full is None else _snapshot(home, full)
     ids = part.manifest.plan_id, whole.manifest.plan_id
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     facts = catalog.fact(ids[1], ids[0], FACT)
     if not facts:
         facts = _measure(home, part, whole, progress)

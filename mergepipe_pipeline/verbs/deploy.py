@@ -93,7 +93,7 @@ def due(home: Warehouse, card: RecipeFile) -> Due | str:
 
 def wanted(home: Warehouse, card: RecipeFile) -> str | None:
     """The digest of what a release would be made from; None while an input is not indexed."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     if not all(member in catalog for member in card.members):
         return None
     return _wanted(catalog, card, [catalog.get(m).checkpoint for m in card.members])
@@ -163,7 +163,7 @@ def plan_recipe(
             )
         state = {
             "plan_id": plan.plan_id,
-            "wanted": _wanted(Catalog(home.catalog), card, inputs.values()) or "",
+            "wanted": _wanted(home.catalog, card, inputs.values()) or "",
             "inputs": states,
             "snapshot_id": "",
             "layers": {},

@@ -13,17 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.leases import need_of
 from mergepipe_pipeline.execution.plan_store import load_plan
-from mergepipe_pipeline.execution.snapshot import object_store
 from mergepipe_pipeline.snapshots.gc import GcReport, Roots
 from mergepipe_pipeline.snapshots.gc import collect as run
-from mergepipe_pipeline.snapshots.leases import Leases, Living, Need
+from mergepipe_pipeline.snapshots.leases import Living, Need
 from mergepipe_pipeline.snapshots.marks import Marks
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.verbs.land import half_landed
 from mergepipe_pipeline.warehouse import Warehouse
@@ -38,7 +35,7 @@ def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = Fa
     What `repair` took away stays for 30 days at least. Waits for another collection; merges that
     begin meanwhile wait for this one.
     """
-    leases = Leases(home.leases)
+    leases = home.leases
     with leases.alone():
         living = leases.living(older_than_s)
         left = half_landed(home, living.names)
@@ -47,7 +44,7 @@ def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = Fa
             *_older(left, older_than_s),
         )
         found = run(
-            object_store(home),
+            home.objects,
             home.snapshots,
             home.staging,
             home.unnamed(),
@@ -82,8 +79,8 @@ def _roots(home: Warehouse, living: Living) -> Roots:
     ]
     if living.judged_by_age:
         notes.append(
-            f"{home.leases} is on a file system without locks, so age alone says whether a merge "
-            "lives: let --older-than be longer than any merge takes"
+            f"{home.leases_dir} is on a file system without locks, so age alone says whether a "
+            "merge lives: let --older-than be longer than any merge takes"
         )
     certain = not doubts and not living.unreadable
     return Roots(need, living, Marks(home.stages) if certain else None, (*notes, *doubts))
@@ -91,7 +88,7 @@ def _roots(home: Warehouse, living: Living) -> Roots:
 
 def _published(home: Warehouse) -> Iterator[Need | MergePipeError]:
     """Every version of every ref: rollback may go back to each."""
-    refs = RefStore(home.refs)
+    refs = home.refs
     for name in refs.names():
         try:
             yield Need(snapshot_ids=frozenset(r.snapshot_id for r in refs.history(name)))
@@ -101,7 +98,7 @@ def _published(home: Warehouse) -> Iterator[Need | MergePipeError]:
 
 def _registered(home: Warehouse) -> Iterator[Need | MergePipeError]:
     """Snapshots that somebody registered as checkpoints."""
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     yield from catalog.damaged()
     for *_, root in catalog.registrations():
         path = Path(root)

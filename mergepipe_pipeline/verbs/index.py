@@ -42,7 +42,7 @@ def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -
     by itself or as an adapter on another model. A recipe that cannot use it does not stop it.
     Raises what opening the checkpoint raises.
     """
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     before = _digests_by_layer(catalog, name)
     folder = home.inbox / name
     registration = (

@@ -17,7 +17,7 @@ from mergepipe_pipeline.catalog.catalog import NAME
 from mergepipe_pipeline.deploy.arrivals import mark_landed
 from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.snapshots.leases import Leases, Need
+from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.atomic import copy_file, link_file, remove_tree, replace_dir
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
@@ -66,7 +66,7 @@ def land(home: Warehouse, path: str, name: str | None = None, *, link: bool = Fa
 @contextmanager
 def _staged(home: Warehouse, name: str) -> Iterator[Path]:
     """A new folder beside the place where `name` lands, leased, gone when the context ends."""
-    with Leases(home.leases).hold(Need(), LANDING) as lease:
+    with home.leases.hold(Need(), LANDING) as lease:
         staged = home.inbox / f".{name}.{lease}"
         try:
             staged.mkdir()

@@ -31,7 +31,7 @@ class Listing:
 
 def ls(home: Warehouse) -> Listing:
     """Registered checkpoints, snapshots and refs; what is damaged is listed as damaged."""
-    catalog, refs, damaged = Catalog(home.catalog), RefStore(home.refs), _Damaged()
+    catalog, refs, damaged = home.catalog, home.refs, _Damaged()
     whole, broken = scan_snapshots(home.snapshots)
     for snapshot in broken:
         damaged.add("snapshot", snapshot.folder.name, snapshot.error)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mergepipe_pipeline.snapshots.leases import Leases, Need
+from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.load import load_snapshot
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
@@ -25,16 +24,16 @@ def publish(
     NotFoundError for an unknown snapshot, CorruptionError for a damaged one.
     """
     found_id = load_snapshot(home.snapshots, snapshot_id).snapshot_id
-    with Leases(home.leases).hold(Need(snapshot_ids=frozenset([found_id])), "publish"):
+    with home.leases.hold(Need(snapshot_ids=frozenset([found_id])), "publish"):
         snapshot = load_snapshot(home.snapshots, found_id)
         if audit:
             verify_snapshot(home.snapshots / snapshot.snapshot_id)
-        return RefStore(home.refs).publish(ref, snapshot.snapshot_id, reason, expected)
+        return home.refs.publish(ref, snapshot.snapshot_id, reason, expected)
 
 
 def history(home: Warehouse, ref: str) -> tuple[Ref, ...]:
     """Every version of a ref, oldest first. Raises NotFoundError."""
-    return tuple(RefStore(home.refs).history(ref))
+    return tuple(home.refs.history(ref))
 
 
 def rollback(home: Warehouse, ref: str, to: int | None = None, reason: str = "rollback") -> Ref:
@@ -42,7 +41,7 @@ def rollback(home: Warehouse, ref: str, to: int | None = None, reason: str = "ro
 
     Every byte of it is checked first. Raises NotFoundError, CorruptionError.
     """
-    refs = RefStore(home.refs)
+    refs = home.refs
     target = refs.target(ref, to)
     verify_snapshot(home.snapshots / load_snapshot(home.snapshots, target.snapshot_id).snapshot_id)
     return refs.rollback(ref, target.number, reason)
@@ -50,4 +49,4 @@ def rollback(home: Warehouse, ref: str, to: int | None = None, reason: str = "ro
 
 def released(home: Warehouse, ref: str) -> Snapshot:
     """The snapshot that `ref` names now. Raises NotFoundError."""
-    return load_snapshot(home.snapshots, RefStore(home.refs).current(ref).snapshot_id)
+    return load_snapshot(home.snapshots, home.refs.current(ref).snapshot_id)

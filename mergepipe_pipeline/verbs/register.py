@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.resolution.locate import expanded, free_name, locate_registered
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
@@ -19,7 +19,7 @@ def register(
     An unchanged checkpoint adds no version. Raises CheckpointError for what is not a readable
     checkpoint, NotFoundError for an unknown base.
     """
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     if base is not None:
         base = locate_registered(home, base).name
     root = Path(os.path.realpath(expanded(path)))

@@ -20,7 +20,6 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.execution.snapshot import object_store
 from mergepipe_pipeline.integrity.auditor import Finding, Scope
 from mergepipe_pipeline.integrity.structure import action_of
 from mergepipe_pipeline.progress import Progress
@@ -72,7 +71,7 @@ def repair(home: Warehouse, *, dry_run: bool = False, progress: Progress | None 
 
 def _actions_of(home: Warehouse, objects: Collection[str]) -> Iterator[Path]:
     """The actions that name one of these objects."""
-    for path in object_store(home).all_actions():
+    for path in home.objects.all_actions():
         entry = action_of(path)
         if entry is not None and entry.sha256 in objects:
             yield path
@@ -82,7 +81,7 @@ def _learn_again(
     home: Warehouse, taken: Collection[Path], progress: Progress | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Records, digests and statistics of registered checkpoints; what was made, and what not."""
-    catalog, names = Catalog(home.catalog), _names(home)
+    catalog, names = home.catalog, _names(home)
     made: dict[str, None] = {}
     not_made: dict[str, None] = {}
     for path in taken:
@@ -98,7 +97,7 @@ def _learn_again(
 
 def _names(home: Warehouse) -> dict[str, str]:
     """Checkpoint id to a name that stands for it now."""
-    catalog, found = Catalog(home.catalog), {}
+    catalog, found = home.catalog, {}
     for name in catalog.names():
         with suppress(MergePipeError):  # a damaged name is left for a person
             found[catalog.get(name).checkpoint.checkpoint_id] = name
@@ -117,12 +116,12 @@ def _lessons(
     name = names.get(checkpoint_id)
     if name is None:
         return
-    if path.is_relative_to(home.catalog / CHECKPOINTS):
+    if path.is_relative_to(home.catalog_dir / CHECKPOINTS):
         yield f"record of {name}", partial(catalog.get, name)
-    elif path.is_relative_to(home.catalog / DIGESTS):
+    elif path.is_relative_to(home.catalog_dir / DIGESTS):
         checkpoint = catalog.get(name).checkpoint
         yield f"digests of {name}", partial(ensure_digests, home, checkpoint, progress)
-    elif path.is_relative_to(home.catalog / BLOCK_STATS):
+    elif path.is_relative_to(home.catalog_dir / BLOCK_STATS):
         found, base = _STATS.match(path.name), names.get(path.parent.name)
         if found and base:
             n = int(found["block_elems"])

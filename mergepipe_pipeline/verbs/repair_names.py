@@ -30,7 +30,10 @@ class SetAside:
 def set_aside(home: Warehouse, *, dry_run: bool = False) -> tuple[SetAside, ...]:
     """Set the damaged versions of all names and refs aside, each chain's at once."""
     found = []
-    folders: tuple[tuple[Kind, Path], ...] = (("name", home.catalog / "names"), ("ref", home.refs))
+    folders: tuple[tuple[Kind, Path], ...] = (
+        ("name", home.catalog_dir / "names"),
+        ("ref", home.refs_dir),
+    )
     for kind, folder in folders:
         for name in chain_names(folder):
             with suppress(CorruptionError):  # a folder that cannot be listed is left for a person

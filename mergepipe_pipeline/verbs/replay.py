@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -227,7 +226,7 @@ def _places(home: Warehouse, wanted: RequestedModel, given: Mapping[str, str]) -
     if wanted.name in given:
         return [str(Path(given[wanted.name]).expanduser().resolve())]
     try:
-        known = [r.checkpoint.root for r in reversed(Catalog(home.catalog).history(wanted.name))]
+        known = [r.checkpoint.root for r in reversed(home.catalog.history(wanted.name))]
     except MergePipeError:
         known = []
     return list(dict.fromkeys((*known, wanted.root)))

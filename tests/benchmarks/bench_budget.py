@@ -74,7 +74,7 @@ def run(home: Warehouse, text: str, budget: str | None, strategy: str) -> tuple[
 def forget(home: Warehouse, snapshot: Path) -> None:
     """Free the disk: the snapshot, the layers it shares with no other, and their index."""
     shutil.rmtree(snapshot)
-    for folder in (home.objects, home.actions):
+    for folder in (home.objects_dir, home.actions_dir):
         shutil.rmtree(folder)
     home.ensure()
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.operators.steps.sparsify import trim_count
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import (
@@ -147,7 +146,7 @@ def thresholds(stats: tuple[TensorStats, ...]) -> dict[str, tuple[float, ...]]:
 def prepare(home: Warehouse, n_experts: int, layers: int) -> None:
     """Checkpoints, registrations, digests and statistics, where the folder lacks them."""
     tensors = llama_70b(layers)
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     models = home.root / "models"
     ids = []
     for n, name in enumerate(["base", *(f"expert_{i:03d}" for i in range(n_experts))]):
@@ -201,7 +200,7 @@ def main() -> None:
     args = parser.parse_args()
     home = Warehouse.at(args.home).ensure()
     prepare(home, args.experts, args.layers)
-    size = sum(p.stat().st_size for p in home.catalog.rglob("*.parquet"))
+    size = sum(p.stat().st_size for p in home.catalog_dir.rglob("*.parquet"))
     blocks = args.experts * sum(
         BlockGrid(BLOCK_ELEMS).count(int(np.prod(s))) for _, _, s in llama_70b(args.layers)
     )

@@ -162,7 +162,7 @@ def test_a_blocking_check_stops_a_release_with_nan_weights(
     )
     runs = ticker.tick()
     assert [r["success"] for r in runs] == [True, True, False]
-    assert not (home.refs / "n").exists()
+    assert not (home.refs_dir / "n").exists()
 
 
 def test_the_lineage_of_a_recipe_names_exactly_its_checkpoints(

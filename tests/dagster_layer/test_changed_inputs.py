@@ -13,7 +13,6 @@ from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import InputChangedError
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs import index
 from mergepipe_pipeline.verbs.deploy import (
@@ -48,7 +47,7 @@ def refuse_release(home: Warehouse, card: RecipeFile, reason: str) -> None:
     snapshot_recipe(home, "n")
     with pytest.raises(InputChangedError, match=reason):
         release_recipe(home, card)
-    assert RefStore(home.refs).names() == []
+    assert home.refs.names() == []
 
 
 def test_half_a_new_version_is_neither_asked_for_nor_planned_until_the_whole_one_is_indexed(

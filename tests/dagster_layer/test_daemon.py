@@ -49,8 +49,8 @@ def test_many_that_land_at_once_obey_their_pool_and_one_that_fails_is_quarantine
     shutil.copytree(family / "expert_00", home.inbox / "headless")
     (home.inbox / "headless" / "model.safetensors").write_bytes(b"no header")
     drop("refused", "expert_00")
-    (home.catalog / "names").mkdir(parents=True, exist_ok=True)
-    (home.catalog / "names" / "refused").write_bytes(b"where its versions would be")
+    (home.catalog_dir / "names").mkdir(parents=True, exist_ok=True)
+    (home.catalog_dir / "names" / "refused").write_bytes(b"where its versions would be")
     with running_daemon(home, MERGEPIPE_INBOX_RETRY_S=str(_RETRY_S)) as daemon:
         several_are_indexed_in_one_run_and_no_more_runs_at_once_than_their_pool_takes(daemon, names)
         what_fails_is_tried_three_times_with_growing_pauses_and_then_quarantined(daemon)

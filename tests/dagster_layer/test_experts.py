@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.register import register
@@ -184,7 +183,7 @@ def test_an_expert_is_measured_against_the_base_of_each_recipe_when_it_lands(
     home.recipe_path("skill").write_text(sum_of("base", "lora", "expert_00"))
     write_lora(home.inbox / "lora")
     assert jobs(ticker.tick()) == ["base", "lora"]
-    rows = Catalog(home.catalog).sql("select distinct tensor from tensor_stats order by 1")[1]
+    rows = home.catalog.sql("select distinct tensor from tensor_stats order by 1")[1]
     assert [r[0] for r in rows] == [f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)]
 
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from assets.metadata import description
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
@@ -172,7 +171,7 @@ def test_what_only_the_first_stage_uses_reaches_the_release_and_no_stage_is_rele
     home.recipe_path("all").write_text(STAGES)
     assert jobs(ticker.tick()) == [*names, "merge_all"]
     assert len(snapshots(home)) == 3
-    assert RefStore(home.refs).names() == ["all"]
+    assert home.refs.names() == ["all"]
     keys = build_definitions(home).resolve_asset_graph().get_all_asset_keys()
     assert {k.path[0] for k in keys} == {"expert_index", "all"}
     plan = told(instance, "all", "plan")
@@ -309,7 +308,7 @@ def test_files_whose_names_clash_or_name_no_asset_leave_other_recipes_alone(
     for name in (*odd, *same):
         (home.recipes / name).write_text(LINEAR)
     assert jobs(ticker.tick()) == ["base", "expert", "merge_a_b"]
-    assert RefStore(home.refs).names() == ["a-b"]
+    assert home.refs.names() == ["a-b"]
     keys = build_definitions(home).resolve_asset_graph().get_all_asset_keys()
     assert {k.path[0] for k in keys} == {"expert_index", "a-b", *odd, *same[1:]}
     assert ticker.reasons()[1].count("same assets or job as a-b.yml") == 3

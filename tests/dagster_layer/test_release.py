@@ -9,7 +9,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_snapshot
 from mergepipe_pipeline.verbs.publish import history
@@ -34,7 +33,7 @@ def materialise(
 
 
 def refs(home: Warehouse) -> list[str]:
-    return RefStore(home.refs).names()
+    return home.refs.names()
 
 
 def error_of(result: dg.ExecuteInProcessResult) -> str:

@@ -10,7 +10,7 @@ import pytest
 from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.execution.snapshot import commit, object_store
+from mergepipe_pipeline.execution.snapshot import commit
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
 from mergepipe_pipeline.verbs.verify import verify
@@ -77,19 +77,19 @@ def test_a_stored_layer_whose_bits_flipped_is_made_again_and_not_linked(
     # Another result that shares the layers: only its config differs.
     other = replace(plan, side=replace(plan.side, config=(("note", "x"),)))
     layer = plan.layers[0]
-    stored = object_store(home).lookup(layer.action_key)
+    stored = home.objects.lookup(layer.action_key)
     assert stored is not None
-    path = object_store(home).path_of(stored.sha256)
+    path = home.objects.path_of(stored.sha256)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.chmod(0o644)
     path.write_bytes(data)
     with pytest.raises(DamagedLayerError, match=layer.name):
         commit(home, other)
-    path = object_store(home).path_of(stored.sha256)
+    path = home.objects.path_of(stored.sha256)
     assert not path.exists()
     path.write_bytes(data)
-    object_store(home).record(layer.action_key, stored)
+    home.objects.record(layer.action_key, stored)
     done = run_plan(home, other)
     assert (done.realised.layers_executed, first.snapshot.snapshot_id != done.snapshot) == (1, True)
     verify(home, done.snapshot.snapshot_id)

@@ -344,7 +344,7 @@ def test_no_merged_copy_of_an_adapter_is_written_to_the_warehouse(
     weights = [f for f in files_under(home.root) if f.suffix == ".safetensors"]
     assert weights
     assert {f.stat().st_ino for f in weights} == result
-    objects = {f.stat().st_ino for f in files_under(home.objects)}
+    objects = {f.stat().st_ino for f in files_under(home.objects_dir)}
     assert objects == result
     assert not list(home.staging.iterdir())
     assert not home.token_rows.exists()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.formats import DIGESTS, SEGMENTS
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts import analyses as verb
@@ -55,12 +54,12 @@ def registered(home: Warehouse, family: Path) -> Warehouse:
 
 
 def nbytes_of(home: Warehouse, name: str) -> int:
-    return Catalog(home.catalog).get(name).checkpoint.nbytes
+    return home.catalog.get(name).checkpoint.nbytes
 
 
 def stats_of(home: Warehouse, name: str) -> ExpertStats:
     base, expert = (locate_registered(home, n).checkpoint.checkpoint_id for n in ("base", name))
-    return Catalog(home.catalog).stats(base, expert, BLOCK) or ExpertStats(base, expert, BLOCK, ())
+    return home.catalog.stats(base, expert, BLOCK) or ExpertStats(base, expert, BLOCK, ())
 
 
 def figures_of(home: Warehouse, name: str) -> dict[tuple[str, str], dict[str, object]]:
@@ -156,7 +155,7 @@ def test_a_crash_leaves_what_was_saved_and_the_next_run_reads_only_the_rest(
     with tensor_reads() as reads:
         analyze(registered, names, block_elems=BLOCK)
     for name in names:
-        tensors = Catalog(registered.catalog).get(name).checkpoint.tensors
+        tensors = registered.catalog.get(name).checkpoint.tensors
         expected = {t.name: t.nbytes for t in tensors if (t.name, t.name) not in done[name]}
         assert {t: n for (where, t), n in reads.items() if where == name} == expected
         # So is the base, for whichever expert still wants it.
@@ -178,7 +177,7 @@ def test_a_pass_continued_after_a_crash_still_yields_digests(
     half = nbytes_of(registered, "expert_00") // 2
     with pytest.raises(CrashError, match="analyze"):
         analyze(registered, ["expert_00"], block_elems=BLOCK, progress=CrashAfter(half))
-    catalog = Catalog(registered.catalog)
+    catalog = registered.catalog
     ids = [catalog.get(n).checkpoint.checkpoint_id for n in ("base", "expert_00")]
     assert [catalog.digests(i) for i in ids] == [None, None]
     analyze(registered, ["expert_00"], block_elems=BLOCK)
@@ -187,4 +186,4 @@ def test_a_pass_continued_after_a_crash_still_yields_digests(
 
 def test_without_a_crash_little_is_saved_at_once(registered: Warehouse) -> None:
     analyze(registered, ["expert_00", "expert_01"], block_elems=BLOCK)
-    assert len(list(registered.catalog.rglob("*.tensors.*.parquet"))) == 2
+    assert len(list(registered.catalog_dir.rglob("*.tensors.*.parquet"))) == 2

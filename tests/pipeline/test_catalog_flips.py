@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.tables import encode_digests
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
@@ -44,7 +43,7 @@ flips = settings(
 
 def files(home: Warehouse, kind: str) -> list[Path]:
     """The files of a kind, sorted."""
-    return sorted(p for p in home.catalog.rglob("*.parquet") if KINDS[kind] in str(p))
+    return sorted(p for p in home.catalog_dir.rglob("*.parquet") if KINDS[kind] in str(p))
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_a_flipped_bit_in_the_catalog_is_said_and_changes_no_plan(
     draw: st.DataObject,
 ) -> None:
     if kind == "magnitudes":  # which are read where thresholds are not known yet
-        shutil.rmtree(next(home.catalog.glob("tensor_facts")))
+        shutil.rmtree(next(home.catalog_dir.glob("tensor_facts")))
     paths = files(home, kind)
     path = paths[draw.draw(st.integers(0, 1 << 10)) % len(paths)]
     data = path.read_bytes()
@@ -92,7 +91,7 @@ def test_a_command_over_a_catalog_of_damaged_files_gives_the_same_snapshot(
     home: Warehouse, raw: RawRecipe, planned: MergePlan, tmp_path: Path
 ) -> None:
     wanted = run_plan(home, planned).snapshot.snapshot_id
-    for folder in (home.snapshots, home.objects, home.actions, home.plans):
+    for folder in (home.snapshots, home.objects_dir, home.actions_dir, home.plans):
         shutil.rmtree(folder)
     for path in (path for kind in KINDS for path in files(home, kind)):
         data = path.read_bytes()
@@ -128,8 +127,10 @@ def test_a_record_that_is_lost_with_its_model_is_told_and_analyzed_models_go_on(
     gone = tmp_path / "gone"
     shutil.copytree(family / "expert_03", gone)
     analyze(home, [str(gone)], base="base")
-    catalog = Catalog(home.catalog)
-    (record,) = home.catalog.glob(f"checkpoints/v*/{catalog.get('gone').checkpoint.checkpoint_id}*")
+    catalog = home.catalog
+    (record,) = home.catalog_dir.glob(
+        f"checkpoints/v*/{catalog.get('gone').checkpoint.checkpoint_id}*"
+    )
     record.write_bytes(b"PAR1")
     assert catalog.get("gone").name == "gone"
     record.write_bytes(b"PAR1")

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.verbs.publish import history, publish
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.repair import repair
@@ -55,9 +53,9 @@ def victim(home: Warehouse, ids: list[str], kind: str) -> tuple[Path, str]:
         case "snapshot":
             return home.snapshots / ids[0] / "manifest.json", ids[0]
         case "ref":
-            return home.refs / "one" / "00000001.json", "one"
+            return home.refs_dir / "one" / "00000001.json", "one"
         case _:
-            return home.catalog / "names" / "expert_01" / "00000001.json", "expert_01"
+            return home.catalog_dir / "names" / "expert_01" / "00000001.json", "expert_01"
 
 
 @pytest.mark.parametrize("damage", ["flip", "folder"])
@@ -105,8 +103,8 @@ def test_a_ref_whose_newest_version_is_damaged_is_an_error_and_not_the_version_b
     home: Warehouse, ids: list[str]
 ) -> None:
     publish(home, ids[1], "one")
-    flip(home.refs / "one" / "00000002.json")
-    refs = RefStore(home.refs)
+    flip(home.refs_dir / "one" / "00000002.json")
+    refs = home.refs
     with pytest.raises(CorruptionError, match=r"one/00000002\.json"):
         refs.current("one")
     with pytest.raises(CorruptionError, match=r"one/00000002\.json"):
@@ -118,9 +116,9 @@ def test_repair_sets_a_damaged_version_of_a_ref_aside_and_the_newest_good_one_is
     home: Warehouse, ids: list[str]
 ) -> None:
     publish(home, ids[1], "one")
-    flip(home.refs / "one" / "00000002.json")
-    (home.refs / "two" / "00000001.json").unlink()
-    (home.refs / "two" / "00000001.json").mkdir()
+    flip(home.refs_dir / "one" / "00000002.json")
+    (home.refs_dir / "two" / "00000001.json").unlink()
+    (home.refs_dir / "two" / "00000001.json").mkdir()
     with pytest.raises(CorruptionError, match="mergepipe repair"):
         publish(home, ids[0], "two")
     assert len(repair(home, dry_run=True).aside) == 2
@@ -156,7 +154,7 @@ def test_repair_registers_a_damaged_name_again_where_it_can_and_says_where_it_ca
         "version 2 counts",
     ]
     assert register(home, family / name).version == 2
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     assert catalog.root("landed") == str(home.inbox / "landed")
     assert catalog.root("twice") == str(family / "expert_03")
     assert verify_all(home, ("structure",)).ok
@@ -167,7 +165,7 @@ def test_registering_again_gets_past_a_damaged_name(
 ) -> None:
     path, name = victim(home, ids, "checkpoint")
     flip(path)
-    catalog = Catalog(home.catalog)
+    catalog = home.catalog
     with pytest.raises(CorruptionError, match=r"00000001\.json"):
         catalog.get(name)
     assert register(home, family / name, name).version == 2
@@ -177,7 +175,7 @@ def test_registering_again_gets_past_a_damaged_name(
 
 
 def test_names_that_are_not_utf8_are_listed_as_damaged(home: Warehouse, ids: list[str]) -> None:
-    for folder in (home.snapshots, home.refs, home.catalog / "names"):
+    for folder in (home.snapshots, home.refs_dir, home.catalog_dir / "names"):
         strange = os.path.join(os.fsencode(folder), b"caf\xe9")
         os.mkdir(strange)
         Path(os.fsdecode(strange), "00000001.json").write_bytes(b"{}")

@@ -50,7 +50,7 @@ def test_a_full_merge_finds_its_scales_itself_and_they_are_those_of_the_catalog(
         patch.delattr(scales, "l1_scales")
         unlimited = make_plan(home, raw)
         found = run_plan(home, unlimited).snapshot.manifest
-    shutil.rmtree(home.actions)
+    shutil.rmtree(home.actions_dir)
     whole = make_plan(home, raw, budget="100%")
     experts = [e for layer in whole.layers for task in layer.tasks for e in task.experts]
     assert whole.plan_id == unlimited.plan_id

@@ -24,7 +24,6 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.storage import atomic, locks
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.timing.calibrate import calibrate
@@ -104,13 +103,13 @@ def test_a_merge_keeps_its_layers_through_collections_of_any_age(
     recipe = tmp_path / "r.yml"
     recipe.write_text(recipe_text())
     with stopped_merge(home, recipe) as process:
-        before = ObjectStore(home.objects, home.actions).all_objects()
+        before = home.objects.all_objects()
         assert before
         collect(home, older_than_s=0)
-        assert ObjectStore(home.objects, home.actions).all_objects() == before
+        assert home.objects.all_objects() == before
         summary = goes_on(process, home)
     verify(home, str(summary["snapshot_id"]))
-    assert not list(home.leases.glob("*.json"))
+    assert not list(home.leases_dir.glob("*.json"))
 
 
 def test_layers_that_a_merge_reuses_stay_though_they_are_old(
@@ -121,13 +120,13 @@ def test_layers_that_a_merge_reuses_stay_though_they_are_old(
     run_plan(home, make_plan(home, parse(recipe_text(), name="r", where="r")))
     for snapshot in home.snapshots.iterdir():
         atomic.remove_tree(snapshot)
-    store = ObjectStore(home.objects, home.actions)
+    store = home.objects
     store.all_actions()[-1].unlink()
     with stopped_merge(home, recipe) as process:
         for path in (*store.all_actions(), *store.all_objects()):
             os.utime(path, (0, 0))
         collect(home, older_than_s=3600)
-        for path in home.leases.glob("*.json"):
+        for path in home.leases_dir.glob("*.json"):
             path.write_bytes(path.read_bytes().replace(b"keys", b"kezs"))
         assert any("cannot be read" in note for note in collect(home, older_than_s=0).notes)
         summary = goes_on(process, home)
@@ -145,11 +144,11 @@ def test_a_killed_merge_keeps_nothing(
         collect(home, older_than_s=0)
         assert list(home.staging.iterdir()) == staging
         process.kill()
-    assert list(home.leases.glob("*.json"))
+    assert list(home.leases_dir.glob("*.json"))
     collect(home, older_than_s=0)
-    for folder in (home.staging, home.objects, home.actions):
+    for folder in (home.staging, home.objects_dir, home.actions_dir):
         assert not [p for p in folder.rglob("*") if p.is_file()]
-    assert not list(home.leases.glob("*.json"))
+    assert not list(home.leases_dir.glob("*.json"))
 
 
 def test_a_merge_of_stages_succeeds_under_collections_without_end(
@@ -339,10 +338,10 @@ def test_without_locks_age_decides_and_gc_says_so(
         kept = collect(home, older_than_s=3600)
         assert kept.files == 0
         assert any("without locks" in note for note in kept.notes)
-        for path in home.leases.iterdir():
+        for path in home.leases_dir.iterdir():
             os.utime(path, (0, 0))
         collect(home, older_than_s=3600)
-        assert not list(home.leases.glob("*.json"))
+        assert not list(home.leases_dir.glob("*.json"))
         assert folder.exists()
 
 

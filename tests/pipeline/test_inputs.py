@@ -116,7 +116,7 @@ def test_under_a_budget_exactly_the_flips_in_what_is_read_are_seen(
     text = recipe(inputs, "ties", METHODS["ties"])
     expected = run(home, text, "30%").snapshot.snapshot_id
     plan = make_plan(home, parse(text, name="r", where="r"), budget="30%", block_elems=4096)
-    shutil.rmtree(home.actions)
+    shutil.rmtree(home.actions_dir)
     places = [
         (plan.sources[e.view.stored[0].source].root, e)
         for layer in plan.layers
@@ -134,7 +134,7 @@ def test_under_a_budget_exactly_the_flips_in_what_is_read_are_seen(
         if all(s.checkpoint_id != same for s in plan.sources):
             flip(Path(root), e.view.name, at)
             continue
-        shutil.rmtree(home.actions, ignore_errors=True)
+        shutil.rmtree(home.actions_dir, ignore_errors=True)
         if is_read:
             seen += 1
             with pytest.raises(CorruptionError, match="not those that were analysed"):
@@ -150,10 +150,10 @@ def test_segments_that_the_catalog_lost_are_taken_again_and_only_from_what_was_a
 ) -> None:
     text = recipe(inputs, "ties", METHODS["ties"])
     expected = run(home, text).snapshot.snapshot_id
-    for folder in (home.actions, home.catalog / "segments"):
+    for folder in (home.actions_dir, home.catalog_dir / "segments"):
         shutil.rmtree(folder)
     assert run(home, text).snapshot.snapshot_id == expected
-    for folder in (home.actions, home.catalog / "segments"):
+    for folder in (home.actions_dir, home.catalog_dir / "segments"):
         shutil.rmtree(folder)
     plan = make_plan(home, parse(text, name="r", where="r"), block_elems=4096)
     name = max((t for layer in plan.layers for t in layer.tasks), key=lambda t: t.out_nbytes).name
@@ -199,11 +199,11 @@ def test_a_plan_whose_inputs_are_known_no_longer_takes_only_the_bytes_it_was_mad
     view = max((e.view for t in plan.layers[0].tasks for e in t.experts), key=lambda v: v.numel)
     root = Path(plan.sources[view.stored[0].source].root)
     for known in ("digests", "segments"):
-        shutil.rmtree(home.catalog / known)
+        shutil.rmtree(home.catalog_dir / known)
     flip(root, view.name, 0.3)
     with pytest.raises(CorruptionError, match=view.name):
         run_plan(home, plan)
-    assert not any(home.actions.rglob("*.json"))
+    assert not any(home.actions_dir.rglob("*.json"))
 
 
 @pytest.mark.parametrize("gated", [True, False])

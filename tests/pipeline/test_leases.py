@@ -10,7 +10,6 @@ import pytest
 
 from mergepipe_pipeline.execution.leases import lease_run, run_lives
 from mergepipe_pipeline.snapshots import gc
-from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.storage import locks
 from mergepipe_pipeline.timing import calibrate as calibrating
 from mergepipe_pipeline.timing.calibrate import calibrate
@@ -26,7 +25,7 @@ def test_a_lease_is_there_only_while_it_is_locked(
     def look_first(handle: int, how: int) -> bool:
         with monkeypatch.context() as context:
             context.setattr(locks, "_flock", flock)
-            seen.append(Leases(home.leases).living(0).dead)
+            seen.append(home.leases.living(0).dead)
         return flock(handle, how)
 
     monkeypatch.setattr(locks, "_flock", look_first)
@@ -56,7 +55,7 @@ def test_what_its_maker_locks_after_a_collection_looked_at_it_stays(
 
 
 def test_what_killed_writers_left_goes_from_every_folder(home: Warehouse) -> None:
-    left = [home.arrival_path("a"), home.leases / "run.json", home.profile_path]
+    left = [home.arrival_path("a"), home.leases_dir / "run.json", home.profile_path]
     for path in left:
         path.parent.mkdir(exist_ok=True)
         path.with_name(f".{path.name}.q1.tmp").write_bytes(b"half")
@@ -75,4 +74,4 @@ def test_a_calibration_keeps_its_files_through_a_collection(
 
     monkeypatch.setattr(calibrating, "write_s", collect_first)
     assert calibrate(home, temp_nbytes=1 << 24, with_engine=False).observations
-    assert list(home.staging.iterdir()) == list(home.leases.glob("*.json")) == []
+    assert list(home.staging.iterdir()) == list(home.leases_dir.glob("*.json")) == []

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
 from mergepipe_pipeline.verbs.deploy import wanted
@@ -51,6 +50,6 @@ def test_what_a_recipe_looks_at_does_not_grow_with_the_experts_that_it_does_not_
 @pytest.mark.parametrize("name", ["base", "other", "", ".", "..", "base/..", "../names/base", "é"])
 def test_a_catalog_holds_the_names_that_it_lists(home: Warehouse, family: Path, name: str) -> None:
     register(home, family / "base", "base")
-    (home.catalog / "names" / "other").mkdir()
-    catalog = Catalog(home.catalog)
+    (home.catalog_dir / "names" / "other").mkdir()
+    catalog = home.catalog
     assert (name in catalog) == (name in catalog.names())

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.digest import canonical_json, seal, seal_line
 from mergepipe_pipeline.report.query import query
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import Source
 from mergepipe_pipeline.spec.snapshot import LineageEntry, Manifest, ShardEntry
@@ -59,14 +57,14 @@ def publish(home: Warehouse, base: Checkpoint, expert: Checkpoint, plan_id: str)
         "created": "2025-01-01T00:00:00+00:00",
     }
     (folder / "provenance.json").write_bytes(seal(told))
-    RefStore(home.refs).publish("prod", manifest.snapshot_id, "test")
+    home.refs.publish("prod", manifest.snapshot_id, "test")
     return manifest.snapshot_id
 
 
 @pytest.fixture
 def snapshots(home: Warehouse) -> list[str]:
     """One snapshot of each of two versions of the expert `math`."""
-    base, catalog = checkpoint("base"), Catalog(home.catalog)
+    base, catalog = checkpoint("base"), home.catalog
     catalog.register(base, None)
     made = []
     for n in (1, 2):

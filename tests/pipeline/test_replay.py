@@ -22,7 +22,6 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.execution.plan_store import load_plan
-from mergepipe_pipeline.execution.snapshot import object_store
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.storage.writer import ShardWriter
@@ -61,7 +60,7 @@ def test_nothing_of_catalog_or_action_cache_takes_part(
     home: Warehouse, recipe_text: Text, tmp_path: Path
 ) -> None:
     made = run(home, recipe_text())
-    for folder in (home.actions, home.plans, home.catalog):
+    for folder in (home.actions_dir, home.plans, home.catalog_dir):
         remove_tree(folder)
     replay(home, made.snapshot.snapshot_id, keep=tmp_path / "kept")
     kept = Warehouse.at(tmp_path / "kept")
@@ -169,7 +168,7 @@ def test_a_wrong_layer_that_verify_takes_for_right_is_named_with_its_tensor(
     """A poisoned action: the object is whole, but not what its key determines."""
     made = run(home, recipe_text())
     layer = made.plan.layers[2]
-    store = object_store(home)
+    store = home.objects
     right = store.lookup(layer.action_key)
     assert right is not None
     data = store.path_of(right.sha256).read_bytes()

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.pipeline.test_merge import run, tensors
 
@@ -111,20 +109,20 @@ def test_a_changed_last_stage_leaves_the_layers_of_the_first_as_they_are(
     home: Warehouse, family: Path
 ) -> None:
     run(home, both(family))
-    objects = files_under(home.objects)
+    objects = files_under(home.objects_dir)
     text = both(family).replace("weight: 0.3", "weight: 0.4")
     raw = parse(text, name="t", where="t")
     plan = make_plan(home, raw)
-    assert files_under(home.objects) == objects
+    assert files_under(home.objects_dir) == objects
     run_plan(home, plan)
     assert len(list(home.snapshots.iterdir())) == 3
 
 
 def test_a_stage_that_was_merged_alone_is_found_again(home: Warehouse, family: Path) -> None:
     alone = run(home, first(family))
-    objects = files_under(home.objects)
+    objects = files_under(home.objects_dir)
     make_plan(home, parse(both(family), name="t", where="t"))
-    assert files_under(home.objects) == objects
+    assert files_under(home.objects_dir) == objects
     assert [p.name for p in home.snapshots.iterdir()] == [alone.snapshot.snapshot_id]
 
 
@@ -144,8 +142,8 @@ def test_check_tells_the_cost_before_any_stage_exists_and_writes_nothing(
 
 def test_stages_publish_nothing_and_register_no_name(home: Warehouse, family: Path) -> None:
     run(home, both(family))
-    assert RefStore(home.refs).names() == []
-    assert set(Catalog(home.catalog).names()) == {"base", "expert_00", "expert_01", "expert_02"}
+    assert home.refs.names() == []
+    assert set(home.catalog.names()) == {"base", "expert_00", "expert_01", "expert_02"}
 
 
 @pytest.mark.parametrize(

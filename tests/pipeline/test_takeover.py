@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from mergepipe_pipeline.analysis import statistics
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts.analyses import ensure_stats
 from mergepipe_pipeline.resolution.open_models import open_pair
@@ -52,9 +51,9 @@ def described() -> Iterator[list[str]]:
 def known(home: Warehouse, name: str) -> dict[tuple[str, str], TensorStats]:
     expert, base = open_pair(home, name, "base")
     ids = base.model_id, expert.model_id, GRID.block_elems
-    stats = Catalog(home.catalog).stats(*ids)
+    stats = home.catalog.stats(*ids)
     assert stats is not None
-    listed = dict(Catalog(home.catalog).magnitudes(*ids, stats.by_pair))
+    listed = dict(home.catalog.magnitudes(*ids, stats.by_pair))
     return {p: replace(t, block_magnitudes=listed.get(p)) for p, t in stats.by_pair.items()}
 
 
@@ -83,8 +82,8 @@ def test_a_copy_by_another_name_costs_only_its_digest(analyzed: Warehouse, tmp_p
         (found,) = analyze(analyzed, ["copy"], block_elems=GRID.block_elems)
     assert names == []
     assert reads == {("copy", t.name): t.nbytes for t in copy.tensors}
-    assert found.content_sha256 == Catalog(analyzed.catalog).content_sha256(
-        Catalog(analyzed.catalog).get("expert").checkpoint.checkpoint_id
+    assert found.content_sha256 == analyzed.catalog.content_sha256(
+        analyzed.catalog.get("expert").checkpoint.checkpoint_id
     )
     assert_as_if_read(analyzed, "copy")
 
@@ -130,7 +129,7 @@ def test_of_a_new_version_only_the_changed_tensors_are_analysed(
         (found,) = analyze(analyzed, ["expert"], block_elems=GRID.block_elems)
     assert found.fresh
     assert sorted(names) == changed
-    nbytes = {t.name: t.nbytes for t in Catalog(analyzed.catalog).get("expert").checkpoint.tensors}
+    nbytes = {t.name: t.nbytes for t in analyzed.catalog.get("expert").checkpoint.tensors}
     assert len(nbytes) == len(layout(2, 64, 512))
     assert {t: n for (where, t), n in reads.items() if where == "expert"} == {
         t: n * (2 if t in changed else 1) for t, n in nbytes.items()
@@ -233,7 +232,7 @@ def test_a_known_copy_whose_files_are_gone_does_not_matter(
     register(analyzed, tmp_path / "moved", base="base")
     with tensor_reads() as reads:
         analyze(analyzed, ["moved"], block_elems=GRID.block_elems)
-    moved = Catalog(analyzed.catalog).get("moved").checkpoint
+    moved = analyzed.catalog.get("moved").checkpoint
     assert of(reads, "moved") == moved.nbytes
     assert_as_if_read(analyzed, "moved")
 
@@ -241,7 +240,7 @@ def test_a_known_copy_whose_files_are_gone_does_not_matter(
 def test_magnitudes_that_an_expert_lost_are_read_again_and_not_taken_over_from_itself(
     analyzed: Warehouse,
 ) -> None:
-    (file,) = analyzed.catalog.glob("block_stats/*/*/*.magnitudes.*.parquet")
+    (file,) = analyzed.catalog_dir.glob("block_stats/*/*/*.magnitudes.*.parquet")
     file.unlink()
     analyze(analyzed, ["expert"], base="base", block_elems=GRID.block_elems)
     assert file.exists()

@@ -104,7 +104,7 @@ def test_a_right_warehouse_is_ok_in_every_scope_and_nothing_is_changed(home: War
     before = {p: p.stat().st_mtime_ns for p in home.root.rglob("*") if p.is_file()}
     report = verify_all(home)
     assert report.findings == ()
-    objects = sum(p.stat().st_size for p in home.objects.glob("*/*"))
+    objects = sum(p.stat().st_size for p in home.objects_dir.glob("*/*"))
     assert report.nbytes > 2 * objects  # those, once, and four inputs
     assert {p: p.stat().st_mtime_ns for p in home.root.rglob("*") if p.is_file()} == before
     assert repair(home).taken == ()
@@ -143,7 +143,7 @@ def test_a_sealed_file_under_the_name_of_another_is_found_and_made_again(
         path.write_bytes(bytes_)
     found = verify_all(home, ("structure",)).findings
     assert {Path(f.file) for f in found} == set(swapped)
-    for action in home.actions.glob("*/*.json"):
+    for action in home.actions_dir.glob("*/*.json"):
         action.unlink()
     again = run(home, recipe, budget="60%").snapshot.snapshot_id
     assert again == released(home, "live").snapshot_id
@@ -205,7 +205,7 @@ def test_a_damaged_object_is_named_with_its_tensor_and_its_snapshot_is_left_for_
     home: Warehouse, recipe: str
 ) -> None:
     shard = sorted(home.snapshots.glob("*/*.safetensors"))[2]
-    stray = home.objects / "ab" / ("ab" + 62 * "0")
+    stray = home.objects_dir / "ab" / ("ab" + 62 * "0")
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(b"nothing")
     flip(shard, shard.stat().st_size - 3, keep_time=True)
@@ -272,9 +272,8 @@ def test_lineage_tells_of_names_without_snapshots_and_of_actions_that_disagree(
     snapshot = next(home.snapshots.iterdir())
     manifest = json.loads((snapshot / "manifest.json").read_text())
     one, other = (s["layer_key"] for s in manifest["shards"][:2])
-    from mergepipe_pipeline.execution.snapshot import object_store
 
-    store = object_store(home)
+    store = home.objects
     keys = {path.stem.partition(".")[0]: path.stem for path in store.all_actions()}
     wrong = store.lookup(keys[other])
     assert wrong is not None
@@ -285,15 +284,15 @@ def test_lineage_tells_of_names_without_snapshots_and_of_actions_that_disagree(
     assert verify_all(home, ("lineage",)).ok
     shutil.rmtree(snapshot)
     (found,) = verify_all(home, ("lineage",)).findings
-    assert found.file == str(home.refs / "live" / "00000001.json")
+    assert found.file == str(home.refs_dir / "live" / "00000001.json")
     assert run(home, recipe, budget="60%").snapshot.snapshot_id == snapshot.name
     assert verify_all(home).ok
 
 
 def test_a_missing_version_and_a_pipe_in_place_of_a_file_are_findings(home: Warehouse) -> None:
-    chain = home.catalog / "names" / "base"
+    chain = home.catalog_dir / "names" / "base"
     (chain / "00000001.json").rename(chain / "00000002.json")
-    pipe = home.catalog / "digests" / "v3" / f"x.{32 * '0'}.parquet"
+    pipe = home.catalog_dir / "digests" / "v3" / f"x.{32 * '0'}.parquet"
     os.mkfifo(pipe)
     started = time.monotonic()
     found = verify_all(home, ("structure",)).findings
@@ -380,10 +379,10 @@ def test_what_was_found_right_before_a_kill_and_changed_since_is_read_again(
 ) -> None:
     command = [sys.executable, "-c", KILLED, str(home.root), "4"]
     subprocess.run(command, timeout=60, check=False)
-    for path in home.objects.glob("*/*"):
+    for path in home.objects_dir.glob("*/*"):
         flip(path, 100)
     found = verify_all(home).findings
-    assert {Path(f.file).parent.parent for f in found if f.is_derivable} == {home.objects}
+    assert {Path(f.file).parent.parent for f in found if f.is_derivable} == {home.objects_dir}
     assert len([f for f in found if f.is_derivable]) == 4
 
 
@@ -425,7 +424,7 @@ def test_a_collection_keeps_what_was_taken_away_for_a_month(home: Warehouse) -> 
 def test_plans_and_actions_of_an_earlier_version_are_a_note_and_no_damage(home: Warehouse) -> None:
     plan = next(home.plans.iterdir())
     plan.write_bytes(plan.read_bytes().partition(b"\n")[0])
-    action = next(home.actions.glob("*/*.json"))
+    action = next(home.actions_dir.glob("*/*.json"))
     action.rename(action.with_name(f"{action.stem.partition('.')[0]}.json"))
     report = verify_all(home, ("structure", "digests", "lineage"))
     assert report.ok

@@ -76,4 +76,4 @@ def test_after_a_kill_amid_a_merge_everything_needed_runs_once_and_nothing_else(
     ended = {name: [r.status for r in runs if r.recipe == name] for name in (None, "r1")}
     assert ended == {None: ["SUCCESS"], "r1": ["FAILURE", "SUCCESS"]}
     assert not any(home.staging.iterdir())
-    assert not any(is_held(lease) for lease in home.leases.glob("*.json"))
+    assert not any(is_held(lease) for lease in home.leases_dir.glob("*.json"))

@@ -13,7 +13,6 @@ from dagster._core.events import StepMaterializationData
 from dagster._core.instance.utils import RUNLESS_JOB_NAME, RUNLESS_RUN_ID
 from safetensors.torch import load_file
 
-from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import most_at_once
 
@@ -56,10 +55,10 @@ class Watch:
 
     def released(self, recipe: str) -> list[tuple[float, tuple[float, ...]]]:
         """Each version of a recipe's ref: when, in seconds, and the numbers its tensors hold."""
-        refs = RefStore(self._home.refs)
+        refs = self._home.refs
         if recipe not in refs.names():
             return []
-        files = sorted((self._home.refs / recipe).glob("[0-9]*"))
+        files = sorted((self._home.refs_dir / recipe).glob("[0-9]*"))
         times = [f.stat().st_mtime for f in files]
         history = refs.history(recipe)
         return [

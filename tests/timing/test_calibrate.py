@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry
 from mergepipe_pipeline.spec.machine_profile import MethodPace
@@ -59,9 +58,7 @@ def test_without_a_path_the_largest_registered_file_is_read_or_a_temporary_one(
         (tmp_path / name).mkdir()
         write_s(tmp_path / name / "w", nbytes)
         files.append(FileEntry("w", nbytes, 0, "0" * 64, ""))
-        Catalog(home.catalog).register(
-            Checkpoint(name, str(tmp_path / name), (files[-1],), (), "{}"), None
-        )
+        home.catalog.register(Checkpoint(name, str(tmp_path / name), (files[-1],), (), "{}"), None)
     done = calibrate(home, temp_nbytes=8 << 20, with_engine=False)
     assert done.profile.where == str(tmp_path / "large" / "w")
     assert list(home.staging.iterdir()) == []

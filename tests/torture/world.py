@@ -85,10 +85,8 @@ def state_of(place: Path, *, strict: bool = True) -> State:
 
     With `strict`, damage of what can be made again (objects, actions, plans) is damage too.
     """
-    from mergepipe_pipeline.catalog.catalog import Catalog
     from mergepipe_pipeline.errors import MergePipeError
     from mergepipe_pipeline.execution.plan_store import load_plan
-    from mergepipe_pipeline.snapshots.refs import RefStore
     from mergepipe_pipeline.snapshots.verify import verify_snapshot
     from mergepipe_pipeline.warehouse import Warehouse
 
@@ -101,7 +99,7 @@ def state_of(place: Path, *, strict: bool = True) -> State:
         except MergePipeError as error:
             state.damage.append(f"snapshot {folder.name}: {error}")
         state.snapshots[folder.name] = _tree_digest(folder)
-    refs, catalog = RefStore(home.refs), Catalog(home.catalog)
+    refs, catalog = home.refs, home.catalog
     try:
         state.refs = {n: [r.snapshot_id for r in refs.history(n)] for n in refs.names()}
         for name, _, checkpoint_id, _, _ in catalog.registrations():
@@ -110,9 +108,9 @@ def state_of(place: Path, *, strict: bool = True) -> State:
         state.damage.append(f"refs or names: {error}")
     for name, versions in state.refs.items():
         state.damage += [f"ref {name} names {v}" for v in versions if v not in state.snapshots]
-    for path in _visible(home.objects, 2):
+    for path in _visible(home.objects_dir, 2):
         state.derived[f"object {path.name}"] = "" if path.name == _sha256(path) else "damaged"
-    for path in _visible(home.actions, 2):
+    for path in _visible(home.actions_dir, 2):
         try:
             state.derived[f"action {path.stem}"] = json.loads(path.read_bytes())["object"]
         except (ValueError, KeyError) as error:

@@ -74,7 +74,7 @@ def test_a_click_on_release_alone_publishes_nothing_that_a_check_refused(
     assert run is not None
     assert run.status is Status.FAILURE
     assert NAN in attempt_of(daemon.instance, run_id).error
-    assert not (daemon.home.refs / "nightly_bad").exists()
+    assert not (daemon.home.refs_dir / "nightly_bad").exists()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
