@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 from tests.dagster_layer.daemon import dg_program
@@ -77,6 +78,12 @@ def test_the_python_example_runs(models: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out.split()
     assert re.fullmatch("[0-9a-f]{64}", printed[0])
     assert printed[3].startswith(printed[2])
+
+
+def test_the_error_that_is_shown_is_what_a_user_sees(tmp_path: Path) -> None:
+    (shown,) = (b.text for b in blocks(DOCS / "errors.md") if b.language == "text")
+    words = ["--home", str(tmp_path / "w"), "check", "nothing.yml"]
+    assert CliRunner().invoke(main, words).stderr == shown
 
 
 @pytest.mark.parametrize("name", PARTS)
