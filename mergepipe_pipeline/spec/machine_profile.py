@@ -27,7 +27,7 @@ class EnginePace:
     """The engine on one machine.
 
     `read_bytes_per_s` is what all its threads read of cold files, `start_s` the wall time of a
-    merge of next to nothing, `plan_input_s` that of planning one (tensor, expert) under a budget.
+    merge of next to nothing, `plan_input_s` what a budget adds to planning per (tensor, expert).
     """
 
     cores: int

@@ -93,14 +93,14 @@ def _pace_in(home: Warehouse, recipe: RawRecipe) -> MethodPace:
 
 
 def _plan_input_s(home: Warehouse, recipe: str) -> float:
-    """Wall seconds per (tensor, expert) of planning under a budget, all being known."""
+    """Wall seconds per (tensor, expert) that a budget adds to planning, all being known."""
     raw = parse(recipe, name="benchmark", where="calibrate")
 
-    def plan() -> None:
-        make_plan(home, raw, budget=_BUDGET)
+    def plan_s(budget: str | None) -> float:
+        make_plan(home, raw, budget=budget)  # learns what is not known
+        return min(_wall_s(lambda: make_plan(home, raw, budget=budget)) for _ in range(_REPEATS))
 
-    plan()  # learns what is not known
-    return min(_wall_s(plan) for _ in range(_REPEATS)) / (EXPERTS * TENSORS)
+    return max(0.0, plan_s(_BUDGET) - plan_s(None)) / (EXPERTS * TENSORS)
 
 
 def _start_s(home: Warehouse, file: Path, recipe: str) -> float:
