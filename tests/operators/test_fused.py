@@ -16,6 +16,7 @@ from mergepipe_pipeline.operators.kernels.bits import narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
+from mergepipe_pipeline.spec.stats import narrowed
 from mergepipe_pipeline.spec.view import TensorView
 
 FUSED = sorted(name for name, o in OPERATORS.items() if o.fused)
@@ -57,11 +58,28 @@ def task_of(name: str, seed: int, n: int, count: int) -> TensorTask:
         everywhere = ((0, n),)
         experts.append(
             ExpertInput(
-                k, view, "", params, everywhere, everywhere, trim, outliers, float(rng.random())
+                position=k,
+                view=view,
+                digest="",
+                params=params,
+                covered=everywhere,
+                read=everywhere,
+                trim=trim,
+                outliers=outliers,
+                scale=float(rng.random()),
             )
         )
     params = tuple((key, v) for key, v in method.items() if key in known)
-    return TensorTask("w", (n,), "BF16", name, params, seed, None, tuple(experts))
+    return TensorTask(
+        name="w",
+        shape=(n,),
+        out_dtype="BF16",
+        operator=name,
+        params=params,
+        seed=seed,
+        base=None,
+        experts=tuple(experts),
+    )
 
 
 def in_torch(task: TensorTask, base: Floats, values: Floats, start_elem: int) -> Floats:
@@ -141,7 +159,7 @@ def test_outside_its_span_an_expert_equals_the_base_whatever_lies_there(
 
 
 @given(seed=st.integers(0, 2**31))
-def test_narrowing_rounds_as_torch_does(seed: int) -> None:
+def test_narrowing_rounds_as_torch_does_compiled_or_not(seed: int) -> None:
     values = np.random.default_rng(seed).integers(0, 2**32, 4096, np.uint32).view(np.float32)
     out = np.empty(len(values), np.uint16)
     narrow(values, out)
@@ -149,6 +167,7 @@ def test_narrowing_rounds_as_torch_does(seed: int) -> None:
     nan = np.isnan(values)
     np.testing.assert_array_equal(out[~nan], wanted[~nan])
     assert set(out[nan].tolist()) <= {0x7FC0}
+    np.testing.assert_array_equal(narrowed(values), out)
 
 
 def test_a_drop_that_keeps_every_number_draws_none() -> None:

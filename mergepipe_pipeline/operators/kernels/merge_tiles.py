@@ -53,7 +53,7 @@ ROW = np.dtype(
 
 
 class Mixing(NamedTuple):
-    """How weighted deltas become one update; the fields of `Fused`, as float32."""
+    """How weighted deltas become one update; the fields of `FusedMerge`, as float32."""
 
     votes: bool
     normalize: bool

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import describe
-from mergepipe_pipeline.operators.steps.fused import Fused
+from mergepipe_pipeline.operators.steps.fused import FusedMerge
 from mergepipe_pipeline.operators.steps.mix import summed
 from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.signature import PerModel, Weight
@@ -34,7 +34,7 @@ def _coefficients(weight: PerModel, normalize: bool) -> tuple[float, ...]:
     return tuple(w / total for w in weight)
 
 
-def _fused(task: TensorTask, weight: PerModel, normalize: bool) -> Fused:
+def _fused(task: TensorTask, weight: PerModel, normalize: bool) -> FusedMerge:
     _check(task.name, task.shape, weight, normalize)
     return describe.values(weight, normalize)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import describe, mix
-from mergepipe_pipeline.operators.steps.fused import Fused
+from mergepipe_pipeline.operators.steps.fused import FusedMerge
 from mergepipe_pipeline.operators.steps.mix import Normalize, Rescale
 from mergepipe_pipeline.operators.steps.registry import Hooks, Operator, register, schema_of
 from mergepipe_pipeline.operators.steps.signature import (
@@ -134,7 +134,7 @@ class TaskVectorMethod:
         mixed = add_up(window, weight, s.normalize)  # [n]
         return mix.add_base(window, mixed, s.lambda_)
 
-    def fused(self, task: TensorTask, **values: Any) -> Fused:
+    def fused(self, task: TensorTask, **values: Any) -> FusedMerge:
         """`merge` for the compiled kernel."""
         s = _Settings(**values)
         weight = self._weight(s)

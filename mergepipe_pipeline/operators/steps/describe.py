@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mergepipe_pipeline.operators.steps.fused import Fused, FusedRow
+from mergepipe_pipeline.operators.steps.fused import FusedMerge, FusedRow
 from mergepipe_pipeline.operators.steps.mix import SUM_EPSILON, summed
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.operators.steps.signature import PerModel
@@ -20,21 +20,21 @@ from mergepipe_pipeline.spec.plan import TensorTask
 
 def update(
     rows: Sequence[FusedRow | None], weight: PerModel, normalize: bool, lambda_: float
-) -> Fused:
+) -> FusedMerge:
     """B + λ Σ d̃ᵢ, as `mix.linear_sum`."""
     divisor = summed(weight, at_least=SUM_EPSILON) if normalize else 1.0
-    return Fused("sum", tuple(rows), divisor, lambda_=lambda_)
+    return FusedMerge("sum", tuple(rows), divisor, lambda_=lambda_)
 
 
-def vote(rows: Sequence[FusedRow | None], normalize: bool, lambda_: float) -> Fused:
+def vote(rows: Sequence[FusedRow | None], normalize: bool, lambda_: float) -> FusedMerge:
     """B + λ · the sum of what has the elected sign, as `mix.elected_sum`."""
-    return Fused("vote", tuple(rows), normalize=normalize, lambda_=lambda_)
+    return FusedMerge("vote", tuple(rows), normalize=normalize, lambda_=lambda_)
 
 
-def values(weight: PerModel, normalize: bool) -> Fused:
+def values(weight: PerModel, normalize: bool) -> FusedMerge:
     """Σ wᵢTᵢ, as `linear`."""
     divisor = summed(weight, at_least=0) if normalize else 1.0
-    return Fused("values", tuple(FusedRow(w) for w in weight), divisor)
+    return FusedMerge("values", tuple(FusedRow(w) for w in weight), divisor)
 
 
 def sparsified(

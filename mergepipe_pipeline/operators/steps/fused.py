@@ -34,7 +34,7 @@ class FusedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedMerge:
     """The whole merge of one tensor; `rows` None for an expert that adds nothing.
 
     "values" and "sum" are divided by `divisor`; a "vote", if `normalize`, by the sum of the weights

@@ -1,4 +1,4 @@
-"""A `Fused` merge made ready for the compiled loops: its rows as one table, built once per tensor.
+"""A `FusedMerge` made ready for the compiled loops: its rows as one table, built once per tensor.
 
 Not imported with the operators: schemas load without the compiler.
 """
@@ -18,7 +18,7 @@ from mergepipe_pipeline.operators.kernels.merge_tiles import (
     merge_update,
     merge_values,
 )
-from mergepipe_pipeline.operators.steps.fused import Fused, FusedRow
+from mergepipe_pipeline.operators.steps.fused import FusedMerge, FusedRow
 from mergepipe_pipeline.spec.plan import TrimRule
 
 Ints = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ _STOPS = ("trim_stop_elem", "outlier_stop_elem")
 class FusedKernel:
     """One tensor's merge, ready to run on its windows; safe for threads."""
 
-    def __init__(self, fused: Fused, is_delta: tuple[bool, ...]) -> None:
+    def __init__(self, fused: FusedMerge, is_delta: tuple[bool, ...]) -> None:
         """`is_delta`: per expert, whether its rows are δ, not T."""
         self._fused = fused
         self._rows = np.zeros(len(fused.rows), ROW)  # [K]; an expert that adds nothing is not used

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators.steps.fused import Fused
+from mergepipe_pipeline.operators.steps.fused import FusedMerge
 from mergepipe_pipeline.operators.steps.signature import PerModel, bind, parameters_of
 from mergepipe_pipeline.operators.steps.tensor_measures import Measure
 from mergepipe_pipeline.operators.steps.tensor_window import Window
@@ -64,7 +64,7 @@ class Hooks:
     settle: Callable[..., tuple[float, ...]] | None = None
     response: Callable[..., Response] | None = None
     choose: Callable[..., Choosing] | None = None
-    fused: Callable[..., Fused] | None = None
+    fused: Callable[..., FusedMerge] | None = None
 
 
 #: Of a method whose facts are its factors and which any parameters suit.
@@ -137,7 +137,7 @@ class Operator:
         return self._choose if self.hooks.choose else None
 
     @property
-    def fused(self) -> Callable[[TensorTask], Fused] | None:
+    def fused(self) -> Callable[[TensorTask], FusedMerge] | None:
         """Describes `apply` on a tensor to a compiled kernel, where there is one."""
         return self._fused if self.hooks.fused else None
 
@@ -147,7 +147,7 @@ class Operator:
         assert self.hooks.choose is not None
         return self.hooks.choose(facts, **self._values(params, model_params))
 
-    def _fused(self, task: TensorTask) -> Fused:
+    def _fused(self, task: TensorTask) -> FusedMerge:
         assert self.hooks.fused is not None
         return self.hooks.fused(task, **self._values_of(task))
 
