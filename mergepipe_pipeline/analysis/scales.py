@@ -124,10 +124,5 @@ def _kept_at_random(window: DeltaWindow, task: TensorTask) -> float:
 
 def _sparsify(window: Window, kind: Fact) -> None:
     params = dict(window.task.experts[0].params)
-    density = float(params["density"])
-    if kind == "trim":
-        sparsify.trim(window, 0, density)
-    elif kind == "band":
-        sparsify.band(window, 0, density)
-    elif kind == "ranked":
-        sparsify.drop_by_rank(window, 0, density, float(params["epsilon"]), inverse=False)
+    epsilon = float(params["epsilon"]) if kind == "ranked" else 0.0
+    sparsify.thin(window, 0, kind, float(params["density"]), epsilon)
