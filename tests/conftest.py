@@ -34,6 +34,15 @@ def home(tmp_path: Path) -> Warehouse:
     return Warehouse.at(tmp_path / "warehouse").ensure()
 
 
+@pytest.fixture(scope="module")
+def baselines() -> Iterator[None]:
+    """Plans may follow the strategies that the benchmarks compare with."""
+    from tests.benchmarks import baselines as benchmarks
+
+    with benchmarks.baselines():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_crash_hook_is_left_behind() -> Iterator[None]:
     """Tests that crash on purpose do not reach into the next one."""

@@ -33,7 +33,7 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--strategy",
             help="conflict_aware (default for sums of deltas), magnitude (default for votes and "
-            "means), full, hash or drop-experts.",
+            "means) or full.",
         ),
         click.option(
             "--budget",

@@ -1,14 +1,11 @@
 """How a budget is spent: each strategy is a list of offers in the order of its liking.
 
-`full`, `magnitude` and `conflict_aware` are for use; `hash` and `drop-experts` are baselines to
-compare with: the reference implementation's name hashing, and leaving whole experts out. Every
-strategy stays within the budget, is deterministic, and never pays for a block whose delta is known
-to be zero.
+Every strategy stays within the budget, is deterministic, and never pays for a block whose delta is
+known to be zero.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 import numpy as np
@@ -127,31 +124,6 @@ def conflict_aware(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     return offers, _by_worth(c, offers, seek_nbytes)
 
 
-def by_hash(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
-    """Blocks in the order of a hash of their names: importance plays no part."""
-    units = _units(c, free)
-    names = [r.name for r in c.rows]
-    first = c.unit_first[units]
-    keys = np.array(
-        [
-            int.from_bytes(hashlib.sha256(f"{names[r]}:{b}".encode()).digest()[:8], "big")
-            for r, b in zip(c.row[first].tolist(), c.block[first].tolist(), strict=True)
-        ],
-        dtype=np.uint64,
-    )
-    return single_offers(c, units), np.argsort(keys, kind="stable")
-
-
-def drop_experts(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
-    """Whole experts in recipe order, as many as fit."""
-    members = np.flatnonzero(free)
-    members = members[np.argsort(c.expert[members], kind="stable")]
-    experts, first = np.unique(c.expert[members], return_index=True)
-    saved = np.add.reduceat(c.gain[members], first) if len(first) else np.zeros(0)
-    offers = Offers(experts, saved, np.append(first, len(members)), members)
-    return offers, np.arange(len(experts))
-
-
 def _units(c: Candidates, free: Choice) -> Ints:
     """The units with something to buy in `free`, ascending."""
     found = c.unit[free & ~c.zero]
@@ -198,6 +170,4 @@ def _summed(offers: Offers, values: Ints) -> Ints:
 STRATEGIES: dict[str, Strategy] = {
     "magnitude": magnitude,
     "conflict_aware": conflict_aware,
-    "hash": by_hash,
-    "drop-experts": drop_experts,
 }

@@ -26,9 +26,10 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import Estimates
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.benchmarks import FOLDER
+from tests.benchmarks.baselines import BASELINES, baselines
 
 BUDGETS = ("2%", "5%", "10%", "25%", "50%")
-STRATEGIES = ("conflict_aware", "magnitude", "hash", "drop-experts")
+STRATEGIES = ("conflict_aware", "magnitude", *BASELINES)
 METHODS = {"task_arithmetic": "weight: 0.3", "ties": "weight: 1.0, density: 0.2"}
 
 
@@ -67,7 +68,8 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 def run(home: Warehouse, text: str, budget: str | None, strategy: str) -> tuple[Path, Estimates]:
     """The snapshot's folder and the plan's promises."""
     raw = parse(text, name="bench", where="bench")
-    plan = make_plan(home, raw, budget=budget, strategy=strategy)
+    with baselines():
+        plan = make_plan(home, raw, budget=budget, strategy=strategy)
     return Path(run_plan(home, plan).snapshot.path), plan.estimates
 
 

@@ -36,6 +36,8 @@ from tests.oracles import ORACLES, Case
 from tests.pipeline.test_inputs import flip
 from tests.pipeline.test_merge import run, tensors
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 pytest.importorskip("peft")
 
 Tensors = dict[str, torch.Tensor]

@@ -19,6 +19,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import write_adapter
 from tests.reads import tensor_reads
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 Text = Callable[..., str]
 
 

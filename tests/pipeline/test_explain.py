@@ -25,9 +25,12 @@ from mergepipe_pipeline.report.explain_tables import (
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.benchmarks.baselines import BASELINES
 from tests.pipeline.test_curve import raw_of
 from tests.pipeline.test_merge import run, tensors
 from tests.reads import tensor_reads
+
+pytestmark = pytest.mark.usefixtures("baselines")
 
 Text = Callable[..., str]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -103,7 +106,7 @@ def test_a_plan_of_other_statistics_is_told_as_such(
     plan = make_plan(home, raw_of(recipe_text()), budget="35%", strategy="magnitude")
     from mergepipe_pipeline.planner import strategies
 
-    monkeypatch.setitem(strategies.STRATEGIES, "magnitude", strategies.by_hash)
+    monkeypatch.setitem(strategies.STRATEGIES, "magnitude", BASELINES["hash"])
     assert not explain_tensor(home, plan.plan_id, UP).is_current
 
 

@@ -22,6 +22,8 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.oracles import ORACLES, Case
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 METHODS = {
     "linear": "",
     "task_arithmetic": "{lambda: 0.9, normalize: true}",

@@ -34,6 +34,8 @@ from tests.analysis.pairs import analyze_one
 from tests.kinds import KINDS, Kinds, make_kinds
 from tests.oracles import Case
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 GRID = BlockGrid(4096)
 PARTIAL = ["magnitude", "hash", "drop-experts"]
 METHODS = {n: Method(o.schema, o.coefficients, o.response) for n, o in OPERATORS.items()}

@@ -21,6 +21,8 @@ from mergepipe_pipeline.spec.operator import Response
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from tests.planner.drawn import GRID, Floats, known, limits, row
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 SEEDS = st.integers(0, 2**32)
 TENSORS = ("embed", "layers.0.mlp", "layers.1.mlp")
 EXPERTS = (("math",), ("code",), ("./experts/chat", "chat"))

@@ -18,6 +18,8 @@ from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from tests.planner.drawn import GRID, row
 from tests.planner.test_choosing import SEEDS, question
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 BEST = "conflict_aware"
 SHARES = (0.05, 0.3, 0.7)
 BUDGETS = (

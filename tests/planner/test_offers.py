@@ -15,6 +15,8 @@ from mergepipe_pipeline.planner.offers import Limits, Offers, chain_offers, join
 from mergepipe_pipeline.planner.strategies import STRATEGIES, choose, rank
 from tests.planner.drawn import GRID, Drawn, candidates, known, limits, row
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 SEEDS = st.integers(0, 2**32)
 
 

@@ -18,6 +18,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import make_family, tensors_of, write_model
 from tests.pipeline.test_merge import tensors
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 SIZES: dict[str, Any] = {"layers": 1, "hidden": 64, "vocab": 256}
 N_EXPERTS = 4
 SUMS = ("task_arithmetic", "linear", "dare_linear")

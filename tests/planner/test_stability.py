@@ -10,6 +10,8 @@ from mergepipe_pipeline.planner.candidates import Candidates, Choice, lay_out
 from mergepipe_pipeline.planner.strategies import choose
 from tests.planner.drawn import GRID, known, limits
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 LAYERS, BLOCKS, EXPERTS = 28, 10, 6
 Deltas = npt.NDArray[np.float64]
 

@@ -15,6 +15,8 @@ from mergepipe_pipeline.planner.candidates import Candidates, lay_out
 from mergepipe_pipeline.planner.strategies import STRATEGIES, choose, rank
 from tests.planner.drawn import GRID, Floats, candidates, known, left_out, limits, row
 
+pytestmark = pytest.mark.usefixtures("baselines")
+
 PARTIAL = list(STRATEGIES)
 
 

@@ -79,11 +79,11 @@ def test_defaults_are_filled_in() -> None:
 def test_every_key_of_our_own_is_read() -> None:
     raw = parse(
         SMALL
-        + "budget: 25%\nstrategy: hash\nseed: 7\nref: prod-7.b_x\nschedule: '*/5 1-3 1,15 * 0'\n"
+        + "budget: 25%\nstrategy: full\nseed: 7\nref: prod-7.b_x\nschedule: '*/5 1-3 1,15 * 0'\n"
         "block_size: 65536\ndtype: bfloat16\nout_dtype: float16\ntokenizer_source: base\n"
     )
     assert raw.budget == Budget(fraction=0.25)
-    assert (raw.strategy, raw.seed, raw.ref) == ("hash", 7, "prod-7.b_x")
+    assert (raw.strategy, raw.seed, raw.ref) == ("full", 7, "prod-7.b_x")
     assert (raw.schedule, raw.block_elems) == ("*/5 1-3 1,15 * 0", 65536)
     assert (raw.dtype, raw.out_dtype) == ("BF16", "F16")
 
