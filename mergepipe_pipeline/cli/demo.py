@@ -14,6 +14,9 @@ from mergepipe_pipeline.errors import MergePipeError
 @verb
 def demo(console: Console) -> None:
     """Train a small family, land it expert by expert, merge under budgets, score the results."""
+    name = "demo-warehouse" if console.home_dir is None else console.home_dir
+    chosen = replace(console, home_dir=name)
+    warehouse = chosen.place  # refused before the libraries of the demo load, for seconds
     try:
         from mergepipe_pipeline.demo.run import run_demo
     except ModuleNotFoundError as error:
@@ -23,9 +26,7 @@ def demo(console: Console) -> None:
             next_step="pip install 'mergepipe-pipeline[demo]' (in a clone: '.[demo]')",
         ) from error
 
-    place = "demo-warehouse" if console.home_dir is None else console.home_dir
-    chosen = replace(console, home_dir=place)
-    result = run_demo(chosen.home, lambda line: click.echo(line, err=chosen.as_json))
+    result = run_demo(warehouse.ensure(), lambda line: click.echo(line, err=chosen.as_json))
     skills = list(result.rows[0].accuracy)
     rows = [
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.snapshots.load import load_snapshot
 from mergepipe_pipeline.snapshots.verify import verify_snapshot
-from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
+from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -45,8 +45,3 @@ def rollback(home: Warehouse, ref: str, to: int | None = None, reason: str = "ro
     target = refs.target(ref, to)
     verify_snapshot(home.snapshots / load_snapshot(home.snapshots, target.snapshot_id).snapshot_id)
     return refs.rollback(ref, target.number, reason)
-
-
-def released(home: Warehouse, ref: str) -> Snapshot:
-    """The snapshot that `ref` names now. Raises NotFoundError."""
-    return load_snapshot(home.snapshots, home.refs.current(ref).snapshot_id)

@@ -18,7 +18,7 @@ from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.storage import atomic
-from mergepipe_pipeline.verbs.publish import publish, released
+from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -58,7 +58,7 @@ def test_a_crash_at_any_write_leaves_the_old_state_or_the_new_and_a_retry_succee
             verify(home, snapshot.snapshot_id)
     assert crashes > 5
     assert outcome.snapshot.snapshot_id == expected
-    assert released(home, "live").snapshot_id == expected
+    assert home.refs.current("live").snapshot_id == expected
     verify(home, "live")
 
 

@@ -23,7 +23,7 @@ from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.gc import collect
-from mergepipe_pipeline.verbs.publish import publish, released
+from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.verbs.verify_all import verify_all
@@ -146,7 +146,7 @@ def test_a_sealed_file_under_the_name_of_another_is_found_and_made_again(
     for action in home.actions_dir.glob("*/*.json"):
         action.unlink()
     again = run(home, recipe, budget="60%").snapshot.snapshot_id
-    assert again == released(home, "live").snapshot_id
+    assert again == home.refs.current("live").snapshot_id
     repair(home)
     assert verify_all(home).ok
 
@@ -197,7 +197,7 @@ def test_what_is_derivable_is_taken_away_and_made_again_with_the_same_ids(
     if kind in ("record", "digests", "tensor statistics", "block statistics", "magnitudes"):
         assert {p.name for p in home.root.glob(DERIVABLE[kind])} == before
     again = run(home, recipe, budget="60%").snapshot.snapshot_id
-    assert again == released(home, "live").snapshot_id
+    assert again == home.refs.current("live").snapshot_id
     assert verify_all(home).ok
 
 
@@ -246,7 +246,7 @@ def test_a_damaged_snapshot_is_made_anew_by_the_next_merge_and_the_old_one_is_ke
     again = run(home, recipe, budget="60%").snapshot
     assert all(seen)
     assert again.path == str(folder)
-    assert released(home, "live").snapshot_id == again.snapshot_id
+    assert home.refs.current("live").snapshot_id == again.snapshot_id
     assert verify_all(home).ok
     (old,) = home.quarantine.glob(f"*/snapshots/{again.snapshot_id}")
     with pytest.raises(CorruptionError):
