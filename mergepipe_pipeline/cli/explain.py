@@ -156,7 +156,7 @@ def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
         "reason": story.task.reason,
         "strategy": story.plan.estimates.strategy,
         "ranking": _ranking(story),
-        "offers": told.offers,
+        "offers": told.items,
         "cut": told.cut,
         "cut_worth": told.cut_worth,
         "is_current": story.is_current,
@@ -172,7 +172,7 @@ def _tensor_lines(story: TensorStory, most: int) -> list[str]:
 
     task, told = story.task, story.account
     because = f" ({task.reason})" if task.reason else ""
-    cut = f"cut after purchase {told.cut} of {told.offers} on the list of {_ranking(story)}"
+    cut = f"cut after purchase {told.cut} of {told.items} on the list of {_ranking(story)}"
     worth = "" if told.cut_worth is None else f", worth {told.cut_worth:.3g} per byte"
     experts = [
         (

@@ -19,7 +19,7 @@ from mergepipe_pipeline.facts.operator_choice import choose_operators
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.parts import Method, TensorFacts, stored_like
-from mergepipe_pipeline.planner.rehearsal import Rehearse
+from mergepipe_pipeline.planner.simulation import Simulate
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.model_files import side_of
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
@@ -60,14 +60,14 @@ class PlanInputs:
     def builder(self, digests: Sequence[Sequence[Mapping[str, str]]] | None = None) -> PlanBuilder:
         """The planner's view of it.
 
-        `digests` per model and checkpoint are needed for a plan, not for a question.
+        `digests` per model and checkpoint are needed for a plan, not for a planning problem.
         """
         known = digests or [()] * len(self.models)
         tokenizer = self.checked.tokenizer
         return PlanBuilder(
             recipe=self.recipe,
             methods={
-                name: Method(o.schema, o.coefficients, o.response, _rehearsed)
+                name: Method(o.schema, o.coefficients, o.response, _simulated)
                 for name, o in OPERATORS.items()
             },
             inputs=[PlanInput(m, d) for m, d in zip(self.models, known, strict=True)],
@@ -116,11 +116,11 @@ def gather(
     return PlanInputs(checked, tuple(models), stats, facts, read, seek_nbytes)
 
 
-def _rehearsed(task: TensorTask) -> Rehearse:
+def _simulated(task: TensorTask) -> Simulate:
     # Imports compiled kernels or torch, which planning a sum of deltas can do without.
-    from mergepipe_pipeline.analysis.rehearse import rehearsal_of
+    from mergepipe_pipeline.analysis.simulate import simulation_of
 
-    return rehearsal_of(task)
+    return simulation_of(task)
 
 
 def _with_tokens(home: Warehouse, checked: ResolvedRecipe) -> Sequence[Model]:
@@ -181,7 +181,7 @@ def _stats(
 
 
 def _unneeded(recipe: Recipe) -> tuple[str, ...]:
-    """What planning can do without: sums need no samples, and what is rehearsed no sketches.
+    """What planning can do without: sums need no samples, and what is simulated no sketches.
 
     Histograms are looked at one expert at a time, in `facts`.
     """

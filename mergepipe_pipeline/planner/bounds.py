@@ -24,8 +24,8 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """How one output tensor answers to what is left out.
+class Sensitivity:
+    """How one output tensor responds to what is left out.
 
     `reach` [E], for a normalised vote or mean: what a kept delta is multiplied by at most; NaN for
     sums. `has_divisor_zero`: a normalised vote with a negative weight, whose divisor can vanish.
@@ -43,8 +43,8 @@ _NOTES: dict[Response, str] = {
 }
 
 
-def error_bound(c: Candidates, chosen: Choice, answers: dict[int, Answer]) -> Bound:
-    """The bound for one plan; `answers` by number of the output tensor."""
+def error_bound(c: Candidates, chosen: Choice, sensitivities: dict[int, Sensitivity]) -> Bound:
+    """The bound for one plan; `sensitivities` by number of the output tensor."""
     if (chosen | c.zero).all():
         return Bound(0.0, "nothing is omitted")
     square, notes = 0.0, set()
@@ -52,34 +52,34 @@ def error_bound(c: Candidates, chosen: Choice, answers: dict[int, Answer]) -> Bo
         left: Choice = group.omitted(chosen)
         if not left.any():
             continue
-        answer = answers[group.tensor]
-        if answer.response == "unbounded":
+        sensitivity = sensitivities[group.tensor]
+        if sensitivity.response == "unbounded":
             return Bound(None, "what is read in one place changes the result in others")
-        if answer.has_divisor_zero:
+        if sensitivity.has_divisor_zero:
             return Bound(None, "a normalised sign vote with negative weights has no bound")
-        notes.add(_NOTES[answer.response])
-        square += _of_group(group, answer, left)
+        notes.add(_NOTES[sensitivity.response])
+        square += _of_group(group, sensitivity, left)
     if not math.isfinite(square):
         return Bound(None, "an expert holds NaN or infinity where something is left out")
     return Bound(math.sqrt(square), " and ".join(sorted(notes)))
 
 
-def _of_group(group: Group, answer: Answer, omitted: Choice) -> float:
+def _of_group(group: Group, sensitivity: Sensitivity, omitted: Choice) -> float:
     """The square of the bound for one output tensor."""
     touched: Choice = np.any(omitted, axis=1)
     size, left = np.abs(group.size[touched]), omitted[touched]
-    if answer.response == "additive":
+    if sensitivity.response == "additive":
         return float(np.square(np.where(left, size, 0.0).sum(axis=1)).sum())
-    if np.isnan(answer.reach).any():
+    if np.isnan(sensitivity.reach).any():
         # Two votes of one sign differ by what is omitted, of two signs by deltas of either sign.
         return float(np.square(size.sum(axis=1)).sum())
-    return _of_means(group, answer.reach, touched, left)
+    return _of_means(group, sensitivity.reach, touched, left)
 
 
 def _of_means(group: Group, reach: Floats, touched: Choice, left: Choice) -> float:
     """A mean m of kept deltas x has m² ≤ max x² ≤ Σx², element by element.
 
-    Where nothing is bought the error is the full mean. Elsewhere it is the difference of two means:
+    Where nothing is read the error is the full mean. Elsewhere it is the difference of two means:
     no more than the larger, or than that of means m and n of disjoint sets of deltas, for which
     (m − n)² ≤ 2m² + 2n² ≤ 2Σx². All blocks of an expert together keep at most its `kept_energy`.
     """

@@ -1,7 +1,7 @@
 """Turns a recipe, catalog facts and a choice of blocks into a `MergePlan`.
 
-The last step of planning. It decides what is covered (bought blocks, and blocks whose delta is
-known to be zero, which cost nothing) and what is read (bought blocks only); see `spec.plan`.
+The last step of planning. It decides what is covered (selected blocks, and blocks whose delta
+is known to be zero, which cost nothing) and what is read (selected blocks only); see `spec.plan`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
-from mergepipe_pipeline.planner.choosing import Question, bought, estimates
 from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts, out_dtype, stored_like
+from mergepipe_pipeline.planner.selection import PlanningProblem, estimates, select_blocks
 from mergepipe_pipeline.spec.blocks import BlockGrid, Range
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.model import Model, view_digest
@@ -71,14 +71,14 @@ class PlanBuilder:
         counts = [len(i.model.checkpoints) for i in inputs]
         self._first_source = [sum(counts[:n]) for n in range(len(counts))]
 
-    def question(self) -> Question:
-        """What can be bought, and how the merge answers to it."""
+    def problem(self) -> PlanningProblem:
+        """What can be read, and how the merge responds to it."""
         places = {(e.position, e.model): None for t in self._recipe.tensors for e in t.inputs}
         names = {position: self._recipe.models[model].names for position, model in places}
         experts = [names.get(n, ()) for n in range(max(names, default=-1) + 1)]
-        return Question(
+        return PlanningProblem(
             candidates=self._parts.candidates(),
-            answers=self._parts.answers(),
+            sensitivities=self._parts.sensitivities(),
             tensors=[part.recipe.name for part in self._parts.all],
             experts=experts,
             seek_nbytes=self._seek_nbytes,
@@ -87,9 +87,9 @@ class PlanBuilder:
     def build(self) -> MergePlan:
         """The plan under the recipe's budget and strategy. Raises BudgetError as `choose` does."""
         recipe = self._recipe
-        question = self.question()
-        purchase = bought(question, recipe.budget, recipe.strategy)
-        merged = self._merged_tasks(question.candidates, purchase.choice)
+        problem = self.problem()
+        selection = select_blocks(problem, recipe.budget, recipe.strategy)
+        merged = self._merged_tasks(problem.candidates, selection.choice)
         tasks: dict[str, list[TensorTask]] = {}
         n_layers = layer_count(t.name for t in recipe.tensors)
         for t in recipe.tensors:
@@ -115,7 +115,7 @@ class PlanBuilder:
                 self._first_source[self._side.template], self._side.config, self._side.files
             ),
             ref=recipe.ref,
-            estimates=estimates(question, recipe.budget, purchase),
+            estimates=estimates(problem, recipe.budget, selection),
             warnings=recipe.warnings,
         )
 

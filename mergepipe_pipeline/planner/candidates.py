@@ -1,4 +1,4 @@
-"""Every block that a plan could buy, as flat arrays.
+"""Every block that a plan could read, as flat arrays.
 
 One row per (output tensor, expert); one candidate per (row, block). What a block is worth comes
 from the catalog's statistics; nothing is read here.
@@ -32,7 +32,7 @@ class Row:
     from; `block_energy` is the expected part of ‖δ‖² that a sparsifying method keeps, and
     `kept_energy` what all blocks together can keep at most. `keep` is the probability with which a
     random drop keeps an element, `kurtosis` N·Σδ⁴/(Σδ²)². `is_sum`: the merge adds c·δ, or what a
-    random drop leaves of it. `bundle_nbytes`: the row can only be bought whole, for so many bytes
+    random drop leaves of it. `bundle_nbytes`: the row can only be read whole, for so many bytes
     (an adapter's factors); None where each block has its own.
     """
 
@@ -55,10 +55,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Curve:
-    """How a tensor's error falls as more of what the experts change is bought, as rehearsed.
+    """How a tensor's error falls as more of what the experts change is read, as simulated.
 
-    With a share `share[n]` of the energy bought (ascending from 0 to 1), `left[n]` of the squared
-    update is wrong (1 for nothing bought, 0 in the end; more than 1 where a part is worse than
+    With a share `share[n]` of the energy read (ascending from 0 to 1), `left[n]` of the squared
+    update is wrong (1 for nothing read, 0 in the end; more than 1 where a part is worse than
     nothing). The squared update is `factor` times the energy.
     """
 
@@ -67,7 +67,7 @@ class Curve:
     factor: float
 
 
-class Rehearsals(Protocol):
+class SimulatedErrors(Protocol):
     """Tensors whose merge is no sum of deltas, as tried on samples, by number."""
 
     @property
@@ -90,14 +90,14 @@ class Candidates:
 
     `site` numbers (output tensor, block): candidates of one site are the same elements of the
     merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas known to be all zero.
-    `unit` numbers what is bought together: a candidate alone, or a bundled row, whose bytes stand
+    `unit` numbers what is read together: a candidate alone, or a bundled row, whose bytes stand
     at its first candidate. `first` and `first_site` are the first candidate of each row and the
-    first site of each tensor. `rehearsals` are of tensors whose merge is no sum of deltas, if any.
+    first site of each tensor. `simulations` are of tensors whose merge is no sum of deltas, if any.
     """
 
     rows: tuple[Row, ...]
     grid: BlockGrid
-    rehearsals: Rehearsals | None
+    simulations: SimulatedErrors | None
     row: Ints
     block: Ints
     site: Ints
@@ -114,8 +114,8 @@ class Candidates:
 
     @property
     def curves(self) -> Mapping[int, Curve]:
-        """The rehearsals' curves by number of the tensor."""
-        return self.rehearsals.curves if self.rehearsals else {}
+        """The simulations' curves by number of the tensor."""
+        return self.simulations.curves if self.simulations else {}
 
     @cached_property
     def unit_nbytes(self) -> Ints:
@@ -140,7 +140,7 @@ class Candidates:
 
     @cached_property
     def is_bundled(self) -> Choice:
-        """Candidates that cannot be bought alone."""
+        """Candidates that cannot be read alone."""
         return np.array([r.bundle_nbytes is not None for r in self.rows], np.bool_)[self.row]
 
     @cached_property
@@ -229,7 +229,7 @@ class Group:
 
 
 def lay_out(
-    rows: Sequence[Row], grid: BlockGrid, rehearsals: Rehearsals | None = None
+    rows: Sequence[Row], grid: BlockGrid, simulations: SimulatedErrors | None = None
 ) -> Candidates:
     """The candidates of `rows` on `grid`. Unknown statistics count as infinitely worth having."""
     counts = np.array([grid.count(r.numel) for r in rows], dtype=np.int64)  # [rows]
@@ -244,7 +244,7 @@ def lay_out(
     return Candidates(
         rows=tuple(rows),
         grid=grid,
-        rehearsals=rehearsals,
+        simulations=simulations,
         row=row,
         block=block,
         site=first_site[tensor] + block,

@@ -1,6 +1,6 @@
-"""In which order a site's blocks are best bought, and what is left of the error after each.
+"""In which order a site's blocks are best read, and what is left of the error after each.
 
-A site is one block of a merged tensor; what can be bought for it is that block of each expert. The
+A site is one block of a merged tensor; what can be read for it is that block of each expert. The
 loops are compiled: a large merge has tens of thousands of sites of a hundred experts.
 """
 
@@ -25,16 +25,16 @@ def additive_chains(
     order: Ints,
     residual: Floats,
 ) -> None:
-    """A good order of purchases for sums, by what they leave of ‖Σ omitted cδ‖².
+    """A good order of items for sums, by what they leave of ‖Σ omitted cδ‖².
 
     `size` [sites, E] is c·‖δ‖ with c's sign, `cosine` [sites, E, E], `nbytes` [sites, E] (0:
-    nothing to buy). Of its energy a delta keeps the share `kept` [sites, E], and of an inner
+    nothing to read). Of its energy a delta keeps the share `kept` [sites, E], and of an inner
     product the product of both shares: exactly so, on average, where it drops at random. Fills
     `order` [sites, E] with expert numbers (−1 after the last) and `residual` [sites, E + 1] with
-    what is left after so many purchases.
+    what is left after so many items.
 
     Of two greedy orders it is the one with the lower hull: what saves the most per byte first, or
-    what costs the least to omit last. The first keeps deltas that cancel each other unbought, the
+    what costs the least to omit last. The first keeps deltas that cancel each other unread, the
     second finds what cancels among all that is left.
     """
     n_sites, count = size.shape
@@ -146,14 +146,14 @@ def _area(order: Ints, residual: Floats, nbytes: Ints) -> float:
 
 @numba.njit(nogil=True, cache=True)
 def _next(order: Ints, residual: Floats, nbytes: Ints, at: int) -> tuple[int, int]:
-    """The hull's next corner after `at` purchases and its bytes from there; (−1, 0): none saves."""
+    """The hull's next corner after `at` items and its bytes from there; (−1, 0): none saves."""
     best, best_worth, best_cost, spent = -1, 0.0, 0, 0
     for to in range(at, len(order)):
         if order[to] < 0:
             break
         spent += nbytes[order[to]]
         worth = (residual[at] - residual[to + 1]) / spent
-        # Of equal ones the nearest: what can be bought apart is not bought together.
+        # Of equal ones the nearest: what can be read alone is not read together.
         if worth > best_worth * (1 + _ROUNDING):
             best, best_worth, best_cost = to + 1, worth, spent
     return best, best_cost
@@ -161,13 +161,13 @@ def _next(order: Ints, residual: Floats, nbytes: Ints, at: int) -> tuple[int, in
 
 @numba.njit(nogil=True, cache=True)
 def hull_of(
-    order: Ints, residual: Floats, nbytes: Ints, purchase: Ints, saved: Floats, cost: Ints
+    order: Ints, residual: Floats, nbytes: Ints, item: Ints, saved: Floats, cost: Ints
 ) -> None:
-    """The purchases worth making in a row: the lower convex hull of residual over bytes.
+    """The items worth making in a row: the lower convex hull of residual over bytes.
 
-    Arguments as in `additive_chains`. Purchase n of site s takes the experts at the places k of its
-    order with `purchase[s, k]` = n (−1: bought by none), for `cost[s, n]` bytes, and saves
-    `saved[s, n]` (0: there is no such purchase). What is saved per byte falls from one to the next.
+    Arguments as in `additive_chains`. Item n of site s takes the experts at the places k of its
+    order with `item[s, k]` = n (−1: read by none), for `cost[s, n]` bytes, and saves
+    `saved[s, n]` (0: there is no such item). What is saved per byte falls from one to the next.
     """
     for s in range(len(order)):
         at, n = 0, 0
@@ -175,7 +175,7 @@ def hull_of(
             to, spent = _next(order[s], residual[s], nbytes[s], at)
             if to < 0:
                 break
-            purchase[s, at:to] = n
+            item[s, at:to] = n
             saved[s, n] = residual[s, at] - residual[s, to]
             cost[s, n] = spent
             at, n = to, n + 1
@@ -192,10 +192,10 @@ def affordable(
     caps: Ints,
     n_chains: int,
 ) -> npt.NDArray[np.bool_]:
-    """Which purchases fit, going down a list sorted by worth; one that does not is passed over.
+    """Which items fit, going down a list sorted by worth; one that does not is passed over.
 
-    Purchase p costs `cost[p]` bytes and belongs to chain `chain[p]`, of which nothing further is
-    bought once one is passed over. It takes `shares[k]` bytes of expert `owners[k]` for k in
+    Item p costs `cost[p]` bytes and belongs to chain `chain[p]`, of which nothing further is
+    read once one is passed over. It takes `shares[k]` bytes of expert `owners[k]` for k in
     [first[p], first[p + 1]); no expert gives more than its cap.
     """
     taken = np.zeros(len(cost), np.bool_)
@@ -221,7 +221,7 @@ def affordable(
 
 @numba.njit(nogil=True, cache=True)
 def falling(worth: Floats, chain: Ints) -> Floats:
-    """`worth` made to fall along every chain, whose offers stand together: the least so far."""
+    """`worth` made to fall along every chain, whose items stand together: the least so far."""
     out = worth.copy()
     for p in range(1, len(out)):
         if chain[p] == chain[p - 1]:

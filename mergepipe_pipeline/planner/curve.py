@@ -1,7 +1,7 @@
 """What every budget would lose: predicted error and bound over bytes, for all strategies.
 
-Asks the question that a plan answers for one budget at many budgets at once; every strategy makes
-its list of offers once. From statistics alone.
+Solves the problem that a plan solves for one budget at many budgets at once; every strategy makes
+its list of items once. From statistics alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mergepipe_pipeline.planner.candidates import Choice
-from mergepipe_pipeline.planner.choosing import Purchase, Question
-from mergepipe_pipeline.planner.offers import spend
+from mergepipe_pipeline.planner.items import spend
 from mergepipe_pipeline.planner.predict import Prediction, predict
+from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem
 from mergepipe_pipeline.planner.strategies import (
     STRATEGIES,
     allowed,
@@ -71,9 +71,9 @@ class BudgetCurve:
 
 
 def budget_curve(
-    q: Question, budget: Budget, chosen: Purchase, shares: Sequence[float] = SHARES
+    q: PlanningProblem, budget: Budget, chosen: BlockSelection, shares: Sequence[float] = SHARES
 ) -> BudgetCurve:
-    """The curve at `shares` of the expert bytes, none and all; `chosen` was bought for `budget`.
+    """The curve at `shares` of the expert bytes, none and all; `chosen` was selected for `budget`.
 
     Strategies are drawn as their own lists have it. Budgets that do not cover what the recipe pins
     are left out. Raises BudgetError where there is no base to differ from.
@@ -82,13 +82,13 @@ def budget_curve(
     refuse_without_base(c, int(c.nbytes.sum()), 0)
     total = int(c.nbytes.sum())
     best = chosen.strategy if chosen.strategy in STRATEGIES else q.usual_strategy
-    asked = [
+    cases = [
         (name, replace(budget, nbytes=None, error=None, fraction=s))
         for name, s in _grid(shares, best)
     ]
     made = [
         (name, b, choice)
-        for (name, b), choice in zip(asked, _choices(q, asked), strict=True)
+        for (name, b), choice in zip(cases, _choices(q, cases), strict=True)
         if choice is not None
     ]
     predictions = predict(c, [choice for _, _, choice in made]) or []
@@ -134,27 +134,31 @@ def _grid(shares: Sequence[float], best: str) -> list[tuple[str, float]]:
     return [(name, share) for name in names for share in sorted({0.0, *shares, 1.0})]
 
 
-def _choices(q: Question, asked: Sequence[tuple[str, Budget]]) -> list[Choice | None]:
-    """What each strategy buys under each budget; None where the pins alone cost more."""
+def _choices(q: PlanningProblem, cases: Sequence[tuple[str, Budget]]) -> list[Choice | None]:
+    """What each strategy covers under each budget; None where the pins alone cost more."""
     c = q.candidates
     ranked = {}
     out: list[Choice | None] = []
-    for strategy, budget in asked:
-        limits = q.limits(budget)
-        useful = allowed(c, limits)
-        if int(c.nbytes[limits.pinned & ~c.zero].sum()) > limits.budget_bytes:
+    for strategy, budget in cases:
+        constraints = q.constraints(budget)
+        useful = allowed(c, constraints)
+        if int(c.nbytes[constraints.pinned & ~c.zero].sum()) > constraints.budget_bytes:
             out.append(None)
-        elif is_affordable(c, useful, limits):
+        elif is_affordable(c, useful, constraints):
             out.append(useful)
         else:
             if strategy not in ranked:
-                ranked[strategy] = rank(c, strategy, useful & ~limits.pinned, q.seek_nbytes)
-            out.append(spend(c, *ranked[strategy], limits))
+                ranked[strategy] = rank(c, strategy, useful & ~constraints.pinned, q.seek_nbytes)
+            out.append(spend(c, *ranked[strategy], constraints))
     return out
 
 
 def _point(
-    q: Question, strategy: str, budget_bytes: int | None, choice: Choice, prediction: Prediction
+    q: PlanningProblem,
+    strategy: str,
+    budget_bytes: int | None,
+    choice: Choice,
+    prediction: Prediction,
 ) -> Point:
     nbytes = int(q.candidates.nbytes[choice].sum())
     bound = q.bound(choice).value

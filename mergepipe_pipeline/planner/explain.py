@@ -1,4 +1,4 @@
-"""Why a block was bought or left: its place in the strategy's list, and where the list was cut.
+"""Why a block is read or left: its place in the strategy's list, and where the list was cut.
 
 Tells of a choice that was made; decides nothing. Every block has one of the reasons in `Why`.
 """
@@ -12,8 +12,9 @@ from typing import Literal
 import numpy as np
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints
-from mergepipe_pipeline.planner.choosing import Question
-from mergepipe_pipeline.planner.offers import Limits, Offers
+from mergepipe_pipeline.planner.constraints import Constraints
+from mergepipe_pipeline.planner.items import Items
+from mergepipe_pipeline.planner.selection import PlanningProblem
 from mergepipe_pipeline.planner.strategies import allowed, rank
 from mergepipe_pipeline.spec.recipe import Budget
 
@@ -46,7 +47,7 @@ MEANING: dict[Why, str] = {
 class Block:
     """One candidate, in bytes; `change` is ‖c·δ‖₂, what it adds to the result by itself.
 
-    It is bought with `together` − 1 others. `worth`: the squared error that the purchase saves per
+    It is read with `together` − 1 others. `worth`: the squared error that the item saves per
     byte. `place`: in the strategy's list, from 1. Both None for what is on no list.
     """
 
@@ -69,22 +70,22 @@ class Block:
 class Account:
     """A strategy's list against a choice, per candidate; `place` 0: on no list.
 
-    `offers` is the length of the list. Up to the place `cut` the budget allowed everything; the
-    last purchase before it was worth `cut_worth` (None: there was none).
+    `items` is the length of the list. Up to the place `cut` the budget allowed everything; the
+    last item before it was worth `cut_worth` (None: there was none).
     """
 
-    question: Question
+    problem: PlanningProblem
     why: tuple[Why, ...]
     place: Ints
     worth: Floats
     together: Ints
-    offers: int
+    items: int
     cut: int
     cut_worth: float | None
 
     def blocks(self, tensor: int) -> Iterator[Block]:
         """The candidates of one output tensor, expert by expert."""
-        c = self.question.candidates
+        c = self.problem.candidates
         change = np.sqrt(c.gain)
         for row, cut in zip(c.rows, c.row_slices(), strict=True):
             for n in range(cut.start, cut.stop) if row.tensor == tensor else ():
@@ -101,20 +102,20 @@ class Account:
                 )
 
 
-def account(q: Question, budget: Budget, ranking: str, choice: Choice) -> Account:
+def account(q: PlanningProblem, budget: Budget, ranking: str, choice: Choice) -> Account:
     """Why `choice`, made under `budget` down the list of strategy `ranking`, is what it is.
 
     `full` keeps no list. Raises BudgetError for an unknown strategy.
     """
-    c, limits = q.candidates, q.limits(budget)
+    c, constraints = q.candidates, q.constraints(budget)
     place, worth = np.zeros(len(c.row), np.int64), np.zeros(len(c.row))
     together = np.ones(len(c.row), np.int64)
     over, waits = np.zeros(len(c.row), np.bool_), np.zeros(len(c.row), np.bool_)
     cut, cut_worth, length = 0, None, 0
     if ranking != "full":
-        free = allowed(c, limits) & ~limits.pinned
-        listed = _listed(c, limits, choice, *rank(c, ranking, free, q.seek_nbytes))
-        counts, members = np.diff(listed.offers.first), listed.offers.members
+        free = allowed(c, constraints) & ~constraints.pinned
+        listed = _listed(c, constraints, choice, *rank(c, ranking, free, q.seek_nbytes))
+        counts, members = np.diff(listed.items.first), listed.items.members
         place[members] = np.repeat(listed.place, counts)
         worth[members] = np.repeat(listed.worth, counts)
         together[members] = np.repeat(counts, counts)
@@ -123,8 +124,8 @@ def account(q: Question, budget: Budget, ranking: str, choice: Choice) -> Accoun
         cut, cut_worth, length = listed.cut, listed.cut_worth, len(counts)
     cases: list[tuple[Choice, Why]] = [
         (c.zero, "zero"),
-        (limits.pinned, "pinned"),
-        (limits.excluded, "excluded"),
+        (constraints.pinned, "pinned"),
+        (constraints.excluded, "excluded"),
         (choice & (place <= cut), "bought"),
         (choice, "fills the rest"),
         (place == 0, "saves nothing"),
@@ -135,12 +136,12 @@ def account(q: Question, budget: Budget, ranking: str, choice: Choice) -> Accoun
     names: list[Why] = [*(why for _, why in cases), "below the cut"]
     why = tuple(names[n] for n in code.tolist())
     return Account(
-        question=q,
+        problem=q,
         why=why,
         place=place,
         worth=worth,
         together=together,
-        offers=length,
+        items=length,
         cut=cut,
         cut_worth=cut_worth,
     )
@@ -148,9 +149,9 @@ def account(q: Question, budget: Budget, ranking: str, choice: Choice) -> Accoun
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed:
-    """The offers of a list: places from 1, worths, and what stood against those not taken."""
+    """The items of a list: places from 1, worths, and what stood against those not taken."""
 
-    offers: Offers
+    items: Items
     place: Ints
     worth: Floats
     is_over: Choice
@@ -159,15 +160,17 @@ class _Listed:
     cut_worth: float | None
 
 
-def _listed(c: Candidates, limits: Limits, choice: Choice, offers: Offers, order: Ints) -> _Listed:
+def _listed(
+    c: Candidates, constraints: Constraints, choice: Choice, items: Items, order: Ints
+) -> _Listed:
     length = len(order)
     place = np.empty(length, np.int64)
     place[order] = np.arange(1, length + 1)
-    starts, members = offers.first[:-1], offers.members
+    starts, members = items.first[:-1], items.members
     if not length:
         none = np.zeros(0, np.bool_)
         return _Listed(
-            offers=offers,
+            items=items,
             place=place,
             worth=np.zeros(0),
             is_over=none,
@@ -175,12 +178,12 @@ def _listed(c: Candidates, limits: Limits, choice: Choice, offers: Offers, order
             cut=0,
             cut_worth=None,
         )
-    worth = offers.saved / np.maximum(np.add.reduceat(c.nbytes[members], starts), 1)
+    worth = items.saved / np.maximum(np.add.reduceat(c.nbytes[members], starts), 1)
     taken = choice[members[starts]]
-    spent = np.bincount(c.expert[choice], c.nbytes[choice], len(limits.caps))
-    dear = c.unit_nbytes[c.unit] > (limits.caps - spent)[c.expert]
+    spent = np.bincount(c.expert[choice], c.nbytes[choice], len(constraints.caps))
+    dear = c.unit_nbytes[c.unit] > (constraints.caps - spent)[c.expert]
     is_over = ~taken & np.logical_or.reduceat(dear[members], starts)
-    _, chain = np.unique(offers.chain, return_inverse=True)
+    _, chain = np.unique(items.chain, return_inverse=True)
     stopped = np.full(int(chain.max()) + 1, length + 1)
     np.minimum.at(stopped, chain[~taken], place[~taken])
     waits = ~taken & (place > stopped[chain])
@@ -189,7 +192,7 @@ def _listed(c: Candidates, limits: Limits, choice: Choice, offers: Offers, order
     last = int(np.where(before, place, 0).argmax())
     cut_worth = float(worth[last]) if before.any() else None
     return _Listed(
-        offers=offers,
+        items=items,
         place=place,
         worth=worth,
         is_over=is_over,

@@ -1,6 +1,6 @@
-"""The merged output tensors of a recipe as the planner sees them: rows, curves and answers.
+"""The merged output tensors of a recipe as the planner sees them: rows, curves and sensitivities.
 
-Joins the recipe with the catalog's facts. What is bought is decided in `strategies`, what it leads
+Joins the recipe with the catalog's facts. What is read is decided in `strategies`, what it leads
 to in `predict` and `bounds`; `build` makes the tasks.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
-from mergepipe_pipeline.planner.bounds import Answer
+from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
+from mergepipe_pipeline.planner.constraints import is_kept
 from mergepipe_pipeline.planner.energy import Kept
-from mergepipe_pipeline.planner.limits import is_kept
-from mergepipe_pipeline.planner.rehearsal import Rehearsal, Rehearse, Stage
+from mergepipe_pipeline.planner.simulation import Simulate, Simulation, Simulations
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.operator import Choosing, OperatorSchema, Response
@@ -33,15 +33,15 @@ Coefficients = Callable[[Params, tuple[Params, ...], tuple[float, ...]], tuple[f
 
 @dataclass(frozen=True)
 class Method:
-    """What planning needs of an operator: the cᵢ of its δᵢ, and how it answers to parameters.
+    """What planning needs of an operator: the cᵢ of its δᵢ, and how it responds to parameters.
 
-    `rehearse` makes what tries a task of it on samples of deltas.
+    `simulate` makes what tries a task of it on samples of deltas.
     """
 
     schema: OperatorSchema
     coefficients: Coefficients
     response: Callable[[Params], Response]
-    rehearse: Callable[[TensorTask], Rehearse] | None = None
+    simulate: Callable[[TensorTask], Simulate] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +87,12 @@ def stored_like(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
 
 def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
     """The dtype (safetensors code) in which an output tensor is written: decided here alone."""
-    like, asked = stored_like(t, models), recipe.out_dtype or recipe.dtype
+    like, wanted = stored_like(t, models), recipe.out_dtype or recipe.dtype
     if like.dtype not in FLOATING:
         return like.dtype
     if t.base is not None and is_kept(recipe.budget, t.name):
-        return asked or like.dtype
-    return asked or promoted_dtype(t, [m.views for m in models])
+        return wanted or like.dtype
+    return wanted or promoted_dtype(t, [m.views for m in models])
 
 
 class Parts:
@@ -112,20 +112,20 @@ class Parts:
         self.all = [self._part(t) for t in recipe.tensors if self._is_merged(t)]
 
     def candidates(self) -> Candidates:
-        """All that could be bought."""
+        """All that could be read."""
         rows: list[Row] = []
-        alike: dict[str, dict[int, Rehearsal]] = {}
+        alike: dict[str, dict[int, Simulation]] = {}
         for number, part in enumerate(self.all):
             own = self._rows(number, part)
-            rehearsal = self._rehearsal(part, own)
-            if rehearsal is not None:
-                alike.setdefault(part.operator, {})[number] = rehearsal
+            simulation = self._simulation(part, own)
+            if simulation is not None:
+                alike.setdefault(part.operator, {})[number] = simulation
             rows += own
-        return lay_out(rows, self._grid, Stage(list(alike.values())) if alike else None)
+        return lay_out(rows, self._grid, Simulations(list(alike.values())) if alike else None)
 
-    def answers(self) -> dict[int, Answer]:
-        """How each part answers to what is left out, by number."""
-        return {n: self._answer(p) for n, p in enumerate(self.all) if p.operator != "copy"}
+    def sensitivities(self) -> dict[int, Sensitivity]:
+        """How each part responds to what is left out, by number."""
+        return {n: self._sensitivity(p) for n, p in enumerate(self.all) if p.operator != "copy"}
 
     def _is_merged(self, t: TensorRecipe) -> bool:
         if not t.inputs:
@@ -204,7 +204,7 @@ class Parts:
             return Kept(density * s.block_l2sq, s.l2sq if density else 0.0), density
         return self._facts.kept.get((part.recipe.name, i)), 1.0
 
-    def _rehearsal(self, part: Part, rows: Sequence[Row]) -> Rehearsal | None:
+    def _simulation(self, part: Part, rows: Sequence[Row]) -> Simulation | None:
         if part.operator == "copy":
             return None
         method = self._methods[part.operator]
@@ -213,11 +213,11 @@ class Parts:
         # Elements of a sample rank about as those of its row do.
         is_ranked = method.schema.fact == "ranked"
         elementwise = is_ranked or method.response(part.params) in ("vote", "mean")
-        if not elementwise or method.rehearse is None or len(known) < len(rows):
+        if not elementwise or method.simulate is None or len(known) < len(rows):
             return None
-        made = method.rehearse
-        rehearse = cache(lambda n: made(self._sampled_task(part, n)))
-        return Rehearsal(rows, known, self._grid, lambda d: rehearse(d.shape[1])(d))
+        made = method.simulate
+        simulate = cache(lambda n: made(self._sampled_task(part, n)))
+        return Simulation(rows, known, self._grid, lambda d: simulate(d.shape[1])(d))
 
     def _sampled_task(self, part: Part, n: int) -> TensorTask:
         """A task like the part's whose elements are `n` samples; each block's are a row."""
@@ -248,7 +248,7 @@ class Parts:
             facts=part.facts,
         )
 
-    def _answer(self, part: Part) -> Answer:
+    def _sensitivity(self, part: Part) -> Sensitivity:
         response = self._methods[part.operator].response(part.params)
         params = dict(part.params)
         normalised = response == "mean" or (response == "vote" and bool(params.get("normalize")))
@@ -257,7 +257,7 @@ class Parts:
         for i in range(len(reach)) if normalised else ():
             scale = float(params.get("lambda", 1.0)) * _rescale(params, part.model_params[i])
             reach[i] = abs(scale * self._facts.scales.get((part.recipe.name, i), 1.0))
-        return Answer(response, reach, normalised and below)
+        return Sensitivity(response, reach, normalised and below)
 
 
 def _thinned(rule: TrimRule | None, n: int, numel: int) -> TrimRule | None:

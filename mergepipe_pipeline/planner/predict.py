@@ -2,7 +2,7 @@
 
 An estimate, not a bound: `bounds` holds always, this is near. For sums of deltas it is the norm of
 what is left out, from exact norms and the sketches' cosines, with the standard error that sketches
-of their width have, and random drops. For other merges it is what a rehearsal on samples gave.
+of their width have, and random drops. For other merges it is what a simulation on samples gave.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from threadpoolctl import threadpool_limits
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Floats, Group
-from mergepipe_pipeline.planner.offers import cosine_batches
-from mergepipe_pipeline.planner.rehearsal import PARTS
+from mergepipe_pipeline.planner.items import cosine_batches
+from mergepipe_pipeline.planner.simulation import PARTS
 
 #: Standard errors on either side of an estimate that are stated with it.
 STATED_ERRORS = 4
@@ -60,7 +60,7 @@ def predict(
 ) -> list[Prediction] | None:
     """One prediction per choice; None where statistics are missing.
 
-    With `replay` what is rehearsed is tried as chosen, instead of read off a curve.
+    With `replay` what is simulated is tried as chosen, instead of read off a curve.
     """
     if any(r.block_l2sq is None for r in c.rows):
         return None
@@ -112,21 +112,21 @@ def _of_group(group: Group, choices: Sequence[Choice], replay: bool) -> _Sums:
             sums.squares[n], sums.is_stated[n] = np.inf, False
         elif left.any():
             finite[n] = left
-    if finite and not _add_rehearsed(group, finite, sums, replay):
+    if finite and not _add_simulated(group, finite, sums, replay):
         _add_left_out(group, finite, sums)
     return sums
 
 
-def _add_rehearsed(group: Group, omitted: Mapping[int, Choice], sums: _Sums, replay: bool) -> bool:
+def _add_simulated(group: Group, omitted: Mapping[int, Choice], sums: _Sums, replay: bool) -> bool:
     """Add the squared errors that samples show, per choice; False where there are none to ask."""
     c, left_out = group.candidates, list(omitted.values())
-    if c.rehearsals is None:
+    if c.simulations is None:
         return False
     found, curve = None, None if replay else c.curves.get(group.tensor)
     if replay:
-        found = c.rehearsals.squares(group.tensor, left_out)
+        found = c.simulations.squares(group.tensor, left_out)
     elif curve:
-        found = np.array([[_rehearsed(group, left, curve)] for left in left_out])
+        found = np.array([[_simulated(group, left, curve)] for left in left_out])
     if found is None:
         return False
     sums.squares[list(omitted)] += found
@@ -172,7 +172,7 @@ def _of_drops(group: Group, batch: slice, energy: Floats, known: Floats) -> Floa
     return variance
 
 
-def _rehearsed(group: Group, omitted: Choice, curve: Curve) -> float:
+def _simulated(group: Group, omitted: Choice, curve: Curve) -> float:
     energy: Floats = group.table(group.candidates.energy)
     total = energy.sum(axis=1)
     left = np.where(omitted, energy, 0.0).sum(axis=1)

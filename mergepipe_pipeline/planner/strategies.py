@@ -1,4 +1,4 @@
-"""How a budget is spent: each strategy is a list of offers in the order of its liking.
+"""How a budget is spent: each strategy is a list of items in the order of its liking.
 
 Every strategy stays within the budget, is deterministic, and never pays for a block whose delta is
 known to be zero.
@@ -12,22 +12,16 @@ import numpy as np
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Ints
-from mergepipe_pipeline.planner.offers import (
-    Limits,
-    Offers,
-    chain_offers,
-    joined,
-    single_offers,
-    spend,
-)
+from mergepipe_pipeline.planner.constraints import Constraints
+from mergepipe_pipeline.planner.items import Items, chain_items, joined, single_items, spend
 
-#: Offers with their order: best first, and within a chain as the chain goes.
-Ranked = tuple[Offers, Ints]
+#: Items with their order: best first, and within a chain as the chain goes.
+Ranked = tuple[Items, Ints]
 Strategy = Callable[[Candidates, Choice, int], Ranked]
 
 
 def rank(c: Candidates, strategy: str, free: Choice, seek_nbytes: int = 0) -> Ranked:
-    """What the strategy would buy from the candidates in `free`, best first.
+    """What the strategy would read from the candidates in `free`, best first.
 
     `seek_nbytes`: what a read of its own costs, in bytes that could be read meanwhile; it is saved
     where the block next to it is of higher rank. Raises BudgetError for an unknown strategy.
@@ -43,40 +37,40 @@ def rank(c: Candidates, strategy: str, free: Choice, seek_nbytes: int = 0) -> Ra
     return STRATEGIES[strategy](c, free, seek_nbytes)
 
 
-def choose(c: Candidates, limits: Limits, strategy: str, seek_nbytes: int = 0) -> Choice:
+def choose(c: Candidates, constraints: Constraints, strategy: str, seek_nbytes: int = 0) -> Choice:
     """Which candidates to read: everything useful if it fits, else what the strategy picks.
 
     Raises BudgetError for an unknown strategy, for `full` under a budget that is too small, for
     pinned blocks that cost more than the budget, and for a partial budget without a base to stand
     in for what is not read.
     """
-    useful = allowed(c, limits)
+    useful = allowed(c, constraints)
     needed = int(c.nbytes[useful].sum())
-    if is_affordable(c, useful, limits):
+    if is_affordable(c, useful, constraints):
         return useful
     if strategy == "full":
         raise BudgetError(
             "The budget does not cover a full merge",
             where="budget",
             expected=f"at least {needed} bytes",
-            found=f"{limits.budget_bytes} bytes",
+            found=f"{constraints.budget_bytes} bytes",
             next_step="raise the budget, or use strategy conflict_aware",
         )
-    refuse_without_base(c, needed, limits.budget_bytes)
-    refuse_dear_pins(c, limits)
-    offers, order = rank(c, strategy, useful & ~limits.pinned, seek_nbytes)
-    return spend(c, offers, order, limits)
+    refuse_without_base(c, needed, constraints.budget_bytes)
+    refuse_dear_pins(c, constraints)
+    items, order = rank(c, strategy, useful & ~constraints.pinned, seek_nbytes)
+    return spend(c, items, order, constraints)
 
 
-def allowed(c: Candidates, limits: Limits) -> Choice:
+def allowed(c: Candidates, constraints: Constraints) -> Choice:
     """What is worth reading if there is no limit in bytes."""
-    return ~c.zero & ~(limits.excluded & ~limits.pinned)
+    return ~c.zero & ~(constraints.excluded & ~constraints.pinned)
 
 
-def is_affordable(c: Candidates, choice: Choice, limits: Limits) -> bool:
+def is_affordable(c: Candidates, choice: Choice, constraints: Constraints) -> bool:
     """Whether a choice is within the budget and every expert's share."""
-    spent = np.bincount(c.expert[choice], c.nbytes[choice], len(limits.caps))
-    return bool(spent.sum() <= limits.budget_bytes and (spent <= limits.caps).all())
+    spent = np.bincount(c.expert[choice], c.nbytes[choice], len(constraints.caps))
+    return bool(spent.sum() <= constraints.budget_bytes and (spent <= constraints.caps).all())
 
 
 def refuse_without_base(c: Candidates, needed: int, budget_bytes: int) -> None:
@@ -91,79 +85,79 @@ def refuse_without_base(c: Candidates, needed: int, budget_bytes: int) -> None:
         )
 
 
-def refuse_dear_pins(c: Candidates, limits: Limits) -> None:
+def refuse_dear_pins(c: Candidates, constraints: Constraints) -> None:
     """Raise BudgetError where what is pinned costs more than there is."""
-    pinned = limits.pinned & ~c.zero
+    pinned = constraints.pinned & ~c.zero
     needed = int(c.nbytes[pinned].sum())
-    if needed > limits.budget_bytes:
+    if needed > constraints.budget_bytes:
         raise BudgetError(
             "The budget does not cover what the recipe pins",
             where="budget, pin",
             expected=f"at least {needed} bytes",
-            found=f"{limits.budget_bytes} bytes",
+            found=f"{constraints.budget_bytes} bytes",
             next_step="raise the budget, or pin less",
         )
 
 
 def magnitude(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     """By ‖c·δ‖² per byte: what is best for deltas that are orthogonal to each other."""
-    offers = single_offers(c, _units(c, free))
-    return offers, _by_worth(c, offers, seek_nbytes)
+    items = single_items(c, _units(c, free))
+    return items, _by_worth(c, items, seek_nbytes)
 
 
 def conflict_aware(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
-    """By what a purchase saves of the error per byte, given what it agrees and conflicts with.
+    """By what an item saves of the error per byte, given what it agrees and conflicts with.
 
-    For sums of deltas, from their inner products; for other merges, as rehearsed on samples of the
-    deltas. Sites are independent, so buying the steepest parts of their convex hulls first is
+    For sums of deltas, from their inner products; for other merges, as simulated on samples of the
+    deltas. Sites are independent, so reading the steepest parts of their convex hulls first is
     optimal for every budget that they fill exactly (Everett 1963, Lagrange multipliers).
-    Rows that are bought whole are ranked by magnitude among the others.
+    Rows that are read whole are ranked by magnitude among the others.
     """
-    chains = chain_offers(c, free & ~c.is_bundled)
-    offers = joined([chains, single_offers(c, _units(c, free & c.is_bundled))])
-    return offers, _by_worth(c, offers, seek_nbytes)
+    chains = chain_items(c, free & ~c.is_bundled)
+    items = joined([chains, single_items(c, _units(c, free & c.is_bundled))])
+    return items, _by_worth(c, items, seek_nbytes)
 
 
 def _units(c: Candidates, free: Choice) -> Ints:
-    """The units with something to buy in `free`, ascending."""
+    """The units with something to read in `free`, ascending."""
     found = c.unit[free & ~c.zero]
     units: Ints = found[np.diff(found, prepend=-1) > 0]
     return units
 
 
-def _by_worth(c: Candidates, offers: Offers, seek_nbytes: int) -> Ints:
+def _by_worth(c: Candidates, items: Items, seek_nbytes: int) -> Ints:
     """Most saved per byte first; of equals, the first in the list."""
     from mergepipe_pipeline.planner.chains import falling
 
-    cost = _summed(offers, c.nbytes[offers.members])
-    worth = falling(offers.saved / np.maximum(cost, 1), offers.chain)
+    cost = _summed(items, c.nbytes[items.members])
+    worth = falling(items.saved / np.maximum(cost, 1), items.chain)
     order = np.argsort(-worth, kind="stable")
     if not seek_nbytes:
         return order
-    apart = _summed(offers, _stands_apart(c, offers, order).astype(np.int64))
-    worth = falling(offers.saved / np.maximum(cost + seek_nbytes * apart, 1), offers.chain)
+    apart = _summed(items, _stands_apart(c, items, order).astype(np.int64))
+    worth = falling(items.saved / np.maximum(cost + seek_nbytes * apart, 1), items.chain)
     return np.argsort(-worth, kind="stable")
 
 
-def _stands_apart(c: Candidates, offers: Offers, order: Ints) -> Choice:
+def _stands_apart(c: Candidates, items: Items, order: Ints) -> Choice:
     """Which members would be a read of their own: both blocks next to them rank lower."""
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     never = len(order)
     rank_of = np.full(len(c.row) + 1, never, np.int64)
-    rank_of[offers.members] = np.repeat(place, np.diff(offers.first))
-    own, last = rank_of[offers.members], c.block[offers.members + 1 - len(c.row)] == 0
-    before = np.where(c.block[offers.members] > 0, rank_of[offers.members - 1], never)
-    after = np.where(last, never, rank_of[offers.members + 1])
+    rank_of[items.members] = np.repeat(place, np.diff(items.first))
+    own, last = rank_of[items.members], c.block[items.members + 1 - len(c.row)] == 0
+    before = np.where(c.block[items.members] > 0, rank_of[items.members - 1], never)
+    after = np.where(last, never, rank_of[items.members + 1])
     apart: Choice = (before > own) & (after > own)
     return apart
 
 
-def _summed(offers: Offers, values: Ints) -> Ints:
-    """Per offer, the sum over its members."""
-    if not len(offers.saved):
+def _summed(items: Items, values: Ints) -> Ints:
+    """Per item, the sum over its members."""
+    if not len(items.saved):
         return np.zeros(0, np.int64)
-    sums: Ints = np.add.reduceat(values, offers.first[:-1])
+    sums: Ints = np.add.reduceat(values, items.first[:-1])
     return sums
 
 

@@ -20,9 +20,9 @@ from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of, snapshot_of
 from mergepipe_pipeline.execution.plan_store import checked_plan, load_plan, stored_plans
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.execution.question import Asked, ask_again
-from mergepipe_pipeline.planner.choosing import bought
+from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan
 from mergepipe_pipeline.planner.explain import Account, Block, account
+from mergepipe_pipeline.planner.selection import select_blocks
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.report.comparison import Comparison, full_plan_id, known_comparison
 from mergepipe_pipeline.report.query import first_versions, provenance, told_snapshots
@@ -39,7 +39,7 @@ class TensorStory:
     """One output tensor of a plan: what makes it, and why each block of it is read or left.
 
     `experts` are the models' names by the positions that `blocks` give. `is_current`: the recipe
-    planned today would buy the same; else `account` is of today's list, not of the plan's.
+    planned today would read the same; else `account` is of today's list, not of the plan's.
     """
 
     plan: MergePlan
@@ -66,9 +66,9 @@ class Appearance:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One expert in one layer of a plan: bytes, and Σ‖c·δ‖² of it and of what was bought.
+    """One expert in one layer of a plan: bytes, and Σ‖c·δ‖² of it and of what was read.
 
-    Of sparsifying methods the part that they keep. `others_energy` is what was bought of the other
+    Of sparsifying methods the part that they keep. `others_energy` is what was read of the other
     experts. None where there is no base to differ from.
     """
 
@@ -82,19 +82,19 @@ class Contribution:
 
     @property
     def share_of_bytes(self) -> float:
-        """Bytes bought of this expert's."""
+        """Bytes read of this expert's."""
         return self.nbytes_bought / max(1, self.nbytes_total)
 
     @property
     def share_of_energy(self) -> float | None:
-        """Energy bought of this expert's; 1 where it changes nothing."""
+        """Energy read of this expert's; 1 where it changes nothing."""
         if self.energy is None or self.energy_bought is None:
             return None
         return self.energy_bought / self.energy if self.energy > 0 else 1.0
 
     @property
     def part(self) -> float | None:
-        """Its part of all that was bought for the layer, by energy; 0 where nothing was."""
+        """Its part of all that was read for the layer, by energy; 0 where nothing was."""
         if self.energy_bought is None or self.others_energy is None:
             return None
         together = self.energy_bought + self.others_energy
@@ -147,21 +147,21 @@ def explain_tensor(
             expected=", ".join(near or list(tasks)[:3]),
             next_step="see `mergepipe explain PLAN --by tensor`",
         )
-    asked = ask_again(home, plan, progress)
-    told = account(asked.question, asked.recipe.budget, asked.purchase.ranking, asked.choice)
+    solved = solve_plan(home, plan, progress)
+    told = account(solved.problem, solved.recipe.budget, solved.selection.ranking, solved.choice)
     layer, task = tasks[tensor]
-    names = list(asked.question.tensors)
+    names = list(solved.problem.tensors)
     blocks = tuple(told.blocks(names.index(tensor))) if tensor in names else ()
-    return TensorStory(plan, layer, task, asked.experts, told, blocks, _is_current(plan, asked))
+    return TensorStory(plan, layer, task, solved.experts, told, blocks, _is_current(plan, solved))
 
 
-def _is_current(plan: MergePlan, asked: Asked) -> bool:
+def _is_current(plan: MergePlan, solved: SolvedProblem) -> bool:
     """Whether planning again gives the same; taken to be so for a search for an error."""
     e = plan.estimates
     if e.budget_bytes is None and e.error_bound != 0:
         return True
-    again = bought(asked.question, asked.recipe.budget, asked.recipe.strategy)
-    return np.array_equal(again.choice, asked.choice)
+    again = select_blocks(solved.problem, solved.recipe.budget, solved.recipe.strategy)
+    return np.array_equal(again.choice, solved.choice)
 
 
 def _plan(home: Warehouse, what: str, progress: Progress | None) -> MergePlan:
@@ -191,7 +191,7 @@ def explain_expert(
         )
     plan = plan_of(home, where or found[0].id)
     mine = tuple(
-        c for c in contributions(ask_again(home, plan, progress)) if name in c.expert.split("+")
+        c for c in contributions(solve_plan(home, plan, progress)) if name in c.expert.split("+")
     )
     if not mine:
         raise NotFoundError(
@@ -243,14 +243,14 @@ def _appearance(
         )
 
 
-def contributions(asked: Asked) -> list[Contribution]:
+def contributions(solved: SolvedProblem) -> list[Contribution]:
     """What each expert contributes to each layer of a choice, layer by layer."""
-    c, choice = asked.question.candidates, asked.choice
-    layers = asked.layers
+    c, choice = solved.problem.candidates, solved.choice
+    layers = solved.layers
     names = list(dict.fromkeys(layers))
     of_layer = np.array([names.index(layer) for layer in layers], np.int64)
     tensor = np.array([row.tensor for row in c.rows], np.int64)[c.row]
-    width = len(asked.experts)
+    width = len(solved.experts)
     cell = of_layer[tensor] * width + c.expert
     known = bool(np.isfinite(c.energy).all())
 
@@ -262,7 +262,7 @@ def contributions(asked: Asked) -> list[Contribution]:
     energy, kept = total(c.energy), total(np.where(choice | c.zero, c.energy, 0.0))
     return [
         Contribution(
-            asked.experts[y],
+            solved.experts[y],
             names[x],
             int(nbytes[x, y]),
             int(bought[x, y]),

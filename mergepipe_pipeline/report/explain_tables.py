@@ -80,7 +80,7 @@ def bytes_picture(plan: MergePlan) -> bytes:
 
 
 def blocks_picture(story: TensorStory) -> bytes:
-    """PNG: worth of every block against the last one bought, as a power of ten; empty: no list.
+    """PNG: worth of every block against the last one read, as a power of ten; empty: no list.
 
     Above 0 is what was worth more.
     """
@@ -103,7 +103,7 @@ def blocks_picture(story: TensorStory) -> bytes:
 
 
 def contributions_picture(story: ExpertStory) -> bytes:
-    """PNG: per layer the shares bought of an expert's bytes and energy, and its part of all."""
+    """PNG: per layer the shares read of an expert's bytes and energy, and its part of all."""
     layers = [c.layer for c in story.contributions]
     values = [
         [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Unpack
 
-from mergepipe_pipeline.execution.question import Asked, ask, ask_again
+from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solve_recipe
 from mergepipe_pipeline.pictures import Line, Mark, curve_picture, sketch
 from mergepipe_pipeline.planner.curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress
@@ -35,25 +35,25 @@ def curve(
     **planning: Unpack[Planning],
 ) -> RecipeCurve:
     """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
-    return _told(ask(home, raw, progress=progress, for_parts=True, **planning), shares)
+    return _told(solve_recipe(home, raw, progress=progress, for_parts=True, **planning), shares)
 
 
 def curve_of_plan(
     home: Warehouse, plan: MergePlan, progress: Progress | None = None
 ) -> RecipeCurve | None:
-    """The curve on which a plan stands; its own point is what it buys.
+    """The curve on which a plan stands; its own point is what it covers.
 
     None where a tensor has no base, so that nothing can be left out.
     """
     if plan.estimates.predicted_error is None:
         return None
-    return _told(ask_again(home, plan, progress), SHARES)
+    return _told(solve_plan(home, plan, progress), SHARES)
 
 
-def _told(asked: Asked, shares: Sequence[float]) -> RecipeCurve:
-    recipe = asked.recipe
-    found = budget_curve(asked.question, recipe.budget, asked.purchase, shares)
-    return RecipeCurve(recipe.name, found, asked.question.bound(asked.choice).note, asked.read)
+def _told(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
+    recipe = solved.recipe
+    found = budget_curve(solved.problem, recipe.budget, solved.selection, shares)
+    return RecipeCurve(recipe.name, found, solved.problem.bound(solved.choice).note, solved.read)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:

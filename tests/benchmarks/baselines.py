@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
-from mergepipe_pipeline.planner.offers import Offers, single_offers
+from mergepipe_pipeline.planner.items import Items, single_items
 from mergepipe_pipeline.planner.strategies import STRATEGIES, Ranked
 from mergepipe_pipeline.recipe import schema
 
@@ -26,7 +26,7 @@ def by_hash(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
         ],
         dtype=np.uint64,
     )
-    return single_offers(c, units), np.argsort(keys, kind="stable")
+    return single_items(c, units), np.argsort(keys, kind="stable")
 
 
 def drop_experts(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
@@ -35,8 +35,8 @@ def drop_experts(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     members = members[np.argsort(c.expert[members], kind="stable")]
     experts, first = np.unique(c.expert[members], return_index=True)
     saved = np.add.reduceat(c.gain[members], first) if len(first) else np.zeros(0)
-    offers = Offers(experts, saved, np.append(first, len(members)), members)
-    return offers, np.arange(len(experts))
+    items = Items(experts, saved, np.append(first, len(members)), members)
+    return items, np.arange(len(experts))
 
 
 BASELINES = {"hash": by_hash, "drop-experts": drop_experts}

@@ -53,6 +53,7 @@ _BURST = {"ops": {"index_several": {"config": {"experts": ["base"]}}}}
 #: Works on recipe n until somebody ends it.
 HOLD = """
 import sys, time
+from mergepipe_pipeline.execution.leases import lease_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 with lease_recipe(Warehouse.at(sys.argv[1]), "n"):
     print("held", flush=True)

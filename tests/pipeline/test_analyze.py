@@ -93,7 +93,7 @@ def test_a_second_analysis_reads_nothing(registered: Warehouse) -> None:
 
 def test_digests_that_are_lost_follow_from_those_of_segments(registered: Warehouse) -> None:
     analyze(registered, ["expert_00"], block_elems=BLOCK)
-    folder = registered.catalog / DIGESTS
+    folder = registered.catalog_dir / DIGESTS
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     shutil.rmtree(folder)
     with tensor_reads() as reads:
@@ -102,7 +102,7 @@ def test_digests_that_are_lost_follow_from_those_of_segments(registered: Warehou
     assert not reads
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     shutil.rmtree(folder)
-    shutil.rmtree(registered.catalog / SEGMENTS)
+    shutil.rmtree(registered.catalog_dir / SEGMENTS)
     analyze(registered, ["expert_00"], block_elems=BLOCK)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
@@ -120,7 +120,7 @@ def test_the_known_digests_are_listed_a_few_times_whatever_the_number_of_tensors
     names = ["expert_00", "expert_01"]
     analyze(registered, names, block_elems=BLOCK)
     tensors = len(locate_registered(registered, "base").checkpoint.tensors)
-    assert 0 < listed.count(registered.catalog / DIGESTS) < tensors
+    assert 0 < listed.count(registered.catalog_dir / DIGESTS) < tensors
 
 
 def test_what_is_found_does_not_depend_on_how_experts_are_put_together(

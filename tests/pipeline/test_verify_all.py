@@ -342,6 +342,8 @@ def test_an_expert_that_left_the_inbox_is_a_note_and_one_that_left_another_place
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from mergepipe_pipeline.integrity.auditor import Auditor
+from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 left, real = [int(sys.argv[2])], Auditor.done

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Row, lay_out
-from mergepipe_pipeline.planner.offers import Limits
+from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
 
@@ -93,7 +93,7 @@ def known(deltas: Floats, weights: Sequence[float], tensor: int = 0) -> list[Row
 
 @dataclass(frozen=True)
 class Drawn:
-    """Rehearsals of which only curves are known."""
+    """Simulations of which only curves are known."""
 
     curves: Mapping[int, Curve]
 
@@ -103,7 +103,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Rehearsals of tensors of one expert: [blocks, parts], what leaving out each block costs."""
+    """Simulations of tensors of one expert: [blocks, parts], what leaving out each block costs."""
 
     costs: Mapping[int, Floats]
     curves: Mapping[int, Curve] = field(default_factory=dict)
@@ -120,11 +120,11 @@ def left_out(c: Candidates, deltas: Floats, choice: Choice) -> float:
     return float(np.square(np.einsum("e,eb,ebk->bk", weights, omitted, deltas)).sum())
 
 
-def limits(c: Candidates, budget_bytes: int | None = None) -> Limits:
+def constraints(c: Candidates, budget_bytes: int | None = None) -> Constraints:
     """So many bytes (None: all), without pins, exclusions or caps."""
     experts = 1 + max((r.position for r in c.rows), default=0)
     none = np.zeros(len(c.row), np.bool_)
-    return Limits(
+    return Constraints(
         int(c.nbytes.sum()) if budget_bytes is None else budget_bytes,
         np.full(experts, np.iinfo(np.int64).max),
         none,

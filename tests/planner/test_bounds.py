@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.planner.bounds import Answer, error_bound
+from mergepipe_pipeline.planner.bounds import Sensitivity, error_bound
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, lay_out
 from mergepipe_pipeline.planner.strategies import choose
 from mergepipe_pipeline.spec.operator import Response
 from tests.oracles import elected
-from tests.planner.drawn import GRID, Floats, candidates, known, left_out, limits, row
+from tests.planner.drawn import GRID, Floats, candidates, constraints, known, left_out, row
 
 
-def answers(
+def sensitivities(
     c: Candidates, response: Response, reach: float = np.nan, *, has_divisor_zero: bool = False
-) -> dict[int, Answer]:
+) -> dict[int, Sensitivity]:
     """The same answer for all tensors."""
     counts = np.bincount([r.tensor for r in c.rows])
     return {
-        n: Answer(response, np.full(count, reach), has_divisor_zero)
+        n: Sensitivity(response, np.full(count, reach), has_divisor_zero)
         for n, count in enumerate(counts)
     }
 
@@ -32,8 +32,8 @@ def answers(
 def test_the_additive_bound_is_the_triangle_inequality_per_site(
     c: Candidates, share: float
 ) -> None:
-    chosen = choose(c, limits(c, int(share * c.nbytes.sum())), "magnitude")
-    bound = error_bound(c, chosen, answers(c, "additive")).value
+    chosen = choose(c, constraints(c, int(share * c.nbytes.sum())), "magnitude")
+    bound = error_bound(c, chosen, sensitivities(c, "additive")).value
     sites: dict[int, float] = {}
     for i in np.flatnonzero(~chosen & ~c.zero):
         sites[int(c.site[i])] = sites.get(int(c.site[i]), 0.0) + abs(c.coefficient[i]) * c.norm[i]
@@ -50,7 +50,7 @@ def drawn(seed: int) -> tuple[Candidates, Floats, Choice]:
 
 
 def covered(deltas: Floats, choice: Choice) -> Floats:
-    """The deltas with zeros in place of what is not bought."""
+    """The deltas with zeros in place of what is not read."""
     chosen: Floats = deltas * choice.reshape(deltas.shape[:2])[:, :, None]
     return chosen
 
@@ -58,7 +58,7 @@ def covered(deltas: Floats, choice: Choice) -> Floats:
 @given(seed=st.integers(0, 2**32))
 def test_a_sum_errs_less_than_its_bound(seed: int) -> None:
     c, deltas, choice = drawn(seed)
-    bound = error_bound(c, choice, answers(c, "additive")).value
+    bound = error_bound(c, choice, sensitivities(c, "additive")).value
     assert bound is not None
     assert left_out(c, deltas, choice) ** 0.5 <= bound * (1 + 1e-9)
 
@@ -70,7 +70,7 @@ def test_a_vote_that_adds_errs_less_than_its_bound(seed: int) -> None:
     full, part = (
         (d * elected(d)).sum(axis=0) for d in (weights * deltas, weights * covered(deltas, choice))
     )
-    bound = error_bound(c, choice, answers(c, "vote")).value
+    bound = error_bound(c, choice, sensitivities(c, "vote")).value
     assert bound is not None
     assert np.linalg.norm(full - part) <= bound * (1 + 1e-9)
 
@@ -92,7 +92,7 @@ def test_a_mean_errs_less_than_its_bound(seed: int, vote: bool, density: float) 
     caps = np.square(kept).sum(axis=(1, 2))
     rows = [replace(r, kept_energy=float(e)) for r, e in zip(c.rows, caps, strict=True)]
     c = lay_out(rows, GRID)
-    bound = error_bound(c, choice, answers(c, "vote" if vote else "mean", reach)).value
+    bound = error_bound(c, choice, sensitivities(c, "vote" if vote else "mean", reach)).value
     assert bound is not None
     assert np.linalg.norm(mean(kept) - mean(covered(kept, choice))) <= bound * (1 + 1e-9)
 
@@ -100,19 +100,19 @@ def test_a_mean_errs_less_than_its_bound(seed: int, vote: bool, density: float) 
 @pytest.mark.parametrize("response", ["additive", "vote", "mean", "unbounded"])
 @given(c=candidates())
 def test_a_plan_that_omits_nothing_has_no_error(response: Response, c: Candidates) -> None:
-    assert error_bound(c, ~c.zero, answers(c, response)).value == 0.0
+    assert error_bound(c, ~c.zero, sensitivities(c, response)).value == 0.0
 
 
 def test_what_changes_other_places_has_no_bound() -> None:
     c = lay_out([row(1.0, 1.0)], GRID)
-    bound = error_bound(c, np.zeros(2, np.bool_), answers(c, "unbounded"))
+    bound = error_bound(c, np.zeros(2, np.bool_), sensitivities(c, "unbounded"))
     assert bound.value is None
     assert "other" in bound.note
 
 
 def test_a_tensor_without_a_bound_does_no_harm_while_it_is_bought_whole() -> None:
     c = lay_out([row(1.0, 1.0), row(4.0, tensor=1)], GRID)
-    mixed = answers(c, "additive") | {0: Answer("unbounded", np.full(1, np.nan), False)}
+    mixed = sensitivities(c, "additive") | {0: Sensitivity("unbounded", np.full(1, np.nan), False)}
     chosen = np.array([True, True, False])
     assert error_bound(c, chosen, mixed).value == pytest.approx(2.0)
     assert error_bound(c, ~chosen, mixed).value is None
@@ -121,7 +121,7 @@ def test_a_tensor_without_a_bound_does_no_harm_while_it_is_bought_whole() -> Non
 def test_an_omitted_adapter_counts_with_all_of_its_blocks() -> None:
     c = lay_out([row(9.0, 16.0, bundle_nbytes=10), row(1.0, 1.0)], GRID)
     chosen = np.array([False, False, True, True])
-    assert error_bound(c, chosen, answers(c, "additive")).value == pytest.approx(5.0)
+    assert error_bound(c, chosen, sensitivities(c, "additive")).value == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_nothing_is_promised_where_what_is_left_out_is_not_finite(
     response: Response, reach: float
 ) -> None:
     c = lay_out([replace(row(9.0, 9.0), block_l2sq=np.array([1.0, np.nan]))], GRID)
-    given, first = answers(c, response, reach), np.array([True, False])
+    given, first = sensitivities(c, response, reach), np.array([True, False])
     bounds = [error_bound(c, choice, given) for choice in (first, ~first)]
     assert [b.value for b in bounds] == [None, pytest.approx(1.0)]
     assert "NaN" in bounds[0].note
@@ -139,13 +139,15 @@ def test_nothing_is_promised_where_what_is_left_out_is_not_finite(
 
 def test_a_normalised_vote_with_negative_weights_has_no_bound() -> None:
     c = lay_out([row(1.0, 1.0)], GRID)
-    bound = error_bound(c, np.zeros(2, np.bool_), answers(c, "vote", 1.0, has_divisor_zero=True))
+    bound = error_bound(
+        c, np.zeros(2, np.bool_), sensitivities(c, "vote", 1.0, has_divisor_zero=True)
+    )
     assert bound.value is None
     assert "negative" in bound.note
 
 
 def test_the_note_names_the_argument_of_every_part() -> None:
     c = lay_out([row(1.0), row(1.0, tensor=1)], GRID)
-    mixed = {0: answers(c, "additive")[0], 1: answers(c, "mean", 1.0)[1]}
+    mixed = {0: sensitivities(c, "additive")[0], 1: sensitivities(c, "mean", 1.0)[1]}
     bound = error_bound(c, np.zeros(2, np.bool_), mixed)
     assert bound.note == "reach of the means and triangle inequality"

@@ -1,4 +1,4 @@
-"""What can be bought: blocks one by one, adapters whole, and what each is worth."""
+"""What can be read: blocks one by one, adapters whole, and what each is worth."""
 
 from __future__ import annotations
 

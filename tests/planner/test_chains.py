@@ -1,4 +1,4 @@
-"""The order in which a site's blocks are bought, against all subsets of small sites."""
+"""The order in which a site's blocks are read, against all subsets of small sites."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Sites:
 
     def hull(self, compiled: bool = True) -> tuple[Ints, Floats, Ints]:
         order, residual = self.chains()
-        purchase = np.full(order.shape, -1, np.int64)
+        item = np.full(order.shape, -1, np.int64)
         saved, cost = np.zeros(order.shape), np.zeros(order.shape, np.int64)
         run = hull_of if compiled else hull_of.py_func
-        run(order, residual, self.nbytes, purchase, saved, cost)
-        return purchase, saved, cost
+        run(order, residual, self.nbytes, item, saved, cost)
+        return item, saved, cost
 
     def left(self, site: int, bought: tuple[int, ...]) -> float:
-        """‖Σ omitted‖², of what there is to buy."""
+        """‖Σ omitted‖², of what there is to read."""
         there = [i for i in np.flatnonzero(self.nbytes[site]) if i not in bought]
         return float(np.square(self.deltas[site, there].sum(axis=0)).sum())
 
@@ -69,7 +69,7 @@ def test_after_every_purchase_the_residual_is_that_of_what_is_still_omitted(seed
 
 
 def is_greedy(sites: Sites, site: int, members: list[int], *, downward: bool) -> bool:
-    """Whether each purchase saves the most of what is not yet bought, or each omission costs the
+    """Whether each item saves the most of what is not yet read, or each omission costs the
     least of what is not yet omitted."""
     for n in range(len(members)):
         bought = tuple(members[: n + 1] if downward else members[:n])
@@ -108,7 +108,7 @@ def lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 def test_purchases_are_the_lower_convex_hull_of_the_chain(seed: int) -> None:
     sites = Sites(seed)
     order, residual = sites.chains()
-    purchase, saved, cost = sites.hull()
+    item, saved, cost = sites.hull()
     for s in range(len(order)):
         spent = np.cumsum([0, *(sites.nbytes[s, i] for i in order[s] if i >= 0)]).tolist()
         hull = lower_hull([(b, float(r)) for b, r in zip(spent, residual[s], strict=False)])
@@ -118,11 +118,11 @@ def test_purchases_are_the_lower_convex_hull_of_the_chain(seed: int) -> None:
         left = residual[s, 0] - np.cumsum([0.0, *saved[s, :n]])
         assert left == pytest.approx([r for _, r in hull], abs=1e-6 * (1 + residual[s, 0]))
         assert (saved[s, n:] == 0).all()
-        numbers = purchase[s][purchase[s] >= 0]
+        numbers = item[s][item[s] >= 0]
         assert (np.diff(numbers) >= 0).all()
         assert set(numbers.tolist()) == set(range(n))
         for m in range(n):
-            members = order[s][: len(purchase[s])][purchase[s] == m]
+            members = order[s][: len(item[s])][item[s] == m]
             assert sites.nbytes[s, members].sum() == cost[s, m]
 
 
@@ -157,10 +157,10 @@ def test_deltas_that_cancel_each_other_are_not_bought() -> None:
     additive_chains(size, np.ones_like(size), cosine, nbytes, order, residual)
     assert order[0, 0] == 2
     assert residual.tolist() == [[1.0, 0.0, 25.0, 0.0]]
-    purchase = np.full((1, 3), -1, np.int64)
+    item = np.full((1, 3), -1, np.int64)
     saved, cost = np.zeros((1, 3)), np.zeros((1, 3), np.int64)
-    hull_of(order, residual, nbytes, purchase, saved, cost)
-    assert purchase.tolist() == [[0, -1, -1]], "no purchase that saves nothing"
+    hull_of(order, residual, nbytes, item, saved, cost)
+    assert item.tolist() == [[0, -1, -1]], "no purchase that saves nothing"
 
 
 def test_equal_experts_are_bought_one_by_one_in_their_order() -> None:
@@ -170,10 +170,10 @@ def test_equal_experts_are_bought_one_by_one_in_their_order() -> None:
     additive_chains(size, np.ones_like(size), cosine, nbytes, order, residual)
     assert order.tolist() == [[0, 1, 2, 3]]
     assert residual == pytest.approx(0.01 * np.array([[4, 3, 2, 1, 0]]))
-    purchase = np.full((1, 4), -1, np.int64)
+    item = np.full((1, 4), -1, np.int64)
     saved, cost = np.zeros((1, 4)), np.zeros((1, 4), np.int64)
-    hull_of(order, residual, nbytes, purchase, saved, cost)
-    assert purchase.tolist() == [[0, 1, 2, 3]]
+    hull_of(order, residual, nbytes, item, saved, cost)
+    assert item.tolist() == [[0, 1, 2, 3]]
     assert cost.tolist() == [[3, 3, 3, 3]]
 
 
@@ -187,12 +187,12 @@ def test_compiled_loops_do_what_their_python_does(seed: int) -> None:
     rng = np.random.default_rng(seed)
     worth, chain = rng.random(20), np.sort(rng.integers(0, 6, 20))
     np.testing.assert_array_equal(falling(worth, chain), falling.py_func(worth, chain))
-    fits = purchases(seed)
+    fits = items(seed)
     np.testing.assert_array_equal(affordable(*fits), affordable.py_func(*fits))
 
 
-def purchases(seed: int) -> tuple[Ints, Ints, Ints, Ints, Ints, int, Ints, int]:
-    """Arguments of `affordable`: a list of purchases with chains, owners and caps."""
+def items(seed: int) -> tuple[Ints, Ints, Ints, Ints, Ints, int, Ints, int]:
+    """Arguments of `affordable`: a list of items with chains, owners and caps."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 4, 12)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -204,7 +204,7 @@ def purchases(seed: int) -> tuple[Ints, Ints, Ints, Ints, Ints, int, Ints, int]:
 
 @given(seed=st.integers(0, 2**32))
 def test_what_is_affordable_is_within_budget_and_caps_and_passes_over_no_chain(seed: int) -> None:
-    cost, chain, owners, shares, first, budget, caps, n_chains = purchases(seed)
+    cost, chain, owners, shares, first, budget, caps, n_chains = items(seed)
     taken = affordable(cost, chain, owners, shares, first, budget, caps, n_chains)
     left, room, closed = budget, caps.copy(), set()
     for p in range(len(cost)):

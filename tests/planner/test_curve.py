@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import lay_out
-from mergepipe_pipeline.planner.choosing import Purchase, Question, bought, estimates
 from mergepipe_pipeline.planner.curve import Point, budget_curve, knee_of
+from mergepipe_pipeline.planner.selection import (
+    BlockSelection,
+    PlanningProblem,
+    estimates,
+    select_blocks,
+)
 from mergepipe_pipeline.planner.strategies import STRATEGIES
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 from tests.planner.drawn import GRID, row
-from tests.planner.test_choosing import SEEDS, question
+from tests.planner.test_selection import SEEDS, problem
 
 pytestmark = pytest.mark.usefixtures("baselines")
 
@@ -40,15 +45,15 @@ def point(nbytes: int, error: float) -> Point:
 def test_every_point_is_what_a_plan_of_its_budget_promises(
     seed: int, budget: Budget, strategy: str
 ) -> None:
-    q = question(seed)
-    purchase = bought(q, replace(budget, fraction=1.0, nbytes=None), strategy)
-    found = budget_curve(q, budget, purchase, SHARES)
+    q = problem(seed)
+    selection = select_blocks(q, replace(budget, fraction=1.0, nbytes=None), strategy)
+    found = budget_curve(q, budget, selection, SHARES)
     drawn = {(p.strategy, p.budget_bytes): p for p in found.points}
     for name in STRATEGIES:
         for share in (0.0, *SHARES, 1.0):
             mine = replace(budget, fraction=share, nbytes=None)
             try:
-                wanted = estimates(q, mine, bought(q, mine, name))
+                wanted = estimates(q, mine, select_blocks(q, mine, name))
             except BudgetError:
                 assert (name, mine.resolve(found.nbytes_total)) not in drawn
                 continue
@@ -63,10 +68,10 @@ def test_every_point_is_what_a_plan_of_its_budget_promises(
 
 @given(seed=SEEDS)
 def test_the_chosen_point_is_the_choice_that_was_made(seed: int) -> None:
-    q, budget = question(seed), Budget(fraction=0.35)
-    purchase = bought(q, budget, "hash")
-    found = budget_curve(q, budget, purchase, SHARES).chosen
-    wanted = estimates(q, budget, purchase)
+    q, budget = problem(seed), Budget(fraction=0.35)
+    selection = select_blocks(q, budget, "hash")
+    found = budget_curve(q, budget, selection, SHARES).chosen
+    wanted = estimates(q, budget, selection)
     assert (found.strategy, found.budget_bytes) == ("hash", wanted.budget_bytes)
     assert found.nbytes == wanted.expert_bytes_planned
     assert found.error == pytest.approx(wanted.predicted_error)
@@ -103,12 +108,12 @@ def test_a_straight_line_has_no_knee_and_a_corner_has_one() -> None:
 
 
 def test_budgets_that_do_not_cover_the_pins_have_no_point() -> None:
-    q = question(3)
+    q = problem(3)
     pinned = Budget(pin=(Selection(("math",)),))
-    purchase = bought(q, pinned, BEST)
+    selection = select_blocks(q, pinned, BEST)
     c = q.candidates
     cost = int(c.nbytes[(c.expert == 0) & ~c.zero].sum())
-    found = budget_curve(q, pinned, purchase, SHARES)
+    found = budget_curve(q, pinned, selection, SHARES)
     assert found.of(BEST)
     assert all(p.nbytes >= cost for p in found.points)
     assert min(p.budget_bytes or 0 for p in found.points) >= cost
@@ -116,6 +121,8 @@ def test_budgets_that_do_not_cover_the_pins_have_no_point() -> None:
 
 def test_without_a_base_there_is_no_curve() -> None:
     rows = [replace(row(1.0, 2.0), block_l2sq=None, block_nonzero=None)]
-    q = Question(candidates=lay_out(rows, GRID), answers={}, tensors=("t",), experts=(("math",),))
+    q = PlanningProblem(
+        candidates=lay_out(rows, GRID), sensitivities={}, tensors=("t",), experts=(("math",),)
+    )
     with pytest.raises(BudgetError, match="needs a base model"):
-        budget_curve(q, Budget(), Purchase(BEST, BEST, np.ones(2, np.bool_)))
+        budget_curve(q, Budget(), BlockSelection(BEST, BEST, np.ones(2, np.bool_)))

@@ -1,4 +1,4 @@
-"""Why blocks were bought or left: reasons agree with the choice, with the list and with its cut."""
+"""Why blocks were read or left: reasons agree with the choice, with the list and with its cut."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.planner.choosing import bought
 from mergepipe_pipeline.planner.explain import MEANING, Account, Block, account
+from mergepipe_pipeline.planner.selection import select_blocks
 from mergepipe_pipeline.planner.strategies import STRATEGIES
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
-from tests.planner.test_choosing import SEEDS, TENSORS, question
+from tests.planner.test_selection import SEEDS, TENSORS, problem
 
 STRATEGY = st.sampled_from([*STRATEGIES])
 
@@ -26,8 +26,8 @@ def blocks_of(told: Account) -> list[Block]:
 def test_the_budget_allows_everything_up_to_the_cut_and_not_what_comes_next(
     seed: int, strategy: str, fraction: float
 ) -> None:
-    q, budget = question(seed), Budget(fraction=fraction)
-    choice = bought(q, budget, strategy).choice
+    q, budget = problem(seed), Budget(fraction=fraction)
+    choice = select_blocks(q, budget, strategy).choice
     told = account(q, budget, strategy, choice)
     blocks = blocks_of(told)
     assert len(blocks) == len(choice)
@@ -49,9 +49,9 @@ def test_the_budget_allows_everything_up_to_the_cut_and_not_what_comes_next(
 def test_what_a_share_left_out_before_the_cut_is_told_from_what_the_budget_did(
     seed: int, fraction: float, share: float
 ) -> None:
-    q = question(seed)
+    q = problem(seed)
     budget = Budget(fraction=fraction, shares=(Share("code", fraction=share),))
-    choice = bought(q, budget, "conflict_aware").choice
+    choice = select_blocks(q, budget, "conflict_aware").choice
     told = account(q, budget, "conflict_aware", choice)
     for b in blocks_of(told):
         if b.place and b.place <= told.cut:
@@ -63,7 +63,7 @@ def test_what_a_share_left_out_before_the_cut_is_told_from_what_the_budget_did(
 @pytest.mark.parametrize("strategy", ["conflict_aware", "magnitude"])
 @given(seed=SEEDS)
 def test_worth_falls_along_the_list(strategy: str, seed: int) -> None:
-    q = question(seed)
+    q = problem(seed)
     nothing = np.zeros(len(q.candidates.row), np.bool_)
     told = account(q, Budget(nbytes=0), strategy, nothing)
     on_list = [(b.place, b.worth) for b in blocks_of(told) if b.place and b.worth is not None]
@@ -74,8 +74,8 @@ def test_worth_falls_along_the_list(strategy: str, seed: int) -> None:
 
 @given(seed=SEEDS)
 def test_a_block_alone_is_worth_its_squared_change_per_byte(seed: int) -> None:
-    q = question(seed)
-    told = account(q, Budget(), "magnitude", bought(q, Budget(), "magnitude").choice)
+    q = problem(seed)
+    told = account(q, Budget(), "magnitude", select_blocks(q, Budget(), "magnitude").choice)
     for b in blocks_of(told):
         if b.worth is not None:
             assert b.worth == pytest.approx(b.change**2 / b.nbytes)
@@ -83,14 +83,14 @@ def test_a_block_alone_is_worth_its_squared_change_per_byte(seed: int) -> None:
 
 @given(seed=SEEDS)
 def test_pins_exclusions_and_shares_are_told_as_such(seed: int) -> None:
-    q = question(seed)
+    q = problem(seed)
     budget = Budget(
         fraction=0.9,
         pin=(Selection(("math",), ("embed",)),),
         exclude=(Selection((), ("layers.0.mlp",)),),
         shares=(Share("code", nbytes=0),),
     )
-    told = account(q, budget, "conflict_aware", bought(q, budget, "conflict_aware").choice)
+    told = account(q, budget, "conflict_aware", select_blocks(q, budget, "conflict_aware").choice)
     for tensor, name in enumerate(TENSORS):
         for b in told.blocks(tensor):
             if b.why == "zero":
@@ -105,8 +105,8 @@ def test_pins_exclusions_and_shares_are_told_as_such(seed: int) -> None:
 
 
 def test_the_full_strategy_keeps_no_list() -> None:
-    q = question(0)
-    told = account(q, Budget(), "full", bought(q, Budget(), "full").choice)
-    assert (told.offers, told.cut) == (0, 0)
+    q = problem(0)
+    told = account(q, Budget(), "full", select_blocks(q, Budget(), "full").choice)
+    assert (told.items, told.cut) == (0, 0)
     assert {b.why for b in blocks_of(told)} <= {"bought", "zero"}
     assert all(b.place is None and b.worth is None for b in blocks_of(told))

@@ -8,7 +8,7 @@ import pytest
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, lay_out
 from mergepipe_pipeline.planner.strategies import choose
-from tests.planner.drawn import GRID, known, limits
+from tests.planner.drawn import GRID, constraints, known
 
 pytestmark = pytest.mark.usefixtures("baselines")
 
@@ -30,7 +30,7 @@ def plan_of(deltas: Deltas, strategy: str, share: float) -> tuple[Candidates, Ch
     rows = [r for n, d in enumerate(deltas) for r in known(d, [0.5] * d.shape[0], n)]
     c = lay_out(rows, GRID)
     budget = int(share * LAYERS * EXPERTS * BLOCKS) * 8192
-    return c, choose(c, limits(c, budget), strategy)
+    return c, choose(c, constraints(c, budget), strategy)
 
 
 def table(c: Candidates, values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
@@ -52,7 +52,7 @@ def test_a_small_expert_more_moves_as_many_blocks_as_it_takes_and_only_the_least
     flips = old != new
     assert after.sum() == before.sum()
     assert flips.sum() <= taken + 2 + 0.02 * before.sum()
-    # What moved was worth about as much as the last thing bought.
+    # What moved was worth about as much as the last thing read.
     worth = table(c, c.gain)
     cut = np.sort(worth[old == 1])[: max(1, int(0.05 * before.sum()))].max()
     assert np.median(worth[flips]) <= 2 * cut if flips.any() else True

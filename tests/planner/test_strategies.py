@@ -1,4 +1,4 @@
-"""What a budget buys: every strategy within it, deterministic, and everything when it suffices."""
+"""What a budget covers: every strategy stays within it, is deterministic, and reads all it can."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import Candidates, lay_out
 from mergepipe_pipeline.planner.strategies import STRATEGIES, choose, rank
-from tests.planner.drawn import GRID, Floats, candidates, known, left_out, limits, row
+from tests.planner.drawn import GRID, Floats, candidates, constraints, known, left_out, row
 
 pytestmark = pytest.mark.usefixtures("baselines")
 
@@ -21,7 +21,7 @@ PARTIAL = list(STRATEGIES)
 
 
 def buy(c: Candidates, budget: int | None, strategy: str) -> list[bool]:
-    return [bool(b) for b in choose(c, limits(c, budget), strategy)]
+    return [bool(b) for b in choose(c, constraints(c, budget), strategy)]
 
 
 @pytest.mark.parametrize("strategy", PARTIAL)
@@ -29,7 +29,7 @@ def buy(c: Candidates, budget: int | None, strategy: str) -> list[bool]:
 def test_a_choice_stays_within_the_budget_and_never_pays_for_zeros(
     strategy: str, c: Candidates, share: float
 ) -> None:
-    given = limits(c, int(share * c.nbytes.sum()))
+    given = constraints(c, int(share * c.nbytes.sum()))
     chosen = choose(c, given, strategy)
     assert c.nbytes[chosen].sum() <= given.budget_bytes
     assert not (chosen & c.zero).any()
@@ -39,7 +39,7 @@ def test_a_choice_stays_within_the_budget_and_never_pays_for_zeros(
 @pytest.mark.parametrize("strategy", PARTIAL)
 @given(c=candidates(), share=st.floats(0, 1))
 def test_a_bundle_is_bought_whole_or_not_at_all(strategy: str, c: Candidates, share: float) -> None:
-    chosen = choose(c, limits(c, int(share * c.nbytes.sum())), strategy)
+    chosen = choose(c, constraints(c, int(share * c.nbytes.sum())), strategy)
     for r, cut in zip(c.rows, c.row_slices(), strict=True):
         if r.bundle_nbytes is not None:
             assert chosen[cut].all() or not chosen[cut].any()
@@ -60,19 +60,19 @@ def test_a_list_of_offers_holds_every_free_candidate_at_most_once(
 ) -> None:
     rng = np.random.default_rng(int(shares[0] * 1e6))
     free = (rng.random(len(c.rows)) < shares[1])[c.row] & ~c.zero
-    offers, order = rank(c, strategy, free)
-    assert len(np.unique(offers.members)) == len(offers.members) == offers.first[-1]
-    assert free[offers.members].all()
-    assert np.sort(order).tolist() == list(range(len(offers.saved)))
+    items, order = rank(c, strategy, free)
+    assert len(np.unique(items.members)) == len(items.members) == items.first[-1]
+    assert free[items.members].all()
+    assert np.sort(order).tolist() == list(range(len(items.saved)))
     if strategy != "conflict_aware":
-        assert len(offers.members) == free.sum()
+        assert len(items.members) == free.sum()
 
 
 @pytest.mark.parametrize("strategy", ["magnitude", "hash"])
 @given(c=candidates(), share=st.floats(0, 1))
 def test_nothing_is_left_that_still_fits(strategy: str, c: Candidates, share: float) -> None:
     budget = int(share * c.nbytes.sum())
-    chosen = choose(c, limits(c, budget), strategy)
+    chosen = choose(c, constraints(c, budget), strategy)
     bought = np.bincount(c.unit, chosen, c.n_units) > 0
     left = budget - int(c.unit_nbytes[bought].sum())
     assert (c.unit_nbytes[~bought & ~c.unit_zero] > left).all()
@@ -83,7 +83,7 @@ def test_for_equal_blocks_a_larger_budget_only_adds_to_the_choice(seed: int) -> 
     c, _ = tensor(seed, experts=3, blocks=5, common=0.0)
     last = np.zeros(len(c.row), np.bool_)
     for budget in range(0, int(c.nbytes.sum()), 8192):
-        chosen = choose(c, limits(c, budget), "magnitude")
+        chosen = choose(c, constraints(c, budget), "magnitude")
         assert (last <= chosen).all()
         last = chosen
 
@@ -102,15 +102,15 @@ def tensor(seed: int, *, experts: int, blocks: int, common: float) -> tuple[Cand
 def test_of_two_experts_conflict_aware_leaves_the_least_error_that_any_choice_leaves(
     common: float, seed: int
 ) -> None:
-    """Whatever is bought for as many bytes as the first n purchases of the list."""
+    """Whatever is read for as many bytes as the first n items of the list."""
     rng = np.random.default_rng(seed)
     c, deltas = tensor(seed, experts=2, blocks=4, common=common)
     exact = [r.block_sketch for r in c.rows]
     assert all(s is not None for s in exact)
-    offers, order = rank(c, "conflict_aware", ~c.zero)
-    spent = np.cumsum([len(offers.members[offers.first[p] : offers.first[p + 1]]) for p in order])
+    items, order = rank(c, "conflict_aware", ~c.zero)
+    spent = np.cumsum([len(items.members[items.first[p] : items.first[p + 1]]) for p in order])
     blocks = int(rng.choice(spent))
-    found = left_out(c, deltas, choose(c, limits(c, blocks * 8192), "conflict_aware"))
+    found = left_out(c, deltas, choose(c, constraints(c, blocks * 8192), "conflict_aware"))
     every = (np.array(p, np.bool_) for p in product([False, True], repeat=8) if sum(p) == blocks)
     best = min(left_out(c, deltas, p) for p in every)
     # Cautious cosines may be shrunk: then the choice is the best for those, and near it for these.
@@ -124,7 +124,7 @@ def test_conflict_aware_errs_less_than_magnitude_and_that_less_than_hash(common:
     for seed, share in product(range(6), (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)):
         c, deltas = tensor(seed, experts=6, blocks=60, common=common)
         now = {
-            s: left_out(c, deltas, choose(c, limits(c, int(share * c.nbytes.sum())), s))
+            s: left_out(c, deltas, choose(c, constraints(c, int(share * c.nbytes.sum())), s))
             for s in errors
         }
         assert now["conflict_aware"] <= now["magnitude"] * 1.01
@@ -139,7 +139,7 @@ def test_magnitude_buys_an_adapter_for_its_factors_before_dearer_blocks() -> Non
     for strategy in ("magnitude", "conflict_aware"):
         assert buy(c, 8192, strategy) == [False, False, True, True]
         assert buy(c, 4000 + 8192, strategy) == [True, False, True, True]
-        # Too big for what is left: passed over, not bought in part.
+        # Too big for what is left: passed over, not read in part.
         assert buy(c, 3999, strategy) == [False] * 4
 
 
@@ -188,7 +188,7 @@ def test_conflict_aware_leaves_a_pair_that_cancels_and_buys_what_it_leaves() -> 
 @given(seed=st.integers(0, 2**32), share=st.floats(0, 1), seek=st.integers(1, 50_000))
 def test_a_price_of_seeks_never_breaks_the_budget(seed: int, share: float, seek: int) -> None:
     c, _ = tensor(seed, experts=3, blocks=12, common=0.5)
-    given = limits(c, int(share * c.nbytes.sum()))
+    given = constraints(c, int(share * c.nbytes.sum()))
     for strategy in PARTIAL:
         chosen = choose(c, given, strategy, seek)
         assert c.nbytes[chosen].sum() <= given.budget_bytes
@@ -198,7 +198,7 @@ def test_a_price_of_seeks_never_breaks_the_budget(seed: int, share: float, seek:
 @pytest.mark.parametrize("strategy", ["magnitude", "conflict_aware"])
 def test_a_price_of_seeks_makes_fewer_reads(strategy: str) -> None:
     def reads(c: Candidates, seek: int) -> int:
-        chosen = choose(c, limits(c, int(0.3 * c.nbytes.sum())), strategy, seek)
+        chosen = choose(c, constraints(c, int(0.3 * c.nbytes.sum())), strategy, seek)
         edges = [np.diff(chosen[cut], prepend=False, append=False).sum() for cut in c.row_slices()]
         return int(sum(edges)) // 2
 

@@ -6,21 +6,34 @@ Names and patterns end here; strategies see arrays only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 
-from mergepipe_pipeline.planner.candidates import Candidates, Choice
-from mergepipe_pipeline.planner.offers import Limits
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Ints
 from mergepipe_pipeline.spec.recipe import Budget, Selection
 
-#: The names that one expert answers to.
+#: The names that one expert goes by.
 Names = Sequence[str]
 
 
-def limits_of(
+@dataclass(frozen=True)
+class Constraints:
+    """What a plan may read: `budget_bytes` in all, `caps` [experts] bytes of each expert.
+
+    `pinned` candidates are read first, `excluded` ones never.
+    """
+
+    budget_bytes: int
+    caps: Ints
+    pinned: Choice
+    excluded: Choice
+
+
+def constraints_of(
     budget: Budget, c: Candidates, tensors: Sequence[str], experts: Sequence[Names]
-) -> Limits:
+) -> Constraints:
     """The limits that `budget` sets; by number, `tensors` are names and `experts`
     what a pattern may fit.
 
@@ -36,7 +49,7 @@ def limits_of(
             if _fits((share.experts,), names):
                 own = share.nbytes if share.fraction is None else int(share.fraction * limit)
                 caps[number] = caps[number] if own is None else min(caps[number], own)
-    return Limits(
+    return Constraints(
         limit,
         caps,
         _selected(budget.pin, c, tensors, experts),

@@ -1,4 +1,4 @@
-"""Operators on samples of deltas: what planning rehearses with. No file is read."""
+"""Operators on samples of deltas: what planning simulates with. No file is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mergepipe_pipeline.spec.plan import TensorTask
 Samples = npt.NDArray[np.float32]
 
 
-def rehearsal_of(task: TensorTask) -> Callable[[Samples], Samples]:
+def simulation_of(task: TensorTask) -> Callable[[Samples], Samples]:
     """From deltas, float32 [E, n], to the merged update, float32 [n]; the base counts as zero.
 
     The deltas may be overwritten.
@@ -25,13 +25,13 @@ def rehearsal_of(task: TensorTask) -> Callable[[Samples], Samples]:
     count = len(task.experts)
     kernel = FusedKernel(operator.fused(task), (True,) * count)
 
-    def rehearse(deltas: Samples) -> Samples:
+    def simulate(deltas: Samples) -> Samples:
         n = deltas.shape[1]
         update = np.empty(n, np.float32)
         kernel.run(np.zeros(n, np.float32), deltas, np.arange(count), 0, update)
         return update
 
-    return rehearse
+    return simulate
 
 
 def _in_torch(operator: Operator, task: TensorTask, deltas: Samples) -> Samples:

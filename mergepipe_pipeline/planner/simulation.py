@@ -1,4 +1,4 @@
-"""How the error of a merge that is no sum falls with what is bought: tried on samples of deltas.
+"""How the error of a merge that is no sum falls with what is read: tried on samples of deltas.
 
 The catalog keeps δ at the same few elements of every block for all experts. Any method that works
 element by element can be applied to them: with all experts, and with less and less of them. Nothing
@@ -22,7 +22,7 @@ from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 
 Samples = npt.NDArray[np.float32]
 #: [E, n] float32 deltas of E experts to the merged update, [n] float32.
-Rehearse = Callable[[Samples], Samples]
+Simulate = Callable[[Samples], Samples]
 #: Parts of the samples that estimate an error each for itself: by how far they disagree, what all
 #: of them say may be off.
 PARTS = 8
@@ -39,7 +39,7 @@ _SHARES = 33
 
 
 @dataclass(frozen=True)
-class Trial:
+class SimulatedCurve:
     """One output tensor's curve as tried on `n` sampled elements; `energy` is theirs, as kept.
 
     Without `has_shape` only its height is known, and nothing between its ends.
@@ -51,7 +51,7 @@ class Trial:
     has_shape: bool = True
 
 
-class Rehearsal:
+class Simulation:
     """One output tensor's merge, to be tried on samples of its experts' deltas."""
 
     def __init__(
@@ -59,9 +59,9 @@ class Rehearsal:
         rows: Sequence[Row],
         stats: Sequence[TensorStats],
         grid: BlockGrid,
-        rehearse: Rehearse,
+        simulate: Simulate,
     ) -> None:
-        self._rows, self._stats, self._rehearse = rows, stats, rehearse
+        self._rows, self._stats, self._simulate = rows, stats, simulate
         numel = max(r.numel for r in rows)
         n_blocks = grid.count(numel)
         # Evenly spread blocks, so many that all experts' samples stay small.
@@ -71,7 +71,7 @@ class Rehearsal:
         #: Elements that each block's samples stand for.
         self._lengths = lengths[self._kept].astype(np.float64)
         self._scale = numel / self._lengths.sum()
-        self._asked: dict[bytes, Floats] = {}
+        self._known: dict[bytes, Floats] = {}
 
     @property
     def n_experts(self) -> int:
@@ -79,7 +79,7 @@ class Rehearsal:
         return len(self._rows)
 
     def squares(self, omitted: Sequence[Choice]) -> Floats | None:
-        """As `candidates.Rehearsals.squares`, of this tensor."""
+        """As `candidates.SimulatedErrors.squares`, of this tensor."""
         if not self._tells:
             return None
         found = [self._without(left[self._kept]) for left in omitted]
@@ -88,17 +88,17 @@ class Rehearsal:
     def _without(self, left: Choice) -> Floats:
         """[PARTS]: what leaving out these of the sampled blocks, [blocks, E], makes wrong."""
         # Whether a choice is good is asked first, and what it promises afterwards.
-        asked = left.tobytes()
-        if asked not in self._asked:
+        key = left.tobytes()
+        if key not in self._known:
             some = self._samples().reshape(len(self._rows), -1, SAMPLE_WIDTH)
             some[left.T] = 0
-            self._asked[asked] = self._wrong(some.reshape(len(some), -1)) * self._scale
-        return self._asked[asked]
+            self._known[key] = self._wrong(some.reshape(len(some), -1)) * self._scale
+        return self._known[key]
 
-    def trial(self, *, shape: bool = True) -> Trial | None:
+    def simulated_curve(self, *, shape: bool = True) -> SimulatedCurve | None:
         """The curve; None where the samples show no update at all.
 
-        Experts are bought in the order of their energy, as a site's are. Without `shape` only
+        Experts are read in the order of their energy, as a site's are. Without `shape` only
         nothing and everything are tried.
         """
         if not self._tells:
@@ -117,7 +117,7 @@ class Rehearsal:
             return None
         bought = np.concatenate([[0.0], np.cumsum(energy[order])])[counts] / energy.sum()
         curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled)
-        return Trial(curve, samples.shape[1], sampled, shape)
+        return SimulatedCurve(curve, samples.shape[1], sampled, shape)
 
     @cached_property
     def _energies(self) -> Floats:
@@ -127,7 +127,7 @@ class Rehearsal:
     @cached_property
     def _full(self) -> Samples:
         """The update that all experts give the samples."""
-        return self._rehearse(self._samples())
+        return self._simulate(self._samples())
 
     @cached_property
     def _tells(self) -> bool:
@@ -147,7 +147,7 @@ class Rehearsal:
     def _wrong(self, some: Samples) -> Floats:
         """[PARTS]: Σ(full − what `some` give)² over the blocks that the samples stand for."""
         # Of nothing, every method makes nothing.
-        return self._weighed(self._full - self._rehearse(some) if some.any() else self._full)
+        return self._weighed(self._full - self._simulate(some) if some.any() else self._full)
 
     def _weighed(self, off: Samples) -> Floats:
         squares = np.square(off, dtype=np.float64).reshape(len(self._lengths), -1, PARTS)
@@ -155,12 +155,12 @@ class Rehearsal:
         return weighed
 
 
-class Stage:
-    """All rehearsals of a merge; `alike` are those of the same method, by number of the tensor."""
+class Simulations:
+    """All simulations of a merge; `alike` are those of the same method, by number of the tensor."""
 
-    def __init__(self, alike: Sequence[Mapping[int, Rehearsal]]) -> None:
+    def __init__(self, alike: Sequence[Mapping[int, Simulation]]) -> None:
         self._alike = alike
-        self._all = {n: rehearsal for group in alike for n, rehearsal in group.items()}
+        self._all = {n: simulation for group in alike for n, simulation in group.items()}
 
     @cached_property
     def curves(self) -> Mapping[int, Curve]:
@@ -168,34 +168,35 @@ class Stage:
         return {n: curve for group in self._alike for n, curve in _drawn(group).items()}
 
     def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
-        """As `candidates.Rehearsals.squares`."""
-        rehearsal = self._all.get(tensor)
-        return rehearsal.squares(omitted) if rehearsal else None
+        """As `candidates.SimulatedErrors.squares`."""
+        simulation = self._all.get(tensor)
+        return simulation.squares(omitted) if simulation else None
 
 
-def _drawn(alike: Mapping[int, Rehearsal]) -> dict[int, Curve]:
+def _drawn(alike: Mapping[int, Simulation]) -> dict[int, Curve]:
     """The curves of tensors merged alike; the shape of each of them, unless there are very many."""
     n_inputs = sum(r.n_experts for r in alike.values())
     every = max(1, n_inputs // _MAX_INPUTS)
     with Workers(threads.PLANNING) as workers:
-        trials = workers.map(
-            lambda pair: pair[1].trial(shape=pair[0] % every == 0), enumerate(alike.values())
+        simulated = workers.map(
+            lambda pair: pair[1].simulated_curve(shape=pair[0] % every == 0),
+            enumerate(alike.values()),
         )
-        return pooled({n: t for n, t in zip(alike, trials, strict=True) if t})
+        return pooled({n: t for n, t in zip(alike, simulated, strict=True) if t})
 
 
-def pooled(trials: Mapping[int, Trial]) -> dict[int, Curve]:
+def pooled(simulated: Mapping[int, SimulatedCurve]) -> dict[int, Curve]:
     """The curves of tensors merged alike; what few samples say is drawn towards what all say."""
-    if not trials:
+    if not simulated:
         return {}
-    found = list(trials.values())
+    found = list(simulated.values())
     shares = np.linspace(0, 1, _SHARES)
     lefts = [np.interp(shares, r.curve.share, r.curve.left) for r in found]
     factor = np.average([r.curve.factor for r in found], weights=[r.energy for r in found])
     weights = [r.curve.factor * r.energy * r.has_shape for r in found]
     left = np.average(lefts, axis=0, weights=weights)
     out = {}
-    for number, r, own in zip(trials, found, lefts, strict=True):
+    for number, r, own in zip(simulated, found, lefts, strict=True):
         shape, size = (r.n / (r.n + n) for n in (_SHAPE_ELEMS, _SIZE_ELEMS))
         shape *= r.has_shape
         out[number] = Curve(

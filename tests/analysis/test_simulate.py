@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mergepipe_pipeline.analysis.rehearse import rehearsal_of
+from mergepipe_pipeline.analysis.simulate import simulation_of
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.view import TensorView
@@ -41,9 +41,9 @@ def test_compiled_samples_are_merged_as_torch_merges_them(
     deltas = np.random.default_rng(0).normal(size=(3, N)).astype(np.float32)
     task = task_of(method, params)
     assert OPERATORS[method].fused is not None
-    compiled = rehearsal_of(task)(deltas.copy())
+    compiled = simulation_of(task)(deltas.copy())
     known = OPERATORS[method]
     in_torch = replace(known, hooks=replace(known.hooks, fused=None))
     monkeypatch.setitem(OPERATORS, method, in_torch)
-    np.testing.assert_array_equal(compiled, rehearsal_of(task)(deltas.copy()))
+    np.testing.assert_array_equal(compiled, simulation_of(task)(deltas.copy()))
     assert (compiled != 0).any()

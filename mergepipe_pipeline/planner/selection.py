@@ -1,8 +1,8 @@
-"""From a recipe's budget to the blocks bought, and to what that promises.
+"""From a recipe's budget to the blocks selected, and to what they promise.
 
-An amount of bytes is spent at once. An error to reach is searched for: the fewest offers from the
+An amount of bytes is spent at once. An error to reach is searched for: the fewest items from the
 top of the list whose bound is within it. Where a vote's bound rises before it falls, they are a
-number of offers that are enough, of which one less is not.
+number of items that are enough, of which one less is not.
 
 Here is also the default strategy, and here `conflict_aware` has to show on samples that it is
 better than `magnitude` where it went by samples.
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.planner.bounds import Answer, Bound, error_bound
+from mergepipe_pipeline.planner.bounds import Bound, Sensitivity, error_bound
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
-from mergepipe_pipeline.planner.limits import Names, limits_of
-from mergepipe_pipeline.planner.offers import Limits, spend
+from mergepipe_pipeline.planner.constraints import Constraints, Names, constraints_of
+from mergepipe_pipeline.planner.items import spend
 from mergepipe_pipeline.planner.predict import Prediction, is_nearer, predict
 from mergepipe_pipeline.planner.strategies import (
     choose,
@@ -33,11 +33,11 @@ from mergepipe_pipeline.spec.recipe import Budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is to be bought from: candidates, how their tensors answer, and names by number."""
+class PlanningProblem:
+    """What can be read (candidates), how tensors respond to omission, and names by number."""
 
     candidates: Candidates
-    answers: dict[int, Answer]
+    sensitivities: dict[int, Sensitivity]
     tensors: Sequence[str]
     experts: Sequence[Names]
     seek_nbytes: int = 0
@@ -46,33 +46,33 @@ class Question:
     def usual_strategy(self) -> str:
         """The strategy of a recipe that names none: `conflict_aware` for sums of deltas.
 
-        For votes and means it is `magnitude`. The least error is had there by buying all experts at
-        few places and none elsewhere, where the update is then missing whole. A choice that is
-        spread gives a part of it everywhere, and noise, which trained models bear better
+        For votes and means it is `magnitude`. Their error is least with all experts at few places
+        and none elsewhere, where the update is then missing whole. A choice that is spread gives a
+        part of it everywhere, and noise, which trained models bear better
         (docs/benchmarks.md).
         """
-        return "magnitude" if self.candidates.rehearsals else "conflict_aware"
+        return "magnitude" if self.candidates.simulations else "conflict_aware"
 
     def bound(self, choice: Choice) -> Bound:
         """The bound of a choice."""
-        return error_bound(self.candidates, choice, self.answers)
+        return error_bound(self.candidates, choice, self.sensitivities)
 
-    def limits(self, budget: Budget) -> Limits:
+    def constraints(self, budget: Budget) -> Constraints:
         """What a budget allows."""
-        return limits_of(budget, self.candidates, self.tensors, self.experts)
+        return constraints_of(budget, self.candidates, self.tensors, self.experts)
 
 
 @dataclass(frozen=True)
-class Purchase:
-    """The candidates bought under `strategy`; `ranking` is the strategy whose list was followed."""
+class BlockSelection:
+    """The candidates selected under `strategy`; `ranking`: the strategy whose list was followed."""
 
     strategy: str
     ranking: str
     choice: Choice
 
 
-def bought(q: Question, budget: Budget, strategy: str | None) -> Purchase:
-    """What a budget buys; raises BudgetError as `choose` does.
+def select_blocks(q: PlanningProblem, budget: Budget, strategy: str | None) -> BlockSelection:
+    """Select what a budget covers; raises BudgetError as `choose` does.
 
     It raises it too for an error that cannot be promised. `strategy` None is the usual one; but for
     `magnitude` where it would end farther from the full merge than the base is: the mean of few of
@@ -80,18 +80,18 @@ def bought(q: Question, budget: Budget, strategy: str | None) -> Purchase:
     """
     c, name = q.candidates, strategy or q.usual_strategy
     is_default = strategy is None and name == "magnitude"
-    if c.rehearsals is None or not (is_default or name == "conflict_aware"):
-        return Purchase(name, name, _listed(q, budget, name))
+    if c.simulations is None or not (is_default or name == "conflict_aware"):
+        return BlockSelection(name, name, _listed(q, budget, name))
     plain = _listed(q, budget, "magnitude")
     if is_default and ((plain | c.zero).all() or not is_nearer(c, np.zeros_like(plain), plain)):
-        return Purchase(name, name, plain)
+        return BlockSelection(name, name, plain)
     choice, name = _listed(q, budget, "conflict_aware"), "conflict_aware"
     if np.array_equal(choice, plain) or _is_better(q, budget, choice, plain):
-        return Purchase(name, name, choice)
-    return Purchase(name, "magnitude", plain)
+        return BlockSelection(name, name, choice)
+    return BlockSelection(name, "magnitude", plain)
 
 
-def _is_better(q: Question, budget: Budget, choice: Choice, plain: Choice) -> bool:
+def _is_better(q: PlanningProblem, budget: Budget, choice: Choice, plain: Choice) -> bool:
     """Whether what was fitted to samples is certainly better than what needed none."""
     if budget.error is not None:
         nbytes = q.candidates.nbytes
@@ -99,30 +99,30 @@ def _is_better(q: Question, budget: Budget, choice: Choice, plain: Choice) -> bo
     return is_nearer(q.candidates, choice, plain)
 
 
-def _listed(q: Question, budget: Budget, strategy: str) -> Choice:
-    """What is bought down the list of a strategy."""
-    limits = q.limits(budget)
+def _listed(q: PlanningProblem, budget: Budget, strategy: str) -> Choice:
+    """What is read down the list of a strategy."""
+    constraints = q.constraints(budget)
     if budget.error is None or strategy == "full":
-        return choose(q.candidates, limits, strategy, q.seek_nbytes)
-    return _for_error(q, limits, budget.error, strategy)
+        return choose(q.candidates, constraints, strategy, q.seek_nbytes)
+    return _for_error(q, constraints, budget.error, strategy)
 
 
-def _for_error(q: Question, limits: Limits, error: float, strategy: str) -> Choice:
+def _for_error(q: PlanningProblem, constraints: Constraints, error: float, strategy: str) -> Choice:
     c = q.candidates
-    everything = choose(c, limits, strategy, q.seek_nbytes)
+    everything = choose(c, constraints, strategy, q.seek_nbytes)
     refuse_without_base(c, int(c.nbytes[everything].sum()), 0)
-    refuse_dear_pins(c, limits)
+    refuse_dear_pins(c, constraints)
     none = np.zeros(len(c.row), np.bool_)
     update = (predict(c, [none]) or [Prediction(0.0, None)])[0]
     allowed = error * max(0.0, update.error - (update.margin or 0.0))
     _refuse_unbounded(q.bound(none), error)
     _refuse_out_of_reach(q.bound(everything), error, allowed)
-    offers, order = rank(c, strategy, everything & ~limits.pinned, q.seek_nbytes)
-    # The first `low` offers are too few, the first `high` enough.
+    items, order = rank(c, strategy, everything & ~constraints.pinned, q.seek_nbytes)
+    # The first `low` items are too few, the first `high` enough.
     low, high, best = -1, len(order) + 1, everything
     while high - low > 1:
         middle = (low + high) // 2
-        choice = spend(c, offers, order[:middle], limits)
+        choice = spend(c, items, order[:middle], constraints)
         value = q.bound(choice).value
         if value is not None and value <= allowed:
             high, best = middle, choice
@@ -153,17 +153,17 @@ def _refuse_out_of_reach(least: Bound, error: float, allowed: float) -> None:
         )
 
 
-def estimates(q: Question, budget: Budget, purchase: Purchase) -> Estimates:
-    """What a purchase costs and promises."""
-    c, choice = q.candidates, purchase.choice
+def estimates(q: PlanningProblem, budget: Budget, selection: BlockSelection) -> Estimates:
+    """What a selection costs and promises."""
+    c, choice = q.candidates, selection.choice
     bound = q.bound(choice)
     found = predict(c, [choice, np.zeros(len(c.row), np.bool_)], replay=True)
     units = np.bincount(c.unit, choice, c.n_units) > 0
     starts = choice & ~np.concatenate([[False], choice[:-1] & (np.diff(c.row) == 0)])
     return Estimates(
         budget_bytes=budget.resolve(int(c.nbytes.sum())),
-        strategy=purchase.strategy,
-        ranking=purchase.ranking,
+        strategy=selection.strategy,
+        ranking=selection.ranking,
         block_elems=c.grid.block_elems,
         expert_bytes_total=int(c.nbytes.sum()),
         expert_bytes_planned=int(c.nbytes[choice].sum()),

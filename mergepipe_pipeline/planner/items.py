@@ -1,7 +1,7 @@
-"""What can be bought, with what it costs and saves, and how a budget goes down that list.
+"""What can be read, with what it costs and saves, and how a budget goes down that list.
 
-An offer is one or more candidates that are bought together. Offers of one chain build on each
-other: a later one is bought only after the earlier. Strategies make the list, `spend` goes down it.
+An item is one or more candidates that are read together. Items of one chain build on each
+other: a later one is read only after the earlier. Strategies make the list, `spend` goes down it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Group, Ints
+from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.gram import Batch, Gram
 
 #: What is not finite counts as this much, so that sums of it stay numbers.
@@ -22,23 +23,10 @@ _HUGE = 1e100
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a plan may buy: `budget_bytes` in all, `caps` [experts] bytes of each expert.
+class Items:
+    """Item p is the candidates `members[first[p] : first[p + 1]]` of chain `chain[p]`.
 
-    `pinned` candidates are bought first, `excluded` ones never.
-    """
-
-    budget_bytes: int
-    caps: Ints
-    pinned: Choice
-    excluded: Choice
-
-
-@dataclass(frozen=True)
-class Offers:
-    """Offer p is the candidates `members[first[p] : first[p + 1]]` of chain `chain[p]`.
-
-    It saves `saved[p]` of the squared error. Within a chain, offers stand in order.
+    It saves `saved[p]` of the squared error. Within a chain, items stand in order.
     """
 
     chain: Ints
@@ -47,28 +35,28 @@ class Offers:
     members: Ints
 
 
-def single_offers(c: Candidates, units: Ints) -> Offers:
-    """Units as offers, each a chain of its own, worth ‖c·δ‖²."""
+def single_items(c: Candidates, units: Ints) -> Items:
+    """Units as items, each a chain of its own, worth ‖c·δ‖²."""
     starts = c.unit_first[units]
     counts = np.append(c.unit_first, len(c.unit))[units + 1] - starts
     first = np.concatenate([[0], np.cumsum(counts)])
     places = np.arange(first[-1]) - np.repeat(first[:-1] - starts, counts)
-    return Offers(c.n_sites + units, c.unit_gain[units], first, places)
+    return Items(c.n_sites + units, c.unit_gain[units], first, places)
 
 
-def chain_offers(c: Candidates, free: Choice) -> Offers:
-    """The purchases of every site that are worth making in a row, from the candidates in `free`."""
+def chain_items(c: Candidates, free: Choice) -> Items:
+    """The items of every site that are worth making in a row, from the candidates in `free`."""
     nbytes = np.where(free, c.nbytes, 0)
     # The threads of a BLAS would fight over matrices of this size, and take ten times as long.
     with threadpool_limits(1, "blas"), Workers(threads.PLANNING) as workers:
-        return joined(list(workers.map(lambda group: _site_offers(group, nbytes), c.groups())))
+        return joined(list(workers.map(lambda group: _site_items(group, nbytes), c.groups())))
 
 
-def joined(parts: Sequence[Offers]) -> Offers:
-    """Several lists of offers as one; chains keep their numbers."""
+def joined(parts: Sequence[Items]) -> Items:
+    """Several lists of items as one; chains keep their numbers."""
     counts = [np.diff(p.first) for p in parts]
     none = [np.zeros(0, np.int64)]
-    return Offers(
+    return Items(
         np.concatenate([p.chain for p in parts] or none),
         np.concatenate([p.saved for p in parts] or [np.zeros(0)]),
         np.concatenate([[0], np.cumsum(np.concatenate(counts or none))]).astype(np.int64),
@@ -76,18 +64,18 @@ def joined(parts: Sequence[Offers]) -> Offers:
     )
 
 
-def _site_offers(group: Group, free_nbytes: Ints) -> Offers:
+def _site_items(group: Group, free_nbytes: Ints) -> Items:
     from mergepipe_pipeline.planner.chains import hull_of
 
     shape, nbytes = group.members.shape, group.table(free_nbytes)
     order, residual = _chain(group, nbytes)
-    purchase = np.full(shape, -1, np.int64)
+    item = np.full(shape, -1, np.int64)
     saved, cost = np.zeros(shape), np.zeros(shape, np.int64)
-    hull_of(order, residual, nbytes, purchase, saved, cost)
-    sites, places = np.nonzero(purchase >= 0)
-    numbers = purchase[sites, places]
+    hull_of(order, residual, nbytes, item, saved, cost)
+    sites, places = np.nonzero(item >= 0)
+    numbers = item[sites, places]
     starts = np.flatnonzero((places == 0) | (np.diff(numbers, prepend=-1) != 0))
-    return Offers(
+    return Items(
         group.first_site + sites[starts],
         saved[sites[starts], numbers[starts]],
         np.append(starts, len(sites)),
@@ -96,7 +84,7 @@ def _site_offers(group: Group, free_nbytes: Ints) -> Offers:
 
 
 def _chain(group: Group, nbytes: Ints) -> tuple[Ints, Floats]:
-    """A greedy order per site [sites, E], and the residual after each purchase [sites, E + 1]."""
+    """A greedy order per site [sites, E], and the residual after each item [sites, E + 1]."""
     c = group.candidates
     curve = c.curves.get(group.tensor)
     sites, count = group.members.shape
@@ -135,27 +123,27 @@ def cosine_batches(group: Group, *, cautious: bool) -> Iterator[Batch]:
     yield slice(0, group.n_sites), np.broadcast_to(alone, (group.n_sites, *alone.shape))
 
 
-def spend(c: Candidates, offers: Offers, order: Ints, limits: Limits) -> Choice:
-    """The candidates bought along `order` as long as they fit; pinned ones come first."""
+def spend(c: Candidates, items: Items, order: Ints, constraints: Constraints) -> Choice:
+    """The candidates read along `order` as long as they fit; pinned ones come first."""
     from mergepipe_pipeline.planner.chains import affordable
 
-    counts = np.diff(offers.first)[order]
+    counts = np.diff(items.first)[order]
     first = np.concatenate([[0], np.cumsum(counts)])
-    places = np.arange(first[-1]) - np.repeat(first[:-1] - offers.first[:-1][order], counts)
-    members = offers.members[places]
-    chain = offers.chain[order]
+    places = np.arange(first[-1]) - np.repeat(first[:-1] - items.first[:-1][order], counts)
+    members = items.members[places]
+    chain = items.chain[order]
     nbytes = c.nbytes[members]
     cost = np.add.reduceat(nbytes, first[:-1]) if len(order) else np.zeros(0, np.int64)
-    pinned = limits.pinned & ~c.zero
-    spent = np.bincount(c.expert[pinned], c.nbytes[pinned], len(limits.caps)).astype(np.int64)
+    pinned = constraints.pinned & ~c.zero
+    spent = np.bincount(c.expert[pinned], c.nbytes[pinned], len(constraints.caps)).astype(np.int64)
     taken = affordable(
         cost,
         chain,
         c.expert[members],
         nbytes,
         first.astype(np.int64),
-        limits.budget_bytes - int(c.nbytes[pinned].sum()),
-        limits.caps - spent,
+        constraints.budget_bytes - int(c.nbytes[pinned].sum()),
+        constraints.caps - spent,
         int(chain.max(initial=-1)) + 1,
     )
     chosen = pinned.copy()

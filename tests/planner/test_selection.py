@@ -10,16 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.planner.bounds import Answer
+from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Choice, Curve, lay_out
-from mergepipe_pipeline.planner.choosing import Purchase, Question, bought, estimates
-from mergepipe_pipeline.planner.limits import is_kept
-from mergepipe_pipeline.planner.offers import spend
-from mergepipe_pipeline.planner.rehearsal import PARTS
+from mergepipe_pipeline.planner.constraints import is_kept
+from mergepipe_pipeline.planner.items import spend
+from mergepipe_pipeline.planner.selection import (
+    BlockSelection,
+    PlanningProblem,
+    estimates,
+    select_blocks,
+)
+from mergepipe_pipeline.planner.simulation import PARTS
 from mergepipe_pipeline.planner.strategies import STRATEGIES, choose, rank
 from mergepipe_pipeline.spec.operator import Response
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
-from tests.planner.drawn import GRID, Floats, known, limits, row
+from tests.planner.drawn import GRID, Floats, constraints, known, row
 
 pytestmark = pytest.mark.usefixtures("baselines")
 
@@ -29,33 +34,36 @@ EXPERTS = (("math",), ("code",), ("./experts/chat", "chat"))
 STRATEGY = st.sampled_from(list(STRATEGIES))
 
 
-def question(seed: int, response: Response = "additive") -> Question:
+def problem(seed: int, response: Response = "additive") -> PlanningProblem:
     """Three experts of three tensors of a few blocks."""
     rng = np.random.default_rng(seed)
-    rows, answers = [], {}
+    rows, sensitivities = [], {}
     reach = np.full(3, np.nan if response == "additive" else 1.0)
     for tensor in range(3):
         blocks = int(rng.integers(1, 7))
         deltas = rng.normal(size=(3, blocks, 64)) * np.exp(rng.normal(size=(3, blocks, 1)))
         deltas[rng.random((3, blocks)) < 0.1] = 0
         rows += known(deltas, rng.uniform(0.2, 1, 3).tolist(), tensor)
-        answers[tensor] = Answer(response, reach, False)
-    return Question(
-        candidates=lay_out(rows, GRID), answers=answers, tensors=TENSORS, experts=EXPERTS
+        sensitivities[tensor] = Sensitivity(response, reach, False)
+    return PlanningProblem(
+        candidates=lay_out(rows, GRID),
+        sensitivities=sensitivities,
+        tensors=TENSORS,
+        experts=EXPERTS,
     )
 
 
-def chosen_of(q: Question, budget: Budget, strategy: str = "conflict_aware") -> Choice:
-    return bought(q, budget, strategy).choice
+def chosen_of(q: PlanningProblem, budget: Budget, strategy: str = "conflict_aware") -> Choice:
+    return select_blocks(q, budget, strategy).choice
 
 
-def planned(q: Question, choice: Choice) -> int:
+def planned(q: PlanningProblem, choice: Choice) -> int:
     return int(q.candidates.nbytes[choice].sum())
 
 
 @given(seed=SEEDS, strategy=STRATEGY, fraction=st.floats(0, 1))
 def test_a_share_and_as_many_bytes_buy_the_same(seed: int, strategy: str, fraction: float) -> None:
-    q = question(seed)
+    q = problem(seed)
     nbytes = int(fraction * q.candidates.nbytes.sum())
     by_share = chosen_of(q, Budget(fraction=fraction), strategy)
     assert (by_share == chosen_of(q, Budget(nbytes=nbytes), strategy)).all()
@@ -64,7 +72,7 @@ def test_a_share_and_as_many_bytes_buy_the_same(seed: int, strategy: str, fracti
 
 @given(seed=SEEDS, strategy=STRATEGY)
 def test_no_limit_and_no_error_buy_everything_useful(seed: int, strategy: str) -> None:
-    q = question(seed)
+    q = problem(seed)
     for budget in (Budget(), Budget(error=0.0)):
         assert (chosen_of(q, budget, strategy) == ~q.candidates.zero).all()
 
@@ -73,19 +81,21 @@ def test_no_limit_and_no_error_buy_everything_useful(seed: int, strategy: str) -
 def test_an_error_buys_the_cheapest_plan_on_the_list_whose_bound_is_within_it(
     seed: int, strategy: str, error: float
 ) -> None:
-    q = question(seed)
+    q = problem(seed)
     c = q.candidates
     choice = chosen_of(q, Budget(error=error), strategy)
-    found = estimates(q, Budget(error=error), Purchase(strategy, strategy, choice))
+    found = estimates(q, Budget(error=error), BlockSelection(strategy, strategy, choice))
     assert found.update_norm is not None
     assert found.error_bound is not None
     assert found.error_bound <= error * found.update_norm
-    offers, order = rank(c, strategy, ~c.zero)
-    update = estimates(q, Budget(), Purchase(strategy, strategy, np.zeros(len(c.row), np.bool_)))
+    items, order = rank(c, strategy, ~c.zero)
+    update = estimates(
+        q, Budget(), BlockSelection(strategy, strategy, np.zeros(len(c.row), np.bool_))
+    )
     assert update.predicted_error is not None
     assert update.predicted_margin is not None
     allowed = error * max(0.0, update.predicted_error - update.predicted_margin)
-    lists = [spend(c, offers, order[:n], limits(c)) for n in range(len(order) + 1)]
+    lists = [spend(c, items, order[:n], constraints(c)) for n in range(len(order) + 1)]
     within = [b is not None and b <= allowed for b in (q.bound(x).value for x in lists)]
     if True in within:
         assert (choice == lists[within.index(True)]).all()
@@ -96,7 +106,7 @@ def test_an_error_buys_the_cheapest_plan_on_the_list_whose_bound_is_within_it(
 
 @given(seed=SEEDS)
 def test_a_smaller_error_never_costs_less(seed: int) -> None:
-    q = question(seed)
+    q = problem(seed)
     costs = [planned(q, chosen_of(q, Budget(error=e))) for e in (0.01, 0.05, 0.2, 0.5, 0.9)]
     assert costs == sorted(costs, reverse=True)
 
@@ -106,22 +116,24 @@ def test_a_smaller_error_never_costs_less(seed: int) -> None:
 def test_an_error_holds_for_votes_and_means_too(
     response: Response, seed: int, error: float
 ) -> None:
-    q = question(seed, response)
+    q = problem(seed, response)
     choice = chosen_of(q, Budget(error=error))
-    found = estimates(q, Budget(error=error), Purchase("conflict_aware", "conflict_aware", choice))
+    found = estimates(
+        q, Budget(error=error), BlockSelection("conflict_aware", "conflict_aware", choice)
+    )
     assert found.error_bound is not None
     assert found.update_norm is not None
     assert found.error_bound <= error * found.update_norm
 
 
 def test_an_error_of_what_has_no_bound_is_refused() -> None:
-    q = question(0, "unbounded")
+    q = problem(0, "unbounded")
     with pytest.raises(BudgetError, match=r"no error can be promised.*error 0\.1: what is read"):
         chosen_of(q, Budget(error=0.1))
 
 
 def test_an_error_that_exclusions_put_out_of_reach_is_refused() -> None:
-    q = question(1)
+    q = problem(1)
     excluded = Budget(error=0.01, exclude=(Selection(("math",)),))
     with pytest.raises(BudgetError, match=r"not enough for its error.*a bound of at most"):
         chosen_of(q, excluded)
@@ -130,7 +142,7 @@ def test_an_error_that_exclusions_put_out_of_reach_is_refused() -> None:
         chosen_of(q, shared)
 
 
-def rows_of(q: Question, expert: str, tensor: str = "") -> Choice:
+def rows_of(q: PlanningProblem, expert: str, tensor: str = "") -> Choice:
     """The candidates of an expert (and a tensor) by name."""
     c = q.candidates
     found = [expert in EXPERTS[r.position] and tensor in ("", TENSORS[r.tensor]) for r in c.rows]
@@ -140,7 +152,7 @@ def rows_of(q: Question, expert: str, tensor: str = "") -> Choice:
 
 @given(seed=SEEDS, strategy=STRATEGY)
 def test_what_is_pinned_is_bought_before_anything_else(seed: int, strategy: str) -> None:
-    q = question(seed)
+    q = problem(seed)
     c = q.candidates
     pinned = rows_of(q, "code") & ~c.zero
     budget = Budget(nbytes=planned(q, pinned), pin=(Selection(("code",)),))
@@ -152,7 +164,7 @@ def test_what_is_pinned_is_bought_before_anything_else(seed: int, strategy: str)
 
 @given(seed=SEEDS, strategy=STRATEGY, fraction=st.floats(0.1, 1))
 def test_what_is_excluded_is_never_bought(seed: int, strategy: str, fraction: float) -> None:
-    q = question(seed)
+    q = problem(seed)
     out = Selection(("./experts/*",), ("layers.*",))
     choice = chosen_of(q, Budget(fraction=fraction, exclude=(out,)), strategy)
     for tensor in TENSORS[1:]:
@@ -165,7 +177,7 @@ def test_what_is_excluded_is_never_bought(seed: int, strategy: str, fraction: fl
 def test_no_expert_takes_more_than_its_smallest_share(
     seed: int, strategy: str, share: float
 ) -> None:
-    q = question(seed)
+    q = problem(seed)
     total = int(q.candidates.nbytes.sum())
     shares = (Share("*", fraction=share), Share("c*", nbytes=2 * 8192))
     choice = chosen_of(q, Budget(fraction=0.8, shares=shares), strategy)
@@ -185,15 +197,15 @@ def test_patterns_are_of_shells_and_whole_names() -> None:
 
 def test_a_full_merge_that_shares_forbid_is_refused() -> None:
     with pytest.raises(BudgetError, match="does not cover a full merge"):
-        chosen_of(question(2), Budget(shares=(Share("*", nbytes=0),)), "full")
+        chosen_of(problem(2), Budget(shares=(Share("*", nbytes=0),)), "full")
 
 
 @given(seed=SEEDS, strategy=STRATEGY, fraction=st.floats(0, 1))
 def test_estimates_count_what_is_bought(seed: int, strategy: str, fraction: float) -> None:
-    q = question(seed)
+    q = problem(seed)
     c = q.candidates
     choice = chosen_of(q, Budget(fraction=fraction), strategy)
-    found = estimates(q, Budget(fraction=fraction), Purchase(strategy, strategy, choice))
+    found = estimates(q, Budget(fraction=fraction), BlockSelection(strategy, strategy, choice))
     assert found.expert_bytes_planned == planned(q, choice)
     assert found.expert_bytes_total == c.nbytes.sum()
     assert (found.blocks_bought, found.blocks_zero) == (choice.sum(), c.zero.sum())
@@ -207,9 +219,9 @@ def test_estimates_count_what_is_bought(seed: int, strategy: str, fraction: floa
 
 
 class Sampled:
-    """Rehearsals of a vote whose last expert at a site saves most; replays `doubt` it.
+    """Simulations of a vote whose last expert at a site saves most; replays `doubt` it.
 
-    Where a site is bought in part, `partial` is wrong; where nothing is, all of 1.
+    Where a site is read in part, `partial` is wrong; where nothing is, all of 1.
     """
 
     def __init__(self, tensors: int, doubt: float, partial: float) -> None:
@@ -225,50 +237,54 @@ class Sampled:
         return np.array([s.mean() * (1 + self._doubt * noise) for s in sites])
 
 
-def vote_question(doubt: float = 0.0, partial: float = 1.0) -> Question:
+def vote_problem(doubt: float = 0.0, partial: float = 1.0) -> PlanningProblem:
     """Four experts of nearly equal size; which is larger falls out differently at each block."""
     rng = np.random.default_rng(3)
     rows = []
     for tensor in range(3):
         l2sq = rng.uniform(0.9, 1.1, size=(4, 6))
         rows += [row(*l2sq[e].tolist(), position=e, tensor=tensor) for e in range(4)]
-    answers = {t: Answer("vote", np.full(4, 1.0), False) for t in range(3)}
+    sensitivities = {t: Sensitivity("vote", np.full(4, 1.0), False) for t in range(3)}
     c = lay_out(rows, GRID, Sampled(3, doubt, partial))
-    return Question(candidates=c, answers=answers, tensors=TENSORS, experts=[("e",)] * 4)
+    return PlanningProblem(
+        candidates=c, sensitivities=sensitivities, tensors=TENSORS, experts=[("e",)] * 4
+    )
 
 
 def test_what_was_fitted_to_samples_must_show_on_them_that_it_is_better() -> None:
     budget = Budget(fraction=0.5)
     for doubt, ranking in ((0.0, "conflict_aware"), (40.0, "magnitude")):
-        q = vote_question(doubt)
-        found = bought(q, budget, "conflict_aware")
+        q = vote_problem(doubt)
+        found = select_blocks(q, budget, "conflict_aware")
         assert (found.strategy, found.ranking) == ("conflict_aware", ranking)
-        own = choose(q.candidates, q.limits(budget), ranking)
+        own = choose(q.candidates, q.constraints(budget), ranking)
         assert np.array_equal(found.choice, own)
         told = estimates(q, budget, found)
         assert (told.strategy, told.ranking) == ("conflict_aware", ranking)
-        assert bought(q, budget, "magnitude").ranking == "magnitude"
-        nothing_left = bought(q, Budget(), "conflict_aware")
+        assert select_blocks(q, budget, "magnitude").ranking == "magnitude"
+        nothing_left = select_blocks(q, Budget(), "conflict_aware")
         assert nothing_left.ranking == "conflict_aware", "nothing to choose between"
 
 
 @pytest.mark.parametrize("error", [0.3, 0.6, 0.9])
 def test_for_an_error_the_list_is_followed_that_needs_fewer_bytes(error: float) -> None:
-    q, budget = vote_question(), Budget(error=error)
-    costs = {name: planned(q, bought(q, budget, name).choice) for name in STRATEGIES}
+    q, budget = vote_problem(), Budget(error=error)
+    costs = {name: planned(q, select_blocks(q, budget, name).choice) for name in STRATEGIES}
     assert costs["conflict_aware"] <= costs["magnitude"]
 
 
 def test_sums_are_bought_by_conflict_and_votes_by_magnitude_unless_the_recipe_says() -> None:
     budget = Budget(fraction=0.4)
-    assert bought(question(1), budget, None).strategy == "conflict_aware"
-    assert bought(vote_question(), budget, None).strategy == "magnitude"
-    assert bought(question(1), budget, "hash").strategy == "hash"
+    assert select_blocks(problem(1), budget, None).strategy == "conflict_aware"
+    assert select_blocks(vote_problem(), budget, None).strategy == "magnitude"
+    assert select_blocks(problem(1), budget, "hash").strategy == "hash"
 
 
 def test_a_default_that_would_end_farther_than_the_base_is_not_followed() -> None:
-    q, budget = vote_question(partial=3.0), Budget(fraction=0.5)
-    assert bought(q, budget, "magnitude").ranking == "magnitude", "the recipe asks for it"
-    assert bought(q, budget, None).ranking == "conflict_aware"
-    assert bought(vote_question(3.0, partial=3.0), budget, None).ranking == "magnitude", "unsure"
-    assert bought(q, Budget(), None).strategy == "magnitude"
+    q, budget = vote_problem(partial=3.0), Budget(fraction=0.5)
+    assert select_blocks(q, budget, "magnitude").ranking == "magnitude", "the recipe asks for it"
+    assert select_blocks(q, budget, None).ranking == "conflict_aware"
+    assert select_blocks(vote_problem(3.0, partial=3.0), budget, None).ranking == "magnitude", (
+        "unsure"
+    )
+    assert select_blocks(q, Budget(), None).strategy == "magnitude"

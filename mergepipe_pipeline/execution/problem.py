@@ -1,4 +1,4 @@
-"""What a recipe, or a plan made earlier, asks of the planner: what can be bought, without buying.
+"""The planning problem of a recipe, or of a plan made earlier, and its solution; reads no weight.
 
 For the verbs that tell and change nothing: `curve` and `explain`. A plan is asked about from the
 catalog alone; its checkpoints need not be there any more.
@@ -15,7 +15,7 @@ import numpy as np
 from mergepipe_pipeline.execution.planning import resolve_after_stages
 from mergepipe_pipeline.facts.gather import PlanInputs, gather
 from mergepipe_pipeline.planner.candidates import Choice
-from mergepipe_pipeline.planner.choosing import Purchase, Question, bought
+from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem, select_blocks
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.load import RawRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -29,52 +29,52 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A recipe with what can be bought for it, and what was.
+class SolvedProblem:
+    """A recipe with its planning problem, and the blocks selected.
 
     `experts` are the models' names by position; those in `read` had to be analysed first.
     """
 
     recipe: Recipe
     experts: tuple[str, ...]
-    question: Question
-    purchase: Purchase
+    problem: PlanningProblem
+    selection: BlockSelection
     read: tuple[str, ...]
 
     @property
     def choice(self) -> Choice:
-        """The candidates bought."""
-        return self.purchase.choice
+        """The selected candidates."""
+        return self.selection.choice
 
     @property
     def layers(self) -> list[str]:
-        """The layer of each of the question's tensors."""
+        """The layer of each of the problem's tensors."""
         count = layer_count(t.name for t in self.recipe.tensors)
-        return [layer_name(name, count) for name in self.question.tensors]
+        return [layer_name(name, count) for name in self.problem.tensors]
 
 
-def ask(
+def solve_recipe(
     home: Warehouse,
     raw: RawRecipe,
     *,
     progress: Progress | None = None,
     for_parts: bool = False,
     **planning: Unpack[Planning],
-) -> Asked:
-    """A recipe's question, and what its budget buys; raises what planning raises.
+) -> SolvedProblem:
+    """A recipe's planning problem and its solution; raises what planning raises.
 
     As for a plan, earlier stages are merged and unknown experts analysed. `for_parts` is needed to
     ask about other budgets than the recipe's.
     """
     checked, results = resolve_after_stages(home, raw, progress=progress, **planning)
     learned = gather(home, checked, progress, unnamed=results, for_parts=for_parts)
-    recipe, question = checked.recipe, learned.builder().question()
-    purchase = bought(question, recipe.budget, recipe.strategy)
-    return Asked(recipe, _experts(learned), question, purchase, learned.read)
+    recipe, problem = checked.recipe, learned.builder().problem()
+    selection = select_blocks(problem, recipe.budget, recipe.strategy)
+    return SolvedProblem(recipe, _experts(learned), problem, selection, learned.read)
 
 
-def ask_again(home: Warehouse, plan: MergePlan, progress: Progress | None = None) -> Asked:
-    """The question that a plan answers, and its answer.
+def solve_plan(home: Warehouse, plan: MergePlan, progress: Progress | None = None) -> SolvedProblem:
+    """The planning problem of a plan, and the plan's own selection.
 
     Raises what checking its recipe raises; reads weights only if the catalog lost what it knew.
     """
@@ -86,9 +86,9 @@ def ask_again(home: Warehouse, plan: MergePlan, progress: Progress | None = None
         home, raw, known, budget=budget, strategy=e.strategy, block_elems=e.block_elems
     )
     learned = gather(home, checked, progress, unnamed=known)
-    question = learned.builder().question()
-    purchase = Purchase(e.strategy, e.ranking or e.strategy, _choice(question, plan))
-    return Asked(checked.recipe, _experts(learned), question, purchase, learned.read)
+    problem = learned.builder().problem()
+    selection = BlockSelection(e.strategy, e.ranking or e.strategy, _choice(problem, plan))
+    return SolvedProblem(checked.recipe, _experts(learned), problem, selection, learned.read)
 
 
 def _experts(learned: PlanInputs) -> tuple[str, ...]:
@@ -126,13 +126,13 @@ def _checkpoint(home: Warehouse, source: Source) -> Checkpoint:
     return known or open_checkpoint(source.root, source.name)
 
 
-def _choice(question: Question, plan: MergePlan) -> Choice:
+def _choice(problem: PlanningProblem, plan: MergePlan) -> Choice:
     """The plan's reads as candidates."""
-    c = question.candidates
+    c = problem.candidates
     tasks = {task.name: task for layer in plan.layers for task in layer.tasks}
     choice = np.zeros(len(c.row), np.bool_)
     for group in c.groups():
-        experts = tasks[question.tensors[group.tensor]].experts
+        experts = tasks[problem.tensors[group.tensor]].experts
         for cut, expert in zip(group.slices, experts, strict=True):
             for start, stop in _blocks(expert.read, c.grid.block_elems):
                 choice[cut.start + start : cut.start + stop] = True

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.planner.candidates import Curve, Row
-from mergepipe_pipeline.planner.rehearsal import PARTS, Rehearsal, Rehearse, Stage, Trial, pooled
+from mergepipe_pipeline.planner.simulation import (
+    PARTS,
+    Simulate,
+    SimulatedCurve,
+    Simulation,
+    Simulations,
+    pooled,
+)
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, narrowed, widened
 from tests.oracles import elected
@@ -45,26 +52,26 @@ def sampled(deltas: Deltas, weights: Floats) -> tuple[list[Row], list[TensorStat
     return rows, stats
 
 
-def curve_of(deltas: Deltas, weights: Floats, rehearse: Rehearse) -> Curve | None:
-    found = Rehearsal(*sampled(deltas, weights), GRID, rehearse).trial()
+def curve_of(deltas: Deltas, weights: Floats, simulate: Simulate) -> Curve | None:
+    found = Simulation(*sampled(deltas, weights), GRID, simulate).simulated_curve()
     return found.curve if found else None
 
 
-def summed(weights: Floats) -> Rehearse:
+def summed(weights: Floats) -> Simulate:
     return lambda deltas: (weights[:, None] * deltas).sum(axis=0).astype(np.float32)
 
 
-def voted(weights: Floats, least: float = 0.0) -> Rehearse:
+def voted(weights: Floats, least: float = 0.0) -> Simulate:
     """A normalised sign vote over what a trim at `least` leaves."""
 
-    def rehearse(deltas: Deltas) -> Deltas:
+    def simulate(deltas: Deltas) -> Deltas:
         kept = np.where(np.abs(deltas) >= least, deltas, 0) * weights[:, None]
         match = elected(kept)
         divisor = (weights[:, None] * match).sum(axis=0)
         merged = (kept * match).sum(axis=0) / np.where(divisor == 0, 1.0, divisor)
         return np.asarray(merged, np.float32)
 
-    return rehearse
+    return simulate
 
 
 def test_a_sum_of_orthogonal_deltas_falls_in_a_straight_line() -> None:
@@ -124,11 +131,11 @@ def test_samples_of_many_experts_are_thinned_by_whole_blocks() -> None:
     seen = []
     weights = np.ones(300)
 
-    def rehearse(samples: Deltas) -> Deltas:
+    def simulate(samples: Deltas) -> Deltas:
         seen.append(samples.shape)
         return summed(weights)(samples)
 
-    curve = curve_of(deltas, weights, rehearse)
+    curve = curve_of(deltas, weights, simulate)
     assert curve is not None
     assert len(seen) < 22, "by counts that double, not by single experts"
     np.testing.assert_allclose(curve.left, np.interp(curve.share, [0, 1], [1, 0]), atol=0.35)
@@ -145,7 +152,7 @@ def test_a_replay_finds_what_leaving_out_blocks_does_to_the_samples(
     rows, stats = sampled(deltas, weights)
     vote = voted(weights, 0.5)
     omitted = [rng.random((5, 3)) < share, np.ones((5, 3), np.bool_), np.zeros((5, 3), np.bool_)]
-    found = Rehearsal(rows, stats, GRID, vote).squares(omitted)
+    found = Simulation(rows, stats, GRID, vote).squares(omitted)
     assert found is not None
     assert found.shape == (3, PARTS)
     known = np.stack([widened(s.block_sample) for s in stats])  # [E, blocks, width]
@@ -158,7 +165,7 @@ def test_a_replay_finds_what_leaving_out_blocks_does_to_the_samples(
 
 def test_where_samples_tell_nothing_there_is_no_replay() -> None:
     nothing = np.zeros((2, 4096), np.float32)
-    silent = Rehearsal(*sampled(nothing, np.ones(2)), GRID, summed(np.ones(2)))
+    silent = Simulation(*sampled(nothing, np.ones(2)), GRID, summed(np.ones(2)))
     assert silent.squares([np.ones((1, 2), np.bool_)]) is None
 
 
@@ -166,13 +173,13 @@ def test_a_stage_draws_curves_when_they_are_asked_for_and_replays_by_number() ->
     rng = np.random.default_rng(4)
     tried, weights = [], np.ones(2)
 
-    def rehearse(samples: Deltas) -> Deltas:
+    def simulate(samples: Deltas) -> Deltas:
         tried.append(samples.shape)
         return summed(weights)(samples)
 
     deltas = rng.normal(size=(2, 4096)).astype(np.float32)
-    some, other = (Rehearsal(*sampled(deltas * k, weights), GRID, rehearse) for k in (1, 2))
-    stage = Stage([{3: some}, {5: other}])
+    some, other = (Simulation(*sampled(deltas * k, weights), GRID, simulate) for k in (1, 2))
+    stage = Simulations([{3: some}, {5: other}])
     assert tried == [], "nothing is tried before it is needed"
     left = [np.array([[True, False]])]
     replayed = stage.squares(5, left), other.squares(left)
@@ -185,10 +192,10 @@ def test_a_stage_draws_curves_when_they_are_asked_for_and_replays_by_number() ->
     assert len(tried) == count
 
 
-def trial(n: int, left: float, factor: float) -> Trial:
-    """A tensor of which this is left with half of the energy bought, tried on n elements."""
+def simulated_curve(n: int, left: float, factor: float) -> SimulatedCurve:
+    """A tensor of which this is left with half of the energy read, tried on n elements."""
     curve = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, left, 0.0]), factor)
-    return Trial(curve, n, float(n))
+    return SimulatedCurve(curve, n, float(n))
 
 
 def half(curve: Curve) -> float:
@@ -196,7 +203,7 @@ def half(curve: Curve) -> float:
 
 
 def test_alike_tensors_have_one_curve() -> None:
-    found = pooled({3: trial(64, 0.4, 2.0), 8: trial(100_000, 0.4, 2.0)})
+    found = pooled({3: simulated_curve(64, 0.4, 2.0), 8: simulated_curve(100_000, 0.4, 2.0)})
     assert list(found) == [3, 8]
     for curve in found.values():
         assert half(curve) == pytest.approx(0.4)
@@ -206,7 +213,7 @@ def test_alike_tensors_have_one_curve() -> None:
 
 
 def test_what_few_samples_say_is_drawn_to_what_all_say_and_many_samples_stand() -> None:
-    few, many = trial(64, 0.9, 8.0), trial(1 << 20, 0.4, 2.0)
+    few, many = simulated_curve(64, 0.9, 8.0), simulated_curve(1 << 20, 0.4, 2.0)
     found = pooled({0: few, 1: many})
     assert half(found[1]) <= half(found[0]) < 0.5 * (0.9 + 0.4)
     assert found[1].factor <= found[0].factor < 8.0
