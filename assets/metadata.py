@@ -13,7 +13,7 @@ import dagster as dg
 from assets.links import Link
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.execution.snapshot import operator_counts
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
 from mergepipe_pipeline.report.shares import operator_choices, shares
@@ -145,7 +145,7 @@ def operators_table(plan: MergePlan) -> dg.MarkdownMetadataValue:
     return markdown_table(("operator", "variant", "tensors"), operator_counts(plan))
 
 
-def stages_metadata(stages: Sequence[RawRecipe]) -> Mapping[str, Any]:
+def stages_metadata(stages: Sequence[ParsedRecipe]) -> Mapping[str, Any]:
     """The stages of a recipe in the order they run; nothing for a recipe of one."""
     if len(stages) < 2:
         return {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -35,13 +35,13 @@ class RecipeFile:
     """
 
     name: str
-    raw: RawRecipe | None
+    raw: ParsedRecipe | None
     members: tuple[str, ...]
     layers: tuple[str, ...]
     problem: str | None
 
     @property
-    def recipe(self) -> RawRecipe:
+    def recipe(self) -> ParsedRecipe:
         """The parsed recipe of a usable card. Raises RecipeError with the card's problem."""
         if self.raw is None:
             raise RecipeError(
@@ -53,7 +53,7 @@ class RecipeFile:
         return self.raw
 
     @property
-    def stages(self) -> tuple[RawRecipe, ...]:
+    def stages(self) -> tuple[ParsedRecipe, ...]:
         """All stages, the last one being the result; empty for a recipe that cannot be read."""
         return () if self.raw is None else (*self.raw.before, self.raw)
 
@@ -137,7 +137,7 @@ def _identifier(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]", "_", name)
 
 
-def uses(ref: ModelRef, raw: RawRecipe) -> tuple[str, ...]:
+def uses(ref: ModelRef, raw: ParsedRecipe) -> tuple[str, ...]:
     """The catalog names that a stage's reference means: a model's and an adapter's.
 
     Empty where the model is an earlier stage's result; then only the adapter, if there is one.

@@ -15,7 +15,7 @@ from mergepipe_pipeline.execution.plan_store import store_plan
 from mergepipe_pipeline.execution.stages import run_stages
 from mergepipe_pipeline.facts.gather import gather
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.request import requested
 from mergepipe_pipeline.resolution.resolve import (
     Planning,
@@ -31,7 +31,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 def make_plan(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     *,
     progress: Progress | None = None,
     **planning: Unpack[Planning],
@@ -47,7 +47,7 @@ def make_plan(
 
 def resolve_after_stages(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     *,
     progress: Progress | None = None,
     **planning: Unpack[Planning],
@@ -56,7 +56,7 @@ def resolve_after_stages(
 
     models: list[RequestedModel] = []
 
-    def plan_stage(stage: RawRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
+    def plan_stage(stage: ParsedRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
         checked = resolve_stage(home, stage, pending, **planning)
         plan = plan_resolved(home, checked, progress, unnamed=pending, known=planning.get("known"))
         models.extend(plan.request.models)

@@ -17,7 +17,7 @@ from mergepipe_pipeline.facts.gather import PlanInputs, gather
 from mergepipe_pipeline.planner.candidates import Choice
 from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem, select_blocks
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import Planning, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -55,7 +55,7 @@ class SolvedProblem:
 
 def solve_recipe(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     *,
     progress: Progress | None = None,
     for_parts: bool = False,
@@ -99,7 +99,7 @@ def _experts(learned: PlanInputs) -> tuple[str, ...]:
     return tuple(found.get(n, "") for n in range(max(found, default=-1) + 1))
 
 
-def _checkpoints(home: Warehouse, plan: MergePlan, raw: RawRecipe) -> dict[str, Checkpoint]:
+def _checkpoints(home: Warehouse, plan: MergePlan, raw: ParsedRecipe) -> dict[str, Checkpoint]:
     """By the text that names them in the recipe, the checkpoints that the plan reads."""
     made = str(home.token_rows)
     sources = (_checkpoint(home, s) for s in plan.sources if not s.root.startswith(made))

@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping
 from mergepipe_pipeline.execution.leases import lease_until_exit
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: The plan of one stage over the results of those before it, by name.
-Planner = Callable[[RawRecipe, Mapping[str, Checkpoint]], MergePlan]
+Planner = Callable[[ParsedRecipe, Mapping[str, Checkpoint]], MergePlan]
 
 
 def run_stages(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     plan_stage: Planner,
     progress: Progress | None,
 ) -> dict[str, Checkpoint]:

@@ -1,7 +1,7 @@
 """What a budget's amount may look like in a recipe or on a command line.
 
-Bytes, a share of all bytes, or the error that is allowed; `wishes` reads what a recipe says beside
-the amount. Only the reading of it: what counts against it is decided where bytes are read.
+Bytes, a share of all bytes, or the error that is allowed; `budget_options` reads what a recipe says
+beside the amount. Only the reading of it: what counts against it is decided where bytes are read.
 """
 
 from __future__ import annotations

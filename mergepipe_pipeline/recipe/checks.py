@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mergepipe_pipeline.recipe.outline import Level, Module, Slice
 from mergepipe_pipeline.recipe.parameters import Setting
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
 from mergepipe_pipeline.recipe.schema import PARAMETER_NAMES
+from mergepipe_pipeline.recipe.structure import Level, Module, Slice
 from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
 from mergepipe_pipeline.spec.recipe import ModelRef
 

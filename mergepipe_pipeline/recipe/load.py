@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.errors import BudgetError, MergePipeError
 from mergepipe_pipeline.recipe.budget import parse_budget
+from mergepipe_pipeline.recipe.budget_options import read_budget
 from mergepipe_pipeline.recipe.checks import (
     base_takes_part,
     check_base,
@@ -19,16 +20,9 @@ from mergepipe_pipeline.recipe.checks import (
     check_slices,
     find_method,
 )
-from mergepipe_pipeline.recipe.outline import (
-    Level,
-    Models,
-    Module,
-    levels,
-    outline,
-    with_joined_base,
-)
+from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
-from mergepipe_pipeline.recipe.raw import RawRecipe
+from mergepipe_pipeline.recipe.recipe_warnings import joined_base, recipe_warnings
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.resolve import resolve_recipe
 from mergepipe_pipeline.recipe.schema import (
@@ -40,14 +34,20 @@ from mergepipe_pipeline.recipe.schema import (
     validate,
 )
 from mergepipe_pipeline.recipe.stages import link_stages
+from mergepipe_pipeline.recipe.structure import (
+    Level,
+    Models,
+    Module,
+    levels,
+    read_structure,
+    with_joined_base,
+)
 from mergepipe_pipeline.recipe.tokens import check_chat_template, parse_tokenizer
-from mergepipe_pipeline.recipe.traps import joined_base, traps
-from mergepipe_pipeline.recipe.wishes import read_budget
 from mergepipe_pipeline.recipe.yaml_text import Document, read_documents, read_yaml
 from mergepipe_pipeline.spec.operator import OperatorSchema
 from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
 
-__all__ = ["RawRecipe", "parse_recipe", "parse_recipes", "resolve_recipe"]
+__all__ = ["ParsedRecipe", "parse_recipe", "parse_recipes", "resolve_recipe"]
 
 Methods = Mapping[str, OperatorSchema]
 
@@ -59,7 +59,7 @@ def parse_recipe(
     where: str,
     methods: Methods | None = None,
     strategies: Collection[str] = STRATEGIES,
-) -> RawRecipe:
+) -> ParsedRecipe:
     """Read the text of one recipe. `name` is the default ref, `where` (a path) goes into messages.
 
     With `methods`, the method and its parameters' names are checked here already, else by
@@ -81,7 +81,7 @@ def parse_recipes(
     where: str,
     methods: Methods | None = None,
     strategies: Collection[str] = STRATEGIES,
-) -> tuple[RawRecipe, ...]:
+) -> tuple[ParsedRecipe, ...]:
     """Read a file of one or more recipes, the stages of one merge: the last gives the result.
 
     A model named like an earlier stage is that stage's result. The budget's amount, the ref and the
@@ -113,7 +113,7 @@ def _parse(
     where: str,
     methods: Methods | None,
     strategies: Collection[str],
-) -> RawRecipe | None:
+) -> ParsedRecipe | None:
     """The recipe in a document; its problems are in `document.problems`."""
     problems, value = document.problems, document.value
     if not isinstance(value, dict):
@@ -131,7 +131,7 @@ def _parse(
         modules = with_joined_base(modules, keys.level, keys.base, keys.schema)
     merges_base = base_takes_part(yaml.merge_method, methods)
     check_slices(keys.schema, merges_base, modules, keys.references, problems)
-    raw = RawRecipe(
+    raw = ParsedRecipe(
         name=name,
         where=where,
         text=document.text,
@@ -158,7 +158,7 @@ def _parse(
     )
     if keys.schema is None:
         return raw
-    found = (*traps(raw, keys.schema), *joined_base(raw, joined=modules != keys.modules))
+    found = (*recipe_warnings(raw, keys.schema), *joined_base(raw, joined=modules != keys.modules))
     return replace(raw, warnings=tuple(dict.fromkeys((*raw.warnings, *found))))
 
 
@@ -186,7 +186,7 @@ def _read_keys(
     """Read models, parameters, tokens and budget, also when other keys are wrong."""
     warnings: list[str] = []
     models = Models()
-    modules, level = outline(value, models, problems, warnings)
+    modules, level = read_structure(value, models, problems, warnings)
     base = _base(value, models, modules)
     tokenizer, chat_template = _tokens(value, base, models, problems)
     check_strategy(value.get("strategy"), strategies, problems)

@@ -27,7 +27,7 @@ def selects(selection: Selection, ref: ModelRef, tensor: str) -> bool:
     )
 
 
-def check_wishes(
+def check_budget_options(
     budget: Budget,
     refs: Sequence[ModelRef],
     tensors: Sequence[TensorRecipe],

@@ -17,20 +17,25 @@ from mergepipe_pipeline.recipe.checks import (
     find_method,
 )
 from mergepipe_pipeline.recipe.modules import first_parts, module_of
-from mergepipe_pipeline.recipe.numbers import Repeated, check_sum, method_params, model_params
-from mergepipe_pipeline.recipe.patterns import check_wishes
+from mergepipe_pipeline.recipe.outputs import Output, Outputs, SourceTensor, all_names
+from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.recipe.patterns import check_budget_options
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
-from mergepipe_pipeline.recipe.raw import RawRecipe
-from mergepipe_pipeline.recipe.slots import Slot, Slots, Taken, all_names
-from mergepipe_pipeline.recipe.tables import Table, Tables
-from mergepipe_pipeline.recipe.traps import (
+from mergepipe_pipeline.recipe.recipe_warnings import (
     copied,
     dtype_warnings,
     idle_filters,
     mixed_shapes,
+    recipe_warnings,
     scaled_float8,
-    traps,
     untied,
+)
+from mergepipe_pipeline.recipe.tables import Table, Tables
+from mergepipe_pipeline.recipe.tensor_parameters import (
+    Repeated,
+    check_sum,
+    method_params,
+    model_params,
 )
 from mergepipe_pipeline.spec.layers import embedding_like, is_buffer, stack_counts
 from mergepipe_pipeline.spec.operator import OperatorSchema
@@ -39,7 +44,7 @@ from mergepipe_pipeline.spec.recipe import BaseTensor, Params, Recipe, TensorInp
 
 
 def resolve_recipe(
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     tables: Sequence[Table],
     methods: Mapping[str, OperatorSchema],
     partial: Sequence[bool] = (),
@@ -66,7 +71,7 @@ def resolve_recipe(
     resolver = _Resolver(raw, schema, Tables(raw.references, tables, flags), problems)
     tensors = resolver.tensors()
     if not problems:
-        check_wishes(raw.budget, raw.references, tensors, problems)
+        check_budget_options(raw.budget, raw.references, tensors, problems)
     if problems:
         raise recipe_error([problems], raw.where)
     warnings += [*resolver.warnings, *mixed_shapes(tensors, tables, raw.references)]
@@ -75,21 +80,21 @@ def resolve_recipe(
 
 
 def _check_text(
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     schema: OperatorSchema,
     methods: Mapping[str, OperatorSchema],
     problems: Problems,
 ) -> list[str]:
     """Check what needs no tensor, and return the warnings about it."""
     warnings = [*raw.warnings, *check_parameters(schema, methods, raw.levels(), problems)]
-    warnings += traps(raw, schema)
+    warnings += recipe_warnings(raw, schema)
     check_slices(schema, schema.base == "none", raw.modules, raw.references, problems)
     check_base(schema, raw.modules, problems)
     return warnings
 
 
 def _rounding_warnings(
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     schema: OperatorSchema,
     tensors: Sequence[TensorRecipe],
     tables: Sequence[Table],
@@ -105,7 +110,7 @@ def _rounding_warnings(
 
 
 def _recipe_of(
-    raw: RawRecipe, tensors: tuple[TensorRecipe, ...], n_layers: int | None, warnings: list[str]
+    raw: ParsedRecipe, tensors: tuple[TensorRecipe, ...], n_layers: int | None, warnings: list[str]
 ) -> Recipe:
     return Recipe(
         name=raw.name,
@@ -129,7 +134,7 @@ def _recipe_of(
 
 @dataclass
 class _Resolver:
-    raw: RawRecipe
+    raw: ParsedRecipe
     schema: OperatorSchema
     tables: Tables
     problems: Problems
@@ -139,10 +144,10 @@ class _Resolver:
 
     def tensors(self) -> tuple[TensorRecipe, ...]:
         """The output's tensors in order; none of them is right where problems were added."""
-        slots = self._slots()
+        outputs = self._outputs()
         repeated = Repeated(self.problems)
-        recipes = [r for slot in slots if (r := self._recipe(slot, repeated)) is not None]
-        recipes += self._leftovers({slot.name for slot in slots})
+        recipes = [r for output in outputs if (r := self._recipe(output, repeated)) is not None]
+        recipes += self._leftovers({output.name for output in outputs})
         self.tables.add_misfits(self._places(), self.problems)
         repeated.flush()
         self.n_layers = self._new_count(recipes)
@@ -151,12 +156,12 @@ class _Resolver:
             self.warnings.append(copied(list(names), self.tables.refs[model]))
         if self.schema.name != "passthrough":
             self.warnings += scaled_float8([self.tables[m] for m in self._places()])
-        self.warnings += idle_filters([lv for lv, _ in self.raw.levels()], all_names(slots))
+        self.warnings += idle_filters([lv for lv, _ in self.raw.levels()], all_names(outputs))
         return tuple(recipes)
 
-    def _slots(self) -> list[Slot]:
-        maker = Slots(self.schema, self.raw.level, self.tables, self.problems)
-        slots: dict[str, Slot] = {}
+    def _outputs(self) -> list[Output]:
+        maker = Outputs(self.schema, self.raw.level, self.tables, self.problems)
+        outputs: dict[str, Output] = {}
         for module in self.raw.modules:
             first = module.slices[0].entries[0].model
             names = self.tables[first if self.raw.base is None else self.raw.base]
@@ -168,9 +173,9 @@ class _Resolver:
                     f"{', '.join(first_parts(names))}",
                 )
                 continue
-            for slot in maker.of_module(module, belongs):
-                slots.setdefault(slot.name, slot)
-        return list(slots.values())
+            for output in maker.of_module(module, belongs):
+                outputs.setdefault(output.name, output)
+        return list(outputs.values())
 
     def _places(self) -> dict[int, KeyPath]:
         places: dict[int, KeyPath] = {}
@@ -178,98 +183,100 @@ class _Resolver:
             places.setdefault(entry.model, (*entry.level.path, "model"))
         return places
 
-    def _recipe(self, slot: Slot, repeated: Repeated) -> TensorRecipe | None:
-        """The slot with its numbers; None where too few models have an optional tensor."""
-        first = self._first(slot)
+    def _recipe(self, output: Output, repeated: Repeated) -> TensorRecipe | None:
+        """The output with its numbers; None where too few models have an optional tensor."""
+        first = self._first(output)
         if first is None:
             return None
         like = self.tables[first.model][first.tensor]
         if like.dtype not in FLOATING:
-            return self._copy(slot, first)
-        stored = [taken for taken in slot.taken if taken.stored]
-        if self._lacks_base(slot, stored, repeated):
+            return self._copy(output, first)
+        stored = [taken for taken in output.taken if taken.stored]
+        if self._lacks_base(output, stored, repeated):
             return None
         if not stored and self.schema.space != "value":
-            return TensorRecipe(slot.name, (), first, ())
-        params = method_params(self.schema, slot.levels, slot.name, slot.t, repeated)
-        taken = [t for t in slot.taken if t.stored or _matters(self.schema, params)]
+            return TensorRecipe(output.name, (), first, ())
+        params = method_params(self.schema, output.levels, output.name, output.t, repeated)
+        taken = [t for t in output.taken if t.stored or _matters(self.schema, params)]
         if len(taken) < self.schema.experts[0]:
-            return self._too_few(slot, taken, first)
+            return self._too_few(output, taken, first)
         for t in taken:
             self.tables.check_entry(t.entry.model, t.tensor, like, first.model)
-        self._warn_untied(slot)
+        self._warn_untied(output)
         return TensorRecipe(
-            slot.name, params, slot.base, self._inputs(slot, taken, params, repeated)
+            output.name, params, output.base, self._inputs(output, taken, params, repeated)
         )
 
-    def _lacks_base(self, slot: Slot, stored: Sequence[Taken], repeated: Repeated) -> bool:
+    def _lacks_base(
+        self, output: Output, stored: Sequence[SourceTensor], repeated: Repeated
+    ) -> bool:
         """Whether the base lacks a tensor that a model has; adds that as a problem."""
-        if self.schema.base == "none" or not stored or slot.base is not None:
+        if self.schema.base == "none" or not stored or output.base is not None:
             return False
-        if slot.part.base is None:
+        if output.part.base is None:
             return False
         text = f"the base lacks an optional tensor that {self._text(stored[0])!r} has"
-        repeated.add(stored[0].entry.level.path, text, slot.name)
+        repeated.add(stored[0].entry.level.path, text, output.name)
         return True
 
     def _inputs(
-        self, slot: Slot, taken: Sequence[Taken], params: Params, repeated: Repeated
+        self, output: Output, taken: Sequence[SourceTensor], params: Params, repeated: Repeated
     ) -> tuple[TensorInput, ...]:
-        """The models' tensors of a slot, each with its own parameters."""
+        """The models' tensors of an output, each with its own parameters."""
         rows = [
             model_params(
                 self.schema,
-                (t.entry.level, *slot.levels),
+                (t.entry.level, *output.levels),
                 t.name,
-                slot.t,
+                output.t,
                 self._text(t),
                 repeated,
             )
             for t in taken
         ]
-        check_sum(self.schema, params, rows, slot.levels[0].path, slot.name, repeated)
+        check_sum(self.schema, params, rows, output.levels[0].path, output.name, repeated)
         return tuple(
             TensorInput(t.entry.model, t.tensor, t.position, row)
             for t, row in zip(taken, rows, strict=True)
         )
 
-    def _copy(self, slot: Slot, first: BaseTensor) -> TensorRecipe:
+    def _copy(self, output: Output, first: BaseTensor) -> TensorRecipe:
         """A copy of a tensor that no arithmetic is for; all models must have it so."""
         like = self.tables[first.model][first.tensor]
-        for taken in slot.taken:
+        for taken in output.taken:
             if taken.stored and taken.entry.model != first.model:
                 self.tables.check_kind(taken.entry.model, taken.tensor, like, first.model)
-                if not is_buffer(slot.name):
-                    self.copied.setdefault(first.model, {})[f"{slot.name} in {like.dtype}"] = None
-        return TensorRecipe(slot.name, (), first, ())
+                if not is_buffer(output.name):
+                    self.copied.setdefault(first.model, {})[f"{output.name} in {like.dtype}"] = None
+        return TensorRecipe(output.name, (), first, ())
 
-    def _first(self, slot: Slot) -> BaseTensor | None:
+    def _first(self, output: Output) -> BaseTensor | None:
         """The tensor that gives the output its shape, and that a copy is of."""
-        if slot.base is not None:
-            return slot.base
-        stored = [t for t in slot.taken if t.stored]
+        if output.base is not None:
+            return output.base
+        stored = [t for t in output.taken if t.stored]
         return BaseTensor(stored[0].entry.model, stored[0].tensor) if stored else None
 
     def _too_few(
-        self, slot: Slot, taken: Sequence[Taken], first: BaseTensor
+        self, output: Output, taken: Sequence[SourceTensor], first: BaseTensor
     ) -> TensorRecipe | None:
-        with_base = slot.base is not None and self.schema.base != "none"
+        with_base = output.base is not None and self.schema.base != "none"
         if len(taken) + with_base <= 1 or not taken:
-            return TensorRecipe(slot.name, (), first, ())
+            return TensorRecipe(output.name, (), first, ())
         self.warnings.append(
-            f"{slot.name} is left out: {self.schema.name} takes {self.schema.experts[0]} models, "
+            f"{output.name} is left out: {self.schema.name} takes {self.schema.experts[0]} models, "
             f"and {len(taken)} besides the base has it"
         )
         return None
 
-    def _warn_untied(self, slot: Slot) -> None:
-        pairs = [(t.entry.model, t.name, t.tensor) for t in slot.taken if t.stored]
-        if slot.base is not None:
-            pairs.append((slot.base.model, slot.name, slot.base.tensor))
+    def _warn_untied(self, output: Output) -> None:
+        pairs = [(t.entry.model, t.name, t.tensor) for t in output.taken if t.stored]
+        if output.base is not None:
+            pairs.append((output.base.model, output.name, output.base.tensor))
         tied = [m for m, name, tensor in pairs if name != tensor and embedding_like(name)]
         if tied:
             lacking = [self.tables.refs[m] for m in dict.fromkeys(tied)]
-            self.warnings.append(untied(slot.name, lacking))
+            self.warnings.append(untied(output.name, lacking))
 
     def _leftovers(self, made: set[str]) -> list[TensorRecipe]:
         """Copies of the tensors that are in no named module."""
@@ -295,7 +302,7 @@ class _Resolver:
         changed = [n for stack, n in counts.items() if template.get(stack) != n]
         return changed[0] if changed else None
 
-    def _text(self, taken: Taken) -> str:
+    def _text(self, taken: SourceTensor) -> str:
         return self.tables.refs[taken.entry.model].text
 
 

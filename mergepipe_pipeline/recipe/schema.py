@@ -18,9 +18,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.cron import cron_problem
-from mergepipe_pipeline.recipe.outline import layer_range
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
+from mergepipe_pipeline.recipe.structure import layer_range
 from mergepipe_pipeline.spec.blocks import BlockGrid
 
 #: The schedule of a recipe that asks for nights and names no time.

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mergepipe_pipeline.recipe.budget import with_amount
+from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, shown
-from mergepipe_pipeline.recipe.raw import RawRecipe
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.schema import ref_problem
 from mergepipe_pipeline.recipe.yaml_text import Document
@@ -23,16 +23,16 @@ _REFERENCE_KEYS = frozenset({"model", "base_model", "tokenizer_source", "source"
 
 
 def link_stages(
-    documents: Sequence[Document], stages: Sequence[RawRecipe | None]
-) -> tuple[RawRecipe, ...]:
+    documents: Sequence[Document], stages: Sequence[ParsedRecipe | None]
+) -> tuple[ParsedRecipe, ...]:
     """The stages with the names they use, and with amount, ref and schedule of the last.
 
     `stages[i]` is what `documents[i]` says, None if it cannot be read. Adds problems to the
     documents: a stage without a name, a name twice, a stage used before it is made.
     """
     names = _names(documents)
-    linked: list[RawRecipe] = []
-    made_of: dict[str, RawRecipe] = {}
+    linked: list[ParsedRecipe] = []
+    made_of: dict[str, ParsedRecipe] = {}
     for i, (document, stage) in enumerate(zip(documents, stages, strict=True)):
         used: dict[str, None] = {}
         for path, model in _references(document.value):
@@ -102,8 +102,8 @@ def _references(value: object, path: KeyPath = ()) -> list[tuple[KeyPath, str]]:
 
 
 def _linked(
-    stage: RawRecipe, document: Document, last: RawRecipe | None, *, is_last: bool
-) -> RawRecipe:
+    stage: ParsedRecipe, document: Document, last: ParsedRecipe | None, *, is_last: bool
+) -> ParsedRecipe:
     """A stage that is not the last, with what the last gives for all."""
     if is_last or last is None or not isinstance(document.value, dict):
         return stage

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.recipe.outline import Entry
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems
+from mergepipe_pipeline.recipe.structure import Entry
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.layers import (
     embedding_like,

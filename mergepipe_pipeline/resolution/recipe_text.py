@@ -7,14 +7,14 @@ from pathlib import Path
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipes
+from mergepipe_pipeline.recipe.load import ParsedRecipe, parse_recipes
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.storage.regular import read_small, text_of
 
 SCHEMAS = {name: operator.schema for name, operator in OPERATORS.items()}
 
 
-def load_recipe(path: str | Path) -> RawRecipe:
+def load_recipe(path: str | Path) -> ParsedRecipe:
     """Parse a recipe file. Raises RecipeError with all problems, also for a lost file."""
     file = Path(path)
     try:
@@ -30,7 +30,7 @@ def load_recipe(path: str | Path) -> RawRecipe:
     return parse(text, name=text_of(file.stem), where=text_of(path))
 
 
-def parse(text: str, *, name: str, where: str) -> RawRecipe:
+def parse(text: str, *, name: str, where: str) -> ParsedRecipe:
     """Parse recipe text with the operators there are; earlier stages are in `before`.
 
     Raises RecipeError, BudgetError.

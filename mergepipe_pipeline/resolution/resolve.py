@@ -18,7 +18,7 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.build import Side
 from mergepipe_pipeline.planner.parts import out_dtype, stored_like
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
-from mergepipe_pipeline.recipe.load import RawRecipe, resolve_recipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.grid import grid_for
@@ -84,7 +84,7 @@ class Planning(TypedDict, total=False):
     known: Mapping[str, Checkpoint] | None
 
 
-def resolve(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> ResolvedRecipe:
+def resolve(home: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) -> ResolvedRecipe:
     """Everything that can be said from headers alone; writes nothing.
 
     Earlier stages are checked, too, and stand for their results; of a stage whose earlier one
@@ -117,7 +117,7 @@ def resolve(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Re
 
 def resolve_stage(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     pending: Mapping[str, Checkpoint],
     *,
     relative_to: Path | None = None,
@@ -174,7 +174,7 @@ def resolve_stage(
 
 def open_stage(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     pending: Mapping[str, Checkpoint],
     relative_to: Path | None = None,
 ) -> tuple[Recipe, list[Model]]:
@@ -236,7 +236,7 @@ def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
 
 def _lost_models(
     home: Warehouse,
-    stage: RawRecipe,
+    stage: ParsedRecipe,
     failed: Collection[str],
     pending: Mapping[str, Checkpoint],
     relative_to: Path | None,
@@ -255,7 +255,7 @@ def _no_config(template: Model) -> str:
     )
 
 
-def _all(problems: Sequence[MergePipeError], raw: RawRecipe) -> MergePipeError:
+def _all(problems: Sequence[MergePipeError], raw: ParsedRecipe) -> MergePipeError:
     problems = list({str(p): p for p in problems}.values())
     if len(problems) == 1:
         return problems[0]

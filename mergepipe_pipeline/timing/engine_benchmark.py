@@ -18,7 +18,7 @@ import numpy as np
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.spec.machine_profile import MethodPace
@@ -71,7 +71,7 @@ def measure_engine(folder: Path, methods: Sequence[str] = METHODS) -> EngineFigu
     )
 
 
-def _method_pace(recipe: RawRecipe, fresh: Iterator[Warehouse]) -> MethodPace:
+def _method_pace(recipe: ParsedRecipe, fresh: Iterator[Warehouse]) -> MethodPace:
     """A method's pace, the best of warehouses that know nothing of the family."""
     tries = [_pace_in(next(fresh), recipe) for _ in range(_REPEATS)]
     return MethodPace(
@@ -80,7 +80,7 @@ def _method_pace(recipe: RawRecipe, fresh: Iterator[Warehouse]) -> MethodPace:
     )
 
 
-def _pace_in(home: Warehouse, recipe: RawRecipe) -> MethodPace:
+def _pace_in(home: Warehouse, recipe: ParsedRecipe) -> MethodPace:
     work = work_of(resolve(home, recipe))
     elems = OUTPUT_WEIGHT * work.out_elems + work.expert_elems
     learn_and_plan_s = _cpu_s(lambda: make_plan(home, recipe))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
 from mergepipe_pipeline.timing.forecast import Forecast, forecast
 from mergepipe_pipeline.warehouse import Warehouse
@@ -25,7 +25,7 @@ class Check:
         return tuple(dict.fromkeys(found))
 
 
-def check(home: Warehouse, raw: RawRecipe, **planning: Unpack[Planning]) -> Check:
+def check(home: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) -> Check:
     """Look at a recipe and all its inputs; reads no weight and writes nothing.
 
     Raises the one problem as itself, several as a RecipeError that lists them all.

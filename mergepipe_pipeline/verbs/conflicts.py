@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.analyses import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def conflicts(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     *,
     relative_to: Path | None = None,
     known: Mapping[str, Checkpoint] | None = None,
@@ -42,7 +42,7 @@ def conflicts(
 
 def _of_stage(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     relative_to: Path | None,
     known: Mapping[str, Checkpoint],
     progress: Progress | None,

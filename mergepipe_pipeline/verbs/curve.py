@@ -10,7 +10,7 @@ from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solv
 from mergepipe_pipeline.pictures import Line, Mark, curve_picture, sketch
 from mergepipe_pipeline.planner.curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
@@ -28,7 +28,7 @@ class RecipeCurve:
 
 def curve(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     *,
     shares: Sequence[float] = SHARES,
     progress: Progress | None = None,

@@ -12,7 +12,7 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.facts.analyses import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models
@@ -69,7 +69,7 @@ def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -
     )
 
 
-def _pairs(stage: RawRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]]:
+def _pairs(stage: ParsedRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]]:
     """The stage's models that take something from `name`, each with the base, where both exist."""
     base = None if stage.base is None else stage.references[stage.base]
     if base is None or base.model in stage.stages_used:

@@ -28,7 +28,7 @@ from mergepipe_pipeline.execution.planning import plan_resolved
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.execution.stages import run_stages
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -144,14 +144,14 @@ def _scratch(home: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
 
 def _plan(
     scratch: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     request: Request,
     inputs: Mapping[str, Checkpoint],
     progress: Progress | None,
 ) -> MergePlan:
     """The plan of the last stage; those before it are merged now."""
 
-    def plan_stage(stage: RawRecipe, results: Mapping[str, Checkpoint]) -> MergePlan:
+    def plan_stage(stage: ParsedRecipe, results: Mapping[str, Checkpoint]) -> MergePlan:
         checked = resolve_stage(
             scratch,
             stage,

@@ -18,7 +18,7 @@ from mergepipe_pipeline.catalog.tables import encode_digests
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -47,13 +47,13 @@ def files(home: Warehouse, kind: str) -> list[Path]:
 
 
 @pytest.fixture
-def raw(recipe_text: Callable[..., str]) -> RawRecipe:
+def raw(recipe_text: Callable[..., str]) -> ParsedRecipe:
     """Thresholds from magnitudes, and a budget that is spent by block statistics."""
     return parse(recipe_text(experts=2, extra="budget: 50%\n"), name="r", where="r")
 
 
 @pytest.fixture
-def planned(home: Warehouse, raw: RawRecipe) -> MergePlan:
+def planned(home: Warehouse, raw: ParsedRecipe) -> MergePlan:
     """A plan whose facts are all in the catalog of `home`."""
     return make_plan(home, raw)
 
@@ -63,7 +63,7 @@ def planned(home: Warehouse, raw: RawRecipe) -> MergePlan:
 @given(draw=st.data())
 def test_a_flipped_bit_in_the_catalog_is_said_and_changes_no_plan(
     home: Warehouse,
-    raw: RawRecipe,
+    raw: ParsedRecipe,
     planned: MergePlan,
     caplog: pytest.LogCaptureFixture,
     kind: str,
@@ -88,7 +88,7 @@ def test_a_flipped_bit_in_the_catalog_is_said_and_changes_no_plan(
 
 
 def test_a_command_over_a_catalog_of_damaged_files_gives_the_same_snapshot(
-    home: Warehouse, raw: RawRecipe, planned: MergePlan, tmp_path: Path
+    home: Warehouse, raw: ParsedRecipe, planned: MergePlan, tmp_path: Path
 ) -> None:
     wanted = run_plan(home, planned).snapshot.snapshot_id
     for folder in (home.snapshots, home.objects_dir, home.actions_dir, home.plans):
@@ -112,7 +112,7 @@ def test_a_command_over_a_catalog_of_damaged_files_gives_the_same_snapshot(
 
 
 def test_false_digests_give_no_false_lineage(
-    home: Warehouse, raw: RawRecipe, planned: MergePlan
+    home: Warehouse, raw: ParsedRecipe, planned: MergePlan
 ) -> None:
     lineage = run_plan(home, planned).snapshot.manifest.inputs
     for path in files(home, "digests"):
@@ -122,7 +122,7 @@ def test_false_digests_give_no_false_lineage(
 
 
 def test_a_record_that_is_lost_with_its_model_is_told_and_analyzed_models_go_on(
-    home: Warehouse, family: Path, tmp_path: Path, planned: MergePlan, raw: RawRecipe
+    home: Warehouse, family: Path, tmp_path: Path, planned: MergePlan, raw: ParsedRecipe
 ) -> None:
     gone = tmp_path / "gone"
     shutil.copytree(family / "expert_03", gone)

@@ -12,7 +12,7 @@ from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.planner.curve import SHARES
 from mergepipe_pipeline.planner.strategies import STRATEGIES
-from mergepipe_pipeline.recipe.load import RawRecipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.curve import curve, curve_of_plan, records, rows_of
 from mergepipe_pipeline.warehouse import Warehouse
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("baselines")
 Text = Callable[..., str]
 
 
-def raw_of(text: str) -> RawRecipe:
+def raw_of(text: str) -> ParsedRecipe:
     return parse(text, name="test", where="test")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mergepipe_pipeline.recipe.load import RawRecipe, parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.load import ParsedRecipe, parse_recipe, resolve_recipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.operator import BaseUse, OperatorSchema, Parameter, Response, Space
 from mergepipe_pipeline.spec.recipe import Recipe
@@ -141,7 +141,7 @@ def without(names: set[str]) -> Table:
     return table([n for n in NAMES if n not in names])
 
 
-def parse(text: str) -> RawRecipe:
+def parse(text: str) -> ParsedRecipe:
     """Parse with the methods of this file."""
     return parse_recipe(text, name="demo", where="demo.yml", methods=METHODS)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergepipe_pipeline.recipe.load import parse_recipes, resolve_recipe
-from mergepipe_pipeline.recipe.raw import RawRecipe
+from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.spec.recipe import Recipe
 from tests.recipe.schemas import METHODS, Table, names_of, table
 
 _VISION = tuple(f"visual.blocks.{k}.attn.qkv.weight" for k in range(2))
 
 
-def parse_all(text: str) -> tuple[RawRecipe, ...]:
+def parse_all(text: str) -> tuple[ParsedRecipe, ...]:
     """The stages of a file, with the methods of `schemas`."""
     return parse_recipes(text, name="demo", where="demo.yml", methods=METHODS)
 
@@ -35,11 +35,11 @@ def resolve_all(text: str) -> tuple[Recipe, ...]:
     return tuple(recipes)
 
 
-def layers_of(raws: Sequence[RawRecipe], default: int = 3) -> int:
+def layers_of(raws: Sequence[ParsedRecipe], default: int = 3) -> int:
     """As many layers as the slices of a file's recipes take at most."""
     return max((e.layers[1] for raw in raws for e in raw.entries() if e.layers), default=default)
 
 
-def _model(raw: RawRecipe, n_layers: int) -> Table:
+def _model(raw: ParsedRecipe, n_layers: int) -> Table:
     vision = _VISION if any(module.name for module in raw.modules) else ()
     return table((*names_of(n_layers), *vision))

@@ -1,7 +1,7 @@
 """Which tensors the output has, and which tensor of which model each is made from.
 
 Structure only: layers taken and numbered anew, tied embeddings, tensors that some models lack.
-Misfits become problems, said once per model. `resolve` gives the slots their numbers.
+Misfits become problems, said once per model. `resolve` gives the outputs their numbers.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mergepipe_pipeline.recipe.outline import Entry, Level, Module, Slice
 from mergepipe_pipeline.recipe.parameters import position
 from mergepipe_pipeline.recipe.problems import Problems
+from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice
 from mergepipe_pipeline.recipe.tables import Tables
 from mergepipe_pipeline.spec.layers import (
     embedding_like,
@@ -28,8 +28,8 @@ from mergepipe_pipeline.spec.recipe import BaseTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """One model's tensor for a slot; not `stored` where a partial model leaves the base's.
+class SourceTensor:
+    """One model's tensor for an output; not `stored` where a partial model leaves the base's.
 
     `name` is what filters see: the tensor's own name, also where a tied `tensor` stands for it.
     """
@@ -42,28 +42,28 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Output:
     """One output tensor at position `t`; `levels` are those of its slice, module and recipe."""
 
     name: str
     part: Slice
     t: float
     base: BaseTensor | None
-    taken: tuple[Taken, ...]
+    taken: tuple[SourceTensor, ...]
     levels: tuple[Level, ...]
 
 
 @dataclass
-class Slots:
-    """Makes the slots of one recipe from its models' tensors."""
+class Outputs:
+    """Makes the outputs of one recipe from its models' tensors."""
 
     schema: OperatorSchema
     top: Level
     tables: Tables
     problems: Problems
 
-    def of_module(self, module: Module, belongs: Callable[[str], bool]) -> Iterator[Slot]:
-        """The slots of one module, whose tensors are those that `belongs` accepts."""
+    def of_module(self, module: Module, belongs: Callable[[str], bool]) -> Iterator[Output]:
+        """The outputs of one module, whose tensors are those that `belongs` accepts."""
         levels = (module.level, self.top)
         if all(part.whole for part in module.slices):
             for part in module.slices:
@@ -73,7 +73,7 @@ class Slots:
 
     def _whole(
         self, part: Slice, belongs: Callable[[str], bool], levels: tuple[Level, ...]
-    ) -> Iterator[Slot]:
+    ) -> Iterator[Output]:
         lead = self._lead(part)
         if lead is None:
             return
@@ -87,7 +87,7 @@ class Slots:
 
     def _layered(
         self, module: Module, belongs: Callable[[str], bool], levels: tuple[Level, ...]
-    ) -> Iterator[Slot]:
+    ) -> Iterator[Output]:
         if not self._ranges_fit(module, belongs):
             return
         first, last = module.slices[0], module.slices[-1]
@@ -135,8 +135,8 @@ class Slots:
         t: float,
         belongs: Callable[[str], bool],
         levels: tuple[Level, ...],
-    ) -> Iterator[Slot]:
-        """Slots of output layer number `out`, the k-th of its slice."""
+    ) -> Iterator[Output]:
+        """Outputs of output layer number `out`, the k-th of its slice."""
         starts = {e.model: e.layers[0] for e in part.entries if e.layers is not None}
         # A base that is not listed stands in for the first model's layers.
         default = next(iter(starts.values()))
@@ -184,7 +184,7 @@ class Slots:
 
     def _same_names(
         self, part: Slice, wanted: Callable[[str], bool], levels: tuple[Level, ...]
-    ) -> Iterator[Slot]:
+    ) -> Iterator[Output]:
         lead = self._lead(part)
         if lead is None:
             return
@@ -233,7 +233,7 @@ class Slots:
         t: float,
         in_model: Callable[[str, int], str],
         levels: tuple[Level, ...],
-    ) -> Slot:
+    ) -> Output:
         base = None
         if part.base is not None:
             tensor = self.tables.find(part.base, in_model(name, part.base))
@@ -243,14 +243,14 @@ class Slots:
             own = in_model(name, entry.model)
             tensor = self.tables.find(entry.model, own) or self._tied(entry.model, own, base)
             if tensor is not None:
-                taken.append(Taken(entry, i, own, tensor, True))
+                taken.append(SourceTensor(entry, i, own, tensor, True))
             elif self.tables.partial[entry.model]:
                 if base is not None:
                     self._check_partial(entry, own, base)
-                    taken.append(Taken(entry, i, own, base.tensor, False))
+                    taken.append(SourceTensor(entry, i, own, base.tensor, False))
             elif not is_optional(own):
                 self.tables.note_missing(entry.model, own)
-        return Slot(name, part, t, base, tuple(taken), (part.level, *levels))
+        return Output(name, part, t, base, tuple(taken), (part.level, *levels))
 
     def _tied(self, model: int, own: str, base: BaseTensor | None) -> str | None:
         """What a partial model makes of the embedding that is the base's head, too."""
@@ -271,7 +271,7 @@ def _same(name: str, model: int) -> str:
     return name
 
 
-def all_names(slots: Sequence[Slot]) -> Mapping[str, None]:
+def all_names(outputs: Sequence[Output]) -> Mapping[str, None]:
     """Every name that a filter may see, of outputs and of inputs."""
-    names = [s.name for s in slots] + [t.name for s in slots for t in s.taken]
+    names = [s.name for s in outputs] + [t.name for s in outputs for t in s.taken]
     return dict.fromkeys(names)

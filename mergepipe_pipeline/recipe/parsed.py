@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mergepipe_pipeline.recipe.outline import Entry, Level, Module, Slice, levels
 from mergepipe_pipeline.recipe.problems import Lines
+from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice, levels
 from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
 
 
 @dataclass(frozen=True)
-class RawRecipe:
+class ParsedRecipe:
     """A recipe checked as far as its text allows.
 
     `references` are all models, each once, in order of appearance, the base at `base` among them
@@ -45,7 +45,7 @@ class RawRecipe:
     warnings: tuple[str, ...]
     lines: Lines = field(repr=False, compare=False)
     stages_used: tuple[str, ...] = ()
-    before: tuple[RawRecipe, ...] = field(default=(), hash=False)
+    before: tuple[ParsedRecipe, ...] = field(default=(), hash=False)
 
     def slices(self) -> Iterator[tuple[Module, Slice]]:
         """Every slice with its module, in recipe order."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, itemsize
-from mergepipe_pipeline.recipe.outline import Level
+from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import shown_path
-from mergepipe_pipeline.recipe.raw import RawRecipe
+from mergepipe_pipeline.recipe.structure import Level
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.layers import layer_index, with_layer_index
 from mergepipe_pipeline.spec.operator import OperatorSchema
@@ -26,7 +26,7 @@ _SCALE_ENDS = ("_scale_inv", "_scale")
 _OUTSIDE_T = "is outside [0, 1], so the merge leaves the way between the two models"
 
 
-def traps(raw: RawRecipe, schema: OperatorSchema) -> list[str]:
+def recipe_warnings(raw: ParsedRecipe, schema: OperatorSchema) -> list[str]:
     """The warnings that a recipe's text and its method give reason for."""
     warnings = _base_warnings(raw, schema)
     warnings += _method_warnings(schema, [level for level, _ in raw.levels()])
@@ -40,7 +40,7 @@ def traps(raw: RawRecipe, schema: OperatorSchema) -> list[str]:
     return warnings
 
 
-def joined_base(raw: RawRecipe, *, joined: bool) -> list[str]:
+def joined_base(raw: ParsedRecipe, *, joined: bool) -> list[str]:
     """That a base which is not listed is merged like the models that are."""
     if not joined or raw.base is None:
         return []
@@ -55,7 +55,7 @@ def _within(level: Level, name: str) -> bool:
     return all(0 <= number <= 1 for number in numbers)
 
 
-def _base_warnings(raw: RawRecipe, schema: OperatorSchema) -> list[str]:
+def _base_warnings(raw: ParsedRecipe, schema: OperatorSchema) -> list[str]:
     warnings = []
     listed = {entry.model for entry in raw.entries()}
     if schema.base == "none":

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mergepipe_pipeline.recipe.outline import Level
 from mergepipe_pipeline.recipe.parameters import look_up
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems
+from mergepipe_pipeline.recipe.structure import Level
 from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
 from mergepipe_pipeline.spec.recipe import Params
 

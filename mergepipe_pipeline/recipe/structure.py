@@ -168,7 +168,7 @@ class _Outliner:
         return Level(path, parse_settings(raw, here, self.problems, self.warnings))
 
 
-def outline(
+def read_structure(
     value: Mapping[str, object], models: Models, problems: Problems, warnings: list[str]
 ) -> tuple[tuple[Module, ...], Level]:
     """The modules of a recipe's value and its own settings; what cannot be read is left out.

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError, RecipeError
+from mergepipe_pipeline.recipe.budget_options import read_budget
 from mergepipe_pipeline.recipe.patterns import fits, selects
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.references import parse_reference
-from mergepipe_pipeline.recipe.wishes import read_budget
 from mergepipe_pipeline.spec.recipe import Budget, ModelRef, Selection, Share
 from tests.recipe.synthetic import parse_all, resolve_all
 
