@@ -87,9 +87,9 @@ def index_burst() -> None:
     index_several()
 
 
-def _problem(home: Warehouse, name: str, error: MergePipeError) -> dg.AssetObservation:
+def _problem(warehouse: Warehouse, name: str, error: MergePipeError) -> dg.AssetObservation:
     """What the UI shows of an expert that cannot be indexed."""
-    known = arrival(home, name)
+    known = arrival(warehouse, name)
     return dg.AssetObservation(
         expert_index.key,
         partition=name,

@@ -234,11 +234,11 @@ def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
     @told
     def audit(mergepipe: MergePipe) -> Iterator[dg.AssetCheckResult]:
         """Reads every byte of the snapshot once."""
-        home = mergepipe.warehouse
+        warehouse = mergepipe.warehouse
         whole, finite = _AUDITS
         try:
-            snapshot = current_snapshot(home, card.name)
-            found = audit_snapshot(home, card.name, snapshot, anew=True)
+            snapshot = current_snapshot(warehouse, card.name)
+            found = audit_snapshot(warehouse, card.name, snapshot, anew=True)
         except CorruptionError as error:
             said = visible(str(error))  # the UI shows what a check says as plain text
             yield dg.AssetCheckResult(check_name=whole, passed=False, description=said)

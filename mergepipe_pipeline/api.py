@@ -95,6 +95,6 @@ class Engine:
         Raises CheckpointChangedError when an input is not the planned one any more,
         StorageFullError.
         """
-        home, options = self.catalog.warehouse, self.options
-        outcome = run_plan(home, plan, options=options, progress=self.progress)
+        warehouse, options = self.catalog.warehouse, self.options
+        outcome = run_plan(warehouse, plan, options=options, progress=self.progress)
         return outcome.snapshot.snapshot_id, outcome.snapshot.manifest

@@ -43,20 +43,20 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     Folders whose files are missing, short, half replaced or younger than the quiet period wait, and
     so does one whose run failed, longer each time. Nothing is asked for while a run indexes it.
     """
-    home = mergepipe.warehouse
+    warehouse = mergepipe.warehouse
     patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s)
-    landed = scan_inbox(home, patience, under_way(context.instance), MAX_RUNS * MAX_EXPERTS)
+    landed = scan_inbox(warehouse, patience, under_way(context.instance), MAX_RUNS * MAX_EXPERTS)
     ready = [x for x in landed if x.is_ready]
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))
     new = [x.name for x in landed if (x.is_ready or x.is_indexed) and x.name not in known]
-    gone = gone_inputs(home, known - {x.name for x in landed})
+    gone = gone_inputs(warehouse, known - {x.name for x in landed})
     left = f"left the inbox: {', '.join(gone)}; " if gone else ""
     said = f"{len(landed)} experts, {len(ready)} to index; {left}waiting: {_waiting(landed)}"
     if ready:  # else Dagster shows it as the reason of the tick
         make_pools_known(context.instance)
         context.log.info(said)
     return dg.SensorResult(
-        run_requests=_requests(home, ready),
+        run_requests=_requests(warehouse, ready),
         dynamic_partitions_requests=[
             *([experts.build_add_request(new)] if new else []),
             *([experts.build_delete_request(gone)] if gone else []),
@@ -88,15 +88,15 @@ def under_way(instance: dg.DagsterInstance) -> set[str]:
     return names
 
 
-def _requests(home: Warehouse, ready: Sequence[InboxEntry]) -> list[dg.RunRequest]:
+def _requests(warehouse: Warehouse, ready: Sequence[InboxEntry]) -> list[dg.RunRequest]:
     """One run for each expert while they are few, else runs of several."""
     size = min(MAX_EXPERTS, -(-len(ready) // MAX_RUNS)) or 1
-    return [_request(home, ready[i : i + size]) for i in range(0, len(ready), size)]
+    return [_request(warehouse, ready[i : i + size]) for i in range(0, len(ready), size)]
 
 
-def _request(home: Warehouse, some: Sequence[InboxEntry]) -> dg.RunRequest:
+def _request(warehouse: Warehouse, some: Sequence[InboxEntry]) -> dg.RunRequest:
     names = [x.name for x in some]
-    keys = [ask(home, x.name, x.token) for x in some]
+    keys = [ask(warehouse, x.name, x.token) for x in some]
     tags = {EXPERTS_TAG: ",".join(names)}
     if len(some) == 1:
         return dg.RunRequest(keys[0], job_name=index_job.name, partition_key=names[0], tags=tags)

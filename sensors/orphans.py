@@ -43,9 +43,9 @@ def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
     return dg.SkipReason(f"{len(runs)} runs under way; ended, since dead: {ended or 'none'}")
 
 
-def is_orphan(home: Warehouse, instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
+def is_orphan(warehouse: Warehouse, instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
     """Whether a started run has no living process."""
-    lives = run_lives(home, run.run_id)
+    lives = run_lives(warehouse, run.run_id)
     if lives or (lives is None and _silent_s(instance, run) < SILENCE_S):
         return False
     again = instance.get_run_by_id(run.run_id)  # it may have ended since it was listed

@@ -37,7 +37,7 @@ def calibrate(console: Console, path: str | None, temp_mib: int, storage_only: b
     from mergepipe_pipeline.timing.calibrate import calibrate as run
 
     done = run(
-        console.home,
+        console.warehouse,
         path,
         temp_nbytes=temp_mib << 20,
         with_engine=not storage_only,

@@ -25,7 +25,7 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
     """Make a checkpoint known by name, from its headers alone."""
     from mergepipe_pipeline.verbs.register import register as run
 
-    r = run(console.home, path, name, base)
+    r = run(console.warehouse, path, name, base)
     c = r.checkpoint
     console.show(
         {
@@ -54,7 +54,9 @@ def analyze(
     """Read experts once against their base and remember block statistics (default: all names)."""
     from mergepipe_pipeline.verbs.analyze import analyze as run
 
-    done = run(console.home, names, base=base, block_elems=block_elems, progress=console.progress)
+    done = run(
+        console.warehouse, names, base=base, block_elems=block_elems, progress=console.progress
+    )
     rows = [
         (
             a.name,
@@ -79,7 +81,7 @@ def ls(console: Console) -> None:
     """List checkpoints, snapshots and refs."""
     from mergepipe_pipeline.verbs.ls import ls as run
 
-    listing = run(console.home)
+    listing = run(console.warehouse)
     checkpoints = [
         (
             c["name"],
@@ -149,7 +151,7 @@ def sql(console: Console, query: str | None, timeout_s: int, memory_mib: int) ->
             f'for example: mergepipe sql "{_EXAMPLE}"',
         )
         return
-    columns, rows = run(console.home, query, Limits(timeout_s, memory_mib << 20))
+    columns, rows = run(console.warehouse, query, Limits(timeout_s, memory_mib << 20))
     console.show([dict(zip(columns, row, strict=True)) for row in rows], *table(columns, rows))
 
 

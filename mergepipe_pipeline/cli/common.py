@@ -47,7 +47,7 @@ class Console:
         return Warehouse.at(self.home_dir)
 
     @functools.cached_property
-    def home(self) -> Warehouse:
+    def warehouse(self) -> Warehouse:
         """The warehouse, created if it is not there."""
         return self.place.ensure()
 

@@ -45,7 +45,7 @@ def conflicts(
     from mergepipe_pipeline.verbs.conflicts import conflicts as run
 
     found = run(
-        console.home,
+        console.warehouse,
         load_recipe(recipe),
         relative_to=recipe_folder(recipe),
         progress=console.progress,

@@ -61,7 +61,7 @@ def curve(
     from mergepipe_pipeline.verbs.curve import picture, records
 
     told = run(
-        console.home,
+        console.warehouse,
         load_recipe(recipe),
         relative_to=recipe_folder(recipe),
         progress=console.progress,

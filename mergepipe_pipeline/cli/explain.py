@@ -89,7 +89,7 @@ def _plan(console: Console, what: str, by: str) -> Answer:
     from mergepipe_pipeline.report.shares import explain as run
     from mergepipe_pipeline.report.shares import operator_choices
 
-    made, rows = run(console.home, what, by)
+    made, rows = run(console.warehouse, what, by)
     tensors = operator_choices(made) if by == "tensor" else ()
     records = [asdict(s) for s in rows]
     shown = {
@@ -143,7 +143,7 @@ def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
         expert_records,
     )
 
-    story = explain_tensor(console.home, what, tensor, console.progress)
+    story = explain_tensor(console.warehouse, what, tensor, console.progress)
     if not story.is_current:
         console.warn(["planned by other statistics or another version; the list is today's"])
     blocks, told = block_records(story), story.account
@@ -232,7 +232,7 @@ def _expert(console: Console, name: str, where: str | None) -> Answer:
         contributions_picture,
     )
 
-    story = explain_expert(console.home, name, where, console.progress)
+    story = explain_expert(console.warehouse, name, where, console.progress)
     records = contribution_records(story.contributions)
     shown = {
         "expert": name,
@@ -287,7 +287,7 @@ def _snapshot(console: Console, what: str) -> Answer:
         snapshot_records,
     )
 
-    story = explain_snapshot(console.home, what)
+    story = explain_snapshot(console.warehouse, what)
     records = snapshot_records(story)
     shown = {
         "snapshot_id": story.snapshot.snapshot_id,
@@ -298,7 +298,7 @@ def _snapshot(console: Console, what: str) -> Answer:
     }
 
     def picture() -> bytes:
-        return bytes_picture(plan_of(console.home, story.snapshot.manifest.plan_id))
+        return bytes_picture(plan_of(console.warehouse, story.snapshot.manifest.plan_id))
 
     return Answer(shown, _snapshot_lines(story, records), records, picture)
 

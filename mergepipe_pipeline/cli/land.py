@@ -18,7 +18,7 @@ def land(console: Console, path: str, name: str | None, link: bool) -> None:
     """Put a checkpoint into the inbox whole; it replaces an older version of its name."""
     from mergepipe_pipeline.verbs.land import land as run
 
-    done = run(console.home, path, name, link=link)
+    done = run(console.warehouse, path, name, link=link)
     console.show(
         asdict(done),
         f"{done.name}: {done.files} file(s), {size(done.nbytes)}, in {done.path}"

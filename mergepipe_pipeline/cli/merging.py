@@ -54,7 +54,9 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.check import check as run
 
-    found = run(console.home, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning)
+    found = run(
+        console.warehouse, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning
+    )
     console.warn(found.warnings)
     *before, last = map(_checked_json, found.stages)
     shown = {**last, "time": found.forecast.to_json()}
@@ -174,7 +176,7 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
 
     return make_plan(
-        console.home,
+        console.warehouse,
         load_recipe(recipe),
         relative_to=recipe_folder(recipe),
         progress=console.progress,
@@ -213,7 +215,7 @@ def merge(
     from mergepipe_pipeline.verbs.merge import merge as run
 
     merged = run(
-        console.home,
+        console.warehouse,
         load_recipe(recipe),
         relative_to=recipe_folder(recipe),
         options=EngineOptions.given(

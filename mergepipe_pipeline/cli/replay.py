@@ -47,7 +47,7 @@ def replay(
     from mergepipe_pipeline.verbs.replay import replay as run
 
     done = run(
-        console.home,
+        console.warehouse,
         snapshot,
         inputs=inputs,
         keep=Path(keep) if keep else None,

@@ -20,7 +20,7 @@ def publish(console: Console, snapshot: str, ref: str, reason: str, expected: in
     """Make a ref name a snapshot, after checking every byte of it."""
     from mergepipe_pipeline.verbs.publish import publish as run
 
-    done = run(console.home, snapshot, ref, reason=reason, expected=expected)
+    done = run(console.warehouse, snapshot, ref, reason=reason, expected=expected)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
 
 
@@ -31,7 +31,7 @@ def history(console: Console, ref: str) -> None:
     """Show every version of a ref."""
     from mergepipe_pipeline.verbs.publish import history as run
 
-    refs = run(console.home, ref)
+    refs = run(console.warehouse, ref)
     console.show(
         [asdict(r) for r in refs],
         *table(
@@ -49,7 +49,7 @@ def rollback(console: Console, ref: str, to: int | None, reason: str) -> None:
     """Publish an older version of a ref again."""
     from mergepipe_pipeline.verbs.publish import rollback as run
 
-    done = run(console.home, ref, to, reason)
+    done = run(console.warehouse, ref, to, reason)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
 
 
@@ -76,7 +76,7 @@ def gc(console: Console, dry_run: bool, older_than_s: float) -> None:
     """Remove what nobody needs: old staging, stages, unreferenced objects and actions."""
     from mergepipe_pipeline.verbs.gc import collect
 
-    done = collect(console.home, older_than_s=older_than_s, dry_run=dry_run)
+    done = collect(console.warehouse, older_than_s=older_than_s, dry_run=dry_run)
     console.warn(done.notes)
     verb_done = "would remove" if dry_run else "removed"
     console.show(

@@ -30,15 +30,16 @@ from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def plan_inputs(home: Warehouse, plan: MergePlan, layers: Sequence[LayerTask]) -> Inputs:
+def plan_inputs(warehouse: Warehouse, plan: MergePlan, layers: Sequence[LayerTask]) -> Inputs:
     """The inputs of some layers of a plan.
 
     Raises CorruptionError if what the catalog knows is not what the plan was made from.
     """
-    catalog, views = home.catalog, list(_views(layers))
+    catalog, views = warehouse.catalog, list(_views(layers))
     numbers = {p.source for view, _ in views for p in _parts(view)}
     digests = [
-        catalog.digests(s.checkpoint_id) or ensure_digests(home, open_checkpoint(s.root, s.name))
+        catalog.digests(s.checkpoint_id)
+        or ensure_digests(warehouse, open_checkpoint(s.root, s.name))
         if i in numbers
         else {}
         for i, s in enumerate(plan.sources)
@@ -54,22 +55,22 @@ def plan_inputs(home: Warehouse, plan: MergePlan, layers: Sequence[LayerTask]) -
                 next_step="copy the file again if it is damaged; then run the same command again: "
                 "it plans anew",
             )
-    inputs = Inputs(home, plan.sources, segment_elems_for(plan.estimates.block_elems))
+    inputs = Inputs(warehouse, plan.sources, segment_elems_for(plan.estimates.block_elems))
     inputs.ensure(view for view, _ in views)
     return inputs
 
 
 def checkpoint_inputs(
-    home: Warehouse, checkpoints: Sequence[Checkpoint], progress: Progress | None = None
+    warehouse: Warehouse, checkpoints: Sequence[Checkpoint], progress: Progress | None = None
 ) -> Inputs:
     """Checkpoints that planning reads; their digests are known then."""
     for checkpoint in checkpoints:
-        ensure_digests(home, checkpoint, progress)
-    return _coarse(home, checkpoints)
+        ensure_digests(warehouse, checkpoint, progress)
+    return _coarse(warehouse, checkpoints)
 
 
 def pass_inputs(
-    home: Warehouse, models: Sequence[Model], progress: Progress | None = None
+    warehouse: Warehouse, models: Sequence[Model], progress: Progress | None = None
 ) -> Inputs:
     """Checkpoints of models that an analysis reads, which takes the digests of whole tensors.
 
@@ -78,13 +79,13 @@ def pass_inputs(
     for model in models:
         others = [v for v in model.views.values() if not v.whole]
         for number in sorted({p.source for view in others for p in _parts(view)}):
-            ensure_digests(home, model.checkpoints[number], progress)
-    return _coarse(home, [c for model in models for c in model.checkpoints])
+            ensure_digests(warehouse, model.checkpoints[number], progress)
+    return _coarse(warehouse, [c for model in models for c in model.checkpoints])
 
 
-def _coarse(home: Warehouse, checkpoints: Sequence[Checkpoint]) -> Inputs:
+def _coarse(warehouse: Warehouse, checkpoints: Sequence[Checkpoint]) -> Inputs:
     sources = [Source(c.name, c.root, c.checkpoint_id, c.stamp) for c in checkpoints]
-    return Inputs(home, sources, COARSE_ELEMS)
+    return Inputs(warehouse, sources, COARSE_ELEMS)
 
 
 class Inputs:
@@ -93,8 +94,8 @@ class Inputs:
     Raises CorruptionError for what is not as it was analysed.
     """
 
-    def __init__(self, home: Warehouse, sources: Sequence[Source], segment_elems: int) -> None:
-        self._home, self._sources, self._elems = home, sources, segment_elems
+    def __init__(self, warehouse: Warehouse, sources: Sequence[Source], segment_elems: int) -> None:
+        self._warehouse, self._sources, self._elems = warehouse, sources, segment_elems
         self._files: dict[str, SegmentFiles] = {}
         self._lock = RLock()  # what is taken asks for what it is verified against
 
@@ -130,7 +131,7 @@ class Inputs:
 
     def _of(self, owner_id: str) -> SegmentFiles:
         if owner_id not in self._files:
-            self._files[owner_id] = SegmentFiles(self._home.catalog_dir, owner_id, self._elems)
+            self._files[owner_id] = SegmentFiles(self._warehouse.catalog_dir, owner_id, self._elems)
         return self._files[owner_id]
 
     def _opened(self, number: int) -> Checkpoint:
@@ -146,7 +147,7 @@ class Inputs:
         files = self._of(checkpoint_id)
         if missing := {name for name in names if name not in files}:
             known = Known(checkpoint_id, self._opened(number))
-            take_segments(self._home, known, self._elems, missing)
+            take_segments(self._warehouse, known, self._elems, missing)
             del self._files[checkpoint_id]
 
     def _ensure_view(self, view: TensorView) -> None:
@@ -158,7 +159,7 @@ class Inputs:
 
         checkpoints = {p.source: self._opened(p.source) for p in view.stored}
         taken = digest_view(view, checkpoints, self._elems, self)
-        put_taken(self._home, view_id, {view.name: (taken,)})
+        put_taken(self._warehouse, view_id, {view.name: (taken,)})
         del self._files[view_id]
 
 

@@ -14,10 +14,10 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 def refuse_changed_file(
-    home: Warehouse, checkpoint_id: str, root: str, stamp: SideStamp, sha256: str
+    warehouse: Warehouse, checkpoint_id: str, root: str, stamp: SideStamp, sha256: str
 ) -> None:
     """Raise CorruptionError if a side file that was read is not what was registered as this."""
-    known = home.catalog.side_digests(checkpoint_id).get(stamp, sha256)
+    known = warehouse.catalog.side_digests(checkpoint_id).get(stamp, sha256)
     if known != sha256:
         raise CorruptionError(
             "A file's bytes are not those that were registered, though size and time are",
@@ -28,9 +28,9 @@ def refuse_changed_file(
         )
 
 
-def refuse_changed_files(home: Warehouse, checkpoint: Checkpoint) -> None:
+def refuse_changed_files(warehouse: Warehouse, checkpoint: Checkpoint) -> None:
     """As `refuse_changed_file`, of all side files of a checkpoint as they are now."""
     with open_source(checkpoint.root) as source:
         for stamp in side_stamps(source, checkpoint.root):
             sha256 = side_sha256(source, stamp)
-            refuse_changed_file(home, checkpoint.checkpoint_id, checkpoint.root, stamp, sha256)
+            refuse_changed_file(warehouse, checkpoint.checkpoint_id, checkpoint.root, stamp, sha256)

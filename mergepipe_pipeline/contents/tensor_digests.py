@@ -25,19 +25,19 @@ class Known(NamedTuple):
 
 
 def ensure_digests(
-    home: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None
+    warehouse: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None
 ) -> Mapping[str, str]:
     """The digest of every tensor of a checkpoint, from the catalog or by one pass over it.
 
     They follow from the digests of segments; only tensors of which there are none are read.
     """
-    catalog = home.catalog
+    catalog = warehouse.catalog
     known = catalog.digests(checkpoint.checkpoint_id)
     if known is not None:
         return known
-    files = SegmentFiles(home.catalog_dir, checkpoint.checkpoint_id, COARSE_ELEMS)
+    files = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, COARSE_ELEMS)
     unread = {t.name for t in checkpoint.tensors if t.name not in files}
-    taken = _take(home, checkpoint, unread, progress) if unread else {}
+    taken = _take(warehouse, checkpoint, unread, progress) if unread else {}
     digests = {
         t.name: taken.get(t.name) or Segments(COARSE_ELEMS, files[t.name]).content
         for t in checkpoint.tensors
@@ -47,7 +47,7 @@ def ensure_digests(
 
 
 def _take(
-    home: Warehouse, checkpoint: Checkpoint, names: Collection[str], progress: Progress | None
+    warehouse: Warehouse, checkpoint: Checkpoint, names: Collection[str], progress: Progress | None
 ) -> dict[str, str]:
     """Read tensors, remember their segments, and give their digests."""
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
@@ -56,12 +56,12 @@ def _take(
     with (progress or Silent()).task(f"digest {checkpoint.name}", nbytes) as advance:
         levels = levels_for(BlockGrid.for_numel(checkpoint.numel).block_elems)
         taken = digest_checkpoint(checkpoint, advance, levels=levels, names=names)
-    put_taken(home, checkpoint.checkpoint_id, taken)
+    put_taken(warehouse, checkpoint.checkpoint_id, taken)
     return {name: segments.content for name, (segments, *_) in taken.items()}
 
 
 def put_taken(
-    home: Warehouse, checkpoint_id: str, taken: Mapping[str, tuple[Segments, ...]]
+    warehouse: Warehouse, checkpoint_id: str, taken: Mapping[str, tuple[Segments, ...]]
 ) -> None:
     """Remember segments of tensors, all levels."""
     by_level: dict[int, dict[str, bytes]] = {}
@@ -69,11 +69,11 @@ def put_taken(
         for segments in levels:
             by_level.setdefault(segments.segment_elems, {})[name] = segments.digests
     for segment_elems, digests in by_level.items():
-        put_segments(home.catalog_dir, checkpoint_id, segment_elems, digests)
+        put_segments(warehouse.catalog_dir, checkpoint_id, segment_elems, digests)
 
 
 def take_segments(
-    home: Warehouse,
+    warehouse: Warehouse,
     known: Known,
     segment_elems: int,
     names: Collection[str],
@@ -87,17 +87,17 @@ def take_segments(
     checkpoint_id, checkpoint = known
     levels = tuple(dict.fromkeys((COARSE_ELEMS, segment_elems)))
     taken = digest_checkpoint(checkpoint, levels=levels, names=names)
-    contents = Contents(home)
+    contents = Contents(warehouse)
     for name, (segments, *_) in taken.items():
         contents.refuse_changed(known, name, segments.content)
-    put_taken(home, checkpoint_id, taken)
+    put_taken(warehouse, checkpoint_id, taken)
 
 
 class Contents:
     """What the tensors of checkpoints held before; the catalog is asked once for a checkpoint."""
 
-    def __init__(self, home: Warehouse) -> None:
-        self._catalog = home.catalog
+    def __init__(self, warehouse: Warehouse) -> None:
+        self._catalog = warehouse.catalog
         self._digests: dict[str, Mapping[str, str]] = {}
 
     def refuse_changed(self, known: Known, tensor: str, content: str) -> None:

@@ -62,28 +62,31 @@ class DemoResult:
     landings: tuple[dict[str, Any], ...]
     layers_reused: int
     layers_executed: int
-    home: str
+    warehouse: str
     seconds: float
 
 
-def run_demo(home: Warehouse, say: Say) -> DemoResult:
-    """Run the whole demo in `home`, which must be empty or a demo's. Raises MergePipeError else."""
+def run_demo(warehouse: Warehouse, say: Say) -> DemoResult:
+    """Run the whole demo in `warehouse`.
+
+    Raises MergePipeError if that is neither empty nor a demo's.
+    """
     started = time.monotonic()
     warnings.filterwarnings("ignore")
-    _clear(home)
+    _clear(warehouse)
     family = build_family(say)
     say(
         f"family ready ({family.seconds:.0f} s of training)"
         if family.seconds
         else "family taken from the cache"
     )
-    _write_recipes(home)
-    with _dagster(home) as tick:
-        landings = [_land(home, "base", family.base, tick, say)]
-        landings += [_land(home, s, family.experts[s], tick, say) for s in SKILLS]
-        rows = _score_all(home, family, say)
+    _write_recipes(warehouse)
+    with _dagster(warehouse) as tick:
+        landings = [_land(warehouse, "base", family.base, tick, say)]
+        landings += [_land(warehouse, s, family.experts[s], tick, say) for s in SKILLS]
+        rows = _score_all(warehouse, family, say)
         say(f"version 2 of {family.second_name} lands: two layers changed")
-        last = _land(home, family.second_name, family.second, tick, say)
+        last = _land(warehouse, family.second_name, family.second, tick, say)
     reused = [
         r
         for run in last["runs"]
@@ -95,50 +98,54 @@ def run_demo(home: Warehouse, say: Say) -> DemoResult:
         (*landings, last),
         sum(reused),
         len(reused) - sum(reused),
-        str(home.root),
+        str(warehouse.root),
         time.monotonic() - started,
     )
 
 
-def _clear(home: Warehouse) -> None:
+def _clear(warehouse: Warehouse) -> None:
     """Start from an empty warehouse; what is not a demo's own is never touched."""
-    mark = home.root / _MARK
-    if not mark.exists() and any(p.is_file() for p in home.root.rglob("*")):
+    mark = warehouse.root / _MARK
+    if not mark.exists() and any(p.is_file() for p in warehouse.root.rglob("*")):
         raise MergePipeError(
             "The demo needs a warehouse of its own",
-            where=str(home.root),
+            where=str(warehouse.root),
             expected="an empty folder",
             found="a warehouse in use",
             next_step="choose another --home",
         )
-    for path in list(home.root.iterdir()):
+    for path in list(warehouse.root.iterdir()):
         remove_tree(path)
-    home.ensure()
+    warehouse.ensure()
     mark.write_text('{"made_by": "mergepipe demo"}\n')
 
 
-def _write_recipes(home: Warehouse) -> None:
+def _write_recipes(warehouse: Warehouse) -> None:
     for name, skills in ((RECIPE, SKILLS), (PAIR, ("copy", "sort"))):
         models = "\n".join(
             f"  - model: {s}\n    parameters: {{weight: {DEMO_WEIGHT}}}" for s in skills
         )
-        home.recipe_path(name).write_text(
+        warehouse.recipe_path(name).write_text(
             f"merge_method: ties\nbase_model: base\nmodels:\n{models}\n"
             f"parameters: {{density: {DEMO_DENSITY}, lambda: {DEMO_LAMBDA}}}\n"
         )
 
 
 @contextmanager
-def _dagster(home: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+def _dagster(warehouse: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """A process with the real Dagster definitions; each call lets its sensors run once."""
-    home.dagster_home.mkdir(exist_ok=True)
+    warehouse.dagster_home.mkdir(exist_ok=True)
     settings = Path(__file__).resolve().parents[2] / "dagster.yaml"
     if settings.exists():
-        shutil.copy(settings, home.dagster_home / "dagster.yaml")
-    env = {**os.environ, "MERGEPIPE_HOME": str(home.root), "DAGSTER_HOME": str(home.dagster_home)}
+        shutil.copy(settings, warehouse.dagster_home / "dagster.yaml")
+    env = {
+        **os.environ,
+        "MERGEPIPE_HOME": str(warehouse.root),
+        "DAGSTER_HOME": str(warehouse.dagster_home),
+    }
     command = [sys.executable, "-W", "ignore", "-m", "mergepipe_pipeline.tick"]
     with (
-        (home.root / "dagster.log").open("w") as log,
+        (warehouse.root / "dagster.log").open("w") as log,
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env
         ) as process,
@@ -167,10 +174,14 @@ def _dagster(home: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
 
 def _land(
-    home: Warehouse, name: str, source: Path, tick: Callable[[], list[dict[str, Any]]], say: Say
+    warehouse: Warehouse,
+    name: str,
+    source: Path,
+    tick: Callable[[], list[dict[str, Any]]],
+    say: Say,
 ) -> dict[str, Any]:
     """Copy a checkpoint into the inbox and let Dagster do what follows from it."""
-    shutil.copytree(source, home.inbox / name, dirs_exist_ok=True)
+    shutil.copytree(source, warehouse.inbox / name, dirs_exist_ok=True)
     runs = tick() + tick()
     for run in runs:
         what = run["partition"] or run["job"].removeprefix("merge_")
@@ -185,19 +196,21 @@ def _land(
             "A Dagster run failed",
             where=name,
             found=json.dumps(runs),
-            next_step=f"read {home.root / 'dagster.log'}, or open the UI: make ui",
+            next_step=f"read {warehouse.root / 'dagster.log'}, or open the UI: make ui",
         )
     return {"name": name, "runs": runs}
 
 
-def _score_all(home: Warehouse, family: Family, say: Say) -> list[Scored]:
+def _score_all(warehouse: Warehouse, family: Family, say: Say) -> list[Scored]:
     say("scoring base, experts and merges")
     rows = [Scored("base", score(family.base))]
     rows += [Scored(f"expert {name}", score(path)) for name, path in family.experts.items()]
-    raw = load_recipe(home.recipe_path(RECIPE))
+    raw = load_recipe(warehouse.recipe_path(RECIPE))
     base, full = _tensors(family.base), None
     for budget in BUDGETS:
-        outcome = run_plan(home, make_plan(home, raw, relative_to=home.recipes, budget=budget))
+        outcome = run_plan(
+            warehouse, make_plan(warehouse, raw, relative_to=warehouse.recipes, budget=budget)
+        )
         merged = _tensors(Path(outcome.snapshot.path))
         full = full or merged
         error = _distance(merged, full) / _distance(full, base)

@@ -79,9 +79,9 @@ class Arrival:
         return max(0.0, self.asked_s + wait_s - time.time())
 
 
-def arrival(home: Warehouse, name: str) -> Arrival:
+def arrival(warehouse: Warehouse, name: str) -> Arrival:
     """The record of an expert; a fresh one where there is none or it is damaged."""
-    path = home.arrival_path(name)
+    path = warehouse.arrival_path(name)
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -100,12 +100,12 @@ def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
         return Arrival()
 
 
-def place_of(home: Warehouse, catalog: Catalog, name: str) -> Path | None:
+def place_of(warehouse: Warehouse, catalog: Catalog, name: str) -> Path | None:
     """Where an expert's files lie: in the inbox, else where it is registered; None if nowhere here.
 
     Addresses are not watched: who reads one compares.
     """
-    folder = home.inbox / name
+    folder = warehouse.inbox / name
     if folder.exists():
         return folder
     root = catalog.root(name) if name in catalog else ""
@@ -113,44 +113,44 @@ def place_of(home: Warehouse, catalog: Catalog, name: str) -> Path | None:
     return place if root and "://" not in root and place.exists() else None
 
 
-def token_at(home: Warehouse, place: Path, stamps: Sequence[Stamp]) -> str:
+def token_at(warehouse: Warehouse, place: Path, stamps: Sequence[Stamp]) -> str:
     """The token of the files with these stamps at a place."""
-    return token_of(stamps, None if place.parent == home.inbox else place)
+    return token_of(stamps, None if place.parent == warehouse.inbox else place)
 
 
-def ask(home: Warehouse, name: str, token: str) -> str:
+def ask(warehouse: Warehouse, name: str, token: str) -> str:
     """Remember that a run is asked for; the key of the run, which no other one has."""
 
     def once_more(now: Arrival) -> Arrival:
         known = now.of(token)
         return replace(known, asked=known.asked + 1, asked_s=time.time(), tries=known.tries + 1)
 
-    return f"{name}:{token}:{_update(home, name, once_more).asked}"
+    return f"{name}:{token}:{_update(warehouse, name, once_more).asked}"
 
 
-def mark_landed(home: Warehouse, name: str, token: str) -> None:
+def mark_landed(warehouse: Warehouse, name: str, token: str) -> None:
     """Remember that a folder of this content is whole, before it gets its name."""
-    _update(home, name, lambda now: replace(now, landed=token))
+    _update(warehouse, name, lambda now: replace(now, landed=token))
 
 
-def mark_changed(home: Warehouse, name: str) -> None:
+def mark_changed(warehouse: Warehouse, name: str) -> None:
     """Remember that a folder is not as it was indexed, though its sizes and times are."""
-    _update(home, name, lambda now: replace(now, indexed=_CHANGED))
+    _update(warehouse, name, lambda now: replace(now, indexed=_CHANGED))
 
 
 @contextmanager
-def attempted(home: Warehouse, name: str) -> Iterator[None]:
+def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
     """Count a failure before the work begins, since a process that is killed counts none."""
-    place = place_of(home, home.catalog, name)
+    place = place_of(warehouse, warehouse.catalog, name)
     if place is None:  # an address, or nothing
         yield
         return
     stamps, _ = stamps_of(place)
-    token = token_at(home, place, stamps)
-    failures = arrival(home, name).of(token).failures
+    token = token_at(warehouse, place, stamps)
+    failures = arrival(warehouse, name).of(token).failures
 
     def say(**what: Any) -> None:
-        _update(home, name, lambda now: replace(now.of(token), **what))
+        _update(warehouse, name, lambda now: replace(now.of(token), **what))
 
     say(failures=failures + 1, error=_SILENT)
     try:
@@ -169,9 +169,9 @@ def attempted(home: Warehouse, name: str) -> Iterator[None]:
     say(indexed=indexed, stamps=stamps, tries=0, failures=0, error="")
 
 
-def _update(home: Warehouse, name: str, change: Callable[[Arrival], Arrival]) -> Arrival:
+def _update(warehouse: Warehouse, name: str, change: Callable[[Arrival], Arrival]) -> Arrival:
     """Change the record of a folder, which sensors, runs and people may do at the same time."""
-    with locked(home.arrivals / ".lock"):
-        changed = change(arrival(home, name))
-        write_atomic(home.arrival_path(name), seal(asdict(changed)))
+    with locked(warehouse.arrivals / ".lock"):
+        changed = change(arrival(warehouse, name))
+        write_atomic(warehouse.arrival_path(name), seal(asdict(changed)))
     return changed

@@ -65,7 +65,7 @@ class Patience:
 
 
 def scan_inbox(
-    home: Warehouse,
+    warehouse: Warehouse,
     patience: Patience | float,
     under_way: Collection[str] = (),
     most: int | None = None,
@@ -80,15 +80,15 @@ def scan_inbox(
         patience = Patience(patience)
     found: list[InboxEntry] = []
     ready = 0
-    places = {folder.name: folder for folder in _folders(home.inbox)}
-    catalog = home.catalog
-    for name in names_read(home) - places.keys():
-        place = place_of(home, catalog, name) if NAME.fullmatch(name) else None
+    places = {folder.name: folder for folder in _folders(warehouse.inbox)}
+    catalog = warehouse.catalog
+    for name in names_read(warehouse) - places.keys():
+        place = place_of(warehouse, catalog, name) if NAME.fullmatch(name) else None
         if place is not None:
             places[name] = place
     for key, place in sorted(places.items()):
         full = most is not None and ready >= most
-        landed = _landed(home, key, place, patience, under_way, full=full)
+        landed = _landed(warehouse, key, place, patience, under_way, full=full)
         ready += landed.is_ready
         found.append(landed)
     return tuple(found)
@@ -109,7 +109,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _landed(
-    home: Warehouse,
+    warehouse: Warehouse,
     key: str,
     folder: Path,
     patience: Patience,
@@ -122,8 +122,8 @@ def _landed(
         return InboxEntry(name, digest_json(name)[:16], f"{name!r} cannot be a name in the catalog")
     try:
         stamps, changed_ns = stamps_of(folder)
-        token = token_at(home, folder, stamps)
-        known = arrival(home, name)
+        token = token_at(warehouse, folder, stamps)
+        known = arrival(warehouse, name)
         if known.indexed == token:
             return InboxEntry(name, token, None, is_indexed=True)
         if name in under_way:

@@ -76,15 +76,15 @@ class RecipeFile:
         return digest_json([self.name, text, self.members, self.layers, self.problem])[:16]
 
 
-def recipe_files(home: Warehouse) -> tuple[RecipeFile, ...]:
+def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
     """Every recipe file of the warehouse, usable or not, in name order."""
-    checkpoints = _Checkpoints(home)
+    checkpoints = _Checkpoints(warehouse)
     cards: list[RecipeFile] = []
     files: dict[str, str] = {}
-    for path in _files(home):
+    for path in _files(warehouse):
         problem = _name_problem(path, files)
         if problem is None:
-            cards.append(_card(home, path, checkpoints))
+            cards.append(_card(warehouse, path, checkpoints))
         else:
             cards.append(RecipeFile(path.name, None, (), (), problem))
         if _NAME.fullmatch(path.stem):
@@ -92,14 +92,14 @@ def recipe_files(home: Warehouse) -> tuple[RecipeFile, ...]:
     return tuple(_presentable(cards))
 
 
-def names_read(home: Warehouse) -> set[str]:
+def names_read(warehouse: Warehouse) -> set[str]:
     """What the recipes that can be read call their inputs: names of the catalog, if usable."""
-    return {name for path in _files(home) for name in _read(path).members}
+    return {name for path in _files(warehouse) for name in _read(path).members}
 
 
-def _files(home: Warehouse) -> Iterator[Path]:
+def _files(warehouse: Warehouse) -> Iterator[Path]:
     """The recipe files, in name order. A warehouse that is only looked at is not made."""
-    for path in sorted(home.recipes.iterdir()) if home.recipes.is_dir() else ():
+    for path in sorted(warehouse.recipes.iterdir()) if warehouse.recipes.is_dir() else ():
         if path.suffix in {".yml", ".yaml"} and not path.name.startswith("."):
             yield path
 
@@ -149,8 +149,8 @@ def uses(ref: ModelRef, raw: ParsedRecipe) -> tuple[str, ...]:
 class _Checkpoints:
     """The catalog's checkpoints by name, each read once."""
 
-    def __init__(self, home: Warehouse) -> None:
-        self._catalog = home.catalog
+    def __init__(self, warehouse: Warehouse) -> None:
+        self._catalog = warehouse.catalog
         self._read: dict[str, Checkpoint] = {}
 
     def get(self, name: str) -> Checkpoint | None:
@@ -170,7 +170,7 @@ def _read(path: Path) -> RecipeFile:
     return replace(card, members=tuple(dict.fromkeys(_members(card))))
 
 
-def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeFile:
+def _card(warehouse: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeFile:
     card = _read(path)
     if card.problem is not None:
         return card
@@ -180,7 +180,7 @@ def _card(home: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeFile:
         if missing:
             return replace(card, problem=_not_registered(missing))
         known = {m: c for m, c in found.items() if c is not None}
-        return replace(card, layers=_layers(home, card, known))
+        return replace(card, layers=_layers(warehouse, card, known))
     except Exception as error:
         return replace(card, problem=str(error))
 
@@ -204,12 +204,14 @@ def _not_registered(names: list[str]) -> str:
     return f"{which} not registered yet; copy to inbox/<name>, or {how}"
 
 
-def _layers(home: Warehouse, card: RecipeFile, known: Mapping[str, Checkpoint]) -> tuple[str, ...]:
+def _layers(
+    warehouse: Warehouse, card: RecipeFile, known: Mapping[str, Checkpoint]
+) -> tuple[str, ...]:
     """The layers of the result. Raises as `check` does for models that do not fit."""
     pending = {m: c for m, c in known.items() if m not in card.pinned}
     names: list[str] = []
     for stage in card.stages:
-        recipe, models = open_stage(home, stage, pending, home.recipes)
+        recipe, models = open_stage(warehouse, stage, pending, warehouse.recipes)
         pending[recipe.name] = foreseen(recipe, models)
         names = [t.name for t in recipe.tensors]
     n_layers = layer_count(names)

@@ -21,44 +21,44 @@ from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def gone_inputs(home: Warehouse, names: Collection[str]) -> list[str]:
+def gone_inputs(warehouse: Warehouse, names: Collection[str]) -> list[str]:
     """Names under which nothing lies in the inbox, nor where they were registered, if they were."""
-    catalog = home.catalog
-    return sorted(name for name in names if _is_gone(home, catalog, name))
+    catalog = warehouse.catalog
+    return sorted(name for name in names if _is_gone(warehouse, catalog, name))
 
 
-def _is_gone(home: Warehouse, catalog: Catalog, name: str) -> bool:
+def _is_gone(warehouse: Warehouse, catalog: Catalog, name: str) -> bool:
     is_remote = name in catalog and "://" in catalog.root(name)
-    return not is_remote and place_of(home, catalog, name) is None
+    return not is_remote and place_of(warehouse, catalog, name) is None
 
 
-def reason_to_wait_for(home: Warehouse, names: Collection[str]) -> str | None:
+def reason_to_wait_for(warehouse: Warehouse, names: Collection[str]) -> str | None:
     """Which inputs may not be read as they lie there, and why; None if all may.
 
     From names, sizes and times of files alone. Raises NotFoundError for a name without a record.
     """
-    catalog = home.catalog
-    return "; ".join(filter(None, (_reason(home, catalog, n) for n in names))) or None
+    catalog = warehouse.catalog
+    return "; ".join(filter(None, (_reason(warehouse, catalog, n) for n in names))) or None
 
 
-def _reason(home: Warehouse, catalog: Catalog, name: str) -> str | None:
+def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
     if "/" in name:
         return f"{name} is a path: a standing recipe takes names of the inbox, or registered ones"
     if name not in catalog:
         return f"{name} is not indexed yet"
-    if _is_gone(home, catalog, name):
+    if _is_gone(warehouse, catalog, name):
         return f"{name} is gone: nothing lies at {catalog.root(name)}"
-    if not _is_as_recorded(home, catalog, catalog.get(name).checkpoint):
+    if not _is_as_recorded(warehouse, catalog, catalog.get(name).checkpoint):
         return f"{name} waits for its index: its files are not those that were indexed"
     return None
 
 
-def _is_as_recorded(home: Warehouse, catalog: Catalog, recorded: Checkpoint) -> bool:
+def _is_as_recorded(warehouse: Warehouse, catalog: Catalog, recorded: Checkpoint) -> bool:
     """Whether the files at a checkpoint's root have the sizes and times of the record."""
     if "://" in recorded.root:
         return True  # who reads it compares
-    indexed = arrival(home, recorded.name).indexed
-    if indexed and _token(home, catalog, recorded.name) not in (indexed, ""):
+    indexed = arrival(warehouse, recorded.name).indexed
+    if indexed and _token(warehouse, catalog, recorded.name) not in (indexed, ""):
         return False
     root = Path(recorded.root)
     for file in recorded.files:
@@ -71,21 +71,21 @@ def _is_as_recorded(home: Warehouse, catalog: Catalog, recorded: Checkpoint) -> 
     return True
 
 
-def _token(home: Warehouse, catalog: Catalog, name: str) -> str:
+def _token(warehouse: Warehouse, catalog: Catalog, name: str) -> str:
     """Changes with every file beside an expert's weights, too; "" for one at an address."""
-    place = place_of(home, catalog, name)
-    return token_at(home, place, stamps_of(place)[0]) if place else ""
+    place = place_of(warehouse, catalog, name)
+    return token_at(warehouse, place, stamps_of(place)[0]) if place else ""
 
 
-def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkpoint]:
+def recorded_inputs(warehouse: Warehouse, names: Collection[str]) -> dict[str, Checkpoint]:
     """Inputs by name, as their headers are at this moment, which are those of the record.
 
     Raises InputChangedError naming those that may not be read, NotFoundError.
     """
-    reason = reason_to_wait_for(home, names)
+    reason = reason_to_wait_for(warehouse, names)
     if reason is not None:
         raise _changed(reason)
-    catalog, found = home.catalog, {}
+    catalog, found = warehouse.catalog, {}
     for name in names:
         recorded = catalog.get(name).checkpoint
         try:
@@ -93,35 +93,37 @@ def recorded_inputs(home: Warehouse, names: Collection[str]) -> dict[str, Checkp
         except CheckpointError as error:
             raise _changed(f"{name} waits for its index: {error.what}") from error
         if found[name].checkpoint_id != recorded.checkpoint_id:
-            mark_changed(home, name)
+            mark_changed(warehouse, name)
             raise _changed(f"{name} waits for its index: its files are not those that were indexed")
     return found
 
 
-def states_of(home: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[str, str]:
+def states_of(warehouse: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[str, str]:
     """A text per input that changes with any of its files."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     return {
-        name: digest_json([c.root, c.checkpoint_id, c.config, _token(home, catalog, c.name)])[:24]
+        name: digest_json([c.root, c.checkpoint_id, c.config, _token(warehouse, catalog, c.name)])[
+            :24
+        ]
         for name, c in inputs.items()
     }
 
 
-def refuse_changed_inputs(home: Warehouse, states: Mapping[str, str]) -> None:
+def refuse_changed_inputs(warehouse: Warehouse, states: Mapping[str, str]) -> None:
     """Raise InputChangedError if an input is not in the state that `states_of` gave."""
-    found = states_of(home, recorded_inputs(home, states))
+    found = states_of(warehouse, recorded_inputs(warehouse, states))
     for name, state in states.items():
         if found[name] != state:
             raise _changed(f"{name} has a newer version than the one that was planned")
 
 
 @contextmanager
-def blaming_inputs(home: Warehouse, states: Mapping[str, str]) -> Iterator[None]:
+def blaming_inputs(warehouse: Warehouse, states: Mapping[str, str]) -> Iterator[None]:
     """Of what fails while an input changes, raise InputChangedError: that is the cause."""
     try:
         yield
     except MergePipeError:
-        refuse_changed_inputs(home, states)
+        refuse_changed_inputs(warehouse, states)
         raise
 
 

@@ -15,13 +15,13 @@ from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def snapshot_named(home: Warehouse, what: str) -> Snapshot:
+def snapshot_named(warehouse: Warehouse, what: str) -> Snapshot:
     """The snapshot of a ref, `REF@VERSION`, an id, a unique prefix, or a snapshot's folder.
 
     The folder may be an exported one. Raises NotFoundError, CorruptionError (manifest).
     """
     try:
-        return load_snapshot(home.snapshots, snapshot_of(home, what))
+        return load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
     except NotFoundError:
         folder = Path(what).expanduser()
         if not what or not folder.is_dir():
@@ -52,34 +52,34 @@ def provenance_of(snapshot: Snapshot) -> dict[str, Any]:
     return unseal(path.read_bytes(), str(path))
 
 
-def snapshot_of(home: Warehouse, what: str) -> str:
+def snapshot_of(warehouse: Warehouse, what: str) -> str:
     """The id that a ref, `REF@VERSION`, an id or a unique prefix means. Raises NotFoundError."""
-    refs = home.refs
+    refs = warehouse.refs
     names = refs.names()
     if what in names:
         return refs.current(what).snapshot_id
     ref, _, number = what.rpartition("@")
     if ref in names and number.isdecimal():
         return refs.target(ref, int(number)).snapshot_id
-    return load_snapshot(home.snapshots, what).snapshot_id
+    return load_snapshot(warehouse.snapshots, what).snapshot_id
 
 
-def plan_of(home: Warehouse, what: str) -> MergePlan:
+def plan_of(warehouse: Warehouse, what: str) -> MergePlan:
     """The plan that an id, a unique prefix, a snapshot or a ref means. Raises NotFoundError."""
-    return load_plan(home, _plan_id(home, what))
+    return load_plan(warehouse, _plan_id(warehouse, what))
 
 
-def _plan_id(home: Warehouse, what: str) -> str:
-    plans = sorted(p.stem for p in home.plans.glob("*.json"))
+def _plan_id(warehouse: Warehouse, what: str) -> str:
+    plans = sorted(p.stem for p in warehouse.plans.glob("*.json"))
     stored = [p for p in plans if what and p.startswith(what)]
     if len(stored) == 1:
         return stored[0]
     try:
-        return load_snapshot(home.snapshots, snapshot_of(home, what)).manifest.plan_id
+        return load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what)).manifest.plan_id
     except NotFoundError as error:
         raise NotFoundError(
             "Neither a plan, a snapshot nor a ref",
-            where=str(home.root),
+            where=str(warehouse.root),
             found=repr(what),
             expected="an id, a unique prefix of one, or a ref",
             next_step="see `mergepipe ls`, or make a plan with `mergepipe plan RECIPE`",

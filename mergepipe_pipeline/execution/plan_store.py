@@ -20,14 +20,14 @@ _LOG = logging.getLogger("mergepipe")
 T = TypeVar("T")
 
 
-def store_plan(home: Warehouse, plan: MergePlan) -> None:
+def store_plan(warehouse: Warehouse, plan: MergePlan) -> None:
     """Write a plan, sealed, under its id. Raises StorageFullError."""
-    write_atomic(home.plan_path(plan.plan_id), seal_line(canonical_json(plan.to_json())))
+    write_atomic(warehouse.plan_path(plan.plan_id), seal_line(canonical_json(plan.to_json())))
 
 
-def load_plan(home: Warehouse, plan_id: str) -> MergePlan:
+def load_plan(warehouse: Warehouse, plan_id: str) -> MergePlan:
     """A stored plan by its id. Raises NotFoundError, CorruptionError."""
-    path = home.plan_path(plan_id)
+    path = warehouse.plan_path(plan_id)
     if not path.exists():
         raise NotFoundError(
             "No such plan",
@@ -38,12 +38,12 @@ def load_plan(home: Warehouse, plan_id: str) -> MergePlan:
     return _read(path, checked_plan)
 
 
-def stored_plans(home: Warehouse, read: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
+def stored_plans(warehouse: Warehouse, read: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
     """What `read` makes of each plan's id and JSON value, by id.
 
     Damaged plans, and those of other versions of this program, are said and left out.
     """
-    for path in sorted(home.plans.glob("*.json")):
+    for path in sorted(warehouse.plans.glob("*.json")):
         try:
             yield path.stem, _read(path, read)
         except CorruptionError as error:

@@ -30,7 +30,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 def make_plan(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     *,
     progress: Progress | None = None,
@@ -41,12 +41,12 @@ def make_plan(
     Checkpoints that are `known` are registered already, and stay so. Raises what `resolve` raises,
     and BudgetError for a budget that the strategy cannot meet.
     """
-    checked, results = resolve_after_stages(home, raw, progress=progress, **planning)
-    return plan_resolved(home, checked, progress, unnamed=results, known=planning.get("known"))
+    checked, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
+    return plan_resolved(warehouse, checked, progress, unnamed=results, known=planning.get("known"))
 
 
 def resolve_after_stages(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     *,
     progress: Progress | None = None,
@@ -57,20 +57,22 @@ def resolve_after_stages(
     models: list[RequestedModel] = []
 
     def plan_stage(stage: ParsedRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
-        checked = resolve_stage(home, stage, pending, **planning)
-        plan = plan_resolved(home, checked, progress, unnamed=pending, known=planning.get("known"))
+        checked = resolve_stage(warehouse, stage, pending, **planning)
+        plan = plan_resolved(
+            warehouse, checked, progress, unnamed=pending, known=planning.get("known")
+        )
         models.extend(plan.request.models)
         return plan
 
     if raw.before:
-        resolve(home, raw, **planning)
-    results = run_stages(home, raw, plan_stage, progress)
-    checked = resolve_stage(home, raw, results, **planning)
+        resolve(warehouse, raw, **planning)
+    results = run_stages(warehouse, raw, plan_stage, progress)
+    checked = resolve_stage(warehouse, raw, results, **planning)
     return replace(checked, request=replace(checked.request, models=tuple(models))), results
 
 
 def plan_resolved(
-    home: Warehouse,
+    warehouse: Warehouse,
     checked: ResolvedRecipe,
     progress: Progress | None = None,
     *,
@@ -80,9 +82,11 @@ def plan_resolved(
     """The plan of a checked recipe, stored. Stages' results in `unnamed` are not registered, nor
     what is `known`.
     """
-    learned = gather(home, checked, progress, unnamed={**(known or {}), **(unnamed or {})})
-    digests = [[ensure_digests(home, c, progress) for c in m.checkpoints] for m in learned.models]
+    learned = gather(warehouse, checked, progress, unnamed={**(known or {}), **(unnamed or {})})
+    digests = [
+        [ensure_digests(warehouse, c, progress) for c in m.checkpoints] for m in learned.models
+    ]
     request = requested(checked, learned.models, digests, unnamed or {})
     plan = replace(learned.builder(digests).build(), request=request)
-    store_plan(home, plan)
+    store_plan(warehouse, plan)
     return plan

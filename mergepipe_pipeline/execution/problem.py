@@ -54,7 +54,7 @@ class SolvedProblem:
 
 
 def solve_recipe(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     *,
     progress: Progress | None = None,
@@ -66,26 +66,28 @@ def solve_recipe(
     As for a plan, earlier stages are merged and unknown experts analysed. `for_parts` is needed to
     ask about other budgets than the recipe's.
     """
-    checked, results = resolve_after_stages(home, raw, progress=progress, **planning)
-    learned = gather(home, checked, progress, unnamed=results, for_parts=for_parts)
+    checked, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
+    learned = gather(warehouse, checked, progress, unnamed=results, for_parts=for_parts)
     recipe, problem = checked.recipe, learned.builder().problem()
     selection = select_blocks(problem, recipe.budget, recipe.strategy)
     return SolvedProblem(recipe, _experts(learned), problem, selection, learned.read)
 
 
-def solve_plan(home: Warehouse, plan: MergePlan, progress: Progress | None = None) -> SolvedProblem:
+def solve_plan(
+    warehouse: Warehouse, plan: MergePlan, progress: Progress | None = None
+) -> SolvedProblem:
     """The planning problem of a plan, and the plan's own selection.
 
     Raises what checking its recipe raises; reads weights only if the catalog lost what it knew.
     """
     raw = parse(plan.recipe_text, name=plan.recipe_name, where=f"plan {plan.plan_id[:16]}")
-    known = _checkpoints(home, plan, raw)
+    known = _checkpoints(warehouse, plan, raw)
     e = plan.estimates
     budget = "none" if e.budget_bytes is None else str(e.budget_bytes)
     checked = resolve_stage(
-        home, raw, known, budget=budget, strategy=e.strategy, block_elems=e.block_elems
+        warehouse, raw, known, budget=budget, strategy=e.strategy, block_elems=e.block_elems
     )
-    learned = gather(home, checked, progress, unnamed=known)
+    learned = gather(warehouse, checked, progress, unnamed=known)
     problem = learned.builder().problem()
     selection = BlockSelection(e.strategy, e.ranking or e.strategy, _choice(problem, plan))
     return SolvedProblem(checked.recipe, _experts(learned), problem, selection, learned.read)
@@ -99,10 +101,10 @@ def _experts(learned: PlanInputs) -> tuple[str, ...]:
     return tuple(found.get(n, "") for n in range(max(found, default=-1) + 1))
 
 
-def _checkpoints(home: Warehouse, plan: MergePlan, raw: ParsedRecipe) -> dict[str, Checkpoint]:
+def _checkpoints(warehouse: Warehouse, plan: MergePlan, raw: ParsedRecipe) -> dict[str, Checkpoint]:
     """By the text that names them in the recipe, the checkpoints that the plan reads."""
-    made = str(home.token_rows)
-    sources = (_checkpoint(home, s) for s in plan.sources if not s.root.startswith(made))
+    made = str(warehouse.token_rows)
+    sources = (_checkpoint(warehouse, s) for s in plan.sources if not s.root.startswith(made))
     found: dict[str, Checkpoint] = {}
     on_base: list[str] = []
     for ref in raw.references:
@@ -121,8 +123,8 @@ def _checkpoints(home: Warehouse, plan: MergePlan, raw: ParsedRecipe) -> dict[st
     return found
 
 
-def _checkpoint(home: Warehouse, source: Source) -> Checkpoint:
-    known = home.catalog.checkpoint(source.checkpoint_id, source.name, source.root)
+def _checkpoint(warehouse: Warehouse, source: Source) -> Checkpoint:
+    known = warehouse.catalog.checkpoint(source.checkpoint_id, source.name, source.root)
     return known or open_checkpoint(source.root, source.name)
 
 

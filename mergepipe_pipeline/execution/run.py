@@ -76,7 +76,7 @@ class MergeOutcome:
 
 
 def run_plan(
-    home: Warehouse,
+    warehouse: Warehouse,
     plan: MergePlan,
     *,
     options: EngineOptions | None = None,
@@ -98,13 +98,17 @@ def run_plan(
     begun = begun or RunStart(started)
 
     def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
-        done = list(run_layers(home, plan, options=options, progress=progress, fresh=fresh))
+        done = list(run_layers(warehouse, plan, options=options, progress=progress, fresh=fresh))
         realised, merging_s = Realised.of(done), time.monotonic() - started
         times = Times(begun.predicted, started - begun.at_s, merging_s)
         made = {layer.name for layer in done if not layer.reused}
-        return commit(home, plan, realised, times, is_stage=is_stage, made=made), realised, times
+        return (
+            commit(warehouse, plan, realised, times, is_stage=is_stage, made=made),
+            realised,
+            times,
+        )
 
-    with lease(home, plan):
+    with lease(warehouse, plan):
         try:
             snapshot, realised, times = run(fresh=fresh)
         except DamagedLayerError as error:
@@ -114,7 +118,7 @@ def run_plan(
 
 
 def run_layers(
-    home: Warehouse,
+    warehouse: Warehouse,
     plan: MergePlan,
     names: Sequence[str] | None = None,
     *,
@@ -127,13 +131,13 @@ def run_layers(
     `fresh` ones are all run.
     """
     wanted = [layer for layer in plan.layers if names is None or layer.name in names]
-    store = home.objects
+    store = warehouse.objects
     known = {w.name: None if fresh else store.lookup(w.action_key) for w in wanted}
     unknown = [layer for layer in wanted if known[layer.name] is None]
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
     with (
         (progress or Silent()).task(f"merge {plan.recipe_name}", total) as advance,
-        _LayerMerger(home, plan, options or EngineOptions(), advance) as merger,
+        _LayerMerger(warehouse, plan, options or EngineOptions(), advance) as merger,
     ):
         yield from merger.merge(wanted, known)
 
@@ -146,10 +150,15 @@ class _LayerMerger:
     """
 
     def __init__(
-        self, home: Warehouse, plan: MergePlan, options: EngineOptions, advance: Advance
+        self, warehouse: Warehouse, plan: MergePlan, options: EngineOptions, advance: Advance
     ) -> None:
-        self._home, self._plan, self._options, self._advance = home, plan, options, advance
-        self._store = home.objects
+        self._warehouse, self._plan, self._options, self._advance = (
+            warehouse,
+            plan,
+            options,
+            advance,
+        )
+        self._store = warehouse.objects
         self._stack = ExitStack()
         self._keeper = Workers(1, finish_all=True)
 
@@ -215,8 +224,8 @@ class _LayerMerger:
         from mergepipe_pipeline.engine.execute import LayerRunner
 
         release_freed()
-        staging = self._stack.enter_context(staging_of(self._home, "merge"))
-        known = plan_inputs(self._home, self._plan, layers)
+        staging = self._stack.enter_context(staging_of(self._warehouse, "merge"))
+        known = plan_inputs(self._warehouse, self._plan, layers)
         runner = LayerRunner(self._plan, self._options, known)
         return self._stack.enter_context(runner), staging
 

@@ -53,7 +53,7 @@ _LOG = logging.getLogger("mergepipe")
 
 
 def commit(
-    home: Warehouse,
+    warehouse: Warehouse,
     plan: MergePlan,
     realised: Realised | None = None,
     times: Times | None = None,
@@ -68,7 +68,7 @@ def commit(
     and damaged is made anew, and goes to quarantine. Raises
     NotFoundError naming the first layer that is not merged yet, DamagedLayerError.
     """
-    store = home.objects
+    store = warehouse.objects
     merged = [(layer, _merged(store, layer)) for layer in plan.layers]
     shards = [
         ShardEntry(
@@ -81,10 +81,10 @@ def commit(
         )
         for number, (layer, stored) in enumerate(merged, 1)
     ]
-    inputs, operators = _lineage(home, plan), operator_counts(plan)
-    written = _made_files(home, plan, shards, inputs, operators)
-    with staging_of(home, "commit") as staging:
-        copied = _copied_files(home, plan, staging, written)
+    inputs, operators = _lineage(warehouse, plan), operator_counts(plan)
+    written = _made_files(warehouse, plan, shards, inputs, operators)
+    with staging_of(warehouse, "commit") as staging:
+        copied = _copied_files(warehouse, plan, staging, written)
         own = [SideFile(name, sha256_hex(data), len(data)) for name, data in written.items()]
         manifest = Manifest(
             plan_id=plan.plan_id,
@@ -95,7 +95,7 @@ def commit(
             side_files=tuple(sorted((*own, *copied), key=lambda side: side.file)),
         )
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
-        final = home.snapshots / manifest.snapshot_id
+        final = warehouse.snapshots / manifest.snapshot_id
         is_new = not final.exists()
         staged = stage_snapshot(
             staging, manifest, store, written | files, _provenance(plan, realised, times)
@@ -103,11 +103,11 @@ def commit(
         damage = None if is_new else damage_of(final, staged)
         if is_new or damage:
             _refuse_damaged(store, [pair for pair in merged if pair[0].name not in made])
-        aside = home.new_quarantine() / "snapshots" / final.name if damage else None
-        snapshot = commit_snapshot(staged, home.snapshots, aside)
+        aside = warehouse.new_quarantine() / "snapshots" / final.name if damage else None
+        snapshot = commit_snapshot(staged, warehouse.snapshots, aside)
         if damage:
             _LOG.warning("A damaged snapshot was made anew; it lies in %s. %s", aside, damage)
-        Marks(home.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
+        Marks(warehouse.stages).mark(snapshot.snapshot_id, is_stage=is_stage, is_new=is_new)
         return snapshot
 
 
@@ -143,8 +143,8 @@ def _refuse_damaged(store: ObjectStore, reused: Sequence[tuple[LayerTask, Stored
         )
 
 
-def _lineage(home: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
-    catalog = home.catalog
+def _lineage(warehouse: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
+    catalog = warehouse.catalog
     return tuple(
         LineageEntry(role, s.name, catalog.content_sha256(s.checkpoint_id))
         for role, s in zip(plan.roles, plan.sources, strict=True)
@@ -158,7 +158,7 @@ def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
 
 
 def _made_files(
-    home: Warehouse,
+    warehouse: Warehouse,
     plan: MergePlan,
     shards: Sequence[ShardEntry],
     inputs: Sequence[LineageEntry],
@@ -173,7 +173,7 @@ def _made_files(
             dtypes = {t.out_dtype for layer in plan.layers for t in layer.tasks if t.experts}
             dtype = dtypes.pop() if len(dtypes) == 1 else None
             original = source.read_range(CONFIG, 0, nbytes)
-            _refuse_changed(home, plan, SideFile(CONFIG, sha256_hex(original), nbytes), source)
+            _refuse_changed(warehouse, plan, SideFile(CONFIG, sha256_hex(original), nbytes), source)
             files[CONFIG] = config_json(original, dtype, plan.side.config)
     total = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
     files["model.safetensors.index.json"] = index_json(shards, total)
@@ -182,7 +182,7 @@ def _made_files(
 
 
 def _copied_files(
-    home: Warehouse, plan: MergePlan, staging: Path, made: Collection[str]
+    warehouse: Warehouse, plan: MergePlan, staging: Path, made: Collection[str]
 ) -> list[SideFile]:
     """Copy the template's other side files to `staging`, a piece at a time; what was written."""
     root = plan.sources[plan.side.template].root
@@ -194,16 +194,16 @@ def _copied_files(
                 digest = new_hash()
                 write_atomic(staging / name, pieces(source, name, nbytes, digest.update))
                 copied.append(SideFile(name, digest.hexdigest(), nbytes))
-                _refuse_changed(home, plan, copied[-1], source)
+                _refuse_changed(warehouse, plan, copied[-1], source)
     return copied
 
 
 def _refuse_changed(
-    home: Warehouse, plan: MergePlan, side: SideFile, source: CheckpointSource
+    warehouse: Warehouse, plan: MergePlan, side: SideFile, source: CheckpointSource
 ) -> None:
     template = plan.sources[plan.side.template]
     stamp = SideStamp(side.file, side.nbytes, source.mtime_ns(side.file))
-    refuse_changed_file(home, template.checkpoint_id, template.root, stamp, side.sha256)
+    refuse_changed_file(warehouse, template.checkpoint_id, template.root, stamp, side.sha256)
 
 
 def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None) -> dict[str, Any]:

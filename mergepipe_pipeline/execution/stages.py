@@ -21,7 +21,7 @@ Planner = Callable[[ParsedRecipe, Mapping[str, Checkpoint]], MergePlan]
 
 
 def run_stages(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     plan_stage: Planner,
     progress: Progress | None,
@@ -31,7 +31,7 @@ def run_stages(
     for stage in raw.before:
         name = stage.stage or stage.name
         plan = plan_stage(stage, results)
-        lease_until_exit(home, plan)
-        snapshot = run_plan(home, plan, progress=progress, is_stage=True).snapshot
+        lease_until_exit(warehouse, plan)
+        snapshot = run_plan(warehouse, plan, progress=progress, is_stage=True).snapshot
         results[name] = open_checkpoint(snapshot.path, name)
     return results

@@ -44,7 +44,7 @@ def common_pairs(expert: Model, base: Model) -> list[Pair]:
 
 
 def ensure_stats(
-    home: Warehouse,
+    warehouse: Warehouse,
     wanted: Sequence[tuple[Model, Sequence[Pair]]],
     base: Model,
     grid: BlockGrid,
@@ -59,13 +59,13 @@ def ensure_stats(
     goes, so that a crash costs little. The pass also yields digests. `without`: see
     `Catalog.stats`.
     """
-    catalog = home.catalog
+    catalog = warehouse.catalog
     of_base = partial(catalog.missing_pairs, base.model_id)
     missing = [(m, of_base(m.model_id, grid.block_elems, pairs)) for m, pairs in wanted]
-    take_over = StatsReuse(home, base, grid, progress)
+    take_over = StatsReuse(warehouse, base, grid, progress)
     missing = [(m, take_over.rest(m, pairs)) for m, pairs in missing if pairs]
     for batch in _batches([(m, pairs) for m, pairs in missing if pairs]):
-        _analyze(home, batch, base, grid, progress or Silent())
+        _analyze(warehouse, batch, base, grid, progress or Silent())
     for model in (base, *(m for m, _ in wanted)):
         _put_known_digests(catalog, model, base, grid)
 
@@ -86,7 +86,7 @@ def _batches(
 
 
 def _analyze(
-    home: Warehouse,
+    warehouse: Warehouse,
     batch: Sequence[tuple[Model, Sequence[Pair]]],
     base: Model,
     grid: BlockGrid,
@@ -94,7 +94,7 @@ def _analyze(
 ) -> None:
     from mergepipe_pipeline.analysis.statistics import analyze_experts
 
-    catalog = home.catalog
+    catalog = warehouse.catalog
     found: list[list[TensorStats]] = [[] for _ in batch]
     digested: dict[str, dict[str, tuple[Segments, ...]]] = {}
     unsaved_nbytes = 0
@@ -108,13 +108,13 @@ def _analyze(
                 saving.put(partial(catalog.put_stats, stats))
                 tensors.clear()
         for checkpoint_id, taken in digested.items():
-            saving.put(partial(put_taken, home, checkpoint_id, taken))
+            saving.put(partial(put_taken, warehouse, checkpoint_id, taken))
         digested.clear()
 
     nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
     names = ", ".join(m.name for m, _ in batch[:3]) + (", …" if len(batch) > 3 else "")
-    contents = Contents(home)
-    inputs = pass_inputs(home, [*(model for model, _ in batch), base], progress)
+    contents = Contents(warehouse)
+    inputs = pass_inputs(warehouse, [*(model for model, _ in batch), base], progress)
     with (
         progress.task(f"analyze {names}", nbytes) as advance,
         Workers(threads.CATALOG, finish_all=True) as keepers,

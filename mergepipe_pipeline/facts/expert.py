@@ -77,14 +77,14 @@ class ExpertFacts:
 
     def __init__(
         self,
-        home: Warehouse,
+        warehouse: Warehouse,
         expert: Model,
         base: Model,
         stats: ExpertStats,
         load: Load,
         progress: Progress | None,
     ) -> None:
-        self._home, self._catalog = home, home.catalog
+        self._warehouse, self._catalog = warehouse, warehouse.catalog
         self._expert, self._base, self._stats = expert, base, stats
         self._load = load
         self._grid = BlockGrid(stats.block_elems)
@@ -199,7 +199,7 @@ class ExpertFacts:
         every = list(self._stats.by_pair)
         if left and self._catalog.missing_pairs(*ids, every):
             wanted = [(self._expert, every)]
-            ensure_stats(self._home, wanted, self._base, self._grid, self._progress)
+            ensure_stats(self._warehouse, wanted, self._base, self._grid, self._progress)
             yield from self._catalog.magnitudes(*ids, left)
 
     def _leave_scales_open(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
@@ -251,7 +251,7 @@ class ExpertFacts:
     def _inputs(self) -> Inputs:
         """What is read for a fact is verified."""
         checkpoints = (*self._expert.checkpoints, *self._base.checkpoints)
-        return checkpoint_inputs(self._home, checkpoints, self._progress)
+        return checkpoint_inputs(self._warehouse, checkpoints, self._progress)
 
     def _known(self, key: str) -> dict[str, Fact]:
         return self._catalog.fact(self._base.model_id, self._expert.model_id, key)
@@ -262,10 +262,10 @@ class ExpertFacts:
         return fresh
 
 
-def histograms(home: Warehouse, expert: Model, base: Model, block_elems: int) -> ExpertStats:
+def histograms(warehouse: Warehouse, expert: Model, base: Model, block_elems: int) -> ExpertStats:
     """What the catalog knows of an expert against a base, but for sketches and samples."""
     ids = base.model_id, expert.model_id, block_elems
-    found = home.catalog.stats(*ids, without=("sketch", "sample"))
+    found = warehouse.catalog.stats(*ids, without=("sketch", "sample"))
     return found or ExpertStats(*ids, ())
 
 

@@ -80,7 +80,7 @@ class PlanInputs:
 
 
 def gather(
-    home: Warehouse,
+    warehouse: Warehouse,
     checked: ResolvedRecipe,
     progress: Progress | None = None,
     *,
@@ -93,14 +93,14 @@ def gather(
     only for a budget, or if `for_parts` says that parts of a merge will be looked at.
     """
     recipe = checked.recipe
-    models = _with_tokens(home, checked)
-    _register(home, recipe, models, unnamed or {})
+    models = _with_tokens(warehouse, checked)
+    _register(warehouse, recipe, models, unnamed or {})
     merged = [t for t in recipe.tensors if _is_merged(t, models)]
-    stats, read = _stats(home, checked, models, merged, progress)
-    measured = measured_facts(home, recipe, models, merged, progress)
+    stats, read = _stats(warehouse, checked, models, merged, progress)
+    measured = measured_facts(warehouse, recipe, models, merged, progress)
     chosen = choose_operators(recipe, merged, measured)
     in_full = recipe.budget == Budget() and not for_parts
-    tables = _facts(home, recipe, models, merged, stats, chosen, progress, in_full=in_full)
+    tables = _facts(warehouse, recipe, models, merged, stats, chosen, progress, in_full=in_full)
     facts = TensorFacts(
         trims=tables.trims,
         outliers=tables.outliers,
@@ -111,7 +111,7 @@ def gather(
         kept=tables.kept,
         kurtosis=tables.kurtosis,
     )
-    profile = load_profile(home.profile_path)
+    profile = load_profile(warehouse.profile_path)
     seek_nbytes = profile.seek_nbytes if profile else 0
     return PlanInputs(checked, tuple(models), stats, facts, read, seek_nbytes)
 
@@ -123,23 +123,23 @@ def _simulated(task: TensorTask) -> Simulate:
     return simulation_of(task)
 
 
-def _with_tokens(home: Warehouse, checked: ResolvedRecipe) -> Sequence[Model]:
+def _with_tokens(warehouse: Warehouse, checked: ResolvedRecipe) -> Sequence[Model]:
     """The models; rows that the output's tokenizer asks for and a model lacks are made now."""
     if checked.tokenizer is None:
         return checked.models
-    return Reindexer(home, checked.recipe, checked.originals, checked.tokenizer).models()
+    return Reindexer(warehouse, checked.recipe, checked.originals, checked.tokenizer).models()
 
 
 def _register(
-    home: Warehouse, recipe: Recipe, models: Sequence[Model], unnamed: Mapping[str, Checkpoint]
+    warehouse: Warehouse, recipe: Recipe, models: Sequence[Model], unnamed: Mapping[str, Checkpoint]
 ) -> None:
     """Make the recipe's checkpoints known by name; a name's own base stays as it is."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     known = set(catalog.names())
     base = None if recipe.base is None else models[recipe.base].checkpoint.name
     for model in models:
         for c in model.checkpoints:
-            is_made = c.root.startswith(str(home.token_rows))
+            is_made = c.root.startswith(str(warehouse.token_rows))
             if c.name not in unnamed and not is_made:
                 new_expert = c.name != base and c.name not in known and base not in unnamed
                 catalog.register(c, base if new_expert else None)
@@ -151,7 +151,7 @@ def _is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
 
 
 def _stats(
-    home: Warehouse,
+    warehouse: Warehouse,
     checked: ResolvedRecipe,
     models: Sequence[Model],
     merged: Sequence[TensorRecipe],
@@ -163,7 +163,7 @@ def _stats(
         for i in t.inputs:
             if t.base is not None:
                 pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
-    catalog = home.catalog
+    catalog = warehouse.catalog
     found: dict[tuple[int, int], ExpertStats] = {}
     read: dict[str, None] = {}
     for base in dict.fromkeys(base for _, base in pairs):
@@ -174,7 +174,12 @@ def _stats(
             if catalog.missing_pairs(base_id, model.model_id, checked.grid.block_elems, named):
                 read[model.name] = None
         stats = ensure_stats(
-            home, wanted, models[base], checked.grid, progress, without=_unneeded(checked.recipe)
+            warehouse,
+            wanted,
+            models[base],
+            checked.grid,
+            progress,
+            without=_unneeded(checked.recipe),
         )
         found |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
     return found, tuple(read)
@@ -200,7 +205,7 @@ def _responses(recipe: Recipe) -> set[Response]:
 
 
 def _facts(
-    home: Warehouse,
+    warehouse: Warehouse,
     recipe: Recipe,
     models: Sequence[Model],
     merged: Sequence[TensorRecipe],
@@ -239,13 +244,15 @@ def _facts(
             wanted.setdefault((i.model, t.base.model, fact), []).append(s)
     tables = FactTables()
     loads: list[Load] = [
-        partial(histograms, home, models[expert], models[base], stats[expert, base].block_elems)
+        partial(
+            histograms, warehouse, models[expert], models[base], stats[expert, base].block_elems
+        )
         for expert, base, _ in wanted
     ]
     known = prefetch(loads) if with_energies else iter(loads)
     for ((expert, base, fact), places), load in zip(wanted.items(), known, strict=True):
         of = models[expert], models[base], stats[expert, base]
-        finder = ExpertFacts(home, *of, load, progress)
+        finder = ExpertFacts(warehouse, *of, load, progress)
         finder.add(fact, places, tables, in_full=in_full)
         if with_energies:
             finder.add_energies(fact, places, tables)

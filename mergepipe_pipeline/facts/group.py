@@ -35,7 +35,7 @@ class _Group:
 
 
 def measured_facts(
-    home: Warehouse,
+    warehouse: Warehouse,
     recipe: Recipe,
     models: Sequence[Model],
     tensors: Sequence[TensorRecipe],
@@ -56,7 +56,9 @@ def measured_facts(
     for group, members in groups.items():
         numbers: dict[str, Fact] = {t.name: () for t in members}
         for step in operator.measures:
-            found = _step(home, recipe, operator, models, group, members, step, numbers, progress)
+            found = _step(
+                warehouse, recipe, operator, models, group, members, step, numbers, progress
+            )
             if not isinstance(step, Largest):  # there, infinity says that nothing is kept
                 _refuse_damaged(step, found)
             numbers = {name: (*numbers[name], *found[name]) for name in numbers}
@@ -86,7 +88,7 @@ def _refuse_damaged(step: Measure, found: Mapping[str, Fact]) -> None:
 
 
 def _step(
-    home: Warehouse,
+    warehouse: Warehouse,
     recipe: Recipe,
     operator: Operator,
     models: Sequence[Model],
@@ -97,7 +99,7 @@ def _step(
     progress: Progress | None,
 ) -> dict[str, Fact]:
     """Output tensor to the numbers of one step."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     base_id = "none" if group.base is None else models[group.base].model_id
     owner = "group-" + digest_json([models[m].model_id for m in group.experts])[:24]
     key = f"{step.name}-{'delta' if _as_delta(operator, group) else 'value'}"
@@ -106,7 +108,7 @@ def _step(
     skipped = {t.name: step.skipped for t in members if not step.is_needed(dict(t.params))}
     missing = [t for t in members if t.name not in skipped and names[t.name] not in known]
     if missing:
-        fresh = _run(home, recipe, operator, models, group, missing, step, numbers, progress)
+        fresh = _run(warehouse, recipe, operator, models, group, missing, step, numbers, progress)
         fresh = {names[name]: found for name, found in fresh.items()}
         catalog.put_fact(base_id, owner, key, fresh)
         known |= fresh
@@ -125,7 +127,7 @@ def _tensor_key(t: TensorRecipe, step: Measure, numbers: Fact) -> str:
 
 
 def _run(
-    home: Warehouse,
+    warehouse: Warehouse,
     recipe: Recipe,
     operator: Operator,
     models: Sequence[Model],
@@ -169,7 +171,7 @@ def _run(
     nbytes = sum(v.stored_nbytes for s in sites for v in s.experts)
     nbytes += sum(s.base.stored_nbytes for s in sites if s.base)
     passes = 1 if step.is_sum else 3
-    known = checkpoint_inputs(home, checkpoints, progress)
+    known = checkpoint_inputs(warehouse, checkpoints, progress)
     with (progress or Silent()).task(f"measure {step.name}", nbytes * passes) as advance:
         found = measure(checkpoints, sites, step, advance, known)
     return {t.name: n for t, n in zip(tensors, found, strict=True)}

@@ -31,10 +31,10 @@ class StatsReuse:
     """Copies statistics of equal contents for the experts of one base; the catalog is read once."""
 
     def __init__(
-        self, home: Warehouse, base: Model, grid: BlockGrid, progress: Progress | None = None
+        self, warehouse: Warehouse, base: Model, grid: BlockGrid, progress: Progress | None = None
     ) -> None:
-        self._home, self._base, self._grid, self._progress = home, base, grid, progress
-        self._catalog = home.catalog
+        self._warehouse, self._base, self._grid, self._progress = warehouse, base, grid, progress
+        self._catalog = warehouse.catalog
 
     def rest(self, expert: Model, pairs: Sequence[Pair]) -> list[Pair]:
         """Those of `pairs` (expert's tensor, base's tensor) that must be read.
@@ -44,7 +44,7 @@ class StatsReuse:
         if len(expert.checkpoints) > 1 or expert.is_partial or not self._is_expected(expert):
             return list(pairs)
         sources: dict[tuple[str, str], dict[Pair, Source]] = {}
-        contents = _contents(self._home, expert, self._base, pairs, self._progress)
+        contents = _contents(self._warehouse, expert, self._base, pairs, self._progress)
         own = self._base.model_id, expert.model_id
         for pair, content in contents.items():
             source = self._contents.get(content)
@@ -110,7 +110,7 @@ def _look(c: Checkpoint) -> Look:
 
 
 def _contents(
-    home: Warehouse,
+    warehouse: Warehouse,
     expert: Model,
     base: Model,
     pairs: Sequence[Pair],
@@ -118,7 +118,8 @@ def _contents(
 ) -> dict[Pair, Content]:
     """What is compared, of the pairs of which both tensors are as stored."""
     mine, theirs = (
-        [ensure_digests(home, c, progress) for c in model.checkpoints] for model in (expert, base)
+        [ensure_digests(warehouse, c, progress) for c in model.checkpoints]
+        for model in (expert, base)
     )
     out = {}
     for pair in pairs:

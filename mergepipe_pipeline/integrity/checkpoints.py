@@ -27,15 +27,15 @@ _Input = tuple[str, str, str]
 
 
 def verify_inputs(
-    home: Warehouse, audit: Auditor, progress: Progress, of: Snapshot | None = None
+    warehouse: Warehouse, audit: Auditor, progress: Progress, of: Snapshot | None = None
 ) -> None:
     """Hash every tensor of what is registered, or of what a snapshot was merged from.
 
     Every finding names the file and the tensor. Contents that nobody has analysed cannot be
     compared; they are notes.
     """
-    catalog = home.catalog
-    inputs = _sources(of) if of else _present(home, _registered(catalog), audit)
+    catalog = warehouse.catalog
+    inputs = _sources(of) if of else _present(warehouse, _registered(catalog), audit)
     found = [(c, catalog.digests(c.checkpoint_id)) for c in _opened(catalog, inputs, audit)]
     unknown = [c.name for c, digests in found if digests is None]
     if unknown:
@@ -44,7 +44,7 @@ def verify_inputs(
     known = [(c, digests) for c, digests in found if digests is not None]
     with progress.task("verify inputs", sum(c.nbytes for c, _ in known)) as advance:
         for checkpoint, digests in known:
-            _verify(home, checkpoint, digests, audit, advance)
+            _verify(warehouse, checkpoint, digests, audit, advance)
 
 
 def _registered(catalog: Catalog) -> Iterator[_Input]:
@@ -55,13 +55,13 @@ def _registered(catalog: Catalog) -> Iterator[_Input]:
     yield from current.values()
 
 
-def _present(home: Warehouse, inputs: Iterator[_Input], audit: Auditor) -> list[_Input]:
+def _present(warehouse: Warehouse, inputs: Iterator[_Input], audit: Auditor) -> list[_Input]:
     """The inputs but those that left the inbox, which anyone may take theirs from."""
     found: list[_Input] = []
     gone: list[_Input] = []
     for recorded in inputs:
         root = Path(recorded[1])
-        left = root.is_relative_to(home.inbox) and not os.path.lexists(root)
+        left = root.is_relative_to(warehouse.inbox) and not os.path.lexists(root)
         (gone if left else found).append(recorded)
     if gone:
         names = ", ".join(name for name, _, _ in gone)
@@ -101,7 +101,7 @@ def _as_recorded(catalog: Catalog, name: str, root: str, checkpoint_id: str) -> 
 
 
 def _verify(
-    home: Warehouse,
+    warehouse: Warehouse,
     checkpoint: Checkpoint,
     digests: Mapping[str, str],
     audit: Auditor,
@@ -122,17 +122,17 @@ def _verify(
             continue
         wrong = {t: s for t, (s,) in found.items() if s.content != digests.get(t)}
         for tensor, segments in wrong.items():
-            place = f"{path}, tensor {tensor}{_elements(home, checkpoint, tensor, segments)}"
+            place = f"{path}, tensor {tensor}{_elements(warehouse, checkpoint, tensor, segments)}"
             error = _changed(place, digests.get(tensor), segments.content)
             audit.report("inputs", path, error)
         if not wrong:
             audit.done(path, file.nbytes)
 
 
-def _elements(home: Warehouse, checkpoint: Checkpoint, tensor: str, found: Segments) -> str:
+def _elements(warehouse: Warehouse, checkpoint: Checkpoint, tensor: str, found: Segments) -> str:
     """Which elements are not what they were, where the catalog knows it."""
     n = found.segment_elems
-    known = SegmentFiles(home.catalog_dir, checkpoint.checkpoint_id, n)
+    known = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, n)
     if tensor not in known:
         return ""
     old = Segments(n, known[tensor])

@@ -24,28 +24,28 @@ from mergepipe_pipeline.storage.chain import read_chains
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def verify_lineage(home: Warehouse, audit: Auditor) -> None:
+def verify_lineage(warehouse: Warehouse, audit: Auditor) -> None:
     """Compare every record with those that it names."""
-    for snapshot in readable_snapshots(home):
+    for snapshot in readable_snapshots(warehouse):
         manifest = Path(snapshot.path) / MANIFEST
-        audit.check("lineage", manifest, partial(_check_plan, home, snapshot))
-        audit.check("lineage", manifest, partial(_check_inputs, home, snapshot))
-        _check_actions(home, snapshot, audit)
-    there = {folder.name for folder in snapshot_folders(home)}
-    for name, number, value in read_chains(home.refs_dir):
+        audit.check("lineage", manifest, partial(_check_plan, warehouse, snapshot))
+        audit.check("lineage", manifest, partial(_check_inputs, warehouse, snapshot))
+        _check_actions(warehouse, snapshot, audit)
+    there = {folder.name for folder in snapshot_folders(warehouse)}
+    for name, number, value in read_chains(warehouse.refs_dir):
         if not isinstance(value, CorruptionError):  # those are structure's findings
-            path = home.refs_dir / name / f"{number:08d}.json"
+            path = warehouse.refs_dir / name / f"{number:08d}.json"
             _check_named(str(value.get("snapshot_id")), there, path, audit)
-    for path in sorted(home.releases.glob("*.released.json")):
+    for path in sorted(warehouse.releases.glob("*.released.json")):
         with suppress(MergePipeError, OSError):
             released = unseal(path.read_bytes(), str(path)).get("snapshot_id", "")
             _check_named(str(released), there, path, audit)
 
 
-def _check_plan(home: Warehouse, snapshot: Snapshot) -> None:
+def _check_plan(warehouse: Warehouse, snapshot: Snapshot) -> None:
     """The plan, where it is still there, has the layer keys of the manifest."""
     try:
-        plan = load_plan(home, snapshot.manifest.plan_id)
+        plan = load_plan(warehouse, snapshot.manifest.plan_id)
     except (NotFoundError, CorruptionError):
         return
     keys = {layer.name: layer.layer_key for layer in plan.layers}
@@ -60,9 +60,9 @@ def _check_plan(home: Warehouse, snapshot: Snapshot) -> None:
             )
 
 
-def _check_inputs(home: Warehouse, snapshot: Snapshot) -> None:
+def _check_inputs(warehouse: Warehouse, snapshot: Snapshot) -> None:
     """The contents that the manifest tells of are those that the catalog knows now."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     try:
         provenance = provenance_of(snapshot)
     except MergePipeError:
@@ -85,9 +85,9 @@ def _check_inputs(home: Warehouse, snapshot: Snapshot) -> None:
             )
 
 
-def _check_actions(home: Warehouse, snapshot: Snapshot, audit: Auditor) -> None:
+def _check_actions(warehouse: Warehouse, snapshot: Snapshot, audit: Auditor) -> None:
     actions: dict[str, list[Path]] = {}
-    for path in home.objects.all_actions():
+    for path in warehouse.objects.all_actions():
         actions.setdefault(layer_key_of(path.stem), []).append(path)
     pairs = ((s, path) for s in snapshot.manifest.shards for path in actions.get(s.layer_key, ()))
     for shard, path in pairs:

@@ -26,9 +26,9 @@ from mergepipe_pipeline.warehouse import Warehouse
 _Work = tuple[Path, Callable[[Advance], None], bool]
 
 
-def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
+def verify_digests(warehouse: Warehouse, audit: Auditor, progress: Progress) -> None:
     """Hash what no earlier, interrupted verification found right."""
-    work = [w for w in (*_objects(home), *_own_shards(home)) if not audit.is_done(w[0])]
+    work = [w for w in (*_objects(warehouse), *_own_shards(warehouse)) if not audit.is_done(w[0])]
     total = sum(_nbytes(path) for path, _, _ in work)
     with progress.task("verify", total) as advance, Workers(threads.FILES) as workers:
 
@@ -43,32 +43,32 @@ def verify_digests(home: Warehouse, audit: Auditor, progress: Progress) -> None:
 
         for _ in workers.map(run, work):
             pass
-    for snapshot in readable_snapshots(home):
+    for snapshot in readable_snapshots(warehouse):
         for side in snapshot.manifest.side_files:
             path = Path(snapshot.path) / side.file
             if path.exists():
                 audit.check("digests", path, partial(_check_side, path, side.sha256))
-    for path in home.objects.all_actions():
-        audit.check("digests", path, partial(_check_action, home, path), is_derivable=True)
+    for path in warehouse.objects.all_actions():
+        audit.check("digests", path, partial(_check_action, warehouse, path), is_derivable=True)
 
 
-def _objects(home: Warehouse) -> Iterator[_Work]:
+def _objects(warehouse: Warehouse) -> Iterator[_Work]:
     """All objects; which tensor is wrong can be told of those that a record describes.
 
     Taking away the name of a damaged one harms no snapshot, which has a name of its own for it, and
     keeps later merges from taking it for a layer.
     """
-    described = dict(_described(home))
-    for path in home.objects.all_objects():
+    described = dict(_described(warehouse))
+    for path in warehouse.objects.all_objects():
         yield path, partial(_check_object, path, described.get(path.name)), True
 
 
-def _described(home: Warehouse) -> Iterator[tuple[str, ShardEntry]]:
-    for path in home.objects.all_actions():
+def _described(warehouse: Warehouse) -> Iterator[tuple[str, ShardEntry]]:
+    for path in warehouse.objects.all_actions():
         entry = action_of(path)
         if entry is not None:
             yield entry.sha256, entry
-    for snapshot in readable_snapshots(home):
+    for snapshot in readable_snapshots(warehouse):
         yield from ((shard.sha256, shard) for shard in snapshot.manifest.shards)
 
 
@@ -87,14 +87,14 @@ def _check_object(path: Path, entry: ShardEntry | None, advance: Advance) -> Non
     )
 
 
-def _own_shards(home: Warehouse) -> Iterator[_Work]:
+def _own_shards(warehouse: Warehouse) -> Iterator[_Work]:
     """Shards of snapshots that are not their objects: copies, replaced files, and damaged ones.
 
     Of a link to a right object nothing more is to be read. It is the snapshot's as long as it has
     the object's inode.
     """
-    store = home.objects
-    for snapshot in readable_snapshots(home):
+    store = warehouse.objects
+    for snapshot in readable_snapshots(warehouse):
         for shard in snapshot.manifest.shards:
             path = Path(snapshot.path) / shard.file
             if path.exists() and not _is_same(path, store.path_of(shard.sha256)):
@@ -116,11 +116,11 @@ def _is_same(path: Path, other: Path) -> bool:
         return False
 
 
-def report_shards(home: Warehouse, audit: Auditor) -> None:
+def report_shards(warehouse: Warehouse, audit: Auditor) -> None:
     """Name the snapshots whose shards are damaged objects."""
     damaged = {Path(f.file).name for f in audit.findings if f.scope == "digests"}
-    store = home.objects
-    for snapshot in readable_snapshots(home):
+    store = warehouse.objects
+    for snapshot in readable_snapshots(warehouse):
         for shard in snapshot.manifest.shards:
             if shard.sha256 in damaged and _is_same(
                 Path(snapshot.path) / shard.file, store.path_of(shard.sha256)
@@ -152,12 +152,12 @@ def _check_side(path: Path, sha256: str) -> None:
         )
 
 
-def _check_action(home: Warehouse, path: Path) -> None:
+def _check_action(warehouse: Warehouse, path: Path) -> None:
     """An action names an object that is there, at its length. Damaged actions are structure's."""
     entry = action_of(path)
     if entry is None:
         return
-    target = home.objects.path_of(entry.sha256)
+    target = warehouse.objects.path_of(entry.sha256)
     found = f"{target.stat().st_size} bytes" if target.exists() else "no such object"
     if found != f"{entry.nbytes} bytes":
         raise CorruptionError(

@@ -44,52 +44,55 @@ _FORMATS = (
 _OLD_S = 3600.0
 
 
-def verify_structure(home: Warehouse, audit: Auditor) -> None:
+def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
     """Look at every file but weights."""
-    for folder in (*(home.catalog_dir / version for version in _FORMATS), home.token_rows):
+    for folder in (
+        *(warehouse.catalog_dir / version for version in _FORMATS),
+        warehouse.token_rows,
+    ):
         for path in _files(folder, "*.*.*"):
             audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
-    _verify_chains(home.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
-    _verify_chains(home.refs_dir, {"snapshot_id", "reason"}, audit)
+    _verify_chains(warehouse.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
+    _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
     older = 0
-    for path in _files(home.plans, "*.json"):
+    for path in _files(warehouse.plans, "*.json"):
         if _is_older_plan(path):
             older += 1
             continue
-        audit.check("structure", path, partial(load_plan, home, path.stem), is_derivable=True)
-    for path in _files(home.actions_dir, "*.json"):
+        audit.check("structure", path, partial(load_plan, warehouse, path.stem), is_derivable=True)
+    for path in _files(warehouse.actions_dir, "*.json"):
         if _SHA256.fullmatch(path.stem):  # before actions were named by what they obeyed, too
             older += 1
             continue
         audit.check("structure", path, partial(_read_action, path), is_derivable=True)
     if older:
         audit.notes.append(f"{older} plans and actions of an earlier version are not used any more")
-    for path in _files(home.objects_dir, "*"):
+    for path in _files(warehouse.objects_dir, "*"):
         audit.check("structure", path, partial(_check_object_name, path), is_derivable=True)
-    for path in _files(home.releases, "*.json"):
+    for path in _files(warehouse.releases, "*.json"):
         audit.check("structure", path, partial(_unsealed, path))
-    for path in _files(home.stages, "*.json"):  # without its mark a stage is kept as a result
+    for path in _files(warehouse.stages, "*.json"):  # without its mark a stage is kept as a result
         audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
-    audit.check("structure", home.profile_path, partial(load_profile, home.profile_path))
-    for folder in snapshot_folders(home):
-        load = partial(load_snapshot, home.snapshots, folder.name)
+    audit.check("structure", warehouse.profile_path, partial(load_profile, warehouse.profile_path))
+    for folder in snapshot_folders(warehouse):
+        load = partial(load_snapshot, warehouse.snapshots, folder.name)
         snapshot = audit.check("structure", folder, load)
         if snapshot is not None:
             audit.check("structure", folder, partial(_check_files, snapshot, audit))
-    _note_leftovers(home, audit)
+    _note_leftovers(warehouse, audit)
 
 
-def snapshot_folders(home: Warehouse) -> list[Path]:
+def snapshot_folders(warehouse: Warehouse) -> list[Path]:
     """The folders of all snapshots, damaged or not."""
-    folders = home.snapshots.iterdir() if home.snapshots.is_dir() else ()
+    folders = warehouse.snapshots.iterdir() if warehouse.snapshots.is_dir() else ()
     return sorted(p for p in folders if not p.name.startswith("."))
 
 
-def readable_snapshots(home: Warehouse) -> Iterator[Snapshot]:
+def readable_snapshots(warehouse: Warehouse) -> Iterator[Snapshot]:
     """The snapshots whose manifest is right; the others are findings of this scope."""
-    for folder in snapshot_folders(home):
+    for folder in snapshot_folders(warehouse):
         with suppress(MergePipeError, OSError):
-            yield load_snapshot(home.snapshots, folder.name)
+            yield load_snapshot(warehouse.snapshots, folder.name)
 
 
 def action_of(path: Path) -> ShardEntry | None:
@@ -192,8 +195,8 @@ def _check_files(snapshot: Snapshot, audit: Auditor) -> None:
         audit.report("structure", folder / name, error)
 
 
-def _note_leftovers(home: Warehouse, audit: Auditor) -> None:
-    old = [p for p in (*home.staging.glob("*"), *home.unnamed()) if _age_s(p) > _OLD_S]
+def _note_leftovers(warehouse: Warehouse, audit: Auditor) -> None:
+    old = [p for p in (*warehouse.staging.glob("*"), *warehouse.unnamed()) if _age_s(p) > _OLD_S]
     if old:
         audit.notes.append(f"{len(old)} leftovers of killed runs: `mergepipe gc` removes them")
 

@@ -41,26 +41,26 @@ class Audit:
 
 
 def audit_snapshot(
-    home: Warehouse, recipe: str, snapshot: Snapshot, *, anew: bool = False
+    warehouse: Warehouse, recipe: str, snapshot: Snapshot, *, anew: bool = False
 ) -> Audit:
     """Check every byte and every weight of a recipe's snapshot; what was found is remembered.
 
     Of the snapshot audited last, only files that somebody touched since are read again, unless
     `anew`. Raises CorruptionError with the file and tensor that is wrong.
     """
-    folder = home.snapshots / snapshot.snapshot_id
-    known = None if anew else _audited(home, recipe)
+    folder = warehouse.snapshots / snapshot.snapshot_id
+    known = None if anew else _audited(warehouse, recipe)
     if known is not None and known.snapshot_id == snapshot.snapshot_id:
         verify_snapshot(folder, only_touched=True)
         return known
     done = verify_snapshot(folder)
     found = Audit(snapshot.snapshot_id, done.files, done.nbytes, non_finite(snapshot))
-    write_atomic(home.audit_path(recipe), seal(asdict(found)))
+    write_atomic(warehouse.audit_path(recipe), seal(asdict(found)))
     return found
 
 
-def _audited(home: Warehouse, recipe: str) -> Audit | None:
-    path = home.audit_path(recipe)
+def _audited(warehouse: Warehouse, recipe: str) -> Audit | None:
+    path = warehouse.audit_path(recipe)
     try:
         return Audit(**unseal(path.read_bytes(), str(path)))
     except (FileNotFoundError, CorruptionError):  # then the snapshot is audited again
@@ -138,12 +138,12 @@ def non_finite(snapshot: Snapshot) -> dict[str, int]:
     return found
 
 
-def merged_non_finite(home: Warehouse, plan: MergePlan) -> dict[str, int]:
+def merged_non_finite(warehouse: Warehouse, plan: MergePlan) -> dict[str, int]:
     """As `non_finite`, from what was noted when the plan's layers were merged; reads no weight.
 
     Elements that F8_E4M3 cut off at its end are among them.
     """
-    store = home.objects
+    store = warehouse.objects
     known = [store.lookup(layer.action_key) for layer in plan.layers]
     return {name: n for stored in known if stored for name, n in stored.non_finite}
 

@@ -60,10 +60,10 @@ def _full_task(task: TensorTask) -> TensorTask:
     return replace(task, experts=tuple(whole))
 
 
-def known_comparison(home: Warehouse, plan: MergePlan) -> Comparison | None:
+def known_comparison(warehouse: Warehouse, plan: MergePlan) -> Comparison | None:
     """What `compare` found for a plan's result and the full merge, or None. Reads no weight."""
     full = full_plan_id(plan)
-    facts = home.catalog.fact(full, plan.plan_id, FACT)
+    facts = warehouse.catalog.fact(full, plan.plan_id, FACT)
     return _comparison(plan.plan_id, full, facts) if facts else None
 
 

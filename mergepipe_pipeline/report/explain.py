@@ -130,13 +130,13 @@ class SnapshotStory:
 
 
 def explain_tensor(
-    home: Warehouse, what: str, tensor: str, progress: Progress | None = None
+    warehouse: Warehouse, what: str, tensor: str, progress: Progress | None = None
 ) -> TensorStory:
     """Why a plan, snapshot, ref or recipe file reads what it reads of one output tensor.
 
     Raises NotFoundError for an unknown one, with the nearest names.
     """
-    plan = _plan(home, what, progress)
+    plan = _plan(warehouse, what, progress)
     tasks = {task.name: (layer.name, task) for layer in plan.layers for task in layer.tasks}
     if tensor not in tasks:
         near = get_close_matches(tensor, tasks, n=3, cutoff=0.3)
@@ -147,7 +147,7 @@ def explain_tensor(
             expected=", ".join(near or list(tasks)[:3]),
             next_step="see `mergepipe explain PLAN --by tensor`",
         )
-    solved = solve_plan(home, plan, progress)
+    solved = solve_plan(warehouse, plan, progress)
     told = account(solved.problem, solved.recipe.budget, solved.selection.ranking, solved.choice)
     layer, task = tasks[tensor]
     names = list(solved.problem.tensors)
@@ -164,34 +164,36 @@ def _is_current(plan: MergePlan, solved: SolvedProblem) -> bool:
     return np.array_equal(again.choice, solved.choice)
 
 
-def _plan(home: Warehouse, what: str, progress: Progress | None) -> MergePlan:
+def _plan(warehouse: Warehouse, what: str, progress: Progress | None) -> MergePlan:
     """The plan of a recipe file, or the one that `plan_of` finds."""
     path = Path(what).expanduser()
     if path.is_file():
         folder = path.resolve().parent
-        return make_plan(home, load_recipe(path), relative_to=folder, progress=progress)
-    return plan_of(home, what)
+        return make_plan(warehouse, load_recipe(path), relative_to=folder, progress=progress)
+    return plan_of(warehouse, what)
 
 
 def explain_expert(
-    home: Warehouse, name: str, where: str | None = None, progress: Progress | None = None
+    warehouse: Warehouse, name: str, where: str | None = None, progress: Progress | None = None
 ) -> ExpertStory:
     """Every plan and snapshot with an expert, and what it contributes to `where`.
 
     Default: the newest snapshot with it, else a plan. Raises NotFoundError if it is in none.
     """
-    found = tuple(_appearances(home, name))
+    found = tuple(_appearances(warehouse, name))
     if not found:
-        home.catalog.get(name)
+        warehouse.catalog.get(name)
         raise NotFoundError(
             "No plan or snapshot has this expert",
-            where=str(home.root),
+            where=str(warehouse.root),
             found=repr(name),
             next_step="make a plan with `mergepipe plan RECIPE`",
         )
-    plan = plan_of(home, where or found[0].id)
+    plan = plan_of(warehouse, where or found[0].id)
     mine = tuple(
-        c for c in contributions(solve_plan(home, plan, progress)) if name in c.expert.split("+")
+        c
+        for c in contributions(solve_plan(warehouse, plan, progress))
+        if name in c.expert.split("+")
     )
     if not mine:
         raise NotFoundError(
@@ -204,12 +206,12 @@ def explain_expert(
     return ExpertStory(name, found, plan, mine)
 
 
-def _appearances(home: Warehouse, name: str) -> Iterator[Appearance]:
+def _appearances(warehouse: Warehouse, name: str) -> Iterator[Appearance]:
     """Snapshots from the newest on, then plans by id."""
-    versions = first_versions(home.catalog)
-    told = [(told, snapshot) for snapshot, told in told_snapshots(home)]
+    versions = first_versions(warehouse.catalog)
+    told = [(told, snapshot) for snapshot, told in told_snapshots(warehouse)]
     told.sort(key=lambda pair: pair[0]["created"], reverse=True)
-    plans = dict(stored_plans(home, checked_plan))
+    plans = dict(stored_plans(warehouse, checked_plan))
     for _, snapshot in told:
         plan = plans.get(snapshot.manifest.plan_id)
         if plan is not None:
@@ -274,16 +276,16 @@ def contributions(solved: SolvedProblem) -> list[Contribution]:
     ]
 
 
-def explain_snapshot(home: Warehouse, what: str) -> SnapshotStory:
+def explain_snapshot(warehouse: Warehouse, what: str) -> SnapshotStory:
     """What a snapshot was expected to cost and lose, and what it did.
 
     Raises NotFoundError, CorruptionError.
     """
-    snapshot = load_snapshot(home.snapshots, snapshot_of(home, what))
+    snapshot = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
     told = provenance(snapshot.path)
     try:
-        plan = load_plan(home, snapshot.manifest.plan_id)
+        plan = load_plan(warehouse, snapshot.manifest.plan_id)
     except NotFoundError:
         return SnapshotStory(snapshot, told, None, None)
     is_full = full_plan_id(plan) == plan.plan_id
-    return SnapshotStory(snapshot, told, is_full, known_comparison(home, plan))
+    return SnapshotStory(snapshot, told, is_full, known_comparison(warehouse, plan))

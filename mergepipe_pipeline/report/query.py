@@ -25,26 +25,28 @@ _LOG = logging.getLogger("mergepipe")
 _Row = tuple[Any, ...]
 
 
-def query(home: Warehouse, sql: str, limits: Limits | None = None) -> tuple[list[str], list[_Row]]:
+def query(
+    warehouse: Warehouse, sql: str, limits: Limits | None = None
+) -> tuple[list[str], list[_Row]]:
     """Column names and rows of a query. Raises MergePipeError for a query that cannot be answered.
 
     Plans and snapshots are read only if the query names their views.
     """
-    return home.catalog.sql(sql, rows_of(home), limits)
+    return warehouse.catalog.sql(sql, rows_of(warehouse), limits)
 
 
-def rows_of(home: Warehouse) -> Rows:
+def rows_of(warehouse: Warehouse) -> Rows:
     """How to get the rows of the views that are not the catalog's own."""
     return {
-        "plans": partial(_plans, home),
-        "snapshots": partial(_snapshots, home),
-        "snapshot_inputs": partial(_snapshot_inputs, home),
-        "refs": partial(_refs, home),
+        "plans": partial(_plans, warehouse),
+        "snapshots": partial(_snapshots, warehouse),
+        "snapshot_inputs": partial(_snapshot_inputs, warehouse),
+        "refs": partial(_refs, warehouse),
     }
 
 
-def _plans(home: Warehouse) -> Iterator[_Row]:
-    for _, row in stored_plans(home, _plan_row):
+def _plans(warehouse: Warehouse) -> Iterator[_Row]:
+    for _, row in stored_plans(warehouse, _plan_row):
         yield row
 
 
@@ -69,8 +71,8 @@ def _plan_row(plan_id: str, plan: Any) -> _Row:
     )
 
 
-def _snapshots(home: Warehouse) -> Iterator[_Row]:
-    for snapshot, told in told_snapshots(home):
+def _snapshots(warehouse: Warehouse) -> Iterator[_Row]:
+    for snapshot, told in told_snapshots(warehouse):
         e, realised = told["estimates"], told["realised"] or {}
         yield (
             snapshot.snapshot_id,
@@ -90,9 +92,9 @@ def _snapshots(home: Warehouse) -> Iterator[_Row]:
         )
 
 
-def _snapshot_inputs(home: Warehouse) -> Iterator[_Row]:
-    versions = first_versions(home.catalog)
-    for snapshot, told in told_snapshots(home):
+def _snapshot_inputs(warehouse: Warehouse) -> Iterator[_Row]:
+    versions = first_versions(warehouse.catalog)
+    for snapshot, told in told_snapshots(warehouse):
         sources = told["sources"]
         for entry, source in zip(snapshot.manifest.inputs, sources, strict=True):
             checkpoint_id = source["checkpoint_id"]
@@ -107,8 +109,8 @@ def _snapshot_inputs(home: Warehouse) -> Iterator[_Row]:
             )
 
 
-def _refs(home: Warehouse) -> Iterator[_Row]:
-    refs = home.refs
+def _refs(warehouse: Warehouse) -> Iterator[_Row]:
+    refs = warehouse.refs
     for name in refs.names():
         try:
             history = refs.history(name)
@@ -126,9 +128,9 @@ def first_versions(catalog: Catalog) -> dict[tuple[str, str], int]:
     return found
 
 
-def told_snapshots(home: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
+def told_snapshots(warehouse: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
     """All snapshots with their provenance, by id; damaged ones are said and left out."""
-    for snapshot in list_snapshots(home.snapshots):
+    for snapshot in list_snapshots(warehouse.snapshots):
         try:
             told = provenance(snapshot.path)
         except (CorruptionError, OSError) as error:

@@ -66,10 +66,12 @@ def _name(plan: MergePlan, e: ExpertInput) -> str:
     return "+".join(names) or "unchanged"
 
 
-def explain(home: Warehouse, what: str, by: str = "expert") -> tuple[MergePlan, tuple[Share, ...]]:
+def explain(
+    warehouse: Warehouse, what: str, by: str = "expert"
+) -> tuple[MergePlan, tuple[Share, ...]]:
     """Which bytes of which expert a plan reads: `by` expert, layer or tensor.
 
     Raises NotFoundError for an unknown plan, snapshot or ref.
     """
-    plan = plan_of(home, what)
+    plan = plan_of(warehouse, what)
     return plan, tuple(shares(plan, by))

@@ -42,7 +42,7 @@ class Cost:
 
 
 def estimate(
-    home: Warehouse,
+    warehouse: Warehouse,
     recipe: Recipe,
     models: Sequence[Model],
     outputs: Sequence[tuple[TensorView, str]],
@@ -69,7 +69,7 @@ def estimate(
                 pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
     budget, n_layers = recipe.budget.resolve(total), layer_count(names)
     _refuse_too_little(budget, baseless)
-    unknown_nbytes, unknown_elems = _unknown(home, models, pairs, grid)
+    unknown_nbytes, unknown_elems = _unknown(warehouse, models, pairs, grid)
     return Cost(
         expert_bytes_total=total,
         budget_bytes=budget,
@@ -77,7 +77,7 @@ def estimate(
         output_bytes=output,
         analysis_bytes=unknown_nbytes,
         analysis_elems=unknown_elems,
-        free_bytes=shutil.disk_usage(home.root).free,
+        free_bytes=shutil.disk_usage(warehouse.root).free,
         layers=len({layer_name(n, n_layers) for n in names}),
         tensors=len(names),
     )
@@ -96,13 +96,13 @@ def _refuse_too_little(budget: int | None, baseless: int) -> None:
 
 
 def _unknown(
-    home: Warehouse,
+    warehouse: Warehouse,
     models: Sequence[Model],
     pairs: Mapping[tuple[int, int], Sequence[tuple[str, str]]],
     grid: BlockGrid,
 ) -> tuple[int, int]:
     """Bytes to read for what is not known yet, and elements of experts to take statistics of."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     nbytes = elems = 0
     below: dict[tuple[int, str], int] = {}  # read once for all experts
     paired = {expert for expert, _ in pairs}

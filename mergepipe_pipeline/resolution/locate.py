@@ -20,13 +20,15 @@ from mergepipe_pipeline.storage.hub_cache import cached_model
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def locate_registered(home: Warehouse, text: str, relative_to: Path | None = None) -> Registration:
+def locate_registered(
+    warehouse: Warehouse, text: str, relative_to: Path | None = None
+) -> Registration:
     """The registration that a model text means, brought up to date with the files; see `look`."""
-    return home.catalog.register(locate_checkpoint(home, text, relative_to), None)
+    return warehouse.catalog.register(locate_checkpoint(warehouse, text, relative_to), None)
 
 
 def locate_checkpoint(
-    home: Warehouse,
+    warehouse: Warehouse,
     text: str,
     relative_to: Path | None = None,
     taken: Mapping[str, str] | None = None,
@@ -40,7 +42,7 @@ def locate_checkpoint(
     model. `taken` maps names given but not registered yet to their roots. Raises CheckpointError
     when nothing fits, CheckpointChangedError for a revision whose files were replaced.
     """
-    catalog = home.catalog
+    catalog = warehouse.catalog
     if text in catalog:
         if revision is None:
             return open_checkpoint(catalog.root(text), text)
@@ -67,11 +69,11 @@ def locate_checkpoint(
     )
 
 
-def exists(home: Warehouse, text: str, relative_to: Path | None = None) -> bool:
+def exists(warehouse: Warehouse, text: str, relative_to: Path | None = None) -> bool:
     """Whether a text as it stands is a registered name or a path."""
     folders = [f for f in (Path.cwd(), relative_to) if f is not None]
     here = any(os.path.exists(folder / expanded(text)) for folder in folders)
-    return here or text in home.catalog
+    return here or text in warehouse.catalog
 
 
 def expanded(path: str | Path) -> Path:

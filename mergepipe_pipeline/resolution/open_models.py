@@ -35,7 +35,7 @@ _PREDICTS = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
 def open_models(
-    home: Warehouse,
+    warehouse: Warehouse,
     references: Sequence[ModelRef],
     base: int | None,
     relative_to: Path | None,
@@ -46,7 +46,7 @@ def open_models(
 
     Adds one problem per reference that cannot be opened.
     """
-    opener = _Opener(home, relative_to, pending)
+    opener = _Opener(warehouse, relative_to, pending)
     opened: list[tuple[Checkpoint, ...] | None] = []
     for ref in references:
         try:
@@ -72,13 +72,13 @@ def open_models(
 
 
 class _Opener:
-    def __init__(self, home: Warehouse, relative_to: Path | None, pending: Pending) -> None:
-        self._home, self._relative_to, self._pending = home, relative_to, pending
+    def __init__(self, warehouse: Warehouse, relative_to: Path | None, pending: Pending) -> None:
+        self._warehouse, self._relative_to, self._pending = warehouse, relative_to, pending
         self._taken: dict[str, str] = {}
 
     def open(self, ref: ModelRef) -> tuple[Checkpoint, ...]:
         """The checkpoint of a reference, and the adapter's if it names one."""
-        if ref.text in self._pending or exists(self._home, ref.text, self._relative_to):
+        if ref.text in self._pending or exists(self._warehouse, ref.text, self._relative_to):
             return (self._look(ref.text, None),)
         model = self._look(ref.model, ref.revision)
         if ref.lora is None:
@@ -100,7 +100,7 @@ class _Opener:
             return given
         if text in self._pending:
             raise _no_revision(text, revision)
-        found = locate_checkpoint(self._home, text, self._relative_to, self._taken, revision)
+        found = locate_checkpoint(self._warehouse, text, self._relative_to, self._taken, revision)
         self._taken[found.name] = found.root
         return found
 
@@ -263,11 +263,11 @@ def _needs_base(checkpoint: Checkpoint) -> IncompatibleCheckpointsError:
     )
 
 
-def open_pair(home: Warehouse, expert: str, base: str) -> tuple[Model, Model]:
+def open_pair(warehouse: Warehouse, expert: str, base: str) -> tuple[Model, Model]:
     """Two registered checkpoints as models, the first on the second. Raises as opening does."""
     problems: list[MergePipeError] = []
     references = [ModelRef(expert, expert), ModelRef(base, base)]
-    models = open_models(home, references, 1, None, {}, problems)
+    models = open_models(warehouse, references, 1, None, {}, problems)
     if problems:
         raise problems[0]
     return models[0], models[1]

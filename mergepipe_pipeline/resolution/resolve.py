@@ -84,7 +84,9 @@ class Planning(TypedDict, total=False):
     known: Mapping[str, Checkpoint] | None
 
 
-def resolve(home: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) -> ResolvedRecipe:
+def resolve(
+    warehouse: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]
+) -> ResolvedRecipe:
     """Everything that can be said from headers alone; writes nothing.
 
     Earlier stages are checked, too, and stand for their results; of a stage whose earlier one
@@ -98,11 +100,11 @@ def resolve(home: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) ->
     for stage in (*raw.before, raw):
         name = stage.stage or stage.name
         if failed & set(stage.stages_used):
-            problems += _lost_models(home, stage, failed, pending, planning.get("relative_to"))
+            problems += _lost_models(warehouse, stage, failed, pending, planning.get("relative_to"))
             failed.add(name)
             continue
         try:
-            checked = resolve_stage(home, stage, pending, **planning)
+            checked = resolve_stage(warehouse, stage, pending, **planning)
         except MergePipeError as error:
             problems.append(error)
             failed.add(name)
@@ -116,7 +118,7 @@ def resolve(home: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) ->
 
 
 def resolve_stage(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     pending: Mapping[str, Checkpoint],
     *,
@@ -127,7 +129,7 @@ def resolve_stage(
     known: Mapping[str, Checkpoint] | None = None,
 ) -> ResolvedRecipe:
     """As `locate_registered`, for one stage; `pending` are the results of earlier ones by name."""
-    recipe, models = open_stage(home, raw, {**(known or {}), **pending}, relative_to)
+    recipe, models = open_stage(warehouse, raw, {**(known or {}), **pending}, relative_to)
     originals = models
     problems: list[MergePipeError] = []
     tokenizer, side, warnings = None, None, recipe.warnings
@@ -135,7 +137,7 @@ def resolve_stage(
         if recipe.tokenizer is not None or recipe.chat_template is not None:
             for checkpoint in (m.checkpoint for m in models if not m.is_partial):
                 if checkpoint.tokenizer_files is None:  # of a stage that is yet to be merged
-                    refuse_changed_files(home, checkpoint)
+                    refuse_changed_files(warehouse, checkpoint)
         tokenizer = build_for(recipe, models)
         if tokenizer is not None:
             models = Reindexer(None, recipe, models, tokenizer).models()
@@ -156,7 +158,7 @@ def resolve_stage(
     warnings += tuple(
         f"the stage {name!r} hides what else is called so: the model of that name or path"
         for name in raw.stages_used
-        if exists(home, name, relative_to)
+        if exists(warehouse, name, relative_to)
     )
     recipe = replace(recipe, warnings=warnings)
     if budget is not None:
@@ -165,7 +167,7 @@ def resolve_stage(
     if strategy is not None:
         recipe = replace(recipe, strategy=known_strategy(strategy, "--strategy"))
     grid = grid_for(template, block_elems or raw.block_elems)
-    cost = estimate(home, recipe, models, _outputs(recipe, models), grid)
+    cost = estimate(warehouse, recipe, models, _outputs(recipe, models), grid)
     request = Request(budget, strategy, block_elems)
     return ResolvedRecipe(
         recipe, tuple(models), grid, cost, tuple(originals), side, tokenizer, request=request
@@ -173,7 +175,7 @@ def resolve_stage(
 
 
 def open_stage(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     pending: Mapping[str, Checkpoint],
     relative_to: Path | None = None,
@@ -183,7 +185,7 @@ def open_stage(
     Raises as `locate_registered` does, for what the models' structure alone can tell.
     """
     problems: list[MergePipeError] = []
-    models = open_models(home, raw.references, raw.base, relative_to, pending, problems)
+    models = open_models(warehouse, raw.references, raw.base, relative_to, pending, problems)
     if problems:
         raise _all(problems, raw)
     partial = [m.is_partial for m in models]
@@ -235,7 +237,7 @@ def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
 
 
 def _lost_models(
-    home: Warehouse,
+    warehouse: Warehouse,
     stage: ParsedRecipe,
     failed: Collection[str],
     pending: Mapping[str, Checkpoint],
@@ -244,7 +246,7 @@ def _lost_models(
     """What is wrong with the models of a stage that waits for one that has failed."""
     found: list[MergePipeError] = []
     there = [r for r in stage.references if r.model not in failed]
-    open_models(home, there, None, relative_to, pending, found)
+    open_models(warehouse, there, None, relative_to, pending, found)
     return [problem for problem in found if isinstance(problem, CheckpointError)]
 
 

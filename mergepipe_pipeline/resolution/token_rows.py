@@ -63,18 +63,18 @@ def _embedding_rows(model: Model) -> int:
 class Reindexer:
     """Gives models whose vocabulary matrices follow the output's tokenizer.
 
-    With `home` None no row is made: shapes are right and what is not a model's own row is missing,
-    which is enough to tell costs.
+    With `warehouse` None no row is made: shapes are right and what is not a model's own row is
+    missing, which is enough to tell costs.
     """
 
     def __init__(
         self,
-        home: Warehouse | None,
+        warehouse: Warehouse | None,
         recipe: Recipe,
         models: Sequence[Model],
         build: TokenizerBuild,
     ) -> None:
-        self._home, self._recipe, self._build = home, recipe, build
+        self._warehouse, self._recipe, self._build = warehouse, recipe, build
         self._models = list(models)
         self._original = list(models)
 
@@ -115,7 +115,7 @@ class Reindexer:
         self._refuse_partial_sources(rows, names)
         made = np.flatnonzero(rows.own < 0)
         checkpoints, parts = list(model.checkpoints), list(view.stored)
-        if len(made) and self._home is not None:
+        if len(made) and self._warehouse is not None:
             checkpoint = self._made_rows(m, name, rows, made, names)
             parts.append(Part(len(checkpoints), checkpoint.by_name[name]))
             checkpoints.append(checkpoint)
@@ -147,7 +147,7 @@ class Reindexer:
         names: Mapping[int, str],
     ) -> Checkpoint:
         """A checkpoint with the rows that the model lacks, in order; written if it is not there."""
-        assert self._home is not None
+        assert self._warehouse is not None
         view = self._original[m].views[name]
         patches = {str(r): rows.patches.get(int(r)) for r in made}
         identity = [
@@ -159,10 +159,10 @@ class Reindexer:
             sha256_hex(rows.own.tobytes()),
             rows.mean_rows.tolist(),
         ]
-        folder, stem = self._home.token_rows, digest_json(identity)[:24]
+        folder, stem = self._warehouse.token_rows, digest_json(identity)[:24]
         path = next((p for p in find_sealed(folder, stem) if known(p, len)), None)
         if path is None:
-            values = _row_values(self._home, self._original, m, name, rows, made, names)
+            values = _row_values(self._warehouse, self._original, m, name, rows, made, names)
             shape = (len(made), *view.shape[1:])
             header = build_header([(name, view.dtype, shape)], {"format": "pt"})
             path = write_sealed(folder, stem, header + values, suffix="safetensors")
@@ -192,7 +192,7 @@ def _runs(
 
 
 def _row_values(
-    home: Warehouse,
+    warehouse: Warehouse,
     models: Sequence[Model],
     m: int,
     name: str,
@@ -205,7 +205,7 @@ def _row_values(
 
     view = models[m].views[name]
     width = view.shape[1:]
-    with _RowReader(home, models) as reader:
+    with _RowReader(warehouse, models) as reader:
         values = torch.zeros((len(made), *width))
         place = {int(r): i for i, r in enumerate(made)}
         # Rows that a delta's model lacks its base lacks, too: they do not differ.
@@ -231,8 +231,8 @@ class _RowReader:
     Rows come in any order; a few segments are held, those used last.
     """
 
-    def __init__(self, home: Warehouse, models: Sequence[Model]) -> None:
-        self._home, self._models, self._stack = home, models, ExitStack()
+    def __init__(self, warehouse: Warehouse, models: Sequence[Model]) -> None:
+        self._warehouse, self._models, self._stack = warehouse, models, ExitStack()
         self._readers: dict[tuple[int, int], BlockReader] = {}
         self._verifiers: dict[tuple[int, TensorEntry], tuple[TensorView, Verifier]] = {}
         self._segment = lru_cache(maxsize=_HELD_SEGMENTS)(self._read_segment)
@@ -271,7 +271,7 @@ class _RowReader:
         key = (model, part.entry)
         if key not in self._verifiers:
             checkpoints = self._models[model].checkpoints
-            known = checkpoint_inputs(self._home, checkpoints).of_part(part)
+            known = checkpoint_inputs(self._warehouse, checkpoints).of_part(part)
             whole = view_of(part.entry, part.source)
             self._verifiers[key] = whole, Verifier(whole, known)
         return self._verifiers[key]

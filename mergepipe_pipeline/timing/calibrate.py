@@ -44,7 +44,7 @@ class Calibration:
 
 
 def calibrate(
-    home: Warehouse,
+    warehouse: Warehouse,
     path: str | Path | None = None,
     *,
     temp_nbytes: int = 1 << 30,
@@ -57,8 +57,8 @@ def calibrate(
     `temp_nbytes`. Without the engine, times of merges are not predicted. Raises
     MergePipeError if no file is large enough, or it cannot be read cold.
     """
-    with staging(home, "calibrate") as folder:
-        target = _file_to_read(home, path)
+    with staging(warehouse, "calibrate") as folder:
+        target = _file_to_read(warehouse, path)
         if target is None:
             target = folder / "read"
             write_s(target, temp_nbytes)
@@ -69,9 +69,9 @@ def calibrate(
     seek_s, rate = fit(observations)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     # A temporary file is gone by now.
-    where = home.root if target.is_relative_to(folder) else target
+    where = warehouse.root if target.is_relative_to(folder) else target
     profile = MachineProfile(rate, seek_s, written / wrote_s, now, str(where), engine)
-    store_profile(home.profile_path, profile)
+    store_profile(warehouse.profile_path, profile)
     return Calibration(profile, observations)
 
 
@@ -93,10 +93,10 @@ def _engine_pace(file: Path, folder: Path) -> EnginePace:
     )
 
 
-def _file_to_read(home: Warehouse, path: str | Path | None) -> Path | None:
+def _file_to_read(warehouse: Warehouse, path: str | Path | None) -> Path | None:
     """The largest file under `path`, or registered; None if nothing large is registered."""
     if path is None:
-        return _largest(_registered_files(home))
+        return _largest(_registered_files(warehouse))
     root = Path(path).expanduser().resolve()
     found = _largest([root] if root.is_file() else root.rglob("*"))
     if found is None:
@@ -110,9 +110,9 @@ def _file_to_read(home: Warehouse, path: str | Path | None) -> Path | None:
     return found
 
 
-def _registered_files(home: Warehouse) -> Iterator[Path]:
+def _registered_files(warehouse: Warehouse) -> Iterator[Path]:
     """The weight files of all current checkpoints."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     for name in catalog.names():
         checkpoint = catalog.get(name).checkpoint
         yield from (Path(checkpoint.root) / file.path for file in checkpoint.files)

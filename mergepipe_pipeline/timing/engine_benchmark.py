@@ -63,10 +63,10 @@ def measure_engine(folder: Path, methods: Sequence[str] = METHODS) -> EngineFigu
     recipes = {method: _recipe(method, base, experts) for method in methods}
     fresh = (Warehouse.at(folder / f"home{n}").ensure() for n in count())
     paces = {m: _method_pace(parse(r, name=m, where=m), fresh) for m, r in recipes.items()}
-    home = next(fresh)
+    warehouse = next(fresh)
     return EngineFigures(
-        start_s=_start_s(home, folder / "recipe.yml", _recipe("ties", base, experts[:1])),
-        plan_input_s=_plan_input_s(home, _recipe("ties", base, experts)),
+        start_s=_start_s(warehouse, folder / "recipe.yml", _recipe("ties", base, experts[:1])),
+        plan_input_s=_plan_input_s(warehouse, _recipe("ties", base, experts)),
         methods=paces,
     )
 
@@ -80,33 +80,35 @@ def _method_pace(recipe: ParsedRecipe, fresh: Iterator[Warehouse]) -> MethodPace
     )
 
 
-def _pace_in(home: Warehouse, recipe: ParsedRecipe) -> MethodPace:
-    work = work_of(resolve(home, recipe))
+def _pace_in(warehouse: Warehouse, recipe: ParsedRecipe) -> MethodPace:
+    work = work_of(resolve(warehouse, recipe))
     elems = OUTPUT_WEIGHT * work.out_elems + work.expert_elems
-    learn_and_plan_s = _cpu_s(lambda: make_plan(home, recipe))
-    plan_s = _cpu_s(lambda: make_plan(home, recipe))
-    plan = make_plan(home, recipe)
+    learn_and_plan_s = _cpu_s(lambda: make_plan(warehouse, recipe))
+    plan_s = _cpu_s(lambda: make_plan(warehouse, recipe))
+    plan = make_plan(warehouse, recipe)
     return MethodPace(
         learn_byte_s=max(0.0, learn_and_plan_s - plan_s) / work.learn_nbytes,
-        merge_elem_s=_cpu_s(lambda: list(run_layers(home, plan))) / elems,
+        merge_elem_s=_cpu_s(lambda: list(run_layers(warehouse, plan))) / elems,
     )
 
 
-def _plan_input_s(home: Warehouse, recipe: str) -> float:
+def _plan_input_s(warehouse: Warehouse, recipe: str) -> float:
     """Wall seconds per (tensor, expert) that a budget adds to planning, all being known."""
     raw = parse(recipe, name="benchmark", where="calibrate")
 
     def plan_s(budget: str | None) -> float:
-        make_plan(home, raw, budget=budget)  # learns what is not known
-        return min(_wall_s(lambda: make_plan(home, raw, budget=budget)) for _ in range(_REPEATS))
+        make_plan(warehouse, raw, budget=budget)  # learns what is not known
+        return min(
+            _wall_s(lambda: make_plan(warehouse, raw, budget=budget)) for _ in range(_REPEATS)
+        )
 
     return max(0.0, plan_s(_BUDGET) - plan_s(None)) / (EXPERTS * TENSORS)
 
 
-def _start_s(home: Warehouse, file: Path, recipe: str) -> float:
+def _start_s(warehouse: Warehouse, file: Path, recipe: str) -> float:
     """Wall seconds of a process that merges next to nothing."""
     file.write_text(recipe, encoding="utf-8")
-    command = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "--home", str(home.root)]
+    command = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "--home", str(warehouse.root)]
     command += ["merge", str(file), "--fresh", "--json"]
 
     def run() -> None:

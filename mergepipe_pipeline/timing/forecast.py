@@ -38,22 +38,22 @@ class Forecast:
         return self.seconds.to_json() if self.seconds else {"reason": self.reason}
 
 
-def forecast(home: Warehouse, checked: ResolvedRecipe) -> Forecast:
+def forecast(warehouse: Warehouse, checked: ResolvedRecipe) -> Forecast:
     """How long `merge` will take for a recipe, its earlier stages included."""
     stages = (*checked.before, checked)
-    return _forecast(home, [work_of(stage) for stage in stages])
+    return _forecast(warehouse, [work_of(stage) for stage in stages])
 
 
-def forecast_plan(home: Warehouse, plan: MergePlan) -> Forecast:
+def forecast_plan(warehouse: Warehouse, plan: MergePlan) -> Forecast:
     """How long a plan that is there will take to merge, in a process that runs already."""
-    found = _forecast(home, [work_of_plan(plan)])
+    found = _forecast(warehouse, [work_of_plan(plan)])
     if found.seconds is None:
         return found
     return Forecast(replace(found.seconds, start_s=0.0))
 
 
-def _forecast(home: Warehouse, works: Sequence[Work]) -> Forecast:
-    profile = load_profile(home.profile_path)
+def _forecast(warehouse: Warehouse, works: Sequence[Work]) -> Forecast:
+    profile = load_profile(warehouse.profile_path)
     if profile is None or profile.engine is None:
         return Forecast(None, "not calibrated: run `mergepipe calibrate`")
     missing = {w.method for w in works if measured_as(w.method) not in profile.engine.methods}

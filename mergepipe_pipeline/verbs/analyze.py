@@ -30,7 +30,7 @@ class Analysis:
 
 
 def analyze(
-    home: Warehouse,
+    warehouse: Warehouse,
     names: Sequence[str] = (),
     *,
     base: str | None = None,
@@ -41,53 +41,55 @@ def analyze(
 
     Without a base only the tensors' digests are taken. Raises what opening the checkpoints raises.
     """
-    catalog = home.catalog
+    catalog = warehouse.catalog
     out: dict[str, Analysis] = {}
     by_base: dict[str, list[str]] = {}
     for name in names or catalog.names():
-        registration = locate_registered(home, name)
+        registration = locate_registered(warehouse, name)
         base_name = base or registration.base
         if base_name is not None:
-            by_base.setdefault(locate_registered(home, base_name).name, []).append(
+            by_base.setdefault(locate_registered(warehouse, base_name).name, []).append(
                 registration.name
             )
         else:
-            out[registration.name] = _digested(home, registration, progress)
+            out[registration.name] = _digested(warehouse, registration, progress)
     for base_name, members in by_base.items():
-        for found in _against(home, members, base_name, block_elems, progress):
+        for found in _against(warehouse, members, base_name, block_elems, progress):
             out[found.name] = found
     return tuple(out.values())
 
 
-def _digested(home: Warehouse, registration: Registration, progress: Progress | None) -> Analysis:
-    catalog, checkpoint = home.catalog, registration.checkpoint
+def _digested(
+    warehouse: Warehouse, registration: Registration, progress: Progress | None
+) -> Analysis:
+    catalog, checkpoint = warehouse.catalog, registration.checkpoint
     fresh = catalog.digests(checkpoint.checkpoint_id) is None
-    ensure_digests(home, checkpoint, progress)
+    ensure_digests(warehouse, checkpoint, progress)
     content = catalog.content_sha256(checkpoint.checkpoint_id)
     return Analysis(registration.name, None, content, fresh, None, 0, 0)
 
 
 def _against(
-    home: Warehouse,
+    warehouse: Warehouse,
     names: Sequence[str],
     base: str,
     block_elems: int | None,
     progress: Progress | None,
 ) -> Iterator[Analysis]:
     """Analyse experts of one base together."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     wanted: list[tuple[Model, Sequence[Pair]]] = []
     fresh = []
     for name in names:
-        expert, below = open_pair(home, name, base)
+        expert, below = open_pair(warehouse, name, base)
         pairs = common_pairs(expert, below)
         grid = grid_for(below, block_elems)
         wanted.append((expert, pairs))
         ids = below.model_id, expert.model_id, grid.block_elems
         new = catalog.digests(expert.checkpoint.checkpoint_id) is None
         fresh.append(new or bool(catalog.missing_pairs(*ids, pairs)))
-    for number, stats in enumerate(ensure_stats(home, wanted, below, grid, progress)):
-        ensure_digests(home, wanted[number][0].checkpoint, progress)
+    for number, stats in enumerate(ensure_stats(warehouse, wanted, below, grid, progress)):
+        ensure_digests(warehouse, wanted[number][0].checkpoint, progress)
         yield Analysis(
             names[number],
             base,

@@ -25,10 +25,10 @@ class Check:
         return tuple(dict.fromkeys(found))
 
 
-def check(home: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) -> Check:
+def check(warehouse: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) -> Check:
     """Look at a recipe and all its inputs; reads no weight and writes nothing.
 
     Raises the one problem as itself, several as a RecipeError that lists them all.
     """
-    last = resolve(home, raw, **planning)
-    return Check((*last.before, last), forecast(home, last))
+    last = resolve(warehouse, raw, **planning)
+    return Check((*last.before, last), forecast(warehouse, last))

@@ -29,36 +29,36 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 def compare(
-    home: Warehouse, what: str, full: str | None = None, progress: Progress | None = None
+    warehouse: Warehouse, what: str, full: str | None = None, progress: Progress | None = None
 ) -> Comparison:
     """Stream a snapshot and another one (default: the full merge of its recipe).
 
     Both are given by id, unique prefix or ref. Raises NotFoundError if there is no full merge yet,
     IncompatibleCheckpointsError for snapshots with other tensors, CorruptionError.
     """
-    part = load_snapshot(home.snapshots, snapshot_of(home, what))
-    whole = _full_snapshot(home, part) if full is None else _snapshot(home, full)
+    part = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
+    whole = _full_snapshot(warehouse, part) if full is None else _snapshot(warehouse, full)
     ids = part.manifest.plan_id, whole.manifest.plan_id
-    catalog = home.catalog
+    catalog = warehouse.catalog
     facts = catalog.fact(ids[1], ids[0], FACT)
     if not facts:
-        facts = _measure(home, part, whole, progress)
+        facts = _measure(warehouse, part, whole, progress)
         catalog.put_fact(ids[1], ids[0], FACT, facts)
     return _comparison(*ids, facts)
 
 
-def _snapshot(home: Warehouse, what: str) -> Snapshot:
-    return load_snapshot(home.snapshots, snapshot_of(home, what))
+def _snapshot(warehouse: Warehouse, what: str) -> Snapshot:
+    return load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
 
 
-def _full_snapshot(home: Warehouse, part: Snapshot) -> Snapshot:
-    wanted = full_plan_id(load_plan(home, part.manifest.plan_id))
-    for snapshot in list_snapshots(home.snapshots):
+def _full_snapshot(warehouse: Warehouse, part: Snapshot) -> Snapshot:
+    wanted = full_plan_id(load_plan(warehouse, part.manifest.plan_id))
+    for snapshot in list_snapshots(warehouse.snapshots):
         if snapshot.manifest.plan_id == wanted:
             return snapshot
     raise NotFoundError(
         "The full merge to compare with is not there",
-        where=str(home.snapshots),
+        where=str(warehouse.snapshots),
         expected=f"a snapshot of plan {wanted[:16]}",
         found=f"none beside {part.snapshot_id[:12]}",
         next_step="make it with `mergepipe merge RECIPE --budget none`, or name another snapshot",
@@ -66,12 +66,12 @@ def _full_snapshot(home: Warehouse, part: Snapshot) -> Snapshot:
 
 
 def _measure(
-    home: Warehouse, part: Snapshot, full: Snapshot, progress: Progress | None
+    warehouse: Warehouse, part: Snapshot, full: Snapshot, progress: Progress | None
 ) -> dict[str, Fact]:
     from mergepipe_pipeline.analysis.distance import Triple, squared_distances
 
     opened = [open_checkpoint(s.path, s.snapshot_id[:12]) for s in (part, full)]
-    bases, views = _bases(home, full)
+    bases, views = _bases(warehouse, full)
     same = {s.sha256 for s in part.manifest.shards} & {s.sha256 for s in full.manifest.shards}
     equal = {t for s in full.manifest.shards if s.sha256 in same for t, _ in s.tensors}
     names, triples = [], []
@@ -123,14 +123,14 @@ def _unlike(
 
 
 def _bases(
-    home: Warehouse, full: Snapshot
+    warehouse: Warehouse, full: Snapshot
 ) -> tuple[tuple[Checkpoint, ...], Mapping[str, TensorView]]:
     """What the full plan merges on: checkpoints, and their tensors by output tensor.
 
     Nothing where the plan or a base is gone or is not what it was.
     """
     try:
-        plan = load_plan(home, full.manifest.plan_id)
+        plan = load_plan(warehouse, full.manifest.plan_id)
     except NotFoundError:
         return (), {}
     tasks = (task for layer in plan.layers for task in layer.tasks)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def conflicts(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     *,
     relative_to: Path | None = None,
@@ -35,13 +35,14 @@ def conflicts(
     """
     stages = (*raw.before, raw)
     reports = {
-        s.stage or s.name: _of_stage(home, s, relative_to, known or {}, progress) for s in stages
+        s.stage or s.name: _of_stage(warehouse, s, relative_to, known or {}, progress)
+        for s in stages
     }
     return {name: report for name, report in reports.items() if report is not None}
 
 
 def _of_stage(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     relative_to: Path | None,
     known: Mapping[str, Checkpoint],
@@ -55,10 +56,10 @@ def _of_stage(
     merged = [raw.references[n] for n in dict.fromkeys(e.model for e in raw.entries())]
     experts = [r for r in merged if r is not base and r.model not in raw.stages_used]
     problems: list[MergePipeError] = []
-    models = open_models(home, [base, *experts], 0, relative_to, known, problems)
+    models = open_models(warehouse, [base, *experts], 0, relative_to, known, problems)
     if problems:
         raise problems[0]
     grid = grid_for(models[0], raw.block_elems)
     wanted = [(m, common_pairs(m, models[0])) for m in models[1:]]
-    stats = ensure_stats(home, wanted, models[0], grid, progress)
+    stats = ensure_stats(warehouse, wanted, models[0], grid, progress)
     return compare([m.name for m in models[1:]], stats) if stats else None

@@ -27,7 +27,7 @@ class RecipeCurve:
 
 
 def curve(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     *,
     shares: Sequence[float] = SHARES,
@@ -35,11 +35,13 @@ def curve(
     **planning: Unpack[Planning],
 ) -> RecipeCurve:
     """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
-    return _told(solve_recipe(home, raw, progress=progress, for_parts=True, **planning), shares)
+    return _told(
+        solve_recipe(warehouse, raw, progress=progress, for_parts=True, **planning), shares
+    )
 
 
 def curve_of_plan(
-    home: Warehouse, plan: MergePlan, progress: Progress | None = None
+    warehouse: Warehouse, plan: MergePlan, progress: Progress | None = None
 ) -> RecipeCurve | None:
     """The curve on which a plan stands; its own point is what it covers.
 
@@ -47,7 +49,7 @@ def curve_of_plan(
     """
     if plan.estimates.predicted_error is None:
         return None
-    return _told(solve_plan(home, plan, progress), SHARES)
+    return _told(solve_plan(warehouse, plan, progress), SHARES)
 
 
 def _told(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:

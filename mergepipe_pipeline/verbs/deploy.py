@@ -74,26 +74,26 @@ class Release:
     snapshot_id: str
 
 
-def due(home: Warehouse, card: RecipeFile) -> Due | str:
+def due(warehouse: Warehouse, card: RecipeFile) -> Due | str:
     """What a recipe's next release would be, or why none is to be made now.
 
     Raises MergePipeError for a record that cannot be read.
     """
-    waiting = reason_to_wait_for(home, card.members)
+    waiting = reason_to_wait_for(warehouse, card.members)
     if waiting is not None:
         return waiting
-    state = wanted(home, card)
+    state = wanted(warehouse, card)
     if state is None:
         return "an input is not indexed yet"
-    last = last_release(home, card.name)
+    last = last_release(warehouse, card.name)
     if last and last.wanted == state:
         return CURRENT
     return Due(state, last.sequence if last else 0)
 
 
-def wanted(home: Warehouse, card: RecipeFile) -> str | None:
+def wanted(warehouse: Warehouse, card: RecipeFile) -> str | None:
     """The digest of what a release would be made from; None while an input is not indexed."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     if not all(member in catalog for member in card.members):
         return None
     return _wanted(catalog, card, [catalog.get(m).checkpoint for m in card.members])
@@ -120,14 +120,16 @@ def _said(text: str) -> str:
     )
 
 
-def conflicts_of_recipe(home: Warehouse, card: RecipeFile) -> Mapping[str, ConflictReport]:
+def conflicts_of_recipe(warehouse: Warehouse, card: RecipeFile) -> Mapping[str, ConflictReport]:
     """How the experts of a recipe conflict, by stage, as they were indexed. See `conflicts`.
 
     Raises InputChangedError.
     """
-    inputs = recorded_inputs(home, card.members)
-    with blaming_inputs(home, states_of(home, inputs)):
-        return conflicts(home, card.recipe, relative_to=home.recipes, known=_unpinned(inputs, card))
+    inputs = recorded_inputs(warehouse, card.members)
+    with blaming_inputs(warehouse, states_of(warehouse, inputs)):
+        return conflicts(
+            warehouse, card.recipe, relative_to=warehouse.recipes, known=_unpinned(inputs, card)
+        )
 
 
 def _unpinned(inputs: Mapping[str, Checkpoint], card: RecipeFile) -> dict[str, Checkpoint]:
@@ -136,7 +138,7 @@ def _unpinned(inputs: Mapping[str, Checkpoint], card: RecipeFile) -> dict[str, C
 
 
 def plan_recipe(
-    home: Warehouse,
+    warehouse: Warehouse,
     card: RecipeFile,
     progress: Progress | None = None,
     *,
@@ -149,44 +151,44 @@ def plan_recipe(
     else works on the recipe, InputChangedError if an input is not as it was indexed. So do the
     verbs after it.
     """
-    with lease_recipe(home, card.name):
-        inputs = recorded_inputs(home, card.members)
-        states = states_of(home, inputs)
-        with blaming_inputs(home, states):
+    with lease_recipe(warehouse, card.name):
+        inputs = recorded_inputs(warehouse, card.members)
+        states = states_of(warehouse, inputs)
+        with blaming_inputs(warehouse, states):
             plan = make_plan(
-                home,
+                warehouse,
                 card.recipe,
-                relative_to=home.recipes,
+                relative_to=warehouse.recipes,
                 known=_unpinned(inputs, card),
                 progress=progress,
                 budget=budget,
             )
         state = {
             "plan_id": plan.plan_id,
-            "wanted": _wanted(home.catalog, card, inputs.values()) or "",
+            "wanted": _wanted(warehouse.catalog, card, inputs.values()) or "",
             "inputs": states,
             "snapshot_id": "",
             "layers": {},
         }
-        write_atomic(home.current_plan_path(card.name), seal(state))
+        write_atomic(warehouse.current_plan_path(card.name), seal(state))
     return plan
 
 
-def current_plan(home: Warehouse, recipe: str) -> MergePlan:
+def current_plan(warehouse: Warehouse, recipe: str) -> MergePlan:
     """The plan that `plan_recipe` made last. Raises NotFoundError, CorruptionError."""
-    return _planned(home, recipe, _current(home, recipe))
+    return _planned(warehouse, recipe, _current(warehouse, recipe))
 
 
-def _planned(home: Warehouse, recipe: str, state: Mapping[str, Any]) -> MergePlan:
+def _planned(warehouse: Warehouse, recipe: str, state: Mapping[str, Any]) -> MergePlan:
     try:
-        return load_plan(home, state["plan_id"])
+        return load_plan(warehouse, state["plan_id"])
     except (CorruptionError, NotFoundError) as error:
         error.next_step = f"materialize {recipe}/plan: it plans anew"
         raise
 
 
-def _current(home: Warehouse, recipe: str) -> dict[str, Any]:
-    path = home.current_plan_path(recipe)
+def _current(warehouse: Warehouse, recipe: str) -> dict[str, Any]:
+    path = warehouse.current_plan_path(recipe)
     if not path.exists():
         raise NotFoundError(
             "A recipe has no plan yet",
@@ -216,46 +218,46 @@ def refuse_other_budget(plan: MergePlan, budget: str | None) -> None:
 
 
 def merge_recipe(
-    home: Warehouse, recipe: str, layers: Sequence[str], options: EngineOptions
+    warehouse: Warehouse, recipe: str, layers: Sequence[str], options: EngineOptions
 ) -> Iterator[LayerOutcome]:
     """Run or reuse layers of the recipe's current plan, and remember what they cost."""
-    with _working(home, recipe) as (state, plan):
+    with _working(warehouse, recipe) as (state, plan):
         costs: dict[str, Any] = dict(state["layers"])
         try:
-            for done in run_layers(home, plan, layers, options=options):
+            for done in run_layers(warehouse, plan, layers, options=options):
                 costs[done.name] = asdict(Realised.of([done]))
                 yield done
         finally:
-            write_atomic(home.current_plan_path(recipe), seal({**state, "layers": costs}))
+            write_atomic(warehouse.current_plan_path(recipe), seal({**state, "layers": costs}))
 
 
-def snapshot_recipe(home: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
+def snapshot_recipe(warehouse: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
     """Commit the snapshot of the recipe's current plan and remember it as its current one.
 
     Returns what the plan's layers cost, over all runs that worked on it.
     """
-    with _working(home, recipe) as (state, plan):
+    with _working(warehouse, recipe) as (state, plan):
         costs = [Realised(**cost) for cost in state["layers"].values()]
         realised = Realised.total(costs)
-        snapshot = commit(home, plan, realised)
+        snapshot = commit(warehouse, plan, realised)
         done = {**state, "snapshot_id": snapshot.snapshot_id}
-        write_atomic(home.current_plan_path(recipe), seal(done))
+        write_atomic(warehouse.current_plan_path(recipe), seal(done))
     return snapshot, realised
 
 
 @contextmanager
-def _working(home: Warehouse, recipe: str) -> Iterator[tuple[dict[str, Any], MergePlan]]:
+def _working(warehouse: Warehouse, recipe: str) -> Iterator[tuple[dict[str, Any], MergePlan]]:
     """What is current of a recipe, for nobody else to change, and its plan with all it needs."""
-    with lease_recipe(home, recipe):
-        state = _current(home, recipe)
-        plan = _planned(home, recipe, state)
-        with lease(home, plan), blaming_inputs(home, _inputs(state)):
+    with lease_recipe(warehouse, recipe):
+        state = _current(warehouse, recipe)
+        plan = _planned(warehouse, recipe, state)
+        with lease(warehouse, plan), blaming_inputs(warehouse, _inputs(state)):
             yield state, plan
 
 
-def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:
+def current_snapshot(warehouse: Warehouse, recipe: str) -> Snapshot:
     """The snapshot that `snapshot_recipe` committed last. Raises NotFoundError."""
-    state = _current(home, recipe)
+    state = _current(warehouse, recipe)
     if not state["snapshot_id"]:
         raise NotFoundError(
             "A recipe's current plan has no snapshot yet",
@@ -263,24 +265,28 @@ def current_snapshot(home: Warehouse, recipe: str) -> Snapshot:
             found=f"plan {state['plan_id'][:16]}",
             next_step=f"materialize {recipe}/snapshot first",
         )
-    return load_snapshot(home.snapshots, state["snapshot_id"])
+    return load_snapshot(warehouse.snapshots, state["snapshot_id"])
 
 
-def release_recipe(home: Warehouse, card: RecipeFile) -> tuple[Ref, Release]:
+def release_recipe(warehouse: Warehouse, card: RecipeFile) -> tuple[Ref, Release]:
     """Publish the recipe's current snapshot under its ref and record what it was made from.
 
     Exactly this snapshot is audited first, whoever did so before. Raises InputChangedError if its
     inputs are not those that were planned, CorruptionError, and MergePipeError for one that no
     reader should get.
     """
-    with lease_recipe(home, card.name):
-        snapshot, state = current_snapshot(home, card.name), _current(home, card.name)
-        audit = audit_snapshot(home, card.name, snapshot)
-        refuse_unfit(audit, _planned(home, card.name, state))
-        refuse_changed_inputs(home, _inputs(state))
-        last = last_release(home, card.name)
+    with lease_recipe(warehouse, card.name):
+        snapshot, state = current_snapshot(warehouse, card.name), _current(warehouse, card.name)
+        audit = audit_snapshot(warehouse, card.name, snapshot)
+        refuse_unfit(audit, _planned(warehouse, card.name, state))
+        refuse_changed_inputs(warehouse, _inputs(state))
+        last = last_release(warehouse, card.name)
         ref = publish(
-            home, snapshot.snapshot_id, card.recipe.ref, reason=f"recipe {card.name}", audit=False
+            warehouse,
+            snapshot.snapshot_id,
+            card.recipe.ref,
+            reason=f"recipe {card.name}",
+            audit=False,
         )
         done = Release(
             card.name,
@@ -289,11 +295,11 @@ def release_recipe(home: Warehouse, card: RecipeFile) -> tuple[Ref, Release]:
             snapshot.manifest.plan_id,
             snapshot.snapshot_id,
         )
-        write_atomic(home.release_path(card.name), seal(asdict(done)))
+        write_atomic(warehouse.release_path(card.name), seal(asdict(done)))
     return ref, done
 
 
-def last_release(home: Warehouse, recipe: str) -> Release | None:
+def last_release(warehouse: Warehouse, recipe: str) -> Release | None:
     """What the recipe released last, or None."""
-    path = home.release_path(recipe)
+    path = warehouse.release_path(recipe)
     return Release(**unseal(path.read_bytes(), str(path))) if path.exists() else None

@@ -111,12 +111,14 @@ class Difference:
         return _layer("all", "changed" if self.tensors else "same", self.tensors)
 
 
-def diff(home: Warehouse, before: str, after: str, progress: Progress | None = None) -> Difference:
+def diff(
+    warehouse: Warehouse, before: str, after: str, progress: Progress | None = None
+) -> Difference:
     """What changed between two snapshots, each named as `snapshot_named` says.
 
     Raises NotFoundError, CorruptionError, CheckpointChangedError.
     """
-    one, other = snapshot_named(home, before), snapshot_named(home, after)
+    one, other = snapshot_named(warehouse, before), snapshot_named(warehouse, after)
     made = provenance_of(one), provenance_of(other)
     ours, theirs = (str(p.get("recipe", "")).splitlines() for p in made)
     tensors = tuple(_tensors(one, other, progress or Silent()))

@@ -12,6 +12,6 @@ from mergepipe_pipeline.warehouse import Warehouse
 __all__ = ["RECIPE_FILE", "check_out", "export"]
 
 
-def export(home: Warehouse, snapshot_id: str, out: Path) -> None:
+def export(warehouse: Warehouse, snapshot_id: str, out: Path) -> None:
     """Copy a snapshot to `out`. Raises what `snapshots.export` raises."""
-    export_snapshot(load_snapshot(home.snapshots, snapshot_id), out)
+    export_snapshot(load_snapshot(warehouse.snapshots, snapshot_id), out)

@@ -29,26 +29,28 @@ from mergepipe_pipeline.warehouse import Warehouse
 _QUARANTINE_S = 30 * 86400.0
 
 
-def collect(home: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False) -> GcReport:
+def collect(
+    warehouse: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False
+) -> GcReport:
     """Remove objects, actions, stages and staging that nobody needs, older than `older_than_s`.
 
     What `repair` took away stays for 30 days at least. Waits for another collection; merges that
     begin meanwhile wait for this one.
     """
-    leases = home.leases
+    leases = warehouse.leases
     with leases.alone():
         living = leases.living(older_than_s)
-        left = half_landed(home, living.names)
+        left = half_landed(warehouse, living.names)
         expired = (
-            *_older(sorted(home.quarantine.glob("*")), max(older_than_s, _QUARANTINE_S)),
+            *_older(sorted(warehouse.quarantine.glob("*")), max(older_than_s, _QUARANTINE_S)),
             *_older(left, older_than_s),
         )
         found = run(
-            home.objects,
-            home.snapshots,
-            home.staging,
-            home.unnamed(),
-            replace(_roots(home, living), expired=expired),
+            warehouse.objects,
+            warehouse.snapshots,
+            warehouse.staging,
+            warehouse.unnamed(),
+            replace(_roots(warehouse, living), expired=expired),
             older_than_s=older_than_s,
             dry_run=dry_run,
         )
@@ -65,10 +67,10 @@ def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
                 yield path
 
 
-def _roots(home: Warehouse, living: Living) -> Roots:
+def _roots(warehouse: Warehouse, living: Living) -> Roots:
     """What must stay. Where a file that may name a stage cannot be read, all stages do."""
     need, doubts = Need(), []
-    for part in (_published(home), _registered(home), _planned(home)):
+    for part in (_published(warehouse), _registered(warehouse), _planned(warehouse)):
         for found in part:
             if isinstance(found, Need):
                 need |= found
@@ -79,16 +81,16 @@ def _roots(home: Warehouse, living: Living) -> Roots:
     ]
     if living.judged_by_age:
         notes.append(
-            f"{home.leases_dir} is on a file system without locks, so age alone says whether a "
-            "merge lives: let --older-than be longer than any merge takes"
+            f"{warehouse.leases_dir} is on a file system without locks, so age alone says whether "
+            "a merge lives: let --older-than be longer than any merge takes"
         )
     certain = not doubts and not living.unreadable
-    return Roots(need, living, Marks(home.stages) if certain else None, (*notes, *doubts))
+    return Roots(need, living, Marks(warehouse.stages) if certain else None, (*notes, *doubts))
 
 
-def _published(home: Warehouse) -> Iterator[Need | MergePipeError]:
+def _published(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
     """Every version of every ref: rollback may go back to each."""
-    refs = home.refs
+    refs = warehouse.refs
     for name in refs.names():
         try:
             yield Need(snapshot_ids=frozenset(r.snapshot_id for r in refs.history(name)))
@@ -96,23 +98,25 @@ def _published(home: Warehouse) -> Iterator[Need | MergePipeError]:
             yield error
 
 
-def _registered(home: Warehouse) -> Iterator[Need | MergePipeError]:
+def _registered(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
     """Snapshots that somebody registered as checkpoints."""
-    catalog = home.catalog
+    catalog = warehouse.catalog
     yield from catalog.damaged()
     for *_, root in catalog.registrations():
         path = Path(root)
-        if path.is_relative_to(home.snapshots) and path != home.snapshots:
-            yield Need(snapshot_ids=frozenset([path.relative_to(home.snapshots).parts[0]]))
+        if path.is_relative_to(warehouse.snapshots) and path != warehouse.snapshots:
+            yield Need(snapshot_ids=frozenset([path.relative_to(warehouse.snapshots).parts[0]]))
 
 
-def _planned(home: Warehouse) -> Iterator[Need | MergePipeError]:
+def _planned(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
     """What the current plans of standing recipes need between their steps."""
-    for recipe in sorted({p.stem for p in home.recipes.iterdir() if p.suffix in {".yml", ".yaml"}}):
-        path = home.current_plan_path(recipe)
+    for recipe in sorted(
+        {p.stem for p in warehouse.recipes.iterdir() if p.suffix in {".yml", ".yaml"}}
+    ):
+        path = warehouse.current_plan_path(recipe)
         try:
             state = unseal(path.read_bytes(), str(path))
-            yield need_of(home, load_plan(home, state["plan_id"]))
+            yield need_of(warehouse, load_plan(warehouse, state["plan_id"]))
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -35,29 +35,31 @@ class IndexedExpert:
     bases: tuple[str, ...]
 
 
-def index_expert(home: Warehouse, name: str, progress: Progress | None = None) -> IndexedExpert:
+def index_expert(
+    warehouse: Warehouse, name: str, progress: Progress | None = None
+) -> IndexedExpert:
     """Register what lies in `inbox/<name>` (or is known as `name`), take digests and statistics.
 
     Statistics are taken for every stage of a recipe that merges the expert into a registered base,
     by itself or as an adapter on another model. A recipe that cannot use it does not stop it.
     Raises what opening the checkpoint raises.
     """
-    catalog = home.catalog
+    catalog = warehouse.catalog
     before = _digests_by_layer(catalog, name)
-    folder = home.inbox / name
+    folder = warehouse.inbox / name
     registration = (
-        register(home, folder, name) if folder.exists() else locate_registered(home, name)
+        register(warehouse, folder, name) if folder.exists() else locate_registered(warehouse, name)
     )
     checkpoint = registration.checkpoint
     bases = dict[str, None]()
-    for stage in (stage for card in recipe_files(home) for stage in card.stages):
+    for stage in (stage for card in recipe_files(warehouse) for stage in card.stages):
         for ref, base in _pairs(stage, name):
             if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
-                opened = open_models(home, (ref, base), 1, home.recipes, {}, [])
+                opened = open_models(warehouse, (ref, base), 1, warehouse.recipes, {}, [])
                 if opened:
-                    _learn(home, opened, stage.block_elems, progress)
+                    _learn(warehouse, opened, stage.block_elems, progress)
                     bases[base.text] = None
-    ensure_digests(home, checkpoint, progress)
+    ensure_digests(warehouse, checkpoint, progress)
     after = _digests_by_layer(catalog, name)
     changed = tuple(layer for layer in after if after[layer] != before.get(layer))
     return IndexedExpert(
@@ -80,14 +82,14 @@ def _pairs(stage: ParsedRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]
 
 
 def _learn(
-    home: Warehouse,
+    warehouse: Warehouse,
     pair: Sequence[Model],
     block_elems: int | None,
     progress: Progress | None,
 ) -> None:
     expert, base = pair
     grid = grid_for(base, block_elems)
-    ensure_stats(home, [(expert, common_pairs(expert, base))], base, grid, progress)
+    ensure_stats(warehouse, [(expert, common_pairs(expert, base))], base, grid, progress)
 
 
 def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
@@ -115,10 +117,10 @@ def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
     }
 
 
-def index_arrival(home: Warehouse, name: str) -> IndexedExpert:
+def index_arrival(warehouse: Warehouse, name: str) -> IndexedExpert:
     """Index what lies in the inbox under this name, and remember how that ended.
 
     Raises what `index_expert` raises.
     """
-    with attempted(home, name):
-        return index_expert(home, name)
+    with attempted(warehouse, name):
+        return index_expert(warehouse, name)

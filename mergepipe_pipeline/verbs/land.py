@@ -38,7 +38,9 @@ class Landing:
     replaced: bool
 
 
-def land(home: Warehouse, path: str, name: str | None = None, *, link: bool = False) -> Landing:
+def land(
+    warehouse: Warehouse, path: str, name: str | None = None, *, link: bool = False
+) -> Landing:
     """Put the checkpoint folder at `path` into the inbox; with `link`, without a copy.
 
     The files at the top of the folder are taken, those that links lead to as files. Linked files
@@ -47,27 +49,27 @@ def land(home: Warehouse, path: str, name: str | None = None, *, link: bool = Fa
     """
     source = Path(path).resolve()
     chosen = name or source.name
-    final = home.inbox / chosen
-    _refuse_wrong_places(home, source, chosen)
+    final = warehouse.inbox / chosen
+    _refuse_wrong_places(warehouse, source, chosen)
     open_checkpoint(str(source), chosen, probes=False)
     replaced = final.exists()
-    with _staged(home, chosen) as staged:
+    with _staged(warehouse, chosen) as staged:
         for file in sorted(f for f in source.iterdir() if f.is_file()):
             (link_file if link else copy_file)(file.resolve(), staged / file.name)
             stat = file.stat()
             os.utime(staged / file.name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         open_checkpoint(str(staged), chosen, probes=False)
         stamps, _ = stamps_of(staged)
-        mark_landed(home, chosen, token_of(stamps))
+        mark_landed(warehouse, chosen, token_of(stamps))
         replace_dir(staged, final)
     return Landing(chosen, str(final), len(stamps), sum(s.nbytes for s in stamps), replaced)
 
 
 @contextmanager
-def _staged(home: Warehouse, name: str) -> Iterator[Path]:
+def _staged(warehouse: Warehouse, name: str) -> Iterator[Path]:
     """A new folder beside the place where `name` lands, leased, gone when the context ends."""
-    with home.leases.hold(Need(), LANDING) as lease:
-        staged = home.inbox / f".{name}.{lease}"
+    with warehouse.leases.hold(Need(), LANDING) as lease:
+        staged = warehouse.inbox / f".{name}.{lease}"
         try:
             staged.mkdir()
             yield staged
@@ -75,23 +77,23 @@ def _staged(home: Warehouse, name: str) -> Iterator[Path]:
             remove_tree(staged)
 
 
-def half_landed(home: Warehouse, living: Collection[str]) -> Iterator[Path]:
+def half_landed(warehouse: Warehouse, living: Collection[str]) -> Iterator[Path]:
     """What landings of dead processes left in the inbox; `living` are the names of leases.
 
     The older version that a killed landing put aside stays while nothing is in its place.
     """
-    for path in sorted(home.inbox.glob(".*")):
+    for path in sorted(warehouse.inbox.glob(".*")):
         found = _LEFT.fullmatch(path.name)
         if found is None or found["lease"] in living:
             continue
-        if found["lease"] or (home.inbox / found["name"]).exists():
+        if found["lease"] or (warehouse.inbox / found["name"]).exists():
             yield path
 
 
-def _refuse_wrong_places(home: Warehouse, source: Path, name: str) -> None:
+def _refuse_wrong_places(warehouse: Warehouse, source: Path, name: str) -> None:
     if not source.is_dir():
         found = f"{source}, which is no folder"
-    elif home.inbox in source.parents:
+    elif warehouse.inbox in source.parents:
         found = f"{source}, which lies in the inbox"
     elif not NAME.fullmatch(name):
         found = f"the name {name!r}"

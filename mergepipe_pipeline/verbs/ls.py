@@ -29,10 +29,10 @@ class Listing:
     damaged: tuple[dict[str, Any], ...] = ()
 
 
-def ls(home: Warehouse) -> Listing:
+def ls(warehouse: Warehouse) -> Listing:
     """Registered checkpoints, snapshots and refs; what is damaged is listed as damaged."""
-    catalog, refs, damaged = home.catalog, home.refs, _Damaged()
-    whole, broken = scan_snapshots(home.snapshots)
+    catalog, refs, damaged = warehouse.catalog, warehouse.refs, _Damaged()
+    whole, broken = scan_snapshots(warehouse.snapshots)
     for snapshot in broken:
         damaged.add("snapshot", snapshot.folder.name, snapshot.error)
     return Listing(

@@ -51,7 +51,7 @@ class Merged:
 
 
 def merge(
-    home: Warehouse,
+    warehouse: Warehouse,
     raw: ParsedRecipe,
     *,
     options: EngineOptions | None = None,
@@ -81,17 +81,19 @@ def merge(
     began_s, progress = began_s or time.monotonic(), progress or Silent()
     options = options or EngineOptions()
     options.check()
-    folder = None if out is None else check_out(out, home.root)
-    resolved, stages = resolve_after_stages(home, raw, progress=progress, **planning)
+    folder = None if out is None else check_out(out, warehouse.root)
+    resolved, stages = resolve_after_stages(warehouse, raw, progress=progress, **planning)
     began_s = time.monotonic() if raw.before else began_s
-    start = RunStart(began_s, forecast(home, resolved).to_json())
+    start = RunStart(began_s, forecast(warehouse, resolved).to_json())
     with prefetch_base(resolved):
-        plan = plan_resolved(home, resolved, progress, unnamed=stages)
+        plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
     progress.warn(*plan.warnings)
-    outcome = run_plan(home, plan, options=options, progress=progress, begun=start, fresh=fresh)
-    non_finite = merged_non_finite(home, plan)
+    outcome = run_plan(
+        warehouse, plan, options=options, progress=progress, begun=start, fresh=fresh
+    )
+    non_finite = merged_non_finite(warehouse, plan)
     progress.warn(*non_finite_warning(non_finite, plan))
     if folder is not None:
-        export(home, outcome.snapshot.snapshot_id, folder)
-    ref = publish(home, outcome.snapshot.snapshot_id, plan.ref) if publish_ref else None
+        export(warehouse, outcome.snapshot.snapshot_id, folder)
+    ref = publish(warehouse, outcome.snapshot.snapshot_id, plan.ref) if publish_ref else None
     return Merged(outcome, non_finite, folder, ref)

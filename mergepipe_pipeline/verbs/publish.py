@@ -10,7 +10,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 def publish(
-    home: Warehouse,
+    warehouse: Warehouse,
     snapshot_id: str,
     ref: str,
     *,
@@ -23,25 +23,29 @@ def publish(
     `expected` is the version the caller has seen; another one raises CommitConflictError. Raises
     NotFoundError for an unknown snapshot, CorruptionError for a damaged one.
     """
-    found_id = load_snapshot(home.snapshots, snapshot_id).snapshot_id
-    with home.leases.hold(Need(snapshot_ids=frozenset([found_id])), "publish"):
-        snapshot = load_snapshot(home.snapshots, found_id)
+    found_id = load_snapshot(warehouse.snapshots, snapshot_id).snapshot_id
+    with warehouse.leases.hold(Need(snapshot_ids=frozenset([found_id])), "publish"):
+        snapshot = load_snapshot(warehouse.snapshots, found_id)
         if audit:
-            verify_snapshot(home.snapshots / snapshot.snapshot_id)
-        return home.refs.publish(ref, snapshot.snapshot_id, reason, expected)
+            verify_snapshot(warehouse.snapshots / snapshot.snapshot_id)
+        return warehouse.refs.publish(ref, snapshot.snapshot_id, reason, expected)
 
 
-def history(home: Warehouse, ref: str) -> tuple[Ref, ...]:
+def history(warehouse: Warehouse, ref: str) -> tuple[Ref, ...]:
     """Every version of a ref, oldest first. Raises NotFoundError."""
-    return tuple(home.refs.history(ref))
+    return tuple(warehouse.refs.history(ref))
 
 
-def rollback(home: Warehouse, ref: str, to: int | None = None, reason: str = "rollback") -> Ref:
+def rollback(
+    warehouse: Warehouse, ref: str, to: int | None = None, reason: str = "rollback"
+) -> Ref:
     """Publish again what version `to` named (default: the last different snapshot).
 
     Every byte of it is checked first. Raises NotFoundError, CorruptionError.
     """
-    refs = home.refs
+    refs = warehouse.refs
     target = refs.target(ref, to)
-    verify_snapshot(home.snapshots / load_snapshot(home.snapshots, target.snapshot_id).snapshot_id)
+    verify_snapshot(
+        warehouse.snapshots / load_snapshot(warehouse.snapshots, target.snapshot_id).snapshot_id
+    )
     return refs.rollback(ref, target.number, reason)

@@ -12,16 +12,16 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 def register(
-    home: Warehouse, path: str | Path, name: str | None = None, base: str | None = None
+    warehouse: Warehouse, path: str | Path, name: str | None = None, base: str | None = None
 ) -> Registration:
     """Register the checkpoint at `path` under `name` (default: its folder's name).
 
     An unchanged checkpoint adds no version. Raises CheckpointError for what is not a readable
     checkpoint, NotFoundError for an unknown base.
     """
-    catalog = home.catalog
+    catalog = warehouse.catalog
     if base is not None:
-        base = locate_registered(home, base).name
+        base = locate_registered(warehouse, base).name
     root = Path(os.path.realpath(expanded(path)))
     chosen = name or free_name(catalog, root, {})
     return catalog.register(open_checkpoint(str(root), chosen), base)

@@ -50,42 +50,44 @@ class Repair:
     aside: tuple[str, ...]
 
 
-def repair(home: Warehouse, *, dry_run: bool = False, progress: Progress | None = None) -> Repair:
+def repair(
+    warehouse: Warehouse, *, dry_run: bool = False, progress: Progress | None = None
+) -> Repair:
     """Verify records and results, take away what is derivable and wrong, learn it again."""
-    findings = verify_all(home, _SCOPES, fresh=True, progress=progress).findings
-    aside = set_aside(home, dry_run=dry_run)
+    findings = verify_all(warehouse, _SCOPES, fresh=True, progress=progress).findings
+    aside = set_aside(warehouse, dry_run=dry_run)
     told, files = tuple(a.told for a in aside), {file for a in aside for file in a.files}
     left = tuple(f for f in findings if not f.is_derivable and f.file not in files)
     wrong = {Path(f.file) for f in findings if f.is_derivable}
-    wrong |= set(_actions_of(home, {p.name for p in wrong}))
-    taken = sorted(p for p in wrong if p.is_relative_to(home.root))
+    wrong |= set(_actions_of(warehouse, {p.name for p in wrong}))
+    taken = sorted(p for p in wrong if p.is_relative_to(warehouse.root))
     names = tuple(map(str, taken))
     if dry_run or not taken:
         return Repair(names, None, (), (), left, told)
-    folder = home.new_quarantine()
+    folder = warehouse.new_quarantine()
     for path in taken:
-        adopt_file(path, folder / path.relative_to(home.root))
-    made, not_made = _learn_again(home, taken, progress)
+        adopt_file(path, folder / path.relative_to(warehouse.root))
+    made, not_made = _learn_again(warehouse, taken, progress)
     return Repair(names, str(folder), made, not_made, left, told)
 
 
-def _actions_of(home: Warehouse, objects: Collection[str]) -> Iterator[Path]:
+def _actions_of(warehouse: Warehouse, objects: Collection[str]) -> Iterator[Path]:
     """The actions that name one of these objects."""
-    for path in home.objects.all_actions():
+    for path in warehouse.objects.all_actions():
         entry = action_of(path)
         if entry is not None and entry.sha256 in objects:
             yield path
 
 
 def _learn_again(
-    home: Warehouse, taken: Collection[Path], progress: Progress | None
+    warehouse: Warehouse, taken: Collection[Path], progress: Progress | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Records, digests and statistics of registered checkpoints; what was made, and what not."""
-    catalog, names = home.catalog, _names(home)
+    catalog, names = warehouse.catalog, _names(warehouse)
     made: dict[str, None] = {}
     not_made: dict[str, None] = {}
     for path in taken:
-        for label, learn in _lessons(home, catalog, names, path, progress):
+        for label, learn in _lessons(warehouse, catalog, names, path, progress):
             try:
                 if label not in made:
                     learn()
@@ -95,9 +97,9 @@ def _learn_again(
     return tuple(made), tuple(not_made)
 
 
-def _names(home: Warehouse) -> dict[str, str]:
+def _names(warehouse: Warehouse) -> dict[str, str]:
     """Checkpoint id to a name that stands for it now."""
-    catalog, found = home.catalog, {}
+    catalog, found = warehouse.catalog, {}
     for name in catalog.names():
         with suppress(MergePipeError):  # a damaged name is left for a person
             found[catalog.get(name).checkpoint.checkpoint_id] = name
@@ -105,7 +107,7 @@ def _names(home: Warehouse) -> dict[str, str]:
 
 
 def _lessons(
-    home: Warehouse,
+    warehouse: Warehouse,
     catalog: Catalog,
     names: Mapping[str, str],
     path: Path,
@@ -116,14 +118,16 @@ def _lessons(
     name = names.get(checkpoint_id)
     if name is None:
         return
-    if path.is_relative_to(home.catalog_dir / CHECKPOINTS):
+    if path.is_relative_to(warehouse.catalog_dir / CHECKPOINTS):
         yield f"record of {name}", partial(catalog.get, name)
-    elif path.is_relative_to(home.catalog_dir / DIGESTS):
+    elif path.is_relative_to(warehouse.catalog_dir / DIGESTS):
         checkpoint = catalog.get(name).checkpoint
-        yield f"digests of {name}", partial(ensure_digests, home, checkpoint, progress)
-    elif path.is_relative_to(home.catalog_dir / BLOCK_STATS):
+        yield f"digests of {name}", partial(ensure_digests, warehouse, checkpoint, progress)
+    elif path.is_relative_to(warehouse.catalog_dir / BLOCK_STATS):
         found, base = _STATS.match(path.name), names.get(path.parent.name)
         if found and base:
             n = int(found["block_elems"])
-            again = partial(analyze, home, (name,), base=base, block_elems=n, progress=progress)
+            again = partial(
+                analyze, warehouse, (name,), base=base, block_elems=n, progress=progress
+            )
             yield f"analysis of {name} against {base}", again

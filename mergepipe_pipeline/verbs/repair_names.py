@@ -27,12 +27,12 @@ class SetAside:
     told: str
 
 
-def set_aside(home: Warehouse, *, dry_run: bool = False) -> tuple[SetAside, ...]:
+def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> tuple[SetAside, ...]:
     """Set the damaged versions of all names and refs aside, each chain's at once."""
     found = []
     folders: tuple[tuple[Kind, Path], ...] = (
-        ("name", home.catalog_dir / "names"),
-        ("ref", home.refs_dir),
+        ("name", warehouse.catalog_dir / "names"),
+        ("ref", warehouse.refs_dir),
     )
     for kind, folder in folders:
         for name in chain_names(folder):
@@ -44,7 +44,9 @@ def set_aside(home: Warehouse, *, dry_run: bool = False) -> tuple[SetAside, ...]
                     if not dry_run:
                         for number in damaged:
                             chain.set_aside(number)
-                    counts = _counts(chain, kind, good) or _again(home, kind, name, dry_run=dry_run)
+                    counts = _counts(chain, kind, good) or _again(
+                        warehouse, kind, name, dry_run=dry_run
+                    )
                     versions = ", ".join(map(str, damaged))
                     told = f"{kind} {name}: version {versions} damaged, set aside; {counts}"
                     found.append(SetAside(files, told))
@@ -60,14 +62,14 @@ def _counts(chain: VersionChain, kind: Kind, number: int) -> str:
     return f"version {number} counts: {stands_for}"
 
 
-def _again(home: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str:
+def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str:
     """Register a name without a good version from the inbox, or say what a person can do."""
     if kind == "ref":
         return f"no version is left: `mergepipe publish SNAPSHOT --ref {name}`"
-    folder = home.inbox / name
+    folder = warehouse.inbox / name
     if folder.is_dir():
         with suppress(MergePipeError):
             if not dry_run:
-                register(home, folder, name)
+                register(warehouse, folder, name)
             return f"registered again: {folder}"
     return f"no version is left: `mergepipe register PATH --name {name}`"

@@ -52,7 +52,7 @@ class Replayed:
 
 
 def replay(
-    home: Warehouse,
+    warehouse: Warehouse,
     what: str,
     *,
     inputs: Mapping[str, str] | None = None,
@@ -69,15 +69,15 @@ def replay(
     Raises CheckpointChangedError or NotFoundError for an input that is not to be had,
     CorruptionError naming the first layer, tensor or file that differs.
     """
-    snapshot = snapshot_named(home, what)
+    snapshot = snapshot_named(warehouse, what)
     provenance = provenance_of(snapshot)
     request = _request(snapshot, provenance)
     _refuse_unknown(inputs or {}, request)
     raw = parse(str(provenance["recipe"]), name=str(provenance["recipe_name"]), where=snapshot.path)
-    with _scratch(home, keep) as scratch:
+    with _scratch(warehouse, keep) as scratch:
         if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
             store_seek(scratch.profile_path, int(seek_nbytes))
-        found = _inputs(home, scratch, request, inputs or {}, progress)
+        found = _inputs(warehouse, scratch, request, inputs or {}, progress)
         plan = _plan(scratch, raw, request, found, progress)
         made = run_plan(scratch, plan, options=options, progress=progress).snapshot
         _compare(snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
@@ -119,14 +119,14 @@ def _refuse_unknown(given: Mapping[str, str], request: Request) -> None:
 
 
 @contextmanager
-def _scratch(home: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
+def _scratch(warehouse: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
     """An empty warehouse, in staging unless it is to be kept."""
     if keep is not None:
-        if keep.expanduser().resolve().is_relative_to(home.root):
+        if keep.expanduser().resolve().is_relative_to(warehouse.root):
             raise MergePipeError(
                 "The folder for a replay lies inside the warehouse",
                 where=str(keep),
-                expected=f"a folder outside {home.root}",
+                expected=f"a folder outside {warehouse.root}",
                 next_step="choose another --keep",
             )
         if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
@@ -138,7 +138,7 @@ def _scratch(home: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
             )
         yield Warehouse.at(keep).ensure()
         return
-    with staging(home, "replay") as folder:
+    with staging(warehouse, "replay") as folder:
         yield Warehouse.at(folder).ensure()
 
 
@@ -166,7 +166,7 @@ def _plan(
 
 
 def _inputs(
-    home: Warehouse,
+    warehouse: Warehouse,
     scratch: Warehouse,
     request: Request,
     given: Mapping[str, str],
@@ -177,7 +177,7 @@ def _inputs(
     missing: dict[str, CheckpointChangedError] = {}
     for model in request.models:
         try:
-            found[model.text] = _input(home, scratch, model, given, progress)
+            found[model.text] = _input(warehouse, scratch, model, given, progress)
         except CheckpointChangedError as error:
             missing[model.name] = error
     if not missing:
@@ -194,7 +194,7 @@ def _inputs(
 
 
 def _input(
-    home: Warehouse,
+    warehouse: Warehouse,
     scratch: Warehouse,
     wanted: RequestedModel,
     given: Mapping[str, str],
@@ -202,7 +202,7 @@ def _input(
 ) -> Checkpoint:
     """The checkpoint with the content that was merged, under the name that it had then."""
     told = []
-    for place in _places(home, wanted, given):
+    for place in _places(warehouse, wanted, given):
         try:
             checkpoint = open_checkpoint(place, wanted.name)
         except MergePipeError as error:
@@ -221,12 +221,12 @@ def _input(
     )
 
 
-def _places(home: Warehouse, wanted: RequestedModel, given: Mapping[str, str]) -> list[str]:
+def _places(warehouse: Warehouse, wanted: RequestedModel, given: Mapping[str, str]) -> list[str]:
     """Where an input may be: only where it was given, or the name's folders, and where it was."""
     if wanted.name in given:
         return [str(Path(given[wanted.name]).expanduser().resolve())]
     try:
-        known = [r.checkpoint.root for r in reversed(home.catalog.history(wanted.name))]
+        known = [r.checkpoint.root for r in reversed(warehouse.catalog.history(wanted.name))]
     except MergePipeError:
         known = []
     return list(dict.fromkeys((*known, wanted.root)))

@@ -40,7 +40,7 @@ class Report:
 
 
 def verify_all(
-    home: Warehouse,
+    warehouse: Warehouse,
     scopes: Collection[Scope] = SCOPES,
     *,
     fresh: bool = False,
@@ -52,21 +52,21 @@ def verify_all(
     `inputs_of` restricts the inputs to those of one snapshot. Raises StorageFullError.
     """
     wanted = tuple(s for s in SCOPES if s in scopes)
-    path = home.verified_path(inputs_of.snapshot_id if inputs_of else "-".join(wanted))
+    path = warehouse.verified_path(inputs_of.snapshot_id if inputs_of else "-".join(wanted))
     if fresh:
         remove_tree(path)
     with Journal(path) as journal, untouched():
         audit, resumed = Auditor(journal), len(journal)
         shown = progress or Silent()
         if "structure" in scopes:
-            verify_structure(home, audit)
+            verify_structure(warehouse, audit)
         if "lineage" in scopes:
-            verify_lineage(home, audit)
+            verify_lineage(warehouse, audit)
         if "digests" in scopes:
-            verify_digests(home, audit, shown)
-            report_shards(home, audit)
+            verify_digests(warehouse, audit, shown)
+            report_shards(warehouse, audit)
         if "inputs" in scopes:
-            verify_inputs(home, audit, shown, inputs_of)
+            verify_inputs(warehouse, audit, shown, inputs_of)
     remove_tree(path)
     ordered = sorted(audit.findings, key=lambda f: (SCOPES.index(f.scope), f.where))
     return Report(wanted, tuple(ordered), tuple(audit.notes), audit.files, audit.nbytes, resumed)
