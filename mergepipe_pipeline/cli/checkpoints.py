@@ -54,6 +54,7 @@ def analyze(
     """Read experts once against their base and remember block statistics (default: all names)."""
     from mergepipe_pipeline.verbs.analyze import analyze as run
 
+    console.tell_of_compilation()
     done = run(
         console.warehouse, names, base=base, block_elems=block_elems, progress=console.progress
     )

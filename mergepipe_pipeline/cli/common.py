@@ -58,6 +58,14 @@ class Console:
             return JsonLines(self.warn, sys.stderr)
         return Bars(self.warn, visible=sys.stderr.isatty())
 
+    def tell_of_compilation(self) -> None:
+        """Say to people why the first merge after an installation takes longer."""
+        from mergepipe_pipeline.operators import kernels
+
+        cache = Path(str(kernels.__file__)).parent / "__pycache__"
+        if not self.as_json and not any(cache.glob("*.nbi")):
+            click.echo("compiling kernels, once after an installation: some 20 s", err=True)
+
     def show(self, data: Any, *lines: str) -> None:
         """Print `data` as JSON, or the lines for people."""
         if self.as_json:

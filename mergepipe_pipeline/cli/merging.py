@@ -58,11 +58,11 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
         console.warehouse, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning
     )
     console.warn(found.warnings)
-    *before, last = map(_checked_json, found.stages)
+    *before, last = map(_stage_json, found.stages)
     shown = {**last, "time": found.forecast.to_json()}
     if before:
         shown["stages"] = [*before, last]
-    lines = [line for stage in found.stages for line in _checked_lines(stage)]
+    lines = [line for stage in found.stages for line in _stage_lines(stage)]
     console.show(shown, *lines, f"  time                {time_text(shown['time'])}")
 
 
@@ -80,21 +80,21 @@ def _short(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def _checked_json(checked: ResolvedRecipe) -> dict[str, Any]:
+def _stage_json(resolved: ResolvedRecipe) -> dict[str, Any]:
     return {
-        "recipe": checked.recipe.name,
-        "method": checked.recipe.method,
-        "base": checked.base.name if checked.base else None,
-        "experts": [e.name for e in checked.experts],
-        **asdict(checked.cost),
-        "warnings": list(checked.recipe.warnings),
+        "recipe": resolved.recipe.name,
+        "method": resolved.recipe.method,
+        "base": resolved.base.name if resolved.base else None,
+        "experts": [e.name for e in resolved.experts],
+        **asdict(resolved.cost),
+        "warnings": list(resolved.recipe.warnings),
     }
 
 
-def _checked_lines(checked: ResolvedRecipe) -> tuple[str, ...]:
-    c = checked.cost
+def _stage_lines(resolved: ResolvedRecipe) -> tuple[str, ...]:
+    c = resolved.cost
     return (
-        f"{checked.recipe.name}: {checked.recipe.method} of {len(checked.experts)} models, "
+        f"{resolved.recipe.name}: {resolved.recipe.method} of {len(resolved.experts)} models, "
         f"{c.tensors} tensors in {c.layers} layers",
         f"  expert bytes        {size(c.expert_bytes_total)}",
         f"  budget              {size(c.budget_bytes)}",
@@ -214,6 +214,7 @@ def merge(
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.merge import merge as run
 
+    console.tell_of_compilation()
     merged = run(
         console.warehouse,
         load_recipe(recipe),

@@ -23,26 +23,26 @@ _STEP_NBYTES = 32 << 20
 _Places = list[tuple[str, list[TensorEntry]]]
 
 
-def is_worth_prefetching(checked: ResolvedRecipe) -> bool:
+def is_worth_prefetching(resolved: ResolvedRecipe) -> bool:
     """Whether the base is worth reading before the plan is made.
 
     What is analysed first is read there; a merge without a budget is planned in no time beside it;
     and what the page cache cannot hold would be read twice.
     """
-    cost = checked.cost
+    cost = resolved.cost
     if cost.budget_bytes is None or cost.analysis_bytes:
         return False
     return fits_page_cache(cost.base_bytes + cost.budget_bytes + cost.output_bytes)
 
 
 @contextmanager
-def prefetch_base(checked: ResolvedRecipe) -> Iterator[None]:
+def prefetch_base(resolved: ResolvedRecipe) -> Iterator[None]:
     """While the block runs, read the recipe's base in another thread, if that is worth it."""
-    if not is_worth_prefetching(checked):
+    if not is_worth_prefetching(resolved):
         yield
         return
     over = threading.Event()
-    reader = threading.Thread(target=_read, args=(_base_tensors(checked), over), daemon=True)
+    reader = threading.Thread(target=_read, args=(_base_tensors(resolved), over), daemon=True)
     reader.start()
     try:
         yield
@@ -51,13 +51,13 @@ def prefetch_base(checked: ResolvedRecipe) -> Iterator[None]:
         reader.join()
 
 
-def _base_tensors(checked: ResolvedRecipe) -> _Places:
+def _base_tensors(resolved: ResolvedRecipe) -> _Places:
     """What is stored of the tensors that experts are merged on."""
     found: dict[str, dict[TensorEntry, None]] = {}
-    for t in checked.recipe.tensors:
+    for t in resolved.recipe.tensors:
         if t.base is None:
             continue
-        model = checked.models[t.base.model]
+        model = resolved.models[t.base.model]
         for part in model.views[t.base.tensor].stored:
             found.setdefault(model.checkpoints[part.source].root, {})[part.entry] = None
     return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in found.items()]

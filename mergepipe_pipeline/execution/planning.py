@@ -41,8 +41,10 @@ def make_plan(
     Checkpoints that are `known` are registered already, and stay so. Raises what `resolve` raises,
     and BudgetError for a budget that the strategy cannot meet.
     """
-    checked, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
-    return plan_resolved(warehouse, checked, progress, unnamed=results, known=planning.get("known"))
+    resolved, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
+    return plan_resolved(
+        warehouse, resolved, progress, unnamed=results, known=planning.get("known")
+    )
 
 
 def resolve_after_stages(
@@ -57,9 +59,9 @@ def resolve_after_stages(
     models: list[RequestedModel] = []
 
     def plan_stage(stage: ParsedRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
-        checked = resolve_stage(warehouse, stage, pending, **planning)
+        resolved = resolve_stage(warehouse, stage, pending, **planning)
         plan = plan_resolved(
-            warehouse, checked, progress, unnamed=pending, known=planning.get("known")
+            warehouse, resolved, progress, unnamed=pending, known=planning.get("known")
         )
         models.extend(plan.request.models)
         return plan
@@ -67,13 +69,13 @@ def resolve_after_stages(
     if raw.before:
         resolve(warehouse, raw, **planning)
     results = run_stages(warehouse, raw, plan_stage, progress)
-    checked = resolve_stage(warehouse, raw, results, **planning)
-    return replace(checked, request=replace(checked.request, models=tuple(models))), results
+    resolved = resolve_stage(warehouse, raw, results, **planning)
+    return replace(resolved, request=replace(resolved.request, models=tuple(models))), results
 
 
 def plan_resolved(
     warehouse: Warehouse,
-    checked: ResolvedRecipe,
+    resolved: ResolvedRecipe,
     progress: Progress | None = None,
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
@@ -82,11 +84,11 @@ def plan_resolved(
     """The plan of a checked recipe, stored. Stages' results in `unnamed` are not registered, nor
     what is `known`.
     """
-    learned = gather(warehouse, checked, progress, unnamed={**(known or {}), **(unnamed or {})})
+    inputs = gather(warehouse, resolved, progress, unnamed={**(known or {}), **(unnamed or {})})
     digests = [
-        [ensure_digests(warehouse, c, progress) for c in m.checkpoints] for m in learned.models
+        [ensure_digests(warehouse, c, progress) for c in m.checkpoints] for m in inputs.models
     ]
-    request = requested(checked, learned.models, digests, unnamed or {})
-    plan = replace(learned.builder(digests).build(), request=request)
+    request = requested(resolved, inputs.models, digests, unnamed or {})
+    plan = replace(inputs.builder(digests).build(), request=request)
     store_plan(warehouse, plan)
     return plan

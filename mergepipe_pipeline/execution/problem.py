@@ -66,11 +66,11 @@ def solve_recipe(
     As for a plan, earlier stages are merged and unknown experts analysed. `for_parts` is needed to
     ask about other budgets than the recipe's.
     """
-    checked, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
-    learned = gather(warehouse, checked, progress, unnamed=results, for_parts=for_parts)
-    recipe, problem = checked.recipe, learned.builder().problem()
+    resolved, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
+    inputs = gather(warehouse, resolved, progress, unnamed=results, for_parts=for_parts)
+    recipe, problem = resolved.recipe, inputs.builder().problem()
     selection = select_blocks(problem, recipe.budget, recipe.strategy)
-    return SolvedProblem(recipe, _experts(learned), problem, selection, learned.read)
+    return SolvedProblem(recipe, _experts(inputs), problem, selection, inputs.read)
 
 
 def solve_plan(
@@ -84,19 +84,19 @@ def solve_plan(
     known = _checkpoints(warehouse, plan, raw)
     e = plan.estimates
     budget = "none" if e.budget_bytes is None else str(e.budget_bytes)
-    checked = resolve_stage(
+    resolved = resolve_stage(
         warehouse, raw, known, budget=budget, strategy=e.strategy, block_elems=e.block_elems
     )
-    learned = gather(warehouse, checked, progress, unnamed=known)
-    problem = learned.builder().problem()
+    inputs = gather(warehouse, resolved, progress, unnamed=known)
+    problem = inputs.builder().problem()
     selection = BlockSelection(e.strategy, e.ranking or e.strategy, _choice(problem, plan))
-    return SolvedProblem(checked.recipe, _experts(learned), problem, selection, learned.read)
+    return SolvedProblem(resolved.recipe, _experts(inputs), problem, selection, inputs.read)
 
 
-def _experts(learned: PlanInputs) -> tuple[str, ...]:
+def _experts(inputs: PlanInputs) -> tuple[str, ...]:
     """Models' names by the positions of the recipe's inputs."""
     found = {
-        i.position: learned.models[i.model].name for t in learned.recipe.tensors for i in t.inputs
+        i.position: inputs.models[i.model].name for t in inputs.recipe.tensors for i in t.inputs
     }
     return tuple(found.get(n, "") for n in range(max(found, default=-1) + 1))
 

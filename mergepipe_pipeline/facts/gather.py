@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from mergepipe_pipeline.concurrency.prefetch import prefetch
-from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.facts.analyses import Pair, ensure_stats
 from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified, histograms
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.operator_choice import choose_operators
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput
-from mergepipe_pipeline.planner.parts import Method, TensorFacts, stored_like
+from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, stored_like
 from mergepipe_pipeline.planner.simulation import Simulate
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.model_files import side_of
@@ -45,7 +44,7 @@ class PlanInputs:
     `seek_nbytes` is what a read of its own costs here, 0 where nobody has measured it.
     """
 
-    checked: ResolvedRecipe
+    resolved: ResolvedRecipe
     models: tuple[Model, ...]
     stats: Stats
     facts: TensorFacts
@@ -55,7 +54,7 @@ class PlanInputs:
     @property
     def recipe(self) -> Recipe:
         """The resolved recipe."""
-        return self.checked.recipe
+        return self.resolved.recipe
 
     def builder(self, digests: Sequence[Sequence[Mapping[str, str]]] | None = None) -> PlanBuilder:
         """The planner's view of it.
@@ -63,7 +62,7 @@ class PlanInputs:
         `digests` per model and checkpoint are needed for a plan, not for a planning problem.
         """
         known = digests or [()] * len(self.models)
-        tokenizer = self.checked.tokenizer
+        tokenizer = self.resolved.tokenizer
         return PlanBuilder(
             recipe=self.recipe,
             methods={
@@ -73,7 +72,7 @@ class PlanInputs:
             inputs=[PlanInput(m, d) for m, d in zip(self.models, known, strict=True)],
             stats=self.stats,
             facts=self.facts,
-            grid=self.checked.grid,
+            grid=self.resolved.grid,
             side=side_of(self.recipe, self.models, tokenizer.files if tokenizer else None),
             seek_nbytes=self.seek_nbytes,
         )
@@ -81,7 +80,7 @@ class PlanInputs:
 
 def gather(
     warehouse: Warehouse,
-    checked: ResolvedRecipe,
+    resolved: ResolvedRecipe,
     progress: Progress | None = None,
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
@@ -92,11 +91,11 @@ def gather(
     Checkpoints in `unnamed` are not registered. What merging in full can find by itself is learned
     only for a budget, or if `for_parts` says that parts of a merge will be looked at.
     """
-    recipe = checked.recipe
-    models = _with_tokens(warehouse, checked)
+    recipe = resolved.recipe
+    models = _with_tokens(warehouse, resolved)
     _register(warehouse, recipe, models, unnamed or {})
-    merged = [t for t in recipe.tensors if _is_merged(t, models)]
-    stats, read = _stats(warehouse, checked, models, merged, progress)
+    merged = [t for t in recipe.tensors if is_merged(t, models)]
+    stats, read = _stats(warehouse, resolved, models, merged, progress)
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     chosen = choose_operators(recipe, merged, measured)
     in_full = recipe.budget == Budget() and not for_parts
@@ -113,7 +112,7 @@ def gather(
     )
     profile = load_profile(warehouse.profile_path)
     seek_nbytes = profile.seek_nbytes if profile else 0
-    return PlanInputs(checked, tuple(models), stats, facts, read, seek_nbytes)
+    return PlanInputs(resolved, tuple(models), stats, facts, read, seek_nbytes)
 
 
 def _simulated(task: TensorTask) -> Simulate:
@@ -123,11 +122,11 @@ def _simulated(task: TensorTask) -> Simulate:
     return simulation_of(task)
 
 
-def _with_tokens(warehouse: Warehouse, checked: ResolvedRecipe) -> Sequence[Model]:
+def _with_tokens(warehouse: Warehouse, resolved: ResolvedRecipe) -> Sequence[Model]:
     """The models; rows that the output's tokenizer asks for and a model lacks are made now."""
-    if checked.tokenizer is None:
-        return checked.models
-    return Reindexer(warehouse, checked.recipe, checked.originals, checked.tokenizer).models()
+    if resolved.tokenizer is None:
+        return resolved.models
+    return Reindexer(warehouse, resolved.recipe, resolved.originals, resolved.tokenizer).models()
 
 
 def _register(
@@ -145,14 +144,9 @@ def _register(
                 catalog.register(c, base if new_expert else None)
 
 
-def _is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
-    like = stored_like(t, models)
-    return bool(t.inputs) and like.dtype in FLOATING and like.numel > 0
-
-
 def _stats(
     warehouse: Warehouse,
-    checked: ResolvedRecipe,
+    resolved: ResolvedRecipe,
     models: Sequence[Model],
     merged: Sequence[TensorRecipe],
     progress: Progress | None,
@@ -170,16 +164,16 @@ def _stats(
         experts = [expert for expert, against in pairs if against == base]
         wanted = [(models[e], list(pairs[e, base])) for e in experts]
         base_id = models[base].model_id
-        for model, named in wanted if checked.cost.analysis_bytes else ():
-            if catalog.missing_pairs(base_id, model.model_id, checked.grid.block_elems, named):
+        for model, named in wanted if resolved.cost.analysis_bytes else ():
+            if catalog.missing_pairs(base_id, model.model_id, resolved.grid.block_elems, named):
                 read[model.name] = None
         stats = ensure_stats(
             warehouse,
             wanted,
             models[base],
-            checked.grid,
+            resolved.grid,
             progress,
-            without=_unneeded(checked.recipe),
+            without=_unneeded(resolved.recipe),
         )
         found |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
     return found, tuple(read)

@@ -85,6 +85,12 @@ def stored_like(t: TensorRecipe, models: Sequence[Model]) -> TensorView:
     return models[first.model].views[first.tensor]
 
 
+def is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
+    """Whether an output tensor is computed; others are taken as they are stored."""
+    like = stored_like(t, models)
+    return bool(t.inputs) and like.dtype in FLOATING and like.numel > 0
+
+
 def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
     """The dtype (safetensors code) in which an output tensor is written: decided here alone."""
     like, wanted = stored_like(t, models), recipe.out_dtype or recipe.dtype
@@ -109,7 +115,7 @@ class Parts:
     ) -> None:
         self._recipe, self._methods, self._models = recipe, methods, models
         self._stats, self._facts, self._grid = stats, facts, grid
-        self.all = [self._part(t) for t in recipe.tensors if self._is_merged(t)]
+        self.all = [self._part(t) for t in recipe.tensors if is_merged(t, models)]
 
     def candidates(self) -> Candidates:
         """All that could be read."""
@@ -126,12 +132,6 @@ class Parts:
     def sensitivities(self) -> dict[int, Sensitivity]:
         """How each part responds to what is left out, by number."""
         return {n: self._sensitivity(p) for n, p in enumerate(self.all) if p.operator != "copy"}
-
-    def _is_merged(self, t: TensorRecipe) -> bool:
-        if not t.inputs:
-            return False
-        like = stored_like(t, self._models)
-        return like.dtype in FLOATING and like.numel > 0
 
     def _part(self, t: TensorRecipe) -> Part:
         own = Choosing(self._recipe.method, t.params, tuple(i.params for i in t.inputs), "")

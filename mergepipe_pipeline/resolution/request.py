@@ -13,7 +13,7 @@ from mergepipe_pipeline.spec.request import Request, RequestedModel
 
 
 def requested(
-    checked: ResolvedRecipe,
+    resolved: ResolvedRecipe,
     models: Sequence[Model],
     digests: Sequence[Sequence[Mapping[str, str]]],
     stages: Collection[str],
@@ -27,13 +27,13 @@ def requested(
         for model, known in zip(models, digests, strict=True)
         for c, found in zip(model.checkpoints, known, strict=True)
     }
-    found = {m.text: m for m in checked.request.models}
-    for ref, model in zip(checked.recipe.models, checked.originals, strict=True):
+    found = {m.text: m for m in resolved.request.models}
+    for ref, model in zip(resolved.recipe.models, resolved.originals, strict=True):
         for text, c in zip(_texts(ref, len(model.checkpoints)), model.checkpoints, strict=True):
             if text not in stages:
                 content = contents[c.checkpoint_id]
                 found[text] = RequestedModel(text, c.name, c.root, c.checkpoint_id, content)
-    return replace(checked.request, models=tuple(found.values()))
+    return replace(resolved.request, models=tuple(found.values()))
 
 
 def _texts(ref: ModelRef, count: int) -> Iterator[str]:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
-from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.build import Side
-from mergepipe_pipeline.planner.parts import out_dtype, stored_like
+from mergepipe_pipeline.planner.parts import is_merged, out_dtype, stored_like
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.load import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
@@ -104,13 +103,13 @@ def resolve(
             failed.add(name)
             continue
         try:
-            checked = resolve_stage(warehouse, stage, pending, **planning)
+            resolved = resolve_stage(warehouse, stage, pending, **planning)
         except MergePipeError as error:
             problems.append(error)
             failed.add(name)
             continue
-        done.append(checked)
-        pending[name] = foreseen(checked.recipe, checked.models, checked.side)
+        done.append(resolved)
+        pending[name] = foreseen(resolved.recipe, resolved.models, resolved.side)
     if problems:
         raise _all(problems, raw)
     *before, final = done
@@ -232,7 +231,7 @@ def _validate(recipe: Recipe, models: Sequence[Model]) -> None:
     operator = OPERATORS[recipe.method]
     for t in recipe.tensors:
         like = stored_like(t, models)
-        if t.inputs and like.dtype in FLOATING and like.numel:
+        if is_merged(t, models):
             operator.validate(t.name, like.shape, t.params, [i.params for i in t.inputs])
 
 

@@ -38,9 +38,9 @@ class Forecast:
         return self.seconds.to_json() if self.seconds else {"reason": self.reason}
 
 
-def forecast(warehouse: Warehouse, checked: ResolvedRecipe) -> Forecast:
+def forecast(warehouse: Warehouse, resolved: ResolvedRecipe) -> Forecast:
     """How long `merge` will take for a recipe, its earlier stages included."""
-    stages = (*checked.before, checked)
+    stages = (*resolved.before, resolved)
     return _forecast(warehouse, [work_of(stage) for stage in stages])
 
 
@@ -62,9 +62,9 @@ def _forecast(warehouse: Warehouse, works: Sequence[Work]) -> Forecast:
     return Forecast(total([seconds(w, profile) for w in works]))
 
 
-def work_of(checked: ResolvedRecipe) -> Work:
+def work_of(resolved: ResolvedRecipe) -> Work:
     """What merging one stage does; what is in the page cache now is taken to stay there."""
-    cost, recipe, models = checked.cost, checked.recipe, checked.models
+    cost, recipe, models = resolved.cost, resolved.recipe, resolved.models
     elems = expert_elems = inputs = 0
     for t in recipe.tensors:
         like = stored_like(t, models)
@@ -75,7 +75,7 @@ def work_of(checked: ResolvedRecipe) -> Work:
     read = cost.expert_bytes_total
     if cost.budget_bytes is not None:
         read = min(read, cost.budget_bytes)
-    base_share, expert_share = _cold_shares(checked)
+    base_share, expert_share = _cold_shares(resolved)
     # What has just been analysed is in the page cache, if it fits.
     is_warm = cost.analysis_bytes > 0 and fits_page_cache(
         cost.base_bytes + read + cost.output_bytes
@@ -125,10 +125,10 @@ def _files(plan: MergePlan, views: Sequence[TensorView]) -> set[Path]:
     }
 
 
-def _cold_shares(checked: ResolvedRecipe) -> tuple[float, float]:
+def _cold_shares(resolved: ResolvedRecipe) -> tuple[float, float]:
     """Shares of the base's bytes, and of the experts', that are not in the page cache."""
-    base = [checked.base] if checked.base else []
-    others = [m for m in checked.experts if m not in base]
+    base = [resolved.base] if resolved.base else []
+    others = [m for m in resolved.experts if m not in base]
 
     def files(models: Sequence[Model]) -> set[Path]:
         found = (c for model in models for c in model.checkpoints)

@@ -152,7 +152,7 @@ def _plan(
     """The plan of the last stage; those before it are merged now."""
 
     def plan_stage(stage: ParsedRecipe, results: Mapping[str, Checkpoint]) -> MergePlan:
-        checked = resolve_stage(
+        resolved = resolve_stage(
             scratch,
             stage,
             {**inputs, **results},
@@ -160,7 +160,7 @@ def _plan(
             strategy=request.strategy,
             block_elems=request.block_elems,
         )
-        return plan_resolved(scratch, checked, progress, unnamed=results)
+        return plan_resolved(scratch, resolved, progress, unnamed=results)
 
     return plan_stage(raw, run_stages(scratch, raw, plan_stage, progress))
 
