@@ -20,7 +20,6 @@ from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, stored_like
 from mergepipe_pipeline.planner.simulation import Simulate
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.resolution.model_files import side_of
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.resolution.token_rows import Reindexer
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -62,7 +61,6 @@ class PlanInputs:
         `digests` per model and checkpoint are needed for a plan, not for a planning problem.
         """
         known = digests or [()] * len(self.models)
-        tokenizer = self.resolved.tokenizer
         return PlanBuilder(
             recipe=self.recipe,
             methods={
@@ -73,7 +71,7 @@ class PlanInputs:
             stats=self.stats,
             facts=self.facts,
             grid=self.resolved.grid,
-            side=side_of(self.recipe, self.models, tokenizer.files if tokenizer else None),
+            side=self.resolved.side,
             seek_nbytes=self.seek_nbytes,
         )
 

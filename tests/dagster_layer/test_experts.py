@@ -17,8 +17,8 @@ from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
+from tests.execution.test_run import tensors
 from tests.family import tensors_of
-from tests.pipeline.test_merge import tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 

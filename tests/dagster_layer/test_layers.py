@@ -10,10 +10,10 @@ from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.deploy import current_plan
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.contents.test_input_segments import flip
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
 from tests.family import tensors_of, write_model
-from tests.pipeline.test_inputs import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 MERGE, LAYERS = dg.AssetKey(["a", "merge"]), dg.AssetKey(["a", "layers"])

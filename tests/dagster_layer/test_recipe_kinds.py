@@ -23,7 +23,7 @@ from tests import architectures
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, merged, remerged, sum_of
 from tests.family import tensors_of, write_model
-from tests.pipeline.test_tokenizer import write as write_with_tokenizer
+from tests.resolution.test_token_rows import write as write_with_tokenizer
 from tests.tokenizer.test_mergekit import word_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")

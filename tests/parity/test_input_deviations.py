@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors
+from tests.execution.test_run import run
 from tests.parity.conftest import FamilyOf
 from tests.parity.peer import read_model, run_mergekit
 from tests.parity.recipes import fill
-from tests.pipeline.test_merge import run
-from tests.pipeline.test_vocabulary import EMBEDDING, HEAD, ROWS, recipe, write
+from tests.resolution.test_vocabulary import EMBEDDING, HEAD, ROWS, recipe, write
 from tests.tokenizer.models import write_checkpoint
 from tests.tokenizer.test_mergekit import word_family
 
@@ -71,7 +71,7 @@ def test_adapters_are_exact_here_and_rounded_to_the_models_dtype_in_mergekit(
     home: Warehouse, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
-    from tests.pipeline.test_adapters import new_model, save, train
+    from tests.resolution.test_adapters import new_model, save, train
 
     base, adapter, exact = (tmp_path / n for n in ("base", "adapter", "exact"))
     model = new_model("llama").to(torch.bfloat16)

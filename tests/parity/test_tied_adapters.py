@@ -21,9 +21,9 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors
+from tests.execution.test_run import run
 from tests.parity.peer import read_model, run_mergekit
-from tests.pipeline.test_adapters import save
-from tests.pipeline.test_merge import run
+from tests.resolution.test_adapters import save
 
 pytest.importorskip("peft")
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("mergekit_is_here")]

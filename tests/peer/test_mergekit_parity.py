@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import run, tensors
 from tests.family import make_family
 from tests.golden.make_golden import EXPERTS, GOLDEN, RECIPES, family_digest, recipe
 from tests.oracles import trim_keep
 from tests.parity.peer import run_mergekit
-from tests.pipeline.test_merge import run, tensors
 
 Tensors = dict[str, torch.Tensor]
 

@@ -15,8 +15,8 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import tensors
 from tests.family import make_family, tensors_of, write_model
-from tests.pipeline.test_merge import tensors
 
 pytestmark = pytest.mark.usefixtures("baselines")
 

@@ -15,7 +15,7 @@ from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.pipeline.test_merge import run, tensors
+from tests.execution.test_run import run, tensors
 
 
 def first(family: Path) -> str:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import run, tensors
 from tests.family import tensors_of, write_adapter, write_model
-from tests.pipeline.test_merge import run, tensors
 from tests.recipe.synthetic import layers_of
 
 VALID = sorted((Path(__file__).parent.parent / "recipes" / "valid").glob("*.yml"))

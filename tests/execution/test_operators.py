@@ -17,10 +17,10 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps.random import uniforms
 from mergepipe_pipeline.warehouse import Warehouse
 from tests import oracles
+from tests.execution.test_run import run, tensors
 from tests.family import tensors_of, write_model
 from tests.oracles import ORACLES, Bools, Case, Floats
 from tests.oracles_spherical import ORACLES_SPHERICAL
-from tests.pipeline.test_merge import run, tensors
 
 #: Matrices of the MLP have four blocks of the smallest size.
 SIZES = {"layers": 1, "hidden": 64, "vocab": 192}

@@ -15,9 +15,9 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import run, tensors
 from tests.family import tensors_of, write_model
 from tests.oracles import ORACLES, Case
-from tests.pipeline.test_merge import run, tensors
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = {"layers": 2, "hidden": 32}

@@ -35,7 +35,7 @@ from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.pipeline.test_stages import both, first
+from tests.execution.test_stages import both, first
 
 RecipeText = Callable[..., str]
 #: Merges in a process that stops as soon as a layer is an object without an action.

@@ -28,7 +28,7 @@ from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.pipeline.test_merge import run
+from tests.execution.test_run import run
 
 DERIVABLE = {
     "record": "catalog/checkpoints/v*/*.parquet",

@@ -11,7 +11,7 @@ from mergepipe_pipeline.report.shares import explain
 from mergepipe_pipeline.verbs.publish import history, publish, rollback
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.pipeline.test_merge import run
+from tests.execution.test_run import run
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.contents.test_input_segments import flip
+from tests.execution.test_run import run, tensors
 from tests.family import tensors_of, write_model
-from tests.pipeline.test_inputs import flip
-from tests.pipeline.test_merge import run, tensors
 
 #: Methods on deltas, on values, and on angles; with method and model parameters.
 METHODS = {

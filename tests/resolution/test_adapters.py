@@ -32,9 +32,9 @@ from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.contents.test_input_segments import flip
+from tests.execution.test_run import run, tensors
 from tests.oracles import ORACLES, Case
-from tests.pipeline.test_inputs import flip
-from tests.pipeline.test_merge import run, tensors
 
 pytestmark = pytest.mark.usefixtures("baselines")
 

@@ -30,9 +30,9 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import run
+from tests.execution.test_stages import both
 from tests.family import write_adapter
-from tests.pipeline.test_merge import run
-from tests.pipeline.test_stages import both
 
 Text = Callable[..., str]
 

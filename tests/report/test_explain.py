@@ -26,9 +26,9 @@ from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.benchmarks.baselines import BASELINES
-from tests.pipeline.test_curve import raw_of
-from tests.pipeline.test_merge import run, tensors
+from tests.execution.test_run import run, tensors
 from tests.reads import tensor_reads
+from tests.verbs.test_curve import raw_of
 
 pytestmark = pytest.mark.usefixtures("baselines")
 

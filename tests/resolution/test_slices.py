@@ -17,8 +17,8 @@ from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import run, tensors
 from tests.family import tensors_of, write_model
-from tests.pipeline.test_merge import run, tensors
 
 SIZES = {"layers": 4, "hidden": 32, "vocab": 64}
 NUMBER = re.compile(r"layers\.(\d+)\.")

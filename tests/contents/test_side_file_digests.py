@@ -12,7 +12,7 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.load import list_snapshots
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.pipeline.test_merge import run
+from tests.execution.test_run import run
 
 
 def flip(path: Path, *, keep_time: bool = True) -> None:

@@ -23,8 +23,8 @@ from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.resolution.token_rows import _RowReader
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.catalog.flips import flipped
+from tests.execution.test_run import run, tensors
 from tests.family import tensors_of, write_model
-from tests.pipeline.test_merge import run, tensors
 from tests.tokenizer.test_mergekit import piece_family, word_family
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -20,9 +20,9 @@ from mergepipe_pipeline.verbs.diff import diff
 from mergepipe_pipeline.verbs.export import export
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.pipeline.test_compare import distance
-from tests.pipeline.test_merge import run, tensors
+from tests.execution.test_run import run, tensors
 from tests.reads import tensor_reads
+from tests.verbs.test_compare import distance
 
 Text = Callable[..., str]
 

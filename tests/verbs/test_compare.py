@@ -16,10 +16,10 @@ from mergepipe_pipeline.execution.run import MergeOutcome
 from mergepipe_pipeline.report.comparison import full_plan_id, known_comparison
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import run, tensors
 from tests.family import write_adapter
-from tests.pipeline.test_curve import raw_of
-from tests.pipeline.test_merge import run, tensors
 from tests.reads import tensor_reads
+from tests.verbs.test_curve import raw_of
 
 Text = Callable[..., str]
 LAYERS = ["embed", "layer.00", "layer.01", "head"]
