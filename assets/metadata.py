@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from assets.links import Link
+from mergepipe_pipeline.execution.assemble import operator_counts
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
-from mergepipe_pipeline.execution.snapshot import operator_counts
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
 from mergepipe_pipeline.report.shares import operator_choices, shares
@@ -25,7 +25,7 @@ from mergepipe_pipeline.timing.forecast import Forecast
 from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, small_picture
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.conflicts import ConflictReport, Pair
+    from mergepipe_pipeline.analysis.conflict_report import ConflictReport, Pair
 
 _GIB = 1 << 30
 #: Chosen operators that are shown with their reasons.

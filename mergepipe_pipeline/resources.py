@@ -12,7 +12,7 @@ import dagster as dg
 from pydantic import Field
 
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.execution.leases import lease_run
+from mergepipe_pipeline.execution.plan_leases import lease_run
 from mergepipe_pipeline.settings import (
     BUDGET,
     DEVICE,

@@ -9,7 +9,7 @@ import time
 import dagster as dg
 from dagster import DagsterRunStatus as Status
 
-from mergepipe_pipeline.execution.leases import run_lives
+from mergepipe_pipeline.execution.plan_leases import run_lives
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s

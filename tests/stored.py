@@ -19,7 +19,7 @@ from blake3 import blake3
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.view import LowRank, Part, TensorView, view_of
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 
 Floats = npt.NDArray[np.float32]
 #: (dtype code, shape, stored bytes).

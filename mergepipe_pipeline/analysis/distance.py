@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mergepipe_pipeline.analysis.pass_windows import GroupWindow
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
-from mergepipe_pipeline.analysis.windows import GroupWindow
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import TensorView

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from mergepipe_pipeline.analysis.order import Bits, Histogram, InBin, bits_at, in_bin, keep_largest
+from mergepipe_pipeline.analysis.pass_windows import GroupWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
-from mergepipe_pipeline.analysis.windows import GroupWindow
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Measure, Quantiles, Sums
 from mergepipe_pipeline.spec.checkpoint import Checkpoint

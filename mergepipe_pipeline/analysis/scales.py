@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
-from mergepipe_pipeline.analysis.windows import DeltaWindow
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.kernels.kept_l1 import (
     CHUNK_ELEMS,

@@ -20,8 +20,8 @@ from mergepipe_pipeline.analysis.kernels import (
     sample_elems,
 )
 from mergepipe_pipeline.analysis.magnitudes import BINS, room_for
+from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
-from mergepipe_pipeline.analysis.windows import DeltaWindow, Family
 from mergepipe_pipeline.digest import segment_digests, sha256_hex
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS

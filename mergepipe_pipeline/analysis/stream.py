@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
-from mergepipe_pipeline.analysis.windows import DeltaWindow, Family, Floats, GroupWindow
+from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family, Floats, GroupWindow
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 from mergepipe_pipeline.spec.checkpoint import Checkpoint

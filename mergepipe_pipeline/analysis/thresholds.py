@@ -14,8 +14,8 @@ import numpy as np
 from mergepipe_pipeline.analysis.cuts import plain_rule
 from mergepipe_pipeline.analysis.kernels import count_in_bin, count_in_bin_bfloat16
 from mergepipe_pipeline.analysis.order import Bits, Histogram, InBin, keep_largest
+from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
-from mergepipe_pipeline.analysis.windows import DeltaWindow
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.segments import KnownSegments

@@ -11,9 +11,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.catalog.formats import BLOCK_STATS
-from mergepipe_pipeline.catalog.magnitudes import MAGNITUDES, decode_magnitudes, encode_magnitudes
+from mergepipe_pipeline.catalog.magnitude_files import (
+    MAGNITUDES,
+    decode_magnitudes,
+    encode_magnitudes,
+)
 from mergepipe_pipeline.catalog.row_groups import RowGroups, write_groups
 from mergepipe_pipeline.catalog.seals import (
     drop,

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.catalog.analyses import Analyses
 from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, SIDE_FILES, TENSOR_FACTS
 from mergepipe_pipeline.catalog.seals import find_sealed, known, version, write_sealed
@@ -29,7 +29,7 @@ from mergepipe_pipeline.errors import (
 )
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain, read_chains
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import open_source
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mergepipe_pipeline.catalog.verify import is_good
+from mergepipe_pipeline.catalog.file_checks import is_good
 from mergepipe_pipeline.catalog.views import FILES, VIEWS, Files, View
 from mergepipe_pipeline.concurrency.threads import cores
 from mergepipe_pipeline.errors import MergePipeError

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mergepipe_pipeline.catalog.arrow_tables import FACTS_KEY, corruption_named, meta_of
 from mergepipe_pipeline.catalog.seals import (
     check_seal,
     damaged,
@@ -24,7 +25,6 @@ from mergepipe_pipeline.catalog.seals import (
     seal_of,
     write_sealed,
 )
-from mergepipe_pipeline.catalog.tables import FACTS_KEY, corruption_named, meta_of
 
 #: What a row group is asked for by.
 Key = tuple[str, ...]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS, TENSOR_FACTS
 
 _STATS = r"(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/.]+)\.b(?P<block_elems>\d+)"

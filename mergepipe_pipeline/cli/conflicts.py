@@ -13,7 +13,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, recipe_folder, table, verb
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.conflicts import ConflictReport
+    from mergepipe_pipeline.analysis.conflict_report import ConflictReport
 
 #: Pairs listed as the most conflicting and as the most redundant, unless `--most` says otherwise.
 _MOST = 10

@@ -55,7 +55,7 @@ def curve(
     curve of the recipe's strategy hangs farthest below the straight line between its ends: bytes
     before it save more than the average, bytes after it less.
     """
-    from mergepipe_pipeline.planner.curve import SHARES
+    from mergepipe_pipeline.planner.budget_curve import SHARES
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.curve import curve as run
     from mergepipe_pipeline.verbs.curve import picture, records

@@ -18,7 +18,7 @@ def demo(console: Console) -> None:
     chosen = replace(console, home_dir=name)
     warehouse = chosen.place  # refused before the libraries of the demo load, for seconds
     try:
-        from mergepipe_pipeline.demo.run import run_demo
+        from mergepipe_pipeline.demo.demo_run import run_demo
     except ModuleNotFoundError as error:
         raise MergePipeError(
             "The demo needs a package that is not installed",

@@ -13,8 +13,8 @@ from mergepipe_pipeline.cli.compare import comparison_lines
 from mergepipe_pipeline.cli.merging import bound_text, error_text, strategy_text
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.report.explain import ExpertStory, SnapshotStory, TensorStory
     from mergepipe_pipeline.report.shares import OperatorChoice, Share
+    from mergepipe_pipeline.report.stories import ExpertStory, SnapshotStory, TensorStory
     from mergepipe_pipeline.spec.plan import MergePlan
 
 
@@ -136,12 +136,12 @@ def _making_lines(tensors: tuple[OperatorChoice, ...]) -> list[str]:
 
 
 def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
-    from mergepipe_pipeline.report.explain import explain_tensor
     from mergepipe_pipeline.report.explain_tables import (
         block_records,
         blocks_picture,
         expert_records,
     )
+    from mergepipe_pipeline.report.stories import explain_tensor
 
     story = explain_tensor(console.warehouse, what, tensor, console.progress)
     if not story.is_current:
@@ -167,7 +167,7 @@ def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
 
 
 def _tensor_lines(story: TensorStory, most: int) -> list[str]:
-    from mergepipe_pipeline.planner.explain import MEANING
+    from mergepipe_pipeline.planner.reasons import MEANING
     from mergepipe_pipeline.report.explain_tables import expert_records
 
     task, told = story.task, story.account
@@ -226,11 +226,11 @@ def _span(least: float | None, most: float | None) -> str:
 
 
 def _expert(console: Console, name: str, where: str | None) -> Answer:
-    from mergepipe_pipeline.report.explain import explain_expert
     from mergepipe_pipeline.report.explain_tables import (
         contribution_records,
         contributions_picture,
     )
+    from mergepipe_pipeline.report.stories import explain_expert
 
     story = explain_expert(console.warehouse, name, where, console.progress)
     records = contribution_records(story.contributions)
@@ -280,12 +280,12 @@ def _expert_lines(story: ExpertStory) -> list[str]:
 
 def _snapshot(console: Console, what: str) -> Answer:
     from mergepipe_pipeline.execution.lookup import plan_of
-    from mergepipe_pipeline.report.explain import explain_snapshot
     from mergepipe_pipeline.report.explain_tables import (
         bytes_picture,
         layer_records,
         snapshot_records,
     )
+    from mergepipe_pipeline.report.stories import explain_snapshot
 
     story = explain_snapshot(console.warehouse, what)
     records = snapshot_records(story)

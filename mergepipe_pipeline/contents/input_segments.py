@@ -26,7 +26,7 @@ from mergepipe_pipeline.spec.model import Model, view_digest
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, Source
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, segment_elems_for
 from mergepipe_pipeline.spec.view import Part, TensorView, sources_of
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

@@ -21,7 +21,7 @@ from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, p
 from mergepipe_pipeline.deploy.recipe_files import names_read
 from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.storage.checkpoint import is_complete
+from mergepipe_pipeline.storage.open_checkpoint import is_complete
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.written import unwritten
 from mergepipe_pipeline.warehouse import Warehouse

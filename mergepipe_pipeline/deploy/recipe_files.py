@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint

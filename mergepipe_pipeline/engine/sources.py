@@ -16,7 +16,7 @@ from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments
 from mergepipe_pipeline.spec.view import Part, TensorView
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache

@@ -12,11 +12,11 @@ from typing import Unpack
 
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.execution.plan_store import store_plan
-from mergepipe_pipeline.execution.stages import run_stages
+from mergepipe_pipeline.execution.run_stages import run_stages
 from mergepipe_pipeline.facts.gather import gather
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import ParsedRecipe
-from mergepipe_pipeline.resolution.request import requested
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.requested import requested
 from mergepipe_pipeline.resolution.resolve import (
     Planning,
     ResolvedRecipe,

@@ -17,14 +17,14 @@ from mergepipe_pipeline.facts.gather import PlanInputs, gather
 from mergepipe_pipeline.planner.candidates import Choice
 from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem, select_blocks
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import Planning, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.plan import MergePlan, Source
 from mergepipe_pipeline.spec.recipe import Recipe
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

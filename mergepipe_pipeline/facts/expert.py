@@ -14,7 +14,7 @@ from functools import cached_property
 
 from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
-from mergepipe_pipeline.facts.analyses import ensure_stats
+from mergepipe_pipeline.facts.expert_stats import ensure_stats
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
 from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
 from mergepipe_pipeline.progress import Progress, Silent

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from mergepipe_pipeline.concurrency.prefetch import prefetch
-from mergepipe_pipeline.facts.analyses import Pair, ensure_stats
 from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified, histograms
+from mergepipe_pipeline.facts.expert_stats import Pair, ensure_stats
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.operator_choice import choose_operators
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, stored_like
+from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.simulation import Simulate
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe

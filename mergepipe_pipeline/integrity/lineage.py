@@ -15,7 +15,7 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundE
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.integrity.auditor import Auditor
-from mergepipe_pipeline.integrity.structure import action_of, readable_snapshots, snapshot_folders
+from mergepipe_pipeline.integrity.records import action_of, readable_snapshots, snapshot_folders
 from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.snapshots.stage import MANIFEST
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION

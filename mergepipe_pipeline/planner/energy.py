@@ -32,7 +32,7 @@ def kept_energy(
     """What is kept of δ above threshold `trim` and not above `outliers` (None: no threshold)."""
     if not 0 < stats.l2sq < np.inf:
         return Kept(stats.block_l2sq, stats.l2sq if stats.l2sq == 0 else np.inf)
-    from mergepipe_pipeline.planner.kernels import keep
+    from mergepipe_pipeline.planner.compiled import keep
 
     energy = np.empty(len(stats.block_l2sq))
     bins = stats.hist_bins

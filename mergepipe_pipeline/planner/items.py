@@ -16,7 +16,7 @@ from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Group, Ints
 from mergepipe_pipeline.planner.constraints import Constraints
-from mergepipe_pipeline.planner.gram import Batch, Gram
+from mergepipe_pipeline.planner.inner_products import Batch, Gram
 
 #: What is not finite counts as this much, so that sums of it stay numbers.
 _HUGE = 1e100

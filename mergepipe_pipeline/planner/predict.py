@@ -135,7 +135,7 @@ def _add_simulated(group: Group, omitted: Mapping[int, Choice], sums: _Sums, rep
 
 def _add_left_out(group: Group, omitted: Mapping[int, Choice], sums: _Sums) -> None:
     """Add ‖Σ omitted cδ‖² and the variance of that estimate, per choice."""
-    from mergepipe_pipeline.planner.kernels import quadratic
+    from mergepipe_pipeline.planner.compiled import quadratic
 
     for batch, cosine in cosine_batches(group, cautious=False):
         kept = group.kept[batch]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mergepipe_pipeline.recipe.model_tensors import Tables
 from mergepipe_pipeline.recipe.parameters import position
 from mergepipe_pipeline.recipe.problems import Problems
 from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice
-from mergepipe_pipeline.recipe.tables import Tables
 from mergepipe_pipeline.spec.layers import (
     embedding_like,
     is_buffer,

@@ -16,7 +16,7 @@ from mergepipe_pipeline.pictures import HeatMap, heat_maps
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.agreement import Agreement
-    from mergepipe_pipeline.analysis.conflicts import ConflictReport, Pair
+    from mergepipe_pipeline.analysis.conflict_report import ConflictReport, Pair
 
 Row = tuple[str, ...]
 

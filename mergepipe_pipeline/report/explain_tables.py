@@ -10,8 +10,8 @@ import numpy as np
 
 from mergepipe_pipeline.pictures import heat_map
 from mergepipe_pipeline.report.comparison import Comparison
-from mergepipe_pipeline.report.explain import Contribution, ExpertStory, SnapshotStory, TensorStory
 from mergepipe_pipeline.report.shares import shares
+from mergepipe_pipeline.report.stories import Contribution, ExpertStory, SnapshotStory, TensorStory
 from mergepipe_pipeline.spec.plan import MergePlan
 
 

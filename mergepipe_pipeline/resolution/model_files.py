@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.planner.build import Side
+from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ConfigValue
@@ -19,7 +19,7 @@ from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
-from mergepipe_pipeline.tokenizer.model import FILE_NAMES, ModelTokenizer, read_tokenizer
+from mergepipe_pipeline.tokenizer.model_tokenizer import FILE_NAMES, ModelTokenizer, read_tokenizer
 
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.recipe.load import ParsedRecipe, parse_recipes
+from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.storage.regular import read_small, text_of
 

@@ -14,10 +14,10 @@ from typing import TypedDict, Unpack
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.build import Side
 from mergepipe_pipeline.planner.parts import is_merged, out_dtype, stored_like
+from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
-from mergepipe_pipeline.recipe.load import ParsedRecipe, resolve_recipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.grid import grid_for

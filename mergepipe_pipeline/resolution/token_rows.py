@@ -29,14 +29,14 @@ from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS
 from mergepipe_pipeline.spec.view import Part, Run, TensorView, view_of
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.header import build_header
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tensors.stored import as_float32, read_stored, torch_dtype
 from mergepipe_pipeline.tensors.verified import Verifier
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
-from mergepipe_pipeline.tokenizer.rows import ModelRows
+from mergepipe_pipeline.tokenizer.row_sources import ModelRows
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:

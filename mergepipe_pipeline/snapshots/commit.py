@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.snapshots.load import load_snapshot, read_manifest
-from mergepipe_pipeline.snapshots.verify import verify_shard, verify_snapshot
+from mergepipe_pipeline.snapshots.checks import verify_shard, verify_snapshot
+from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import publish_dir, replace_dir
 

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.load import read_manifest
+from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.snapshots.stage import MANIFEST
 
 #: As long as any name in an exported folder.

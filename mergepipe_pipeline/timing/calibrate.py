@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.execution.leases import staging
+from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.machine_profile import EnginePace, MachineProfile
 from mergepipe_pipeline.storage.profile import store_profile

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.spec.recipe import TokenizerRecipe, TokenRule
-from mergepipe_pipeline.tokenizer.model import AddedToken, ModelTokenizer
-from mergepipe_pipeline.tokenizer.output import output_files
-from mergepipe_pipeline.tokenizer.rows import ModelRows, Vocabulary, model_rows
+from mergepipe_pipeline.tokenizer.model_tokenizer import AddedToken, ModelTokenizer
+from mergepipe_pipeline.tokenizer.output_files import output_files
+from mergepipe_pipeline.tokenizer.row_sources import ModelRows, Vocabulary, model_rows
 
 
 @dataclass(frozen=True, slots=True)

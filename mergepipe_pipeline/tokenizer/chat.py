@@ -11,8 +11,13 @@ from typing import Any
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.tokenizer.builtin import BUILT_IN
-from mergepipe_pipeline.tokenizer.model import CONFIG, TEMPLATE, ModelTokenizer, json_object
-from mergepipe_pipeline.tokenizer.output import json_bytes
+from mergepipe_pipeline.tokenizer.model_tokenizer import (
+    CONFIG,
+    TEMPLATE,
+    ModelTokenizer,
+    json_object,
+)
+from mergepipe_pipeline.tokenizer.output_files import json_bytes
 
 _MIN_CHARACTERS = 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
 from mergepipe_pipeline.timing.forecast import Forecast, forecast
 from mergepipe_pipeline.warehouse import Warehouse

@@ -19,12 +19,12 @@ from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.report.comparison import FACT, Comparison, _comparison, full_plan_id
-from mergepipe_pipeline.snapshots.load import list_snapshots, load_snapshot
+from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.plan import Source
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.spec.view import TensorView, moved, renumbered, sources_of, view_of
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 

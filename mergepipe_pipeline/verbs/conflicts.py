@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.facts.analyses import common_pairs, ensure_stats
+from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.open_models import open_models
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.conflicts import ConflictReport
+    from mergepipe_pipeline.analysis.conflict_report import ConflictReport
 
 
 def conflicts(
@@ -48,7 +48,7 @@ def _of_stage(
     known: Mapping[str, Checkpoint],
     progress: Progress | None,
 ) -> ConflictReport | None:
-    from mergepipe_pipeline.analysis.conflicts import conflicts as compare
+    from mergepipe_pipeline.analysis.conflict_report import conflicts as compare
 
     base = None if raw.base is None else raw.references[raw.base]
     if base is None or base.model in raw.stages_used:

@@ -8,9 +8,9 @@ from typing import Any, Unpack
 
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solve_recipe
 from mergepipe_pipeline.pictures import Line, Mark, curve_picture, sketch
-from mergepipe_pipeline.planner.curve import SHARES, BudgetCurve, Point, budget_curve
+from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse

@@ -25,16 +25,16 @@ from mergepipe_pipeline.deploy.recorded import (
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, CorruptionError, NotFoundError
-from mergepipe_pipeline.execution.leases import lease, lease_recipe
+from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
+from mergepipe_pipeline.execution.plan_leases import lease, lease_recipe
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
-from mergepipe_pipeline.execution.snapshot import commit
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.yaml_text import read_documents
-from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
@@ -45,7 +45,7 @@ from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.conflicts import ConflictReport
+    from mergepipe_pipeline.analysis.conflict_report import ConflictReport
 
 #: Keys of a recipe that say when, not what.
 _WHEN = frozenset({"schedule", "trigger", "timezone"})

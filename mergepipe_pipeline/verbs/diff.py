@@ -18,7 +18,7 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.layers import layer_order
 from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, Snapshot
 from mergepipe_pipeline.spec.view import moved, view_of
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:

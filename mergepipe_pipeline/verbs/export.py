@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergepipe_pipeline.snapshots.export import RECIPE_FILE, export_snapshot
-from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.snapshots.folder_export import RECIPE_FILE, export_snapshot
 from mergepipe_pipeline.snapshots.out_folder import check_out
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.execution.leases import need_of
+from mergepipe_pipeline.execution.plan_leases import need_of
 from mergepipe_pipeline.execution.plan_store import load_plan
-from mergepipe_pipeline.snapshots.gc import GcReport, Roots
-from mergepipe_pipeline.snapshots.gc import collect as run
+from mergepipe_pipeline.snapshots.collection import GcReport, Roots
+from mergepipe_pipeline.snapshots.collection import collect as run
 from mergepipe_pipeline.snapshots.leases import Living, Need
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.text import escaped

@@ -10,9 +10,9 @@ from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.deploy.arrivals import attempted
 from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.facts.analyses import common_pairs, ensure_stats
+from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models

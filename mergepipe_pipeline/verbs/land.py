@@ -19,7 +19,7 @@ from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.atomic import copy_file, link_file, remove_tree, replace_dir
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: What a lease of a landing is called, and with it the folder that is made.

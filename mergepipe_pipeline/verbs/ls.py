@@ -9,7 +9,7 @@ from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.snapshots.load import scan_snapshots
+from mergepipe_pipeline.snapshots.find import scan_snapshots
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.text import escaped

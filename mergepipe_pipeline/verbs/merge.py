@@ -18,7 +18,7 @@ from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_s
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.timing.forecast import forecast

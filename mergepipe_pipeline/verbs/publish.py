@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.snapshots.load import load_snapshot
-from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.warehouse import Warehouse
 

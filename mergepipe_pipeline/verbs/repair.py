@@ -21,7 +21,7 @@ from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.integrity.auditor import Finding, Scope
-from mergepipe_pipeline.integrity.structure import action_of
+from mergepipe_pipeline.integrity.records import action_of
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.storage.atomic import adopt_file
 from mergepipe_pipeline.verbs.analyze import analyze

@@ -22,20 +22,20 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     NotFoundError,
 )
-from mergepipe_pipeline.execution.leases import staging
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
+from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.execution.planning import plan_resolved
 from mergepipe_pipeline.execution.run import run_plan
-from mergepipe_pipeline.execution.stages import run_stages
+from mergepipe_pipeline.execution.run_stages import run_stages
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.request import Request, RequestedModel
 from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, Snapshot
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.warehouse import Warehouse
 

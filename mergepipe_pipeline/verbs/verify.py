@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.snapshots.load import load_snapshot
-from mergepipe_pipeline.snapshots.verify import Verification, verify_snapshot
+from mergepipe_pipeline.snapshots.checks import Verification, verify_snapshot
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 

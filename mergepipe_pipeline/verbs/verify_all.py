@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.seals import untouched
 from mergepipe_pipeline.integrity.auditor import SCOPES, Auditor, Finding, Scope
-from mergepipe_pipeline.integrity.checkpoints import verify_inputs
+from mergepipe_pipeline.integrity.inputs import verify_inputs
 from mergepipe_pipeline.integrity.lineage import verify_lineage
+from mergepipe_pipeline.integrity.records import verify_structure
 from mergepipe_pipeline.integrity.results import report_shards, verify_digests
-from mergepipe_pipeline.integrity.structure import verify_structure
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import remove_tree

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from mergepipe_pipeline.analysis.agreement import Agreement
-from mergepipe_pipeline.analysis.conflicts import ConflictReport, conflicts
+from mergepipe_pipeline.analysis.conflict_report import ConflictReport, conflicts
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import ExpertStats
 from tests.analysis.pairs import analyze_one, on_disk, pairs_of

@@ -14,7 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.catalog.magnitudes import MAGNITUDES, decode_magnitudes, encode_magnitudes
+from mergepipe_pipeline.catalog.magnitude_files import (
+    MAGNITUDES,
+    decode_magnitudes,
+    encode_magnitudes,
+)
 from mergepipe_pipeline.catalog.row_groups import RowGroups, write_groups
 from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
 from tests.catalog.facts import same, some_stats

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.catalog.file_checks import is_good
 from mergepipe_pipeline.catalog.row_groups import RowGroups, encode_groups, write_groups
 from mergepipe_pipeline.catalog.seals import (
     drop,
@@ -25,7 +26,6 @@ from mergepipe_pipeline.catalog.seals import (
     version,
     write_sealed,
 )
-from mergepipe_pipeline.catalog.verify import is_good
 from mergepipe_pipeline.errors import CorruptionError
 from tests.catalog.flips import flipped
 

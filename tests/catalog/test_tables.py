@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.catalog import tables
+from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.stats import ExpertStats

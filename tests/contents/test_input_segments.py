@@ -16,9 +16,9 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.snapshots.load import list_snapshots
+from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.load import list_snapshots
+from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run

@@ -6,7 +6,7 @@ import dagster as dg
 import pytest
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
-from mergepipe_pipeline.execution.leases import lease_recipe
+from mergepipe_pipeline.execution.plan_leases import lease_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.attempts import failed_attempts
 from tests.dagster_layer.test_changed_inputs import replace_shard

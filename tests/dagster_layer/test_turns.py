@@ -26,7 +26,7 @@ from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BusyError
-from mergepipe_pipeline.execution.leases import lease_recipe, lease_run
+from mergepipe_pipeline.execution.plan_leases import lease_recipe, lease_run
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.verbs.deploy import (
     merge_recipe,
@@ -53,7 +53,7 @@ _BURST = {"ops": {"index_several": {"config": {"experts": ["base"]}}}}
 #: Works on recipe n until somebody ends it.
 HOLD = """
 import sys, time
-from mergepipe_pipeline.execution.leases import lease_recipe
+from mergepipe_pipeline.execution.plan_leases import lease_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 with lease_recipe(Warehouse.at(sys.argv[1]), "n"):
     print("held", flush=True)

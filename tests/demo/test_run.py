@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.demo.run import run_demo
+from mergepipe_pipeline.demo.demo_run import run_demo
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -16,7 +16,7 @@ import pytest
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.snapshots.load import list_snapshots
+from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.verify import verify

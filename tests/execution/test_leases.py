@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mergepipe_pipeline.execution.leases import lease_run, run_lives
-from mergepipe_pipeline.snapshots import gc
+from mergepipe_pipeline.execution.plan_leases import lease_run, run_lives
+from mergepipe_pipeline.snapshots import collection as gc
 from mergepipe_pipeline.storage import locks
 from mergepipe_pipeline.timing import calibrate as calibrating
 from mergepipe_pipeline.timing.calibrate import calibrate

@@ -16,7 +16,7 @@ import torch
 
 from mergepipe_pipeline.analysis import statistics
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.facts.analyses import ensure_stats
+from mergepipe_pipeline.facts.expert_stats import ensure_stats
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.snapshots.verify import verify_snapshot
+from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.gc import collect

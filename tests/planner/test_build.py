@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis.digests import digest_checkpoint
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.build import PlanBuilder, PlanInput, Side
 from mergepipe_pipeline.planner.parts import Method, TensorFacts
+from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput, Side
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.operator import Choosing

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
+from mergepipe_pipeline.planner.budget_curve import Point, budget_curve, knee_of
 from mergepipe_pipeline.planner.candidates import lay_out
-from mergepipe_pipeline.planner.curve import Point, budget_curve, knee_of
 from mergepipe_pipeline.planner.selection import (
     BlockSelection,
     PlanningProblem,

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mergepipe_pipeline.planner.gram import Gram
+from mergepipe_pipeline.planner.inner_products import Gram
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
 
 Halves = npt.NDArray[np.float32]

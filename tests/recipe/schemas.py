@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mergepipe_pipeline.recipe.load import ParsedRecipe, parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipe, resolve_recipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.operator import BaseUse, OperatorSchema, Parameter, Response, Space
 from mergepipe_pipeline.spec.recipe import Recipe

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mergepipe_pipeline.errors import BudgetError, RecipeError
-from mergepipe_pipeline.recipe.load import parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.parse import parse_recipe, resolve_recipe
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.spec.recipe import BaseTensor, Budget, ModelRef
 from tests.recipe.schemas import METHODS, NAMES, inputs, parse, resolve, table, values
@@ -271,5 +271,5 @@ def test_a_raw_recipe_travels_between_processes() -> None:
 
 
 def test_reading_recipes_imports_no_torch() -> None:
-    code = "import sys, mergepipe_pipeline.recipe.load; assert 'torch' not in sys.modules"
+    code = "import sys, mergepipe_pipeline.recipe.parse; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

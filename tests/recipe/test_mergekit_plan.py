@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mergepipe_pipeline.recipe.load import parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.parse import parse_recipe, resolve_recipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from tests.recipe import mergekit_plan
 from tests.recipe.schemas import METHODS, Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mergepipe_pipeline.errors import BudgetError, RecipeError
-from mergepipe_pipeline.recipe.load import parse_recipe
+from mergepipe_pipeline.recipe.parse import parse_recipe
 from mergepipe_pipeline.spec.recipe import Budget
 from tests.recipe.schemas import METHODS
 from tests.recipe.synthetic import parse_all

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.report.explain import explain_expert, explain_snapshot, explain_tensor
 from mergepipe_pipeline.report.explain_tables import (
     block_records,
     blocks_picture,
@@ -23,6 +22,7 @@ from mergepipe_pipeline.report.explain_tables import (
     snapshot_records,
 )
 from mergepipe_pipeline.report.shares import shares
+from mergepipe_pipeline.report.stories import explain_expert, explain_snapshot, explain_tensor
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.benchmarks.baselines import BASELINES

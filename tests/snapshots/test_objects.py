@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.export import RECIPE_FILE, export_snapshot
-from mergepipe_pipeline.snapshots.gc import collect
-from mergepipe_pipeline.snapshots.load import load_snapshot, scan_snapshots
+from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.collection import collect
+from mergepipe_pipeline.snapshots.find import load_snapshot, scan_snapshots
+from mergepipe_pipeline.snapshots.folder_export import RECIPE_FILE, export_snapshot
 from mergepipe_pipeline.snapshots.objects import ObjectStore
-from mergepipe_pipeline.snapshots.verify import verify_snapshot
 from mergepipe_pipeline.storage import atomic
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at
 

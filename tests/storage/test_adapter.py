@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.storage.adapter import adapter_views, delta_views
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from tests.storage.adapters import BASE, Q, Shapes, adapter, pair, used, value
 
 

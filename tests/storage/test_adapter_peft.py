@@ -20,7 +20,7 @@ from torch import nn
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.storage.adapter import adapter_views
 from mergepipe_pipeline.storage.adapter_config import parse_adapter_config
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from tests.storage.adapters import PLAIN, Shapes, used, value
 
 pytest.importorskip("peft")

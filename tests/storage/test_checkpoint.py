@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
-from mergepipe_pipeline.storage.checkpoint import is_complete, open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import is_complete, open_checkpoint
 from tests.storage.files import sharded, write_index
 
 ONE = "model-00001-of-00002.safetensors"

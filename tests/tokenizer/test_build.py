@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.spec.recipe import TokenizerRecipe, TokenRule
 from mergepipe_pipeline.tokenizer.build import TokenizerBuild, build_tokenizer
-from mergepipe_pipeline.tokenizer.model import ModelTokenizer, read_tokenizer
+from mergepipe_pipeline.tokenizer.model_tokenizer import ModelTokenizer, read_tokenizer
 from tests.tokenizer.models import Matrix, document, entry, files_of, gather, words
 
 UNION = TokenizerRecipe("union")
@@ -267,7 +267,7 @@ def test_the_bytes_are_the_same_in_every_process() -> None:
 import json
 from mergepipe_pipeline.spec.recipe import TokenizerRecipe
 from mergepipe_pipeline.tokenizer.build import build_tokenizer
-from mergepipe_pipeline.tokenizer.model import read_tokenizer
+from mergepipe_pipeline.tokenizer.model_tokenizer import read_tokenizer
 def words(name, text):
     vocab = {t: i for i, t in enumerate(text)}
     doc = json.dumps({"model": {"type": "WordLevel", "vocab": vocab}}).encode()

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.tokenizer.chat import chat_template, template_of, with_chat_template
-from mergepipe_pipeline.tokenizer.model import ModelTokenizer, read_tokenizer
+from mergepipe_pipeline.tokenizer.model_tokenizer import ModelTokenizer, read_tokenizer
 from tests.tokenizer.models import document, files_of, words
 
 TALK = [

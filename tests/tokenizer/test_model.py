@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.tokenizer.model import read_tokenizer
+from mergepipe_pipeline.tokenizer.model_tokenizer import read_tokenizer
 from tests.tokenizer.models import document, entry, files_of
 
 EXTRA = ("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder")

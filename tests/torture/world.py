@@ -87,7 +87,7 @@ def state_of(place: Path, *, strict: bool = True) -> State:
     """
     from mergepipe_pipeline.errors import MergePipeError
     from mergepipe_pipeline.execution.plan_store import load_plan
-    from mergepipe_pipeline.snapshots.verify import verify_snapshot
+    from mergepipe_pipeline.snapshots.checks import verify_snapshot
     from mergepipe_pipeline.warehouse import Warehouse
 
     home, state = Warehouse(place / "w"), State()

@@ -12,7 +12,7 @@ import pytest
 
 from mergepipe_pipeline.catalog.formats import DIGESTS, SEGMENTS
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.facts import analyses as verb
+from mergepipe_pipeline.facts import expert_stats as verb
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.verbs.analyze import analyze

@@ -10,9 +10,9 @@ import pytest
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.planner.curve import SHARES
+from mergepipe_pipeline.planner.budget_curve import SHARES
 from mergepipe_pipeline.planner.strategies import STRATEGIES
-from mergepipe_pipeline.recipe.load import ParsedRecipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.curve import curve, curve_of_plan, records, rows_of
 from mergepipe_pipeline.warehouse import Warehouse

@@ -18,14 +18,14 @@ from click.testing import CliRunner
 from mergepipe_pipeline.cli.snapshots import gc as gc_command
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.execution import leases
-from mergepipe_pipeline.execution.leases import lease, staging
+from mergepipe_pipeline.execution import plan_leases as leases
+from mergepipe_pipeline.execution.plan_leases import lease, staging
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import atomic, locks
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.timing.calibrate import calibrate
 from mergepipe_pipeline.verbs.deploy import merge_recipe, plan_recipe, snapshot_recipe
 from mergepipe_pipeline.verbs.gc import collect

@@ -16,8 +16,8 @@ from math import inf
 from pathlib import Path
 from stat import S_ISREG
 
+from mergepipe_pipeline.snapshots.find import DamagedSnapshot, scan_snapshots
 from mergepipe_pipeline.snapshots.leases import Living, Need
-from mergepipe_pipeline.snapshots.load import DamagedSnapshot, scan_snapshots
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.objects import ObjectStore, layer_key_of, object_of
 from mergepipe_pipeline.spec.snapshot import Snapshot

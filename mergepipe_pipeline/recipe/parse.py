@@ -24,7 +24,7 @@ from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
 from mergepipe_pipeline.recipe.recipe_warnings import joined_base, recipe_warnings
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
-from mergepipe_pipeline.recipe.resolve import resolve_recipe
+from mergepipe_pipeline.recipe.resolve_tensors import resolve_recipe
 from mergepipe_pipeline.recipe.schema import (
     DEFAULT_SCHEDULE,
     STRATEGIES,

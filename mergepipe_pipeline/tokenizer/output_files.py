@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.tokenizer.model import (
+from mergepipe_pipeline.tokenizer.model_tokenizer import (
     ADDED,
     CONFIG,
     MERGES,

@@ -16,6 +16,7 @@ from mergepipe_pipeline.recipe.checks import (
     check_slices,
     find_method,
 )
+from mergepipe_pipeline.recipe.model_tensors import Table, Tables
 from mergepipe_pipeline.recipe.modules import first_parts, module_of
 from mergepipe_pipeline.recipe.outputs import Output, Outputs, SourceTensor, all_names
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
@@ -30,7 +31,6 @@ from mergepipe_pipeline.recipe.recipe_warnings import (
     scaled_float8,
     untied,
 )
-from mergepipe_pipeline.recipe.tables import Table, Tables
 from mergepipe_pipeline.recipe.tensor_parameters import (
     Repeated,
     check_sum,

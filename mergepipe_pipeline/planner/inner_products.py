@@ -52,7 +52,7 @@ class Gram:
 
         Of each `every`th block.
         """
-        from mergepipe_pipeline.planner.kernels import straighten
+        from mergepipe_pipeline.planner.compiled import straighten
 
         blocks, count, _ = self._table.shape
         step = every * max(1, _BATCH_ELEMS // (count * count))
@@ -65,7 +65,7 @@ class Gram:
 
     def cautious(self) -> Iterator[Batch]:
         """Without what chance could have made: to choose by them without chasing noise."""
-        from mergepipe_pipeline.planner.kernels import shrink
+        from mergepipe_pipeline.planner.compiled import shrink
 
         there = self._norms > _TINY
         whole, centre, own = self._shrinkage(there)
@@ -79,7 +79,7 @@ class Gram:
 
     def _shrinkage(self, there: npt.NDArray[np.bool_]) -> tuple[Halves, Halves, Halves]:
         """The tensor's cosine, what chance leaves of it, and what it leaves of a block's own."""
-        from mergepipe_pipeline.planner.kernels import add_spread
+        from mergepipe_pipeline.planner.compiled import add_spread
 
         norms = self._norms.astype(np.float64)
         weight = np.maximum(norms.T @ norms, _TINY)

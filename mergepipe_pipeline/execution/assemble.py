@@ -22,8 +22,8 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
-from mergepipe_pipeline.execution.leases import staging as staging_of
 from mergepipe_pipeline.execution.outcome import Realised, Times
+from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import (
@@ -46,7 +46,7 @@ from mergepipe_pipeline.spec.snapshot import (
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.side_files import CONFIG, SideStamp, pieces, side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
-from mergepipe_pipeline.tokenizer.model import FILE_NAMES as TOKENIZER_FILES
+from mergepipe_pipeline.tokenizer.model_tokenizer import FILE_NAMES as TOKENIZER_FILES
 from mergepipe_pipeline.warehouse import Warehouse
 
 _LOG = logging.getLogger("mergepipe")

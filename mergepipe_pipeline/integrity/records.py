@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog import formats
-from mergepipe_pipeline.catalog.verify import verify_sealed
+from mergepipe_pipeline.catalog.file_checks import verify_sealed
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
-from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
 from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot

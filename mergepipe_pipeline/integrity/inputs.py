@@ -19,7 +19,7 @@ from mergepipe_pipeline.progress import Advance, Progress
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.segments import Segments
 from mergepipe_pipeline.spec.snapshot import Snapshot
-from mergepipe_pipeline.storage.checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Name, root, the id that its files had.

@@ -21,14 +21,14 @@ from mergepipe_pipeline.execution.lookup import plan_of, snapshot_of
 from mergepipe_pipeline.execution.plan_store import checked_plan, load_plan, stored_plans
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan
-from mergepipe_pipeline.planner.explain import Account, Block, account
+from mergepipe_pipeline.planner.reasons import Account, Block, account
 from mergepipe_pipeline.planner.selection import select_blocks
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.report.comparison import Comparison, full_plan_id, known_comparison
 from mergepipe_pipeline.report.query import first_versions, provenance, told_snapshots
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
-from mergepipe_pipeline.snapshots.load import load_snapshot
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.plan import MergePlan, TensorTask
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
