@@ -211,13 +211,12 @@ def merge(
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
     from mergepipe_pipeline.engine.options import EngineOptions
-    from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.merge import merge as run
 
     console.tell_of_compilation()
     merged = run(
-        console.warehouse,
-        load_recipe(recipe),
+        console.place,
+        recipe,
         relative_to=recipe_folder(recipe),
         options=EngineOptions.given(
             threads=threads, window_elems=window_elems, memory_mib=memory_mib, device=device

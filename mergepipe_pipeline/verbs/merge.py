@@ -19,6 +19,7 @@ from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.timing.forecast import forecast
@@ -52,7 +53,7 @@ class Merged:
 
 def merge(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    recipe: str | Path | ParsedRecipe,
     *,
     options: EngineOptions | None = None,
     out: str | Path | None = None,
@@ -65,8 +66,8 @@ def merge(
     """Plan and merge a recipe; registers and analyses what is not known yet.
 
     Args:
-        home: the warehouse, which is there.
-        raw: the recipe as written; stages before its last are merged first.
+        warehouse: made if it is not there, when nothing is refused.
+        recipe: a file, or a recipe as written; stages before its last are merged first.
         options: speed, memory and device; never the result.
         out: also write a plain Hugging Face folder here.
         publish_ref: also publish under the recipe's ref.
@@ -82,6 +83,8 @@ def merge(
     options = options or EngineOptions()
     options.check()
     folder = None if out is None else check_out(out, warehouse.root)
+    raw = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe)
+    warehouse.ensure()
     resolved, stages = resolve_after_stages(warehouse, raw, progress=progress, **planning)
     began_s = time.monotonic() if raw.before else began_s
     start = RunStart(began_s, forecast(warehouse, resolved).to_json())

@@ -23,14 +23,13 @@ from tests.dagster_layer.daemon import REPOSITORY, Daemon
 from tests.dagster_layer.test_experts import sum_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-_CRON = "* * * * *"
 
 
-def sleep_through(daemon: Daemon, schedule: str, seconds: float) -> InstigatorState:
+def sleep_through(daemon: Daemon, schedule: str, cron: str, seconds: float) -> InstigatorState:
     """Store the schedule as a daemon that ended so long ago would have left it."""
     (location,) = WorkspaceFileTarget([str(REPOSITORY / "workspace.yaml")]).create_origins()
     origin = RemoteInstigatorOrigin(RemoteRepositoryOrigin(location, "__repository__"), schedule)
-    data = ScheduleInstigatorData(_CRON, time.time() - seconds)
+    data = ScheduleInstigatorData(cron, time.time() - seconds)
     status = InstigatorStatus.DECLARED_IN_CODE
     with daemon.instance as instance:
         return instance.add_instigator_state(
@@ -47,9 +46,10 @@ def test_a_night_that_passed_without_a_daemon_is_merged_when_one_starts(
     with daemon.instance as instance:
         Ticker(home, instance).tick()
     recipe = sum_of("base", "expert_00")
-    home.recipe_path("n").write_text(f"{recipe}trigger: nightly\nschedule: '{_CRON}'\n")
+    cron = f"{time.gmtime(time.time() - 60).tm_min} * * * *"  # once, while no daemon ran
+    home.recipe_path("n").write_text(f"{recipe}trigger: nightly\nschedule: '{cron}'\n")
     home.recipe_path("m").write_text(f"{recipe}trigger: manual\n")
-    state = sleep_through(daemon, "nightly_merge_n", 90)
+    state = sleep_through(daemon, "nightly_merge_n", cron, 180)
     started = time.time()
     try:
         daemon.start()

@@ -221,8 +221,8 @@ def test_what_auto_chose_is_counted_and_given_reasons(
         assert re.search(rf"\| {operator} \| \w* \| {n} \|", plan["operators"])
     assert snapshot["operators"] == plan["operators"]
     kinds = Counter(reason.partition(":")[0] for _, reason in choices.values())
-    assert {k: v for k, v in plan.items() if k.startswith("tensors_")} == {
-        f"tensors_{kind}": n for kind, n in kinds.items()
+    assert {k: v for k, v in plan.items() if k.startswith("tensors made by ")} == {
+        f"tensors made by {kind}": n for kind, n in kinds.items()
     }
     assert f"… and {len(choices) - 8} more" in plan["choices"]
     per_layer: Counter[str] = Counter()
