@@ -141,7 +141,8 @@ class SourcePool:
         reading: Reading = "exact" if before else self._reading
         files = self._stack.enter_context(open_source(planned.root, reading))
         allowed = access_set(self._plan.layers, number) if gated else None
-        return BlockReader(files, checkpoint, allowed, None if before else self._tallies[gated])
+        tally = None if before else self._tallies[gated]
+        return BlockReader(files, checkpoint, allowed, tally, from_cache=reading == "exact")
 
 
 def _planned_nbytes(plan: MergePlan) -> int:
