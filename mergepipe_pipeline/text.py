@@ -17,7 +17,10 @@ from typing import Any
 _UNSAFE = re.compile(
     "[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_MARKDOWN = re.compile(r"([\\`|*\[\]<>&~]|(?<=:)//|(?<=www)\.)", re.IGNORECASE)
+#: An underscore between letters or digits means nothing to Markdown, and names are full of those.
+_MARKDOWN = re.compile(
+    r"([\\`|*\[\]<>&~]|(?<![^\W_])_|_(?![^\W_])|(?<=:)//|(?<=www)\.)", re.IGNORECASE
+)
 
 
 def visible(text: str) -> str:
@@ -48,7 +51,7 @@ def markdown(text: str) -> str:
 
 def plain_of_markdown(text: str) -> str:
     """Text that `markdown` made, as it was before but for what steers a terminal."""
-    return re.sub(r"\\([\\`|*\[\]<>&~/.])", r"\1", text)
+    return re.sub(r"\\([\\`|*\[\]<>&~_/.])", r"\1", text)
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -59,5 +59,6 @@ def _expected(data: object) -> object:
 
 def test_markdown_in_a_name_is_shown_letter_by_letter() -> None:
     assert markdown("expert_01-v2.0") == "expert_01-v2.0"
+    assert markdown("_x_ __y__ a_b _.c") == r"\_x\_ \_\_y\_\_ a_b \_.c"
     assert markdown("a|b`c\n# d") == r"a\|b\`c\\n# d"
     assert markdown("[x](https://evil) <b> www.evil") == (r"\[x\](https:\//evil) \<b\> www\.evil")
