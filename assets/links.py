@@ -23,7 +23,7 @@ class Link:
 
 def expert_link(name: str) -> Link:
     """To the partition of a checkpoint."""
-    return Link(name, f"/assets/expert_index?partition={quote(name, safe='')}")
+    return Link(name, f"/assets/expert_index?view=partitions&partition={quote(name, safe='')}")
 
 
 def dependents_link(expert: str) -> dg.MarkdownMetadataValue:

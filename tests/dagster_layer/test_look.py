@@ -129,7 +129,7 @@ def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_input
     assert "tag%3A%22expert%2Fexpert_00%22" in str(told("expert_index")["used by"])
     snapshot, release = told("a", "snapshot"), told("a", "release")
     assert Path(str(snapshot["manifest"])).is_file()
-    assert "](/assets/expert_index?partition=expert_00)" in str(snapshot["inputs"])
+    assert "](/assets/expert_index?view=partitions&partition=expert_00)" in str(snapshot["inputs"])
     assert release["snapshot"] == dg.AssetKey(["a", "snapshot"])
     assert 0 < float(str(snapshot["expert GiB read"])) < 0.01
     plan = current_plan(home, "a")
