@@ -53,7 +53,10 @@ def _cell(cell: Any) -> str:
 
 
 def description(text: str) -> str:
-    """Text of several lines as the UI, which reads descriptions as Markdown, shows it as it is."""
+    """Text of several lines as the UI shows it letter by letter.
+
+    The UI reads descriptions of assets, of observations and of what a check found as Markdown.
+    """
     return "\n".join(map(markdown, text.split("\n")))
 
 

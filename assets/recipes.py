@@ -42,7 +42,7 @@ from mergepipe_pipeline.integrity.weights import (
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.snapshots.stage import MANIFEST
-from mergepipe_pipeline.text import in_one_line, markdown, visible
+from mergepipe_pipeline.text import in_one_line, visible
 from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.curve import curve_of_plan
 from mergepipe_pipeline.verbs.deploy import (
@@ -170,7 +170,7 @@ def _within_budget(card: RecipeFile) -> dg.AssetChecksDefinition:
         e = plan.estimates
         return dg.AssetCheckResult(
             passed=not is_over_budget(plan),
-            description=markdown(budget_told(plan)),
+            description=description(budget_told(plan)),
             metadata={
                 "expert GiB planned": gib(e.expert_bytes_planned),
                 "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
@@ -240,7 +240,7 @@ def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
             snapshot = current_snapshot(warehouse, card.name)
             found = audit_snapshot(warehouse, card.name, snapshot, anew=True)
         except CorruptionError as error:
-            said = visible(str(error))  # the UI shows what a check says as plain text
+            said = description(str(error))
             yield dg.AssetCheckResult(check_name=whole, passed=False, description=said)
             yield dg.AssetCheckResult(check_name=finite, passed=False, description=said)
             return
@@ -253,7 +253,7 @@ def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
         yield dg.AssetCheckResult(
             check_name=finite,
             passed=not found.non_finite,
-            description=visible(finite_told(found, snapshot)),
+            description=description(finite_told(found, snapshot)),
             metadata={"tensors": in_one_line(", ".join(found.non_finite)) or "none"},
         )
 

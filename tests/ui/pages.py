@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from dagster import DagsterRunStatus as Status
 
+from assets.links import expert_link
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import Daemon, running_daemon
 from tests.family import tensors_of, write_model
@@ -16,6 +18,10 @@ from tests.ui.chromium import Page
 
 SIZE = {"layers": 8, "hidden": 16, "vocab": 64}
 NAN = "model.layers.3.mlp.up_proj.weight"
+#: What a page may take for HTML, code, emphasis or the end of a table's cell; a folder's name too.
+ODD = "<b>x<b> `y` |z| _w_ <script>"
+#: The tensor with a NaN, where its name is odd.
+ODD_NAN = f"model.layers.3.{ODD}</script>.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +56,50 @@ VIEWS = {
     ),
     "check": View(
         "/assets/nightly_bad/snapshot?view=checks&checkDetail=all_finite",
-        ("all_finite", f"1 in {NAN}", "Next: mend the expert"),
+        ("all_finite", "1 in model.layers.3.", "Next: mend the expert"),
     ),
 }
 
 
-def fill(home: Warehouse) -> None:
-    """A recipe that is merged, and one whose expert holds a NaN."""
+def odd_views(home: Warehouse, run_id: str) -> tuple[View, ...]:
+    """The pages that show the folder of a deployment, or the tensor `ODD_NAN`, letter by letter."""
+    broken, warning = str(home.inbox / "broken"), f"the filter '{ODD_NAN}!' matches no tensor"
+    return (
+        View(expert_link("broken").href, (broken,)),
+        View("/assets/nightly_bad/plan", (broken, warning)),
+        View("/assets/nightly_bad/snapshot", (str(home.snapshots),)),
+        View(VIEWS["check"].path, (f"1 in {ODD_NAN}; file", str(home.snapshots))),
+        View(f"/runs/{run_id}", (ODD_NAN,)),
+    )
+
+
+def fill(home: Warehouse, nan: str = NAN) -> None:
+    """A recipe that is merged, and one whose expert holds a NaN in the tensor that is named."""
     for i, name in enumerate(("base", "math", "code", "broken")):
         tensors = tensors_of(0, i - 1 if i else None, **SIZE)
+        tensors[nan] = tensors.pop(NAN)
         if name == "broken":
-            tensors[NAN][0, 0] = float("nan")
+            tensors[nan][0, 0] = float("nan")
         write_model(home.inbox / name, tensors, **SIZE)
     _write_recipe(home, "assistant", ("math", "code"), 'schedule: "30 2 * * *"\n')
-    _write_recipe(home, "nightly_bad", ("math", "broken"), "")
+    idle = json.dumps([{"filter": f"{nan}!", "value": 1}, {"value": 0.5}])
+    _write_recipe(home, "nightly_bad", ("math", "broken"), density=idle)
 
 
-def _write_recipe(home: Warehouse, name: str, experts: tuple[str, ...], extra: str) -> None:
+def _write_recipe(
+    home: Warehouse, name: str, experts: tuple[str, ...], extra: str = "", density: str = "0.5"
+) -> None:
     models = "".join(f"  - model: {e}\n    parameters: {{weight: 0.5}}\n" for e in experts)
     home.recipe_path(name).write_text(
         f"merge_method: ties\nbase_model: base\nmodels:\n{models}"
-        f"parameters: {{density: 0.5}}\nbudget: 50%\n{extra}"
+        f"parameters: {{density: {density}}}\nbudget: 50%\n{extra}"
     )
 
 
 @contextmanager
-def running(home: Warehouse, **environment: str) -> Iterator[Daemon]:
+def running(home: Warehouse, nan: str = NAN, **environment: str) -> Iterator[Daemon]:
     """`dagster dev` over the deployment, once one recipe is released and the other has failed."""
-    fill(home)
+    fill(home, nan)
     owners = {"MERGEPIPE_OWNERS": "team:models"}
     with running_daemon(home, ui=True, **owners, **environment) as daemon:
         daemon.wait_for(

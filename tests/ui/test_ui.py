@@ -14,8 +14,8 @@ from PIL import Image
 from sensors.attempts import attempt_of
 from tests.dagster_layer.daemon import REPOSITORY, Daemon
 from tests.dagster_layer.test_failure_sensor import webhook
-from tests.ui.chromium import CHROMIUM, browser
-from tests.ui.pages import NAN, VIEWS, running, show, warehouse
+from tests.ui.chromium import CHROMIUM, Page, browser
+from tests.ui.pages import ODD, ODD_NAN, VIEWS, odd_views, running, show, warehouse
 from tests.ui.screenshots import MOST_NBYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -26,9 +26,21 @@ def deployed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Daemon, list[dict[str, Any]]]]:
     """`dagster dev` after its first merges, and what a webhook was told of them."""
-    home = warehouse(tmp_path_factory.mktemp("ui"))
-    with webhook() as (url, posted), running(home, MERGEPIPE_WEBHOOK=url) as daemon:
+    folder = tmp_path_factory.mktemp("ui") / ODD
+    with (
+        webhook() as (url, posted),
+        running(warehouse(folder), ODD_NAN, MERGEPIPE_WEBHOOK=url) as daemon,
+    ):
         yield daemon, posted
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A page of a browser."""
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    with browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
 
 
 def test_a_webhook_is_told_once_of_a_run_that_failed_with_its_tensor_and_what_to_do(
@@ -39,7 +51,7 @@ def test_a_webhook_is_told_once_of_a_run_that_failed_with_its_tensor_and_what_to
     (told,) = posted
     (run,) = daemon.runs("merge_nightly_bad")
     assert (told["recipe"], told["run_id"]) == ("nightly_bad", run.run_id)
-    assert NAN in told["cause"]
+    assert ODD_NAN in told["cause"]
     assert told["next_step"].startswith("mend the expert")
 
 
@@ -73,18 +85,24 @@ def test_a_click_on_release_alone_publishes_nothing_that_a_check_refused(
     run = daemon.instance.get_run_by_id(run_id)
     assert run is not None
     assert run.status is Status.FAILURE
-    assert NAN in attempt_of(daemon.instance, run_id).error
+    assert ODD_NAN in attempt_of(daemon.instance, run_id).error
     assert not (daemon.home.refs_dir / "nightly_bad").exists()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_the_main_pages_say_what_they_should(
-    deployed: tuple[Daemon, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+    deployed: tuple[Daemon, list[dict[str, Any]]], page: Page
 ) -> None:
-    with browser(tmp_path_factory.mktemp("browser")) as page:
-        for name, view in VIEWS.items():
-            shown = show(page, deployed[0], view)
-            assert "Traceback" not in shown, name
+    for name, view in VIEWS.items():
+        assert "Traceback" not in show(page, deployed[0], view), name
+
+
+def test_names_paths_and_warnings_are_shown_letter_by_letter(
+    deployed: tuple[Daemon, list[dict[str, Any]]], page: Page
+) -> None:
+    daemon, _ = deployed
+    refused = daemon.runs("merge_nightly_bad", Status.FAILURE)[0]
+    for view in odd_views(daemon.home, refused.run_id):
+        show(page, daemon, view)
 
 
 def test_the_pictures_of_the_readme_are_those_of_the_views_and_small() -> None:
