@@ -55,7 +55,8 @@ def test_a_webhook_is_told_once_of_a_run_that_failed_with_its_tensor_and_what_to
     assert told["next_step"].startswith("mend the expert")
 
 
-LAUNCH = """mutation($path: [String!]!) { launchRun(executionParams: {mode: "default", selector: {
+LAUNCH = """mutation($path: [String!]!) { launchRun(executionParams: {mode: "default",
+  executionMetadata: {tags: [{key: "dagster/max_retries", value: "2"}]}, selector: {
   repositoryLocationName: "mergepipe", repositoryName: "__repository__",
   jobName: "merge_nightly_bad", assetSelection: [{path: $path}], assetCheckSelection: []}})
   { __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
@@ -86,6 +87,7 @@ def test_a_click_on_release_alone_publishes_nothing_that_a_check_refused(
     assert run is not None
     assert run.status is Status.FAILURE
     assert ODD_NAN in attempt_of(daemon.instance, run_id).error
+    assert run.tags["dagster/will_retry"] == "false"  # though it may: it would be refused again
     assert not (daemon.home.refs_dir / "nightly_bad").exists()
 
 
