@@ -48,7 +48,7 @@ VIEWS = {
         "/assets/assistant/plan",
         ("expert GiB planned", "error by budget", "Owners"),
         height=900,
-        scroll_to="expert GiB in all",
+        scroll_to="error bound (L2)",
     ),
     "sensor": View(
         "/locations/mergepipe/sensors/recipe_sensor",

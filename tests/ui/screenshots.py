@@ -18,8 +18,8 @@ from tests.ui.pages import VIEWS, running, show, warehouse
 
 #: Bytes that a picture of the documentation may take.
 MOST_NBYTES = 150_000
-#: Seconds for what moves on a page to come to rest.
-_REST_S = 3
+#: Seconds for what moves on a page to come to rest, and for what it fetches after its words.
+_REST_S = 8
 
 
 def small(png: bytes) -> bytes:
