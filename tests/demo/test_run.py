@@ -28,7 +28,7 @@ def test_a_demo_without_its_extra_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for name in ("run", "family", "skills"):
+    for name in ("demo_run", "family", "skills"):
         monkeypatch.delitem(sys.modules, f"mergepipe_pipeline.demo.{name}", raising=False)
     result = CliRunner().invoke(main, ["demo", "--home", str(tmp_path / "w")])
     assert result.exit_code == MergePipeError.exit_code
