@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _VARIES = (
-    (r"\b[0-9a-f]{16,64}\b", "ID"),
     (r"\b\d+(\.\d+)? s\b", "S s"),
     (r"\(.{1,12} free\)", "(FREE)"),
     (r"(?<![\w.])/\S*/", "/"),
