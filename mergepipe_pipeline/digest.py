@@ -20,8 +20,6 @@ import hashlib
 import json
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 from blake3 import blake3
 
@@ -65,16 +63,14 @@ def segment_checksums(raw: memoryview, segment_nbytes: int) -> bytes:
 
 def checksums_of(digests: bytes) -> bytes:
     """The XXH3 in digests of segments, as `segment_checksums` gives them."""
-    return _columns(digests)[:, _BLAKE3_NBYTES:].tobytes()
+    starts = range(0, len(digests), SEGMENT_DIGEST_NBYTES)
+    return b"".join(digests[a + _BLAKE3_NBYTES : a + SEGMENT_DIGEST_NBYTES] for a in starts)
 
 
 def content_digest(digests: bytes) -> str:
     """The digest of an input tensor's content: BLAKE3 (64 hex) over the BLAKE3 of its segments."""
-    return blake3(_columns(digests)[:, :_BLAKE3_NBYTES].tobytes()).hexdigest()
-
-
-def _columns(digests: bytes) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(digests, np.uint8).reshape(-1, SEGMENT_DIGEST_NBYTES)
+    starts = range(0, len(digests), SEGMENT_DIGEST_NBYTES)
+    return blake3(b"".join(digests[a : a + _BLAKE3_NBYTES] for a in starts)).hexdigest()
 
 
 def sha256_hex(data: bytes) -> str:

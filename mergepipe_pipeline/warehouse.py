@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.storage.atomic import make_dirs
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.catalog.catalog import Catalog
 
 ENVIRONMENT = "MERGEPIPE_HOME"
 DEFAULT = "warehouse"
@@ -72,6 +75,9 @@ class Warehouse:
     @cached_property
     def catalog(self) -> Catalog:
         """What is known of checkpoints."""
+        # It loads pyarrow, a quarter of a second that commands about results do without.
+        from mergepipe_pipeline.catalog.catalog import Catalog
+
         return Catalog(self.catalog_dir)
 
     @cached_property
