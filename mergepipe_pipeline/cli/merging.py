@@ -38,7 +38,7 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--budget",
             help="Expert bytes that may be read: 25%, 8GiB, 0, none; or error=2% for the fewest "
-            "bytes within that error. Pins and other wishes of the recipe stay.",
+            "bytes within that error. Pins and other budget options of the recipe stay.",
         ),
     ):
         function = option(function)

@@ -10,7 +10,7 @@ operation after the other, and in IEEE arithmetic an operation has one result. W
 - `linear` adds fused products: nvcc by default makes a fused multiply-add of torch's a + alpha·b;
 - division is by tensors: by a Python number, CUDA multiplies with its rounded reciprocal;
 - maxima of zeros of both signs differ; votes add a zero to lose the sign;
-- random numbers are integers; ranks of DELLA come from a stable sort (`operators.on_device`);
+- random numbers are integers; ranks of DELLA come from a stable sort (`operators.steps.on_device`);
 - `sce` works in float64 per element;
 - factors of spheres (slerp and its relatives, model_stock) and of rescaled drops are in the plan or
   found by the CPU;

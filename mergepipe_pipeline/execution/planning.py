@@ -36,7 +36,7 @@ def make_plan(
     progress: Progress | None = None,
     **planning: Unpack[Planning],
 ) -> MergePlan:
-    """Check the recipe, learn what the catalog lacks, buy blocks, store the plan.
+    """Resolve the recipe, gather what the planner needs, select blocks, store the plan.
 
     Checkpoints that are `known` are registered already, and stay so. Raises what `resolve` raises,
     and BudgetError for a budget that the strategy cannot meet.

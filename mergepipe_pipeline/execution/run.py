@@ -81,11 +81,11 @@ def run_plan(
     *,
     options: EngineOptions | None = None,
     progress: Progress | None = None,
-    begun: RunStart | None = None,
+    start: RunStart | None = None,
     is_stage: bool = False,
     fresh: bool = False,
 ) -> MergeOutcome:
-    """Execute a plan and commit its snapshot; publishes nothing. `begun`: the verb, before now.
+    """Execute a plan and commit its snapshot; publishes nothing. `start`: when the verb began.
 
     `is_stage`: nobody asked for the result but a later stage, so that `gc` may remove it. `fresh`:
     run all layers, those that the action cache knows, too. A stored layer that turns out to be
@@ -95,12 +95,12 @@ def run_plan(
     a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
-    begun = begun or RunStart(started)
+    start = start or RunStart(started)
 
     def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
         done = list(run_layers(warehouse, plan, options=options, progress=progress, fresh=fresh))
         realised, merging_s = Realised.of(done), time.monotonic() - started
-        times = Times(begun.predicted, started - begun.at_s, merging_s)
+        times = Times(start.predicted, started - start.at_s, merging_s)
         made = {layer.name for layer in done if not layer.reused}
         return (
             commit(warehouse, plan, realised, times, is_stage=is_stage, made=made),

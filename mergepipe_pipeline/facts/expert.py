@@ -27,7 +27,7 @@ from mergepipe_pipeline.spec.stats import ExpertStats, Magnitudes
 from mergepipe_pipeline.warehouse import Warehouse
 
 Pair = tuple[str, str]
-#: (output tensor, input number) as `planner.build.TensorFacts` asks.
+#: (output tensor, input number) as `planner.parts.TensorFacts` asks.
 Place = tuple[str, int]
 #: Loads the statistics of one expert, histograms among them.
 Load = Callable[[], ExpertStats]

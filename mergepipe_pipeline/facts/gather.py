@@ -1,7 +1,6 @@
-"""What planning must know of a checked recipe: statistics and facts, learned where unknown.
+"""Gathers what the planner needs for a resolved recipe: statistics and facts.
 
-The step between `check` and the planner. Whoever wants a plan, or only to ask what one would cost,
-learns first; the experts that the catalog knows already are not read.
+They come from the catalog; only experts that it does not know are read and analysed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Stats = Mapping[tuple[int, int], ExpertStats]
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """A checked recipe with all that its planning depends on.
+    """A resolved recipe with all that its planning depends on.
 
     `models` have the rows that the output's tokenizer asks for; `stats` are by (expert's model
     number, base's). `read` are the names of the experts that were analysed for it just now.
@@ -86,8 +85,8 @@ def gather(
 ) -> PlanInputs:
     """Register the recipe's checkpoints and analyse what is not known of them.
 
-    Checkpoints in `unnamed` are not registered. What merging in full can find by itself is learned
-    only for a budget, or if `for_parts` says that parts of a merge will be looked at.
+    Checkpoints in `unnamed` are not registered. Facts that a full merge finds by itself are
+    gathered only for a budget, or with `for_parts`, when other budgets will be looked at.
     """
     recipe = resolved.recipe
     models = _with_tokens(warehouse, resolved)

@@ -40,7 +40,7 @@ def verify_inputs(
     unknown = [c.name for c, digests in found if digests is None]
     if unknown:
         names = ", ".join(unknown)
-        audit.notes.append(f"no content is known of {names}: `mergepipe analyze` learns it")
+        audit.notes.append(f"no content is known of {names}: `mergepipe analyze` finds it")
     known = [(c, digests) for c, digests in found if digests is not None]
     with progress.task("verify inputs", sum(c.nbytes for c, _ in known)) as advance:
         for checkpoint, digests in known:

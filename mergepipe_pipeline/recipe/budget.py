@@ -88,7 +88,7 @@ def parse_error(value: object, where: str) -> float:
 
 
 def with_amount(budget: Budget, amount: Budget) -> Budget:
-    """`budget` with the bytes, share or error of `amount`; pins and all other wishes stay."""
+    """`budget` with the bytes, share or error of `amount`; pins and all other options stay."""
     return replace(budget, nbytes=amount.nbytes, fraction=amount.fraction, error=amount.error)
 
 

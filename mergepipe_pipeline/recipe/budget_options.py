@@ -20,7 +20,7 @@ _Read = TypeVar("_Read")
 
 
 def read_budget(value: object, problems: Problems) -> Budget:
-    """The `budget:` of a recipe, an amount or a mapping with `limit:` or `error:` and wishes.
+    """The `budget:` of a recipe, an amount or a mapping with `limit:` or `error:` and options.
 
     Adds every problem at its place; what is wrong is left out of the result.
     """

@@ -114,7 +114,7 @@ def _linked(
     return replace(
         stage,
         name=stage.stage or stage.name,
-        # Pins and other wishes name a stage's own models and tensors.
+        # Pins and other budget options name a stage's own models and tensors.
         budget=with_amount(stage.budget, last.budget),
         ref=last.ref,
         schedule=last.schedule,
@@ -125,7 +125,7 @@ def _linked(
 
 
 def _overruled(value: Mapping[str, object]) -> Iterator[str]:
-    """The keys of a stage that the last recipe decides on; its budget's wishes are its own."""
+    """The keys of a stage that the last recipe decides on; its other budget options are its own."""
     for key in _OF_THE_WHOLE:
         item = value.get(key)
         if key == "budget" and isinstance(item, dict):

@@ -23,7 +23,10 @@ from mergepipe_pipeline.warehouse import Warehouse
 def locate_registered(
     warehouse: Warehouse, text: str, relative_to: Path | None = None
 ) -> Registration:
-    """The registration that a model text means, brought up to date with the files; see `look`."""
+    """The registration that a model text means, brought up to date with the files.
+
+    See `locate_checkpoint`.
+    """
     return warehouse.catalog.register(locate_checkpoint(warehouse, text, relative_to), None)
 
 

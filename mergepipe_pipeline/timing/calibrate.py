@@ -6,12 +6,12 @@ together and stored for planning and for `forecast`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from mergepipe_pipeline.concurrency.threads import cores
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
@@ -85,7 +85,7 @@ def _engine_pace(file: Path, folder: Path) -> EnginePace:
     (folder / "family").mkdir()
     found = measure_engine(folder / "family")
     return EnginePace(
-        cores=os.cpu_count() or 1,
+        cores=cores(),
         read_bytes_per_s=max(nbytes / s for nbytes, s in streamed),  # what disturbs only slows
         start_s=found.start_s,
         plan_input_s=found.plan_input_s,

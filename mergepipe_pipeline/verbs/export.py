@@ -13,5 +13,5 @@ __all__ = ["RECIPE_FILE", "check_out", "export"]
 
 
 def export(warehouse: Warehouse, snapshot_id: str, out: Path) -> None:
-    """Copy a snapshot to `out`. Raises what `snapshots.export` raises."""
+    """Copy a snapshot to `out`. Raises what `snapshots.folder_export` raises."""
     export_snapshot(load_snapshot(warehouse.snapshots, snapshot_id), out)

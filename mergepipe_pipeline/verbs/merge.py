@@ -92,7 +92,7 @@ def merge(
         plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
     progress.warn(*plan.warnings)
     outcome = run_plan(
-        warehouse, plan, options=options, progress=progress, begun=start, fresh=fresh
+        warehouse, plan, options=options, progress=progress, start=start, fresh=fresh
     )
     non_finite = merged_non_finite(warehouse, plan)
     progress.warn(*non_finite_warning(non_finite, plan))

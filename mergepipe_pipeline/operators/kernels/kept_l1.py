@@ -39,7 +39,7 @@ def kept_l1(
     """Fill `sums` [chunks] with Σ|δ| of what a random drop leaves of `delta`, chunk by chunk.
 
     `delta` is float32 [chunks · CHUNK_ELEMS], zero past the tensor's end. Kept are elements with
-    numbers up to `last` in the stream `key` of `operators.random`; the first is element
+    numbers up to `last` in the stream `key` of `operators.steps.random`; the first is element
     `start_elem` of its tensor.
     """
     numbers = np.empty(CHUNK_ELEMS, np.uint32)
