@@ -108,6 +108,7 @@ def account(q: PlanningProblem, budget: Budget, ranking: str, choice: Choice) ->
     `full` keeps no list. Raises BudgetError for an unknown strategy.
     """
     c, constraints = q.candidates, q.constraints(budget)
+    # All are [candidates]; the list has [items], each of `counts` candidates in `members`.
     place, worth = np.zeros(len(c.row), np.int64), np.zeros(len(c.row))
     together = np.ones(len(c.row), np.int64)
     over, waits = np.zeros(len(c.row), np.bool_), np.zeros(len(c.row), np.bool_)
