@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from mergepipe_pipeline.digest import canonical_json, seal_line, unseal_line
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.plan_json import plan_from_json
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -52,7 +53,7 @@ def stored_plans(warehouse: Warehouse, read: Callable[[str, Any], T]) -> Iterato
 
 def checked_plan(plan_id: str, value: Any) -> MergePlan:
     """The plan of a JSON value. Raises ValueError if it has another id."""
-    plan = MergePlan.from_json(value)
+    plan = plan_from_json(value)
     if plan.plan_id != plan_id:
         raise ValueError(f"the plan {plan.plan_id} under the name of {plan_id}")
     return plan

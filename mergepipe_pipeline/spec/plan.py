@@ -16,12 +16,12 @@ from typing import Any, cast
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.spec.blocks import Range, total_elems
-from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.blocks import Range, coalesce, total_elems
+from mergepipe_pipeline.spec.pack import CODEC_VERSION, PackedInput, PackSource
 from mergepipe_pipeline.spec.plain import plain
 from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.spec.request import AS_WRITTEN, Request
-from mergepipe_pipeline.spec.view import LowRank, Part, Run, TensorView
+from mergepipe_pipeline.spec.view import TensorView
 
 #: Part of every layer key: raised when the engine or an operator changes its bits.
 ENGINE_VERSION = "4"
@@ -72,11 +72,12 @@ class ExpertInput:
 
     Sources in `view` index `MergePlan.sources`; `position` is the expert's place in the recipe (it
     addresses random numbers). `covered` are the element ranges where the expert takes part; `read`
-    those fetched for it: `covered` without blocks whose delta is known to be zero. Outside, the
-    expert equals the base. A low-rank view is covered and read in whole or not at all. `trim`,
-    `outliers` and `scale` are tensor-scope facts the operator asked for; what `outliers` keeps is
-    dropped. With `l1` (‖δ‖₁ of the whole tensor), `scale` is a guess: the engine finds the factor
-    that gives what a random drop leaves this norm.
+    those fetched of the stored elements: `covered` without blocks whose delta is known to be zero,
+    and without what is `packed`, which comes from a pack. Outside, the expert equals the base. A
+    low-rank view is covered and read in whole or not at all. `trim`, `outliers` and `scale` are
+    tensor-scope facts the operator asked for; what `outliers` keeps is dropped. With `l1` (‖δ‖₁ of
+    the whole tensor), `scale` is a guess: the engine finds the factor that gives what a random drop
+    leaves this norm.
     """
 
     position: int
@@ -89,14 +90,32 @@ class ExpertInput:
     outliers: TrimRule | None = None
     scale: float = 1.0
     l1: float | None = None
+    packed: PackedInput | None = None
 
     @property
     def read_nbytes(self) -> int:
         """Expert bytes this input fetches."""
+        packed = self.packed.nbytes if self.packed else 0
         if not self.read:
-            return 0
+            return packed
         stored = total_elems(self.read) * itemsize(self.view.dtype) if self.view.stored else 0
-        return stored + self.view.low_rank_nbytes
+        return packed + stored + self.view.low_rank_nbytes
+
+    @property
+    def fetched(self) -> tuple[Range, ...]:
+        """The ranges that are fetched as the expert has them, from wherever."""
+        if self.packed is None:
+            return self.read
+        exact = [(r.start_elem, r.stop_elem) for r in self.packed.ranges if r.is_exact]
+        return coalesce([*self.read, *exact])
+
+    def identity(self) -> list[Any]:
+        """What determines its part in the output bits, as canonical-JSON material."""
+        own = [self.position, self.digest, self.view.dtype, self.params, self.covered]
+        if self.packed is None or not self.packed.approximate:
+            return own
+        near = [[r.start_elem, r.stop_elem, r.level] for r in self.packed.approximate]
+        return [*own, [CODEC_VERSION, self.packed.unit.hex(), near]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +165,7 @@ class TensorTask:
             "params": self.params,
             "seed": self.seed,
             "base": self.base and [self.base.digest, self.base.view.dtype],
-            "experts": [
-                [
-                    e.position,
-                    e.digest,
-                    e.view.dtype,
-                    e.params,
-                    e.covered,
-                ]
-                for e in self.experts
-            ],
+            "experts": [e.identity() for e in self.experts],
             "facts": self.facts,
         }
 
@@ -179,7 +189,12 @@ class LayerTask:
         A wrong fact gives a wrong layer, which right facts must not find.
         """
         obeyed = [
-            [e.read, *(r and astuple(r) for r in (e.trim, e.outliers)), e.scale.hex(), repr(e.l1)]
+            [
+                e.fetched,
+                *(r and astuple(r) for r in (e.trim, e.outliers)),
+                e.scale.hex(),
+                repr(e.l1),
+            ]
             for t in self.tasks
             for e in t.experts
         ]
@@ -249,6 +264,7 @@ class MergePlan:
     ref: str
     warnings: tuple[str, ...] = ()
     request: Request = AS_WRITTEN
+    packs: tuple[PackSource, ...] = ()
 
     @cached_property
     def plan_id(self) -> str:
@@ -262,82 +278,5 @@ class MergePlan:
         return self.plan_id
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON material; `from_json` gives an equal plan back."""
+        """Plain JSON material; `plan_json.plan_from_json` gives an equal plan back."""
         return cast("dict[str, Any]", plain(self))
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> MergePlan:
-        """The plan stored by `to_json` (lists become tuples again)."""
-        return MergePlan(
-            **{
-                **value,
-                "sources": tuple(Source(**s) for s in value["sources"]),
-                "roles": tuple(value["roles"]),
-                "layers": tuple(_layer(v) for v in value["layers"]),
-                "side": _side(value["side"]),
-                "estimates": Estimates(**value["estimates"]),
-                "warnings": tuple(value["warnings"]),
-                "request": Request.from_json(value.get("request") or {"models": []}),
-            },
-        )
-
-
-def _side(value: dict[str, Any]) -> SideFiles:
-    files = value["files"]
-    config = ((k, tuple(v) if isinstance(v, list) else v) for k, v in value["config"])
-    return SideFiles(value["template"], tuple(config), None if files is None else _pairs(files))
-
-
-def _layer(value: dict[str, Any]) -> LayerTask:
-    return LayerTask(value["name"], tuple(_task(t) for t in value["tasks"]))
-
-
-def _task(v: dict[str, Any]) -> TensorTask:
-    base = v["base"] and BaseInput(_view(v["base"]["view"]), v["base"]["digest"])
-    return TensorTask(
-        **{
-            **v,
-            "shape": tuple(v["shape"]),
-            "params": _pairs(v["params"]),
-            "base": base,
-            "experts": tuple(_expert(e) for e in v["experts"]),
-            "facts": tuple(v["facts"]),
-        }
-    )
-
-
-def _expert(v: dict[str, Any]) -> ExpertInput:
-    return ExpertInput(
-        **{
-            **v,
-            "view": _view(v["view"]),
-            "params": _pairs(v["params"]),
-            "covered": _pairs(v["covered"]),
-            "read": _pairs(v["read"]),
-            "trim": v["trim"] and TrimRule(**v["trim"]),
-            "outliers": v["outliers"] and TrimRule(**v["outliers"]),
-        }
-    )
-
-
-def _view(v: dict[str, Any]) -> TensorView:
-    low_rank = v["low_rank"] and LowRank(
-        **{**v["low_rank"], "a": _part(v["low_rank"]["a"]), "b": _part(v["low_rank"]["b"])}
-    )
-    return TensorView(
-        **{
-            **v,
-            "shape": tuple(v["shape"]),
-            "stored": tuple(_part(p) for p in v["stored"]),
-            "runs": tuple(Run(**r) for r in v["runs"]),
-            "low_rank": low_rank,
-        }
-    )
-
-
-def _part(v: dict[str, Any]) -> Part:
-    return Part(v["source"], TensorEntry(**{**v["entry"], "shape": tuple(v["entry"]["shape"])}))
-
-
-def _pairs(values: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(v) for v in values)

@@ -1,0 +1,108 @@
+"""Reads a plan back from the JSON that `MergePlan.to_json` gives: lists become tuples again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.pack import PackedInput, PackedRange, PackSource
+from mergepipe_pipeline.spec.plan import (
+    BaseInput,
+    Estimates,
+    ExpertInput,
+    LayerTask,
+    MergePlan,
+    SideFiles,
+    Source,
+    TensorTask,
+    TrimRule,
+)
+from mergepipe_pipeline.spec.request import Request
+from mergepipe_pipeline.spec.view import LowRank, Part, Run, TensorView
+
+
+def plan_from_json(value: dict[str, Any]) -> MergePlan:
+    """The plan that gave this material."""
+    return MergePlan(
+        **{
+            **value,
+            "sources": tuple(Source(**s) for s in value["sources"]),
+            "roles": tuple(value["roles"]),
+            "layers": tuple(_layer(v) for v in value["layers"]),
+            "side": _side(value["side"]),
+            "estimates": Estimates(**value["estimates"]),
+            "warnings": tuple(value["warnings"]),
+            "request": Request.from_json(value.get("request") or {"models": []}),
+            "packs": tuple(PackSource(**p) for p in value.get("packs", ())),
+        },
+    )
+
+
+def _side(value: dict[str, Any]) -> SideFiles:
+    files = value["files"]
+    config = ((k, tuple(v) if isinstance(v, list) else v) for k, v in value["config"])
+    return SideFiles(value["template"], tuple(config), None if files is None else _pairs(files))
+
+
+def _layer(value: dict[str, Any]) -> LayerTask:
+    return LayerTask(value["name"], tuple(_task(t) for t in value["tasks"]))
+
+
+def _task(v: dict[str, Any]) -> TensorTask:
+    base = v["base"] and BaseInput(_view(v["base"]["view"]), v["base"]["digest"])
+    return TensorTask(
+        **{
+            **v,
+            "shape": tuple(v["shape"]),
+            "params": _pairs(v["params"]),
+            "base": base,
+            "experts": tuple(_expert(e) for e in v["experts"]),
+            "facts": tuple(v["facts"]),
+        }
+    )
+
+
+def _expert(v: dict[str, Any]) -> ExpertInput:
+    return ExpertInput(
+        **{
+            **v,
+            "view": _view(v["view"]),
+            "params": _pairs(v["params"]),
+            "covered": _pairs(v["covered"]),
+            "read": _pairs(v["read"]),
+            "trim": v["trim"] and TrimRule(**v["trim"]),
+            "outliers": v["outliers"] and TrimRule(**v["outliers"]),
+            "packed": _packed(v.get("packed")),
+        }
+    )
+
+
+def _packed(v: dict[str, Any] | None) -> PackedInput | None:
+    return (
+        None
+        if v is None
+        else PackedInput(**{**v, "ranges": tuple(PackedRange(**r) for r in v["ranges"])})
+    )
+
+
+def _view(v: dict[str, Any]) -> TensorView:
+    low_rank = v["low_rank"] and LowRank(
+        **{**v["low_rank"], "a": _part(v["low_rank"]["a"]), "b": _part(v["low_rank"]["b"])}
+    )
+    return TensorView(
+        **{
+            **v,
+            "shape": tuple(v["shape"]),
+            "stored": tuple(_part(p) for p in v["stored"]),
+            "runs": tuple(Run(**r) for r in v["runs"]),
+            "low_rank": low_rank,
+        }
+    )
+
+
+def _part(v: dict[str, Any]) -> Part:
+    return Part(v["source"], TensorEntry(**{**v["entry"], "shape": tuple(v["entry"]["shape"])}))
+
+
+def _pairs(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(v) for v in values)
