@@ -141,8 +141,7 @@ class SourcePool:
         reading: Reading = "exact" if before else self._reading
         files = self._stack.enter_context(open_source(planned.root, reading))
         allowed = access_set(self._plan.layers, number) if gated else None
-        tally = None if before else self._tallies[gated]
-        return BlockReader(files, checkpoint, allowed, tally, from_cache=reading == "exact")
+        return BlockReader(files, checkpoint, allowed, None if before else self._tallies[gated])
 
 
 def _planned_nbytes(plan: MergePlan) -> int:

@@ -26,7 +26,7 @@ class Tally(threading.local):
 class BlockReader:
     """Ranged reads of one checkpoint; `allowed`: element ranges by tensor (None: all).
 
-    Counts into `tally`, which others may share. `from_cache`: bytes are copied from the page cache.
+    Counts into `tally`, which others may share.
     """
 
     def __init__(
@@ -35,10 +35,7 @@ class BlockReader:
         checkpoint: Checkpoint,
         allowed: Mapping[str, Sequence[Range]] | None,
         tally: Tally | None = None,
-        *,
-        from_cache: bool = False,
     ) -> None:
-        self.from_cache = from_cache
         self._source = source
         self._checkpoint = checkpoint
         self._allowed = allowed

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
-from mergepipe_pipeline.spec.segments import COARSE_ELEMS
 from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.tensors.verified import Verify
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 #: The reader of a source by its number in the views.
 Readers = Callable[[int], BlockReader]
-#: What is copied from the page cache is hashed in pieces that the processor's cache still holds:
-#: of 256 KiB at 50 GB/s, of 1 MiB at 20.
-_HASHED_NBYTES = 1 << 18
 
 
 def read_stored(
@@ -43,22 +39,11 @@ def read_stored(
     CorruptionError for bytes that `verify` refuses.
     """
     size = itemsize(view.dtype)
-    step = max(1, _HASHED_NBYTES // size // COARSE_ELEMS) * COARSE_ELEMS
-    if verify and stop_elem - start_elem > step and _is_from_cache(readers, view):
-        for a in range(start_elem // step * step, stop_elem, step):
-            first, last = max(a, start_elem), min(a + step, stop_elem)
-            part_out = out[(first - start_elem) * size : (last - start_elem) * size]
-            read_stored(readers, view, first, last, part_out, verify)
-        return
     for part, at, start, stop in _pieces(view, start_elem, stop_elem):
         piece = out[(start - start_elem) * size : (stop - start_elem) * size]
         readers(part.source).read_into(part.entry, at, at + stop - start, piece)
     if verify:
         verify(start_elem, stop_elem, out)
-
-
-def _is_from_cache(readers: Readers, view: TensorView) -> bool:
-    return all(readers(part.source).from_cache for part in view.stored)
 
 
 def announce_stored(readers: Readers, view: TensorView, start_elem: int, stop_elem: int) -> None:
