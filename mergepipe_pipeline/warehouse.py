@@ -22,6 +22,7 @@ from mergepipe_pipeline.storage.atomic import make_dirs
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.catalog import Catalog
+    from mergepipe_pipeline.packs.store import PackStore
 
 ENVIRONMENT = "MERGEPIPE_HOME"
 DEFAULT = "warehouse"
@@ -60,6 +61,7 @@ class Warehouse:
             self.arrivals,
             self.recipes,
             self.catalog_dir,
+            self.packs_dir,
             self.plans,
             self.objects_dir,
             self.actions_dir,
@@ -79,6 +81,13 @@ class Warehouse:
         from mergepipe_pipeline.catalog.catalog import Catalog
 
         return Catalog(self.catalog_dir)
+
+    @cached_property
+    def packs(self) -> PackStore:
+        """Experts' deltas in tiers."""
+        from mergepipe_pipeline.packs.store import PackStore  # pyarrow, as above
+
+        return PackStore(self.packs_dir)
 
     @cached_property
     def objects(self) -> ObjectStore:
@@ -127,6 +136,11 @@ class Warehouse:
     def token_rows(self) -> Path:
         """Embedding rows made for tokens that a model lacks."""
         return self.catalog_dir / "token_rows"
+
+    @property
+    def packs_dir(self) -> Path:
+        """Packs by id."""
+        return self.root / "packs"
 
     @property
     def plans(self) -> Path:

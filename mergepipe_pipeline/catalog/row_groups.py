@@ -78,9 +78,13 @@ def encode_groups(
 
 def write_groups(folder: Path, stem: str, data: bytes) -> Path:
     """Write bytes of `encode_groups` under their seal. Raises StorageFullError."""
+    return write_sealed(folder, stem, data, seal_of(footer_of(data), place_of(folder, stem)))
+
+
+def footer_of(data: bytes) -> memoryview:
+    """What the name of a file with the bytes of `encode_groups` seals."""
     nbytes = int.from_bytes(data[-_END_NBYTES:-4], "little") + _END_NBYTES
-    footer = memoryview(data)[-nbytes:]
-    return write_sealed(folder, stem, data, seal_of(footer, place_of(folder, stem)))
+    return memoryview(data)[-nbytes:]
 
 
 class RowGroups:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,20 @@ TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
 X20_DENSITY = 0.2
 
 
+class TensorContent(NamedTuple):
+    """A tensor and the base's tensor that it is packed against; digests are of their contents.
+
+    Those of all tensors of a pack and its tiers determine the pack's id.
+    """
+
+    name: str
+    base_name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    base_digest: str
+
+
 @dataclass(frozen=True)
 class PackedTensor:
     """One tensor in a pack; `digest` and `base_digest` are of its and the base's contents.
@@ -62,6 +76,13 @@ class PackedTensor:
     checksums: npt.NDArray[np.uint64]
     residual_sq: npt.NDArray[np.float32]
     start_byte: npt.NDArray[np.int64]
+
+    @property
+    def content(self) -> TensorContent:
+        """What the tensor is made from."""
+        return TensorContent(
+            self.name, self.base_name, self.dtype, self.shape, self.digest, self.base_digest
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,252 @@
+"""What is in a pack: three sealed Parquet files beside the frames.
+
+`index` has a row per tensor. `chunks` has, per chunk, the sizes of frames and the residuals, which
+plans are made from; `checksums` what frames are compared with when they are read. These two are
+read a few tensors at a time. The seals cover the pack's id, so no file serves another pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from mergepipe_pipeline.catalog.arrow_tables import decode, encode
+from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, footer_of
+from mergepipe_pipeline.catalog.seals import find_sealed, place_of, read_sealed, seal_of
+from mergepipe_pipeline.catalog.seals import write_sealed as _write_sealed
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.pack import CODEC_VERSION, TIERS, PackedTensor, TensorContent, Tier
+
+#: Rows of `index`: what the whole of a tensor has; lists are in the order of TIERS.
+INDEX = pa.schema(
+    [
+        ("tensor", pa.string()),
+        ("base_tensor", pa.string()),
+        ("dtype", pa.string()),
+        ("shape", pa.list_(pa.int64())),
+        ("digest", pa.string()),
+        ("base_digest", pa.string()),
+        ("unit", pa.float32()),
+        ("threshold_bits", pa.uint32()),
+        ("start_byte", pa.list_(pa.int64())),
+        ("nbytes", pa.list_(pa.int64())),
+    ]
+)
+#: Rows of `chunks` and `checksums`: a tensor's arrays as little-endian bytes.
+CHUNKS = pa.schema([("tensor", pa.string()), ("nbytes", pa.binary()), ("residual_sq", pa.binary())])
+CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
+#: Of arrays in a row group: those of some hundred MiB of an expert.
+_GROUP_NBYTES = 1 << 18
+
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRow:
+    """One tensor of `index`; `start_byte` and `nbytes` are int64 [tiers]."""
+
+    content: TensorContent
+    unit: float
+    threshold_bits: int
+    start_byte: Longs
+    nbytes: Longs
+
+
+@dataclass(frozen=True, eq=False)
+class PackIndex:
+    """All tensors of a pack, in the order of its files, and the tiers that it has."""
+
+    tiers: tuple[Tier, ...]
+    rows: tuple[TensorRow, ...]
+    chunks: Path
+    checksums: Path
+
+    @property
+    def tier_nbytes(self) -> Longs:
+        """int64 [tiers]: sizes of the files of frames."""
+        total = np.zeros(len(TIERS), np.int64)
+        for row in self.rows:
+            total += row.nbytes
+        return total
+
+
+def pack_id_of(contents: Sequence[TensorContent], tiers: Sequence[Tier] = TIERS) -> str:
+    """The id of a pack of these tensors in these tiers, in whatever order (64 hex)."""
+    chosen = [t for t in TIERS if t in tiers]
+    return digest_json([CODEC_VERSION, chosen, sorted(contents)])
+
+
+def frames_path(root: Path, tier: Tier) -> Path:
+    """The file of one tier's frames."""
+    return root / f"{tier}.frames"
+
+
+def write_index(
+    staged: Path, final: Path, tiers: Sequence[Tier], of: Sequence[PackedTensor]
+) -> None:
+    """Write the three files of a pack that will be named `final`. Raises StorageFullError."""
+    sealed = {}
+    for stem, schema, row in (
+        (
+            "chunks",
+            CHUNKS,
+            lambda t: (t.name, _bytes(t.nbytes, "<u4"), _bytes(t.residual_sq, "<f4")),
+        ),
+        ("checksums", CHECKSUMS, lambda t: (t.name, _bytes(t.checksums, "<u8"))),
+    ):
+        data = encode_groups(schema, _groups(schema, of, row), {}, compression="none")
+        sealed[stem] = seal_of(footer_of(data), place_of(final, stem))
+        _write_sealed(staged, stem, data, sealed[stem])
+    columns = zip(*map(_index_row, of), strict=True)
+    table = pa.table([list(c) for c in columns] or [[] for _ in INDEX], schema=INDEX)
+    data = encode(table, {"codec": CODEC_VERSION, "tiers": list(tiers), **sealed})
+    _write_sealed(staged, "index", data, seal_of(data, place_of(final, "index")))
+
+
+def read_index(root: Path) -> PackIndex:
+    """The index of the pack in a folder, which is named by its id.
+
+    Raises CorruptionError for a pack that is not as it was written, but for bytes inside of files
+    that are read in parts; these are compared when they are read.
+    """
+    found = find_sealed(root, "index")
+    if len(found) != 1:
+        raise damaged_pack(root, "one sealed index", f"{len(found)}")
+    table, meta = decode(read_sealed(found[0]), str(found[0]), INDEX)
+    tiers = tuple(t for t in TIERS if t in meta["tiers"])
+    rows = tuple(_tensor_row(row) for row in table.to_pylist())
+    index = PackIndex(
+        tiers,
+        rows,
+        root / f"chunks.{meta['chunks']}.parquet",
+        root / f"checksums.{meta['checksums']}.parquet",
+    )
+    _refuse_other(root, index)
+    return index
+
+
+def _refuse_other(root: Path, index: PackIndex) -> None:
+    """Raise CorruptionError unless the folder holds the files that its index tells of."""
+    pack_id = pack_id_of([r.content for r in index.rows], index.tiers)
+    if pack_id != root.name:
+        raise damaged_pack(
+            root, f"the contents of pack {root.name[:16]}", f"those of {pack_id[:16]}"
+        )
+    sizes = dict(zip(TIERS, index.tier_nbytes, strict=True))
+    for tier in index.tiers:
+        path = frames_path(root, tier)
+        found = path.stat().st_size if path.is_file() else None
+        if found != sizes[tier]:
+            raise damaged_pack(path, f"{sizes[tier]} bytes", _told(found))
+    for path in (index.chunks, index.checksums):
+        if not path.is_file():
+            raise damaged_pack(path, "the file", "none")
+
+
+class ChunkRows:
+    """A file of `chunks` or `checksums`, by tensor; a file is open only while it is read.
+
+    Raises CorruptionError, here and while reading, for what is not as it was written.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._path, self._schema = path, schema
+        self._held: dict[str, tuple[bytes, ...]] = {}
+        with self._open() as file:
+            self._keys = {name: key for key in file.keys for name in key}
+
+    def __getitem__(self, tensor: str) -> tuple[bytes, ...]:
+        """The bytes of a tensor's arrays. Those of its row group are held until another is read."""
+        held = self._held
+        if tensor not in held:
+            with self._open() as file:
+                held = self._held = self._rows(file, self._keys[tensor])
+        return held[tensor]
+
+    def _open(self) -> RowGroups:
+        try:
+            return RowGroups(self._path, self._schema)
+        except FileNotFoundError:
+            raise damaged_pack(self._path, "the file", "none") from None
+
+    def _rows(self, file: RowGroups, key: Key) -> dict[str, tuple[bytes, ...]]:
+        names, *arrays = (column.to_pylist() for column in file.read(key).columns)
+        return dict(zip(names, zip(*arrays, strict=True), strict=True))
+
+
+def per_tier(data: bytes, dtype: str) -> npt.NDArray[Any]:
+    """[tiers, chunks] of the bytes of an array."""
+    return np.frombuffer(data, dtype).reshape(len(TIERS), -1)
+
+
+def damaged_pack(path: Path, expected: str, found: str) -> CorruptionError:
+    """The error for a pack that is not as it was written."""
+    return CorruptionError(
+        "A pack was changed after it was written",
+        where=str(path),
+        expected=expected,
+        found=found,
+        next_step="run `mergepipe repair`, then `mergepipe pack` again; until then `--no-packs` "
+        "reads the original",
+    )
+
+
+def _groups(
+    schema: pa.Schema,
+    tensors: Sequence[PackedTensor],
+    row_of: Callable[[PackedTensor], tuple[str | bytes, ...]],
+) -> Iterator[tuple[Key, pa.Table]]:
+    """Row groups of a few tensors each, in order."""
+    rows: list[tuple[str | bytes, ...]] = []
+    nbytes = 0
+    for number, tensor in enumerate(tensors, 1):
+        rows.append(row_of(tensor))
+        nbytes += sum(len(array) for array in rows[-1][1:])
+        if nbytes >= _GROUP_NBYTES or number == len(tensors):
+            names, *arrays = (list(column) for column in zip(*rows, strict=True))
+            yield tuple(map(str, names)), pa.table([names, *arrays], schema=schema)
+            rows, nbytes = [], 0
+
+
+def _index_row(t: PackedTensor) -> tuple[Any, ...]:
+    nbytes = t.nbytes.astype(np.int64).sum(axis=1).tolist()
+    return (
+        t.name,
+        t.base_name,
+        t.dtype,
+        list(t.shape),
+        t.digest,
+        t.base_digest,
+        t.unit,
+        t.threshold_bits,
+        t.start_byte.tolist(),
+        nbytes,
+    )
+
+
+def _tensor_row(row: dict[str, Any]) -> TensorRow:
+    content = TensorContent(
+        row["tensor"],
+        row["base_tensor"],
+        row["dtype"],
+        tuple(row["shape"]),
+        row["digest"],
+        row["base_digest"],
+    )
+    start, nbytes = (np.array(row[c], np.int64) for c in ("start_byte", "nbytes"))
+    return TensorRow(content, row["unit"], row["threshold_bits"], start, nbytes)
+
+
+def _bytes(array: npt.NDArray[Any], dtype: str) -> bytes:
+    return np.ascontiguousarray(array, dtype).tobytes()
+
+
+def _told(nbytes: int | None) -> str:
+    return "none" if nbytes is None else f"{nbytes} bytes"

@@ -1,0 +1,149 @@
+"""The folder of packs: each is found by the id that its contents give, so `find` is no search."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.catalog.seals import said
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.index import (
+    CHECKSUMS,
+    CHUNKS,
+    ChunkRows,
+    PackIndex,
+    TensorRow,
+    pack_id_of,
+    per_tier,
+    read_index,
+)
+from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, PackSource, TensorContent, Tier
+
+_PACK_ID = re.compile(r"[0-9a-f]{64}")
+_LOSSY: tuple[tuple[Tier, ...], ...] = tuple(TIERS[:n] for n in (4, 3, 2, 1, 0))
+_EXACT: tuple[tuple[Tier, ...], ...] = (("X20", "X"), ("X20",), ())
+#: All that a pack may have: a tier goes with those that its level reads. The most first.
+TIER_SETS = tuple(sorted(((*a, *b) for a, b in product(_LOSSY, _EXACT) if a or b), key=len))[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """A pack whose index is as it was written. Reading raises CorruptionError for what is not."""
+
+    pack_id: str
+    root: Path
+    index: PackIndex
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers that it has."""
+        return self.index.tiers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames."""
+        return int(self.index.tier_nbytes.sum())
+
+    @property
+    def source(self) -> PackSource:
+        """What a plan names it by."""
+        return PackSource(self.pack_id, str(self.root))
+
+    @cached_property
+    def contents(self) -> Mapping[str, TensorContent]:
+        """Tensors by name, in the order of the files."""
+        return {r.content.name: r.content for r in self.index.rows}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, PackedTensor]:
+        """Tensors by name, in the order of the files; each is read when it is asked for."""
+        return _Tensors(self.index)
+
+    def sizes(self) -> Iterator[tuple[TensorRow, npt.NDArray[np.uint32], npt.NDArray[np.float32]]]:
+        """Per tensor in order `nbytes` [tiers, chunks] and `residual_sq` [levels, chunks]."""
+        chunks = ChunkRows(self.index.chunks, CHUNKS)
+        for row in self.index.rows:
+            nbytes, residual_sq = chunks[row.content.name]
+            yield row, per_tier(nbytes, "<u4"), per_tier(residual_sq, "<f4")
+
+
+class _Tensors(Mapping[str, PackedTensor]):
+    """Tensors of an index with their arrays, of which a few are held. Safe for threads."""
+
+    def __init__(self, index: PackIndex) -> None:
+        self._rows = {r.content.name: r for r in index.rows}
+        self._chunks = ChunkRows(index.chunks, CHUNKS)
+        self._checksums = ChunkRows(index.checksums, CHECKSUMS)
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __getitem__(self, name: str) -> PackedTensor:
+        row = self._rows[name]
+        with self._lock:
+            (nbytes, residual_sq), (checksums,) = self._chunks[name], self._checksums[name]
+        return PackedTensor(
+            *row.content,
+            row.unit,
+            row.threshold_bits,
+            per_tier(nbytes, "<u4"),
+            per_tier(checksums, "<u8"),
+            per_tier(residual_sq, "<f4"),
+            row.start_byte,
+        )
+
+
+class PackStore:
+    """The folder `packs` of a warehouse."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, pack_id: str) -> Path:
+        """Where a pack is or would be."""
+        return self._folder / pack_id
+
+    def ids(self) -> list[str]:
+        """The ids of all packs, damaged ones among them; sorted."""
+        try:
+            names = os.listdir(self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name for name in names if _PACK_ID.fullmatch(name))
+
+    def open(self, pack_id: str) -> Pack:
+        """The pack of an id that is there. Raises CorruptionError for a damaged one."""
+        root = self.path(pack_id)
+        return Pack(pack_id, root, read_index(root))
+
+    def find(self, pack_id: str) -> Pack | None:
+        """The pack of an id; None if there is none, or if it is damaged, which is said once."""
+        path = self.path(pack_id)
+        if not path.is_dir():
+            return None
+        try:
+            return self.open(pack_id)
+        except CorruptionError as error:
+            said(path, error)
+            return None
+
+    def best(self, contents: Sequence[TensorContent]) -> Pack | None:
+        """The pack of these tensors with the most tiers; None if there is none."""
+        for tiers in TIER_SETS if contents else ():
+            found = self.find(pack_id_of(contents, tiers))
+            if found is not None:
+                return found
+        return None

@@ -1,0 +1,1 @@
+"""Tests of packs: frames, files, index and store."""

@@ -1,0 +1,142 @@
+"""A pack is found by its contents, and never used when it is not what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
+from mergepipe_pipeline.packs.store import TIER_SETS, PackStore
+from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, TensorContent, Tier
+from mergepipe_pipeline.storage.atomic import publish_dir
+
+HOWS = ("flip", "cut", "gone")
+
+
+def packed(name: str, chunks: int, seed: int, start: np.ndarray) -> PackedTensor:
+    """A tensor with arbitrary arrays; what they say fits the files that `write` makes."""
+    rng = np.random.default_rng(seed)
+    return PackedTensor(
+        name,
+        name,
+        "BF16",
+        (chunks << 16,),
+        f"{seed:064x}",
+        "b" * 64,
+        0.5,
+        7,
+        rng.integers(0, 1000, (6, chunks), np.uint32),
+        rng.integers(0, 1 << 63, (6, chunks), np.uint64),
+        rng.random((6, chunks), np.float32),
+        start,
+    )
+
+
+def some(*sizes: int) -> list[PackedTensor]:
+    """Tensors of so many chunks, one after the other in the files."""
+    found: list[PackedTensor] = []
+    at = np.zeros(6, np.int64)
+    for number, chunks in enumerate(sizes):
+        found.append(packed(f"t{number}", chunks, number, at.copy()))
+        at += found[-1].nbytes.sum(axis=1, dtype=np.int64)
+    return found
+
+
+def write(
+    store: PackStore, of: Sequence[PackedTensor], tmp: Path, tiers: Sequence[Tier] = TIERS
+) -> str:
+    """Write a pack of zeros as frames; its id."""
+    pack_id = pack_id_of([t.content for t in of], tiers)
+    staged = tmp / "staged"
+    staged.mkdir()
+    for number, tier in enumerate(TIERS):
+        nbytes = sum(int(t.nbytes[number].sum()) for t in of)
+        if tier in tiers:
+            frames_path(staged, tier).write_bytes(bytes(nbytes))
+    write_index(staged, store.path(pack_id), tiers, of)
+    publish_dir(staged, store.path(pack_id))
+    return pack_id
+
+
+def test_a_pack_is_found_by_its_contents_and_tells_what_was_written(tmp_path: Path) -> None:
+    store, of = PackStore(tmp_path / "packs"), some(3, 1, 40000, 2)
+    pack_id = write(store, of, tmp_path)
+    pack = store.find(pack_id)
+    assert pack is not None
+    best = store.best([t.content for t in reversed(of)])
+    assert best is not None
+    assert best.source == pack.source
+    assert store.ids() == [pack_id]
+    assert pack.nbytes == sum(int(t.nbytes.sum()) for t in of)
+    assert list(pack.contents.values()) == [t.content for t in of]
+    for tensor, (row, nbytes, residual_sq) in zip(of, pack.sizes(), strict=True):
+        found = pack.tensors[tensor.name]
+        assert (found.content, found.unit, found.threshold_bits) == (tensor.content, 0.5, 7)
+        assert row.start_byte.tolist() == found.start_byte.tolist() == tensor.start_byte.tolist()
+        for array in ("nbytes", "checksums", "residual_sq"):
+            assert np.array_equal(getattr(found, array), getattr(tensor, array))
+        assert np.array_equal(nbytes, tensor.nbytes)
+        assert np.array_equal(residual_sq, tensor.residual_sq)
+
+
+def test_contents_determine_the_id_and_nothing_else_does() -> None:
+    one, two = (t.content for t in some(1, 2))
+    ids = {
+        pack_id_of([one, two]),
+        pack_id_of([one]),
+        pack_id_of([one, two], ("L0",)),
+        pack_id_of([one, two._replace(base_digest="c" * 64)]),
+        pack_id_of([one, two._replace(digest="c" * 64)]),
+        pack_id_of([one, two._replace(dtype="F16")]),
+    }
+    assert len(ids) == 6
+    assert pack_id_of([one, two]) == pack_id_of([two, one], TIERS[::-1])
+
+
+def test_of_several_packs_of_one_content_the_one_with_most_tiers_is_best(tmp_path: Path) -> None:
+    store, of = PackStore(tmp_path / "packs"), some(2)
+    contents: list[TensorContent] = [of[0].content]
+    write(store, of, tmp_path, ("L0",))
+    write(store, of, tmp_path, ("X20", "X"))
+    best = store.best(contents)
+    assert best is not None
+    assert best.tiers == ("X20", "X")
+    assert len(set(TIER_SETS)) == 14
+    assert TIER_SETS[0] == TIERS
+
+
+@pytest.mark.parametrize(
+    ("file", "how"),
+    [
+        *((file, how) for file in ("index", "chunks", "checksums") for how in HOWS),
+        ("L2.frames", "cut"),  # a frame that is flipped is found when it is read
+        ("L2.frames", "gone"),
+    ],
+)
+def test_what_is_not_as_it_was_written_is_named_and_never_used(
+    tmp_path: Path, file: str, how: str
+) -> None:
+    store, of = PackStore(tmp_path / "packs"), some(3, 2)
+    pack_id = write(store, of, tmp_path)
+    (path,) = store.path(pack_id).glob(f"{file}*")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    if how != "gone":
+        path.write_bytes(data if how == "flip" else data[:-1])
+    with pytest.raises(CorruptionError) as caught:
+        list(store.open(pack_id).tensors.values())
+    assert file in str(caught.value) or pack_id in str(caught.value)
+
+
+def test_a_pack_under_another_id_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, of = PackStore(tmp_path / "packs"), some(3)
+    pack_id = write(store, of, tmp_path)
+    other = pack_id[::-1]
+    store.path(pack_id).rename(store.path(other))
+    assert (store.find(other), store.find(other), store.find(pack_id)) == (None, None, None)
+    assert len(caplog.records) == 1
