@@ -1,0 +1,216 @@
+"""Turns a chunk's bits into the frames of its tiers, and frames back; knows no file.
+
+A chunk is up to CHUNK_ELEMS elements of one tensor and the base's elements in the same places, as
+little-endian bits: uint16 of BF16 or F16, uint32 of F32. A tier in which nothing differs from zero
+has no bytes. The bits of a frame follow from those of the chunk, the tensor's unit and threshold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.packs import ternary
+from mergepipe_pipeline.packs.exact import Bits, bitmap_nbytes, distances, restore
+from mergepipe_pipeline.packs.frames import Bytes, FrameReader, as_array, refuse, to_frame
+from mergepipe_pipeline.spec.pack import TIERS, TIERS_OF, Level, Tier
+
+#: The types of elements that a pack has levels of, as NumPy has their bits.
+BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
+    "BF16": np.uint16,
+    "F16": np.uint16,
+    "F32": np.uint32,
+}
+#: The tiers that approximate, in their order.
+APPROXIMATE: tuple[Tier, ...] = TIERS_OF["L3"]
+#: A unit is so many times the root mean square of what is not zero.
+_RMS_PER_UNIT = 9
+_STEPS_PER_OCTAVE = 16
+#: Far from where a unit, a 27th of it or its inverse would lose bits.
+_LEAST_UNIT, _LARGEST_UNIT = 2.0**-100, 2.0**100
+_SIZE = np.uint32(0x7FFFFFFF)
+_NONE = as_array(b"")
+#: Sums of float64 are off by less.
+_ROUNDING = 1 + 2.0**-40
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk's frame in each tier that was asked for, b"" where it has nothing there.
+
+    `residual_sq` is float32 [levels] in the order of TIERS: ‖δ − δ̂‖² rounded up.
+    """
+
+    frames: Mapping[Tier, bytes]
+    residual_sq: Floats
+
+
+def unit_of(l2sq: float, nonzero: int) -> float:
+    """The unit of a tensor with Σδ² and that many δ ≠ 0, a float32 number.
+
+    A 16th of an octave decides, so that it does not depend on how sums were rounded.
+    """
+    if not (0 < l2sq < math.inf) or not nonzero:
+        return 1.0
+    octaves = math.log2(_RMS_PER_UNIT * math.sqrt(l2sq / nonzero))
+    unit = 2.0 ** (round(octaves * _STEPS_PER_OCTAVE) / _STEPS_PER_OCTAVE)
+    return float(np.float32(min(max(unit, _LEAST_UNIT), _LARGEST_UNIT)))
+
+
+def encode_chunk(
+    expert: Bits,
+    base: Bits,
+    dtype: str,
+    unit: float,
+    threshold_bits: int,
+    tiers: Collection[Tier] = TIERS,
+) -> EncodedChunk:
+    """The frames of a chunk [n] of `dtype`, for a tensor of this unit and threshold of X20."""
+    delta = _delta(expert, base, dtype)
+    found = dict.fromkeys(tiers, b"")
+    residual_sq = np.zeros(len(TIERS))
+    if np.array_equal(expert, base):
+        # Where ∞ − ∞ is not a number, only an exact level says what the expert has.
+        residual_sq[: len(APPROXIMATE)] = 0 if np.isfinite(delta).all() else np.inf
+        return EncodedChunk(found, residual_sq.astype(np.float32))
+    coarse = _encode_ternary(delta, unit, residual_sq[: len(APPROXIMATE)])
+    exact = _encode_exact(expert, base, delta, threshold_bits)
+    residual_sq[TIERS.index("X20")] = _energy_below(delta, threshold_bits)
+    found.update({tier: frame for tier, frame in {**coarse, **exact}.items() if tier in found})
+    return EncodedChunk(found, _rounded_up(residual_sq))
+
+
+def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: Floats) -> None:
+    """Fill `out` [n] with δ̂ of the level that `frames`, of L0, L1 … in order, make up.
+
+    A frame without bytes, or None, is of zeros. Raises CorruptionError.
+    """
+    n, level = len(out), len(frames) - 1
+    nbytes = (n, *[ternary.trit_nbytes(n)] * level)
+    units, *trits = (_section(f, m) for f, m in zip(frames, nbytes, strict=True))
+    if all(not len(section) for section in (units, *trits)):
+        out[:] = 0
+        return
+    first, second, third = (*trits, _NONE, _NONE, _NONE)[:3]
+    step = ternary.steps(unit)[level]
+    ternary.approximate(units, (first, second, third), len(frames), step, out)
+
+
+def decode_exact(
+    x20: memoryview | None, x: memoryview | None, base_bits: Bits, out_bits: Bits
+) -> None:
+    """Fill `out_bits` [n] with the expert's bits, given the base's.
+
+    Without `x` what is not in `x20` is the base's: that is level X20. Raises CorruptionError.
+    """
+    n, size = len(out_bits), out_bits.itemsize
+    if not x20 and not x:
+        out_bits[:] = base_bits
+        return
+    planes, bitmap, n_large = np.zeros((size, n), np.uint8), _NONE, 0
+    if x20:
+        frame = FrameReader(x20, 1 + size)
+        bitmap = frame.section(bitmap_nbytes(n))
+        n_large = int(np.bitwise_count(bitmap).sum())
+        if n_large > n or (n % 8 and bitmap[-1] >> (n % 8)):
+            refuse(f"a bitmap of {n} elements", "bits behind the last")
+        for plane in planes:
+            plane[:n_large] = frame.section(n_large)
+    if x:
+        frame = FrameReader(x, size)
+        for plane in planes:
+            plane[n_large:] = frame.section(n - n_large)
+    restore(bitmap, n_large, planes, base_bits, out_bits)
+
+
+def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> Floats:
+    """δ̂ of any `delta` [n] at a level, as its decoder gives it; not finite ones become zero."""
+    if level == "X":
+        return delta.copy()
+    if level == "X20":
+        return np.where(_is_large(delta, threshold_bits), delta, np.float32(0))
+    n, n_tiers = len(delta), len(TIERS_OF[level])
+    units, trits, _ = _quantise(np.ascontiguousarray(delta), unit)
+    out = np.empty(n, np.float32)
+    rows = (as_array(trits[0].data), as_array(trits[1].data), as_array(trits[2].data))
+    ternary.approximate(as_array(units.data), rows, n_tiers, ternary.steps(unit)[n_tiers - 1], out)
+    return out
+
+
+def _quantise(
+    delta: Floats, unit: float
+) -> tuple[npt.NDArray[np.int8], Bytes, npt.NDArray[np.float64]]:
+    units = np.empty(len(delta), np.int8)
+    trits = np.empty((ternary.N_TIERS - 1, ternary.trit_nbytes(len(delta))), np.uint8)
+    residual_sq = np.zeros(ternary.N_TIERS)
+    per_unit = np.float32(1 / unit)
+    ternary.quantise(delta, per_unit, ternary.steps(unit), units, trits, residual_sq)
+    return units, trits, residual_sq
+
+
+def _encode_ternary(
+    delta: Floats, unit: float, residual_sq: npt.NDArray[np.float64]
+) -> dict[Tier, bytes]:
+    """The frames of the approximate tiers; fills in their levels' `residual_sq`."""
+    units, trits, residual_sq[:] = _quantise(delta, unit)
+    found = [to_frame([units.view(np.uint8)]) if units.any() else b""]
+    found += [to_frame([row]) if (row != ternary.NO_TRITS).any() else b"" for row in trits]
+    return dict(zip(APPROXIMATE, found, strict=True))
+
+
+def _encode_exact(
+    expert: Bits, base: Bits, delta: Floats, threshold_bits: int
+) -> dict[Tier, bytes]:
+    large = _is_large(delta, threshold_bits)
+    folded = np.empty_like(expert)
+    n_large = distances(expert, base, large, folded)
+    planes = folded.view(np.uint8).reshape(len(folded), -1)
+    bitmap = np.packbits(large, bitorder="little")
+    x20 = to_frame([bitmap, *planes[:n_large].T]) if n_large else b""
+    x = to_frame([*planes[n_large:].T]) if folded[n_large:].any() else b""
+    return {"X20": x20, "X": x}
+
+
+def _is_large(delta: Floats, threshold_bits: int) -> npt.NDArray[np.bool_]:
+    """What X20 holds: |δ| of the threshold or more, and what is no number."""
+    magnitude = delta.view(np.uint32) & _SIZE
+    is_large: npt.NDArray[np.bool_] = magnitude >= max(threshold_bits, 1)
+    return is_large
+
+
+def _energy_below(delta: Floats, threshold_bits: int) -> float:
+    """Σδ² of what X20 leaves out; infinite if that is not a number."""
+    left_out = np.where(_is_large(delta, threshold_bits), np.float32(0), delta).astype(np.float64)
+    energy = float(np.dot(left_out, left_out))
+    return energy if energy == energy else math.inf
+
+
+def _rounded_up(values: npt.NDArray[np.float64]) -> Floats:
+    at_least = values * _ROUNDING
+    with np.errstate(over="ignore"):
+        found = at_least.astype(np.float32)
+    return np.where(found < at_least, np.nextafter(found, np.float32(np.inf)), found)
+
+
+def _section(frame: memoryview | None, nbytes: int) -> Bytes:
+    return FrameReader(frame, 1).section(nbytes) if frame else _NONE
+
+
+def _delta(expert: Bits, base: Bits, dtype: str) -> Floats:
+    """e − b [n] as float32."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _values(expert, dtype) - _values(base, dtype)
+
+
+def _values(bits: Bits, dtype: str) -> Floats:
+    if dtype == "F32":
+        return bits.view(np.float32)
+    if dtype == "F16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -1,0 +1,262 @@
+"""A chunk comes back from its frames: its own bits, or δ as near as a level says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import zstandard
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.codec import (
+    APPROXIMATE,
+    BITS_OF,
+    EncodedChunk,
+    decode_approximate,
+    decode_exact,
+    encode_chunk,
+    quantised,
+    unit_of,
+)
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
+
+Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Floats = npt.NDArray[np.float32]
+
+LENGTHS = st.one_of(st.integers(1, 700), st.sampled_from([CHUNK_ELEMS - 1, CHUNK_ELEMS]))
+DTYPES = st.sampled_from(sorted(BITS_OF))
+SEEDS = st.integers(0, 2**32 - 1)
+#: Float32 patterns of magnitudes, of ordinary deltas and of any.
+THRESHOLDS = st.one_of(st.just(0), st.integers(0x35000000, 0x3F800000), st.integers(0, 0x7F7FFFFF))
+#: What is special of bfloat16, and as the upper half of float32: zeros, a subnormal, ∞ and NaNs.
+SPECIAL = np.array([0, 0x8000, 1, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF], np.uint16)
+
+
+def any_bits(n: int, dtype: str, seed: int) -> tuple[Bits, Bits]:
+    """An expert and a base of random patterns: some close to each other, some special ones."""
+    rng, kind = np.random.default_rng(seed), BITS_OF[dtype]
+    base = rng.integers(0, 2 ** (8 * kind().itemsize), n).astype(kind)
+    far = rng.integers(0, 2 ** (8 * kind().itemsize), n).astype(kind)
+    special = rng.choice(SPECIAL, n).astype(kind) << kind(16 if dtype == "F32" else 0)
+    near = base + rng.integers(-3, 4, n).astype(kind)
+    expert = np.select([rng.random(n) < share for share in (0.5, 0.2, 0.3)], [near, far, special])
+    return np.where(rng.random(n) < 0.1, base, expert).astype(kind), base
+
+
+def deltas(n: int, seed: int, spread: float = 1e-3) -> Floats:
+    """Normal deltas, some of them zero and a few large ones."""
+    rng = np.random.default_rng(seed)
+    found = rng.standard_normal(n) * spread * np.where(rng.random(n) < 0.01, 50, 1)
+    return np.where(rng.random(n) < 0.1, 0, found).astype(np.float32)
+
+
+def of_delta(delta: Floats, unit: float, threshold_bits: int = 0) -> EncodedChunk:
+    """The chunk of a float32 expert on a base of zeros."""
+    base = np.zeros(len(delta), np.uint32)
+    return encode_chunk(delta.view(np.uint32), base, "F32", unit, threshold_bits)
+
+
+def approximated(chunk: EncodedChunk, level: str, unit: float, n: int) -> Floats:
+    out = np.full(n, np.nan, np.float32)
+    frames = [memoryview(chunk.frames[tier]) for tier in TIERS_OF[level]]
+    decode_approximate(frames, unit, out)
+    return out
+
+
+def unit_for(delta: Floats) -> float:
+    return unit_of(float(np.square(delta, dtype=np.float64).sum()), np.count_nonzero(delta))
+
+
+@given(LENGTHS, DTYPES, SEEDS, THRESHOLDS)
+def test_an_exact_chunk_comes_back_bit_for_bit_whatever_its_bits_mean(
+    n: int, dtype: str, seed: int, threshold_bits: int
+) -> None:
+    expert, base = any_bits(n, dtype, seed)
+    frames = encode_chunk(expert, base, dtype, 1e-3, threshold_bits).frames
+    found = np.empty_like(base)
+    decode_exact(memoryview(frames["X20"]), memoryview(frames["X"]), base, found)
+    assert np.array_equal(found, expert)
+
+
+@given(LENGTHS, DTYPES, SEEDS, THRESHOLDS)
+def test_x20_alone_has_every_delta_from_the_threshold_on_and_the_base_elsewhere(
+    n: int, dtype: str, seed: int, threshold_bits: int
+) -> None:
+    expert, base = any_bits(n, dtype, seed)
+    chunk = encode_chunk(expert, base, dtype, 1e-3, threshold_bits)
+    found = np.empty_like(base)
+    decode_exact(memoryview(chunk.frames["X20"]), None, base, found)
+    with np.errstate(all="ignore"):
+        delta = _values(expert, dtype) - _values(base, dtype)
+    magnitude = np.abs(delta).view(np.uint32)
+    is_large = (magnitude >= threshold_bits) & (magnitude > 0)
+    assert np.array_equal(found, np.where(is_large, expert, base))
+    left_out = float(np.square(delta[~is_large], dtype=np.float64).sum())
+    assert _is_just_above(float(chunk.residual_sq[TIERS.index("X20")]), left_out)
+
+
+@given(LENGTHS, SEEDS, st.sampled_from([1e-30, 1e-3, 1e20]))
+def test_levels_are_as_near_as_their_steps_and_say_what_they_leave(
+    n: int, seed: int, spread: float
+) -> None:
+    delta = deltas(n, seed, spread)
+    unit = unit_for(delta)
+    chunk = of_delta(delta, unit)
+    for k, level in enumerate(APPROXIMATE):
+        found = approximated(chunk, level, unit, n).astype(np.float64)
+        is_inside = np.abs(delta) < 127 * unit
+        assert (np.abs(delta - found)[is_inside] <= unit * 3.0**-k / 2 * (1 + 1e-4)).all()
+        left = float(np.square(delta - found).sum())
+        assert _is_just_above(float(chunk.residual_sq[k]), left)
+
+
+@given(LENGTHS, SEEDS, THRESHOLDS)
+def test_quantised_gives_what_the_decoder_gives(n: int, seed: int, threshold_bits: int) -> None:
+    delta = deltas(n, seed)
+    unit = unit_for(delta)
+    chunk = of_delta(delta, unit, threshold_bits)
+    for level in APPROXIMATE:
+        found = quantised(delta, unit, threshold_bits, level)
+        assert np.array_equal(found, approximated(chunk, level, unit, n))
+    base, found = np.zeros(n, np.uint32), np.empty(n, np.uint32)
+    decode_exact(memoryview(chunk.frames["X20"]), None, base, found)
+    assert np.array_equal(quantised(delta, unit, threshold_bits, "X20"), found.view(np.float32))
+    assert np.array_equal(quantised(delta, unit, threshold_bits, "X"), delta)
+
+
+@given(LENGTHS, DTYPES, SEEDS)
+def test_a_chunk_that_equals_the_base_costs_nothing(n: int, dtype: str, seed: int) -> None:
+    expert, _ = any_bits(n, dtype, seed)
+    chunk = encode_chunk(expert, expert.copy(), dtype, 1.0, 0)
+    assert all(frame == b"" for frame in chunk.frames.values())
+    is_finite = np.isfinite(_values(expert, dtype)).all()
+    assert chunk.residual_sq.tolist() == [0 if is_finite else np.inf] * 4 + [0, 0]
+    found = np.empty_like(expert)
+    decode_exact(None, None, expert, found)
+    assert np.array_equal(found, expert)
+
+
+def test_what_is_not_finite_is_zero_in_a_level_that_says_it_cannot_be_used() -> None:
+    delta = np.array([1, np.inf, -1, np.nan, 200], np.float32)
+    chunk = of_delta(delta, 1.0)
+    assert chunk.residual_sq.tolist()[:4] == [np.inf] * 4
+    assert approximated(chunk, "L0", 1.0, 5).tolist() == [1, 0, -1, 0, 127]
+
+
+def test_only_the_tiers_that_are_asked_for_are_there() -> None:
+    delta = deltas(100, 1)
+    frames = encode_chunk(
+        delta.view(np.uint32), np.zeros(100, np.uint32), "F32", 1e-3, 0, ("L0", "L1")
+    ).frames
+    assert list(frames) == ["L0", "L1"]
+    assert frames["L1"] == of_delta(delta, 1e-3).frames["L1"]
+
+
+def test_two_threads_encode_and_decode_the_same_bits() -> None:
+    pairs = [any_bits(20_000, dtype, seed) for dtype in BITS_OF for seed in range(8)]
+
+    def both_ways(pair: tuple[Bits, Bits]) -> tuple[list[bytes], bytes]:
+        expert, base = pair
+        dtype = "BF16" if expert.itemsize == 2 else "F32"
+        frames = encode_chunk(expert, base, dtype, 1e-3, 1 << 29).frames
+        found = np.empty_like(base)
+        decode_exact(memoryview(frames["X20"]), memoryview(frames["X"]), base, found)
+        return list(frames.values()), found.tobytes()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(both_ways, pairs)) == [both_ways(pair) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("l2sq", "nonzero", "unit"),
+    [
+        (0.0, 0, 1.0),
+        (np.inf, 3, 1.0),
+        (np.nan, 3, 1.0),
+        (4e-6, 4, 2**-6.8125),
+        (1e-300, 1, 2**-100),
+    ],
+)
+def test_a_unit_is_nine_times_the_rms_in_sixteenths_of_an_octave(
+    l2sq: float, nonzero: int, unit: float
+) -> None:
+    assert unit_of(l2sq, nonzero) == np.float32(unit)
+    assert unit_of(l2sq * (1 + 1e-12), nonzero) == np.float32(unit)
+
+
+#: The head of a zstd frame that says to hold 2⁶⁰ bytes.
+VAST = bytes.fromhex("28b52ffd e0") + (1 << 60).to_bytes(8, "little") + bytes(20)
+HOSTILE = st.one_of(
+    st.binary(max_size=400),
+    st.tuples(st.lists(st.integers(0, 2**32 - 1), max_size=3), st.binary(max_size=300)).map(
+        lambda t: b"".join(x.to_bytes(4, "little") for x in t[0]) + t[1]
+    ),
+)
+
+
+@given(LENGTHS, HOSTILE, st.sampled_from([np.uint16, np.uint32]))
+@example(100, VAST, np.uint16)
+@example(100, zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100)), np.uint16)
+def test_hostile_frames_are_refused_or_decoded_to_some_numbers(
+    n: int, frame: bytes, kind: type[np.unsignedinteger]
+) -> None:
+    base = np.zeros(n, kind)
+    given_as = memoryview(frame)
+    attempts: list[Callable[[], None]] = [
+        lambda: decode_exact(given_as, None, base, np.empty_like(base)),
+        lambda: decode_exact(None, given_as, base, np.empty_like(base)),
+        lambda: decode_approximate([given_as], 1.0, np.empty(n, np.float32)),
+        lambda: decode_approximate([None, given_as], 1.0, np.empty(n, np.float32)),
+    ]
+    for decode in attempts:
+        with suppress(CorruptionError):
+            decode()
+
+
+def test_a_section_that_states_a_vast_size_is_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(CorruptionError, match=str(1 << 60)):
+        decode_approximate([memoryview(VAST)], 1.0, np.empty(100, np.float32))
+
+
+@given(SEEDS, st.sampled_from(TIERS), st.data())
+def test_a_frame_that_is_cut_short_or_too_long_is_refused(
+    seed: int, tier: Tier, data: st.DataObject
+) -> None:
+    n = 300
+    delta = deltas(n, seed)
+    whole = of_delta(delta, unit_for(delta), 1 << 29).frames[tier]
+    if not whole:
+        return
+    cut = data.draw(st.integers(1, len(whole) - 1))
+    for frame in (memoryview(whole[:cut]), memoryview(whole + bytes(n + 1))):
+        with pytest.raises(CorruptionError, match="cannot be decoded"):
+            _decode_one(frame, tier, n)
+
+
+def _decode_one(frame: memoryview, tier: Tier, n: int) -> None:
+    """Decode a frame of float32 elements, with nothing in other tiers."""
+    if tier in APPROXIMATE:
+        before = [None] * APPROXIMATE.index(tier)
+        decode_approximate([*before, frame], 1.0, np.empty(n, np.float32))
+    else:
+        pair = (frame, None) if tier == "X20" else (None, frame)
+        decode_exact(*pair, np.zeros(n, np.uint32), np.empty(n, np.uint32))
+
+
+def _values(bits: Bits, dtype: str) -> Floats:
+    if dtype == "BF16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32)
+
+
+def _is_just_above(stated: float, left: float) -> bool:
+    """Whether a float32 is `left` rounded up, give or take the order of a sum."""
+    if np.isnan(left) or stated == np.inf:
+        return not left < float(np.finfo(np.float32).max)
+    return left * (1 - 1e-13) <= stated <= left * (1 + 4e-7) + 2e-45
