@@ -12,6 +12,8 @@ from typing import Any
 #: Raised when the engine's figures come to mean something else; those of other versions are not
 #: used. The storage's have kept their meaning since the first version, which told no number.
 PROFILE_VERSION = 2
+#: What a disk is taken to read where nobody has measured it.
+DEFAULT_READ_BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
     "X20": ("X20",),
     "X": ("X20", "X"),
 }
+#: The dtypes of tensors that have levels; all others are read from the expert.
+PACKED_DTYPES = ("BF16", "F16", "F32")
 #: Share of a tensor's elements that X20 holds at least: those of the largest |δ|.
 X20_DENSITY = 0.2
 

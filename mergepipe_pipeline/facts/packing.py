@@ -1,0 +1,77 @@
+"""What an expert's pack is made of: tensors, units and thresholds, from the catalog's statistics.
+
+Steps and thresholds are those of whole tensors as the catalog knows them, so a pack does not depend
+on when or with what it was made, and X20 holds exactly what a trim to that density keeps.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Sparsified, histograms
+from mergepipe_pipeline.facts.expert_stats import ensure_stats
+from mergepipe_pipeline.packs.codec import unit_of
+from mergepipe_pipeline.packs.contents import packed_contents
+from mergepipe_pipeline.packs.writer import Packing
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.pack import X20_DENSITY, TensorContent
+from mergepipe_pipeline.spec.view import moved
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def contents_of(
+    warehouse: Warehouse, expert: Model, base: Model, progress: Progress | None = None
+) -> tuple[TensorContent, ...]:
+    """What a pack of an expert against a base is made from; takes digests that are not known."""
+    digests, base_digests = (
+        [ensure_digests(warehouse, c, progress) for c in model.checkpoints]
+        for model in (expert, base)
+    )
+    return packed_contents(expert, base, digests, base_digests)
+
+
+def packings_of(
+    warehouse: Warehouse, expert: Model, base: Model, progress: Progress | None = None
+) -> tuple[Packing, ...]:
+    """The tensors of a pack with their units and thresholds; analyses what is not known.
+
+    Sources of the views are the expert's checkpoints, then the base's.
+    """
+    grid = grid_for(base, None)
+    contents = contents_of(warehouse, expert, base, progress)
+    pairs = [(c.name, c.base_name) for c in contents]
+    ensure_stats(warehouse, [(expert, pairs)], base, grid, progress)
+    stats = histograms(warehouse, expert, base, grid.block_elems)
+    load = partial(histograms, warehouse, expert, base, grid.block_elems)
+    facts, tables = ExpertFacts(warehouse, expert, base, stats, load, progress), FactTables()
+    wanted = [_trimmed(content) for content in contents]
+    facts.add("trim", wanted, tables, in_full=True)
+    return tuple(
+        Packing(
+            content,
+            expert.views[content.name],
+            moved(base.views[content.base_name], len(expert.checkpoints)),
+            unit_of(known.l2sq, known.nonzero),
+            tables.trims[s.place].threshold_bits,
+        )
+        for content, s in zip(contents, wanted, strict=True)
+        for known in (stats.by_pair[s.pair],)
+    )
+
+
+def _trimmed(content: TensorContent) -> Sparsified:
+    """A trim to the density of X20, which a recipe might ask for as well."""
+    return Sparsified(
+        place=(content.name, 0),
+        pair=(content.name, content.base_name),
+        position=0,
+        seed=0,
+        params=(),
+        model_params=(("density", X20_DENSITY),),
+        shape=content.shape,
+        numel=prod(content.shape),
+    )

@@ -1,0 +1,48 @@
+"""Which tensors of an expert a pack holds, and what its id follows from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mergepipe_pipeline.spec.model import Model, view_digest
+from mergepipe_pipeline.spec.pack import PACKED_DTYPES, TensorContent
+
+
+def packed_names(expert: Model, base: Model) -> list[str]:
+    """The tensors that have levels, in the expert's order.
+
+    Those that both store whole, with equal shape and dtype. All others are read from the expert.
+    """
+    return [
+        name
+        for name, mine in expert.views.items()
+        if (theirs := base.views.get(name)) is not None
+        and mine.whole
+        and theirs.whole
+        and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        and mine.dtype in PACKED_DTYPES
+        and mine.numel
+    ]
+
+
+def packed_contents(
+    expert: Model,
+    base: Model,
+    digests: Sequence[Mapping[str, str]],
+    base_digests: Sequence[Mapping[str, str]],
+) -> tuple[TensorContent, ...]:
+    """What a pack of an expert against a base is made from, in the expert's order.
+
+    Digests are by tensor, per checkpoint of each model.
+    """
+    return tuple(
+        TensorContent(
+            name,
+            name,
+            expert.views[name].dtype,
+            expert.views[name].shape,
+            view_digest(expert.views[name], digests),
+            view_digest(base.views[name], base_digests),
+        )
+        for name in packed_names(expert, base)
+    )

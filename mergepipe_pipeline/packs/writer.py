@@ -1,0 +1,242 @@
+"""Writes the files of a pack in one pass over expert and base, a few chunks in memory per thread.
+
+What was encoded is decoded again from the frames before they are written, and compared. Frames lie
+in the order of tensors and chunks, whatever thread made them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.digest import frame_checksum
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import CorruptionError, StorageFullError
+from mergepipe_pipeline.packs.codec import BITS_OF, EncodedChunk, decode_exact, encode_chunk
+from mergepipe_pipeline.packs.exact import Bits
+from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.index import frames_path, write_index
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
+from mergepipe_pipeline.spec.segments import KnownSegments
+from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.storage.atomic import FULL
+from mergepipe_pipeline.tensors.stored import Readers, read_stored
+from mergepipe_pipeline.tensors.verified import Verifier, Verify
+
+#: Chunks that one thread reads, encodes and hands over at once: 2 MiB of bfloat16 of each model.
+_CHUNKS_AT_ONCE = 16
+
+
+class Packing(NamedTuple):
+    """A tensor to be packed: what it is made from, where both lie, and what its tiers follow."""
+
+    content: TensorContent
+    expert: TensorView
+    base: TensorView
+    unit: float
+    threshold_bits: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the bytes of a pack come from: both models' readers, and what they are compared with.
+
+    `older` gives a tensor of an older pack with its files, if its frames may be taken over.
+    """
+
+    readers: Readers
+    known: KnownSegments
+    older: Callable[[Packing], tuple[FrameFiles, PackedTensor] | None]
+
+
+#: The encoded chunks [first, stop) of a tensor.
+_Chunks = Callable[[int, int], list[EncodedChunk]]
+
+
+class _Job(NamedTuple):
+    packing: Packing
+    chunks: _Chunks
+    first: int
+    stop: int
+
+
+def write_pack(
+    staged: Path,
+    final: Path,
+    tensors: Sequence[Packing],
+    tiers: Sequence[Tier],
+    origin: Origin,
+    advance: Callable[[int], None],
+) -> None:
+    """Write into `staged` all files of the pack that will be named `final`.
+
+    `advance` gets the expert's bytes as they are done. Raises CorruptionError for inputs that are
+    not what was analysed, CheckpointChangedError, StorageFullError.
+    """
+    written: list[PackedTensor] = []
+    with ExitStack() as stack, _full_disk_named(staged):
+        opened = ((t, frames_path(staged, t).open("wb")) for t in tiers)
+        files = {tier: stack.enter_context(file) for tier, file in opened}
+        workers = stack.enter_context(Workers(threads.analysis()))
+        jobs = (job for packing in tensors for job in _jobs(packing, tiers, origin))
+        done = workers.map(_run, jobs, depth=threads.analysis() + 2)
+        for job, encoded in done:
+            if job.first == 0:
+                written.append(_unwritten(job.packing, tiers, files))
+            _append(written[-1], job.first, encoded, files)
+            advance(_elems(job) * itemsize(job.packing.content.dtype))
+    write_index(staged, final, tiers, written)
+
+
+def _run(job: _Job) -> tuple[_Job, list[EncodedChunk]]:
+    return job, job.chunks(job.first, job.stop)
+
+
+def _jobs(packing: Packing, tiers: Sequence[Tier], origin: Origin) -> Iterator[_Job]:
+    check, check_base = (
+        Verifier(view, origin.known.of_view(view)).check for view in (packing.expert, packing.base)
+    )
+    chunks: _Chunks = partial(_encoded, packing, tiers, origin.readers, check, check_base)
+    older = origin.older(packing)
+    if older is not None:
+        chunks = partial(_taken_over, *older, tiers, chunks)
+    n_chunks = -(-packing.expert.numel // CHUNK_ELEMS)
+    for first in range(0, n_chunks, _CHUNKS_AT_ONCE):
+        yield _Job(packing, chunks, first, min(n_chunks, first + _CHUNKS_AT_ONCE))
+
+
+def _encoded(
+    packing: Packing,
+    tiers: Sequence[Tier],
+    readers: Readers,
+    check: Verify,
+    check_base: Verify,
+    first: int,
+    stop: int,
+) -> list[EncodedChunk]:
+    """Chunks read from both models, encoded, decoded again and compared."""
+    start_elem = first * CHUNK_ELEMS
+    stop_elem = min(stop * CHUNK_ELEMS, packing.expert.numel)
+    expert, base = (
+        _bits(readers, view, start_elem, stop_elem, verify)
+        for view, verify in ((packing.expert, check), (packing.base, check_base))
+    )
+    found = []
+    for at in range(0, stop_elem - start_elem, CHUNK_ELEMS):
+        mine, theirs = expert[at : at + CHUNK_ELEMS], base[at : at + CHUNK_ELEMS]
+        chunk = encode_chunk(
+            mine, theirs, packing.content.dtype, packing.unit, packing.threshold_bits, tiers
+        )
+        _refuse_other(packing, (start_elem + at) // CHUNK_ELEMS, chunk, mine, theirs)
+        found.append(chunk)
+    return found
+
+
+def _bits(readers: Readers, view: TensorView, start: int, stop: int, verify: Verify) -> Bits:
+    """[stop − start] stored elements of a view as unsigned numbers."""
+    raw = bytearray((stop - start) * itemsize(view.dtype))
+    read_stored(readers, view, start, stop, memoryview(raw), verify)
+    return np.frombuffer(raw, BITS_OF[view.dtype])
+
+
+def _refuse_other(
+    packing: Packing, number: int, chunk: EncodedChunk, expert: Bits, base: Bits
+) -> None:
+    """Raise CorruptionError if the exact frames of a chunk do not give the expert's bits."""
+    if "X" not in chunk.frames:
+        return
+    decoded = np.empty_like(expert)
+    x20, x = (memoryview(chunk.frames[tier]) for tier in ("X20", "X"))
+    decode_exact(x20, x, base, decoded)
+    if not np.array_equal(decoded, expert):
+        raise CorruptionError(
+            "A chunk does not decode to what was encoded",
+            where=f"tensor {packing.content.name}, chunk {number}",
+            expected="the expert's stored bits",
+            found="others",
+            next_step="run the command again; if it stays, please report it as a defect",
+        )
+
+
+def _taken_over(
+    files: FrameFiles,
+    tensor: PackedTensor,
+    tiers: Sequence[Tier],
+    encoded: _Chunks,
+    first: int,
+    stop: int,
+) -> list[EncodedChunk]:
+    """Chunks of an older pack, compared with their checksums; damaged ones are `encoded` anew."""
+    try:
+        frames = {tier: files.read(tensor, tier, first, stop) for tier in tiers}
+    except CorruptionError:
+        return encoded(first, stop)
+    return [
+        EncodedChunk(
+            {tier: bytes(of[at]) for tier, of in frames.items()},
+            tensor.residual_sq[:, first + at],
+        )
+        for at in range(stop - first)
+    ]
+
+
+def _unwritten(
+    packing: Packing, tiers: Sequence[Tier], files: Mapping[Tier, IO[bytes]]
+) -> PackedTensor:
+    """A tensor of which no chunk is written yet; levels without their tiers cannot be used."""
+    n_chunks = -(-packing.expert.numel // CHUNK_ELEMS)
+    ends = [files[t].tell() if t in files else 0 for t in TIERS]
+    return PackedTensor(
+        *packing.content,
+        packing.unit,
+        packing.threshold_bits,
+        np.zeros((len(TIERS), n_chunks), np.uint32),
+        np.zeros((len(TIERS), n_chunks), np.uint64),
+        np.full((len(TIERS), n_chunks), np.inf, np.float32),
+        np.array(ends, np.int64),
+    )
+
+
+def _append(
+    tensor: PackedTensor,
+    first: int,
+    encoded: Sequence[EncodedChunk],
+    files: Mapping[Tier, IO[bytes]],
+) -> None:
+    """Write chunks from number `first` on, and fill in what the index tells of them."""
+    usable = [number for number, tier in enumerate(TIERS) if tier in files]
+    for chunk, found in enumerate(encoded, first):
+        tensor.residual_sq[usable, chunk] = found.residual_sq[usable]
+        for tier, file in files.items():
+            frame, number = found.frames[tier], TIERS.index(tier)
+            file.write(frame)
+            tensor.nbytes[number, chunk] = len(frame)
+            tensor.checksums[number, chunk] = frame_checksum(frame) if frame else 0
+
+
+def _elems(job: _Job) -> int:
+    return min(job.stop * CHUNK_ELEMS, job.packing.expert.numel) - job.first * CHUNK_ELEMS
+
+
+@contextmanager
+def _full_disk_named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise StorageFullError(
+            "The disk is full",
+            where=str(folder),
+            found=os.strerror(error.errno or 0),
+            next_step="free space and run the same command again; packs that are done are kept",
+        ) from error

@@ -1,0 +1,244 @@
+"""The verb `pack`: write experts' deltas once as tiers, so that merges read a part of the bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from math import ceil, prod
+
+from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
+from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.facts.packing import contents_of, packings_of
+from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.index import pack_id_of
+from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.resolution.open_models import open_pair
+from mergepipe_pipeline.spec.machine_profile import DEFAULT_READ_BYTES_PER_S
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.pack import (
+    PACKED_DTYPES,
+    TIERS,
+    TIERS_OF,
+    PackedTensor,
+    TensorContent,
+    Tier,
+)
+from mergepipe_pipeline.storage.atomic import replace_dir
+from mergepipe_pipeline.storage.profile import load_profile
+from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.source import Reading, open_source
+from mergepipe_pipeline.storage.uncached import fits_page_cache
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An expert's pack: bytes per tier, beside the expert's own.
+
+    `fresh`: it was made now, in `seconds`; `taken_over` of its tensors came from older packs.
+    `pays_back_after`: exact merges after which it has saved the seconds it took; None if never.
+    """
+
+    name: str
+    base: str
+    pack_id: str
+    fresh: bool
+    tier_nbytes: Mapping[Tier, int]
+    expert_nbytes: int
+    tensors: int
+    taken_over: int
+    seconds: float
+    pays_back_after: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tiers."""
+        return sum(self.tier_nbytes.values())
+
+
+def pack(
+    warehouse: Warehouse,
+    names: Sequence[str] = (),
+    *,
+    base: str | None = None,
+    tiers: Sequence[Tier] = TIERS,
+    progress: Progress | None = None,
+) -> tuple[Packed, ...]:
+    """Pack the named experts (default: all that have a base); analyses first what is not known.
+
+    A pack that is there is told of and left; tensors that an older pack has are taken over. Raises
+    MergePipeError for tiers that do not go together or an expert without tensors to pack, and what
+    opening and reading the checkpoints raise.
+    """
+    catalog = warehouse.catalog
+    chosen = _whole(tiers)
+    names = names or [n for n in catalog.names() if catalog.get(n).base]
+    pairs = [_pair(warehouse, name, base) for name in names]
+    for below in dict.fromkeys(b for _, b in pairs):
+        analyze(warehouse, [n for n, b in pairs if b == below], base=below, progress=progress)
+    return tuple(_packed(warehouse, *pair, chosen, progress or Silent()) for pair in pairs)
+
+
+def _whole(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    """The tiers in order. Raises MergePipeError if one lacks those that its level reads."""
+    wanted = tuple(t for t in TIERS if t in tiers)
+    needed = {needed for t in wanted for needed in TIERS_OF[t]}
+    if not wanted or needed != set(wanted):
+        raise MergePipeError(
+            "These tiers do not go together",
+            where="--tiers",
+            expected="L0 up to some Lk without a gap, and X20, with or without X",
+            found=",".join(tiers) or "none",
+            next_step=f"add {', '.join(t for t in TIERS if t in needed - set(wanted))}"
+            if wanted
+            else "leave --tiers out for all",
+        )
+    return wanted
+
+
+def _pair(warehouse: Warehouse, name: str, base: str | None) -> tuple[str, str]:
+    """The registered names of an expert and of its base. Raises MergePipeError without one."""
+    registration = locate_registered(warehouse, name)
+    below = base or registration.base
+    if below is None:
+        raise MergePipeError(
+            "An expert is packed against its base, and none is known",
+            where=registration.name,
+            expected="the base that it was tuned from",
+            found="none",
+            next_step=f"give it: `mergepipe pack {name} --base BASE`",
+        )
+    if registration.checkpoint.kind != "full":
+        raise IncompatibleCheckpointsError(
+            "Adapters and deltas have no pack: they are small already",
+            where=f"{registration.name}, {registration.checkpoint.root}",
+            expected="a checkpoint with full weights",
+            found=f"one of kind {registration.checkpoint.kind}",
+            next_step="leave it out",
+        )
+    return registration.name, locate_registered(warehouse, below).name
+
+
+def _packed(
+    warehouse: Warehouse, name: str, base: str, tiers: Sequence[Tier], progress: Progress
+) -> Packed:
+    expert, below = open_pair(warehouse, name, base)
+    contents = contents_of(warehouse, expert, below, progress)
+    if not contents:
+        raise IncompatibleCheckpointsError(
+            "Nothing of this expert can be packed",
+            where=f"{name} against {base}",
+            expected=f"tensors of one name, shape and dtype ({', '.join(PACKED_DTYPES)}) in both",
+            found="none",
+            next_step="check that this is its base; it is merged from its own files",
+        )
+    pack_id = pack_id_of(contents, tiers)
+    known, taken_over, seconds = warehouse.packs.find(pack_id), 0, 0.0
+    is_fresh = known is None
+    if known is None:
+        packings = packings_of(warehouse, expert, below, progress)
+        began_s = time.monotonic()
+        taken_over = _make(warehouse, (expert, below), packings, tiers, progress)
+        seconds = time.monotonic() - began_s
+        known = warehouse.packs.open(pack_id)
+    sizes = dict(zip(TIERS, known.index.tier_nbytes.tolist(), strict=True))
+    return Packed(
+        name,
+        base,
+        pack_id,
+        is_fresh,
+        {tier: sizes[tier] for tier in known.tiers},
+        expert.checkpoint.nbytes,
+        len(contents),
+        taken_over,
+        seconds,
+        pays_back_after(warehouse, seconds, _saved_nbytes(known, contents)) if is_fresh else None,
+    )
+
+
+def pays_back_after(warehouse: Warehouse, seconds: float, saved_nbytes: int) -> int | None:
+    """Exact merges whose reads, each shorter by `saved_nbytes`, save `seconds`; None if none do."""
+    profile = load_profile(warehouse.profile_path)
+    rate = profile.read_bytes_per_s if profile else DEFAULT_READ_BYTES_PER_S
+    return max(1, ceil(seconds * rate / saved_nbytes)) if saved_nbytes > 0 else None
+
+
+def _saved_nbytes(known: Pack, contents: Sequence[TensorContent]) -> int:
+    """Bytes that an exact merge reads less of a pack than of the original; 0 without tier X."""
+    if "X" not in known.tiers:
+        return 0
+    stored = sum(prod(c.shape) * itemsize(c.dtype) for c in contents)
+    return stored - int(sum(known.index.tier_nbytes[TIERS.index(t)] for t in TIERS_OF["X"]))
+
+
+def _make(
+    warehouse: Warehouse,
+    models: tuple[Model, Model],
+    packings: Sequence[Packing],
+    tiers: Sequence[Tier],
+    progress: Progress,
+) -> int:
+    """Write a pack and give it its name; how many tensors were taken over from older ones."""
+    final = warehouse.packs.path(pack_id_of([p.content for p in packings], tiers))
+    checkpoints = [c for model in models for c in model.checkpoints]
+    nbytes = sum(p.expert.stored_nbytes for p in packings)
+    with ExitStack() as stack:
+        staged = stack.enter_context(staging(warehouse, "pack"))
+        advance = stack.enter_context(progress.task(f"pack {models[0].name}", nbytes))
+        reading: Reading = "ahead" if fits_page_cache(2 * nbytes) else "once"
+        sources = [stack.enter_context(open_source(c.root, reading)) for c in checkpoints]
+        readers = [BlockReader(s, c, None) for s, c in zip(sources, checkpoints, strict=True)]
+        older = _Older(warehouse, tiers, packings, stack)
+        known = checkpoint_inputs(warehouse, checkpoints, progress)
+        origin = Origin(readers.__getitem__, known, older.of)
+        write_pack(staged, final, packings, tiers, origin, advance)
+        for reader in readers:
+            reader.verify_unchanged()
+        replace_dir(staged, final)
+    return len(older.found)
+
+
+class _Older:
+    """Tensors of packs that are there, by their contents; any name will do."""
+
+    def __init__(
+        self,
+        warehouse: Warehouse,
+        tiers: Sequence[Tier],
+        packings: Sequence[Packing],
+        stack: ExitStack,
+    ) -> None:
+        self.found: dict[TensorContent, tuple[FrameFiles, PackedTensor]] = {}
+        store = warehouse.packs
+        wanted = {_key(p.content): p for p in packings}
+        for known in filter(None, map(store.find, store.ids())):
+            names = {_key(c): c.name for c in known.contents.values()}
+            shared = wanted.keys() & names.keys()
+            if not shared or not set(tiers) <= set(known.tiers):
+                continue
+            files = stack.enter_context(FrameFiles(known.root, "once"))
+            with suppress(CorruptionError):  # of a damaged pack what is left serves
+                for key in shared:
+                    packing, tensor = wanted[key], known.tensors[names[key]]
+                    if _steps(packing) == _steps(tensor):
+                        self.found[packing.content] = files, tensor
+
+    def of(self, packing: Packing) -> tuple[FrameFiles, PackedTensor] | None:
+        """The tensor in an older pack, with its files."""
+        return self.found.get(packing.content)
+
+
+def _key(content: TensorContent) -> tuple[object, ...]:
+    return (content.digest, content.base_digest, content.dtype, content.shape)
+
+
+def _steps(of: Packing | PackedTensor) -> tuple[float, int]:
+    return of.unit, of.threshold_bits

@@ -1,0 +1,130 @@
+"""What `pack` writes is the expert: decoded from the files, every stored bit is there again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_approximate, decode_exact, quantised
+from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.packs.models import base_tensors, expert_tensors, warehouse_of
+from tests.stored import decode, write
+
+
+def decoded(warehouse: Warehouse, pack_id: str) -> dict[str, bytes]:
+    """The stored bytes of all tensors of a pack of the models' base, from tiers X20 and X."""
+    known, base, out = warehouse.packs.open(pack_id), base_tensors(), {}
+    with FrameFiles(known.root) as files:
+        for name, tensor in known.tensors.items():
+            bits = np.frombuffer(base[name][2], BITS_OF[tensor.dtype])
+            found = np.empty_like(bits)
+            chunks = tensor.nbytes.shape[1]
+            frames = (files.read(tensor, tier, 0, chunks) for tier in ("X20", "X"))
+            for at, pair in enumerate(zip(*frames, strict=True)):
+                part = slice(at * CHUNK_ELEMS, (at + 1) * CHUNK_ELEMS)
+                decode_exact(*pair, bits[part], found[part])
+            out[name] = found.tobytes()
+    return out
+
+
+def test_the_exact_tiers_hold_every_stored_bit_and_equal_tensors_take_no_byte(
+    tmp_path: Path,
+) -> None:
+    warehouse = warehouse_of(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    expert = expert_tensors(base_tensors())
+    found = decoded(warehouse, made.pack_id)
+    assert found == {name: expert[name][2] for name in found}
+    assert {n.rpartition("layers.")[2] for n in found} == {
+        "0.a.weight",
+        "0.b.weight",
+        "0.c.weight",
+        "1.equal.weight",
+        "1.norm.weight",
+    }
+    assert made.fresh
+    assert made.pays_back_after
+    known = warehouse.packs.open(made.pack_id)
+    assert not known.tensors["model.layers.1.equal.weight"].nbytes.any()
+    assert made.tier_nbytes == {t: frames_path(known.root, t).stat().st_size for t in TIERS}
+
+
+def test_lossy_levels_are_what_the_planner_takes_them_for(tmp_path: Path) -> None:
+    warehouse = warehouse_of(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    name = "model.layers.0.b.weight"
+    known = warehouse.packs.open(made.pack_id)
+    tensor = known.tensors[name]
+    base = base_tensors()
+    delta = decode(expert_tensors(base)[name]) - decode(base[name])
+    first = np.ascontiguousarray(delta[:CHUNK_ELEMS])
+    with FrameFiles(known.root) as files:
+        frames = [files.read(tensor, tier, 0, 1)[0] for tier in TIERS[:3]]
+    found = np.empty_like(first)
+    decode_approximate(frames, tensor.unit, found)
+    assert np.array_equal(found, quantised(first, tensor.unit, tensor.threshold_bits, "L2"))
+
+
+def test_a_pack_that_is_there_is_left_and_equal_tensors_are_taken_over(tmp_path: Path) -> None:
+    warehouse = warehouse_of(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    (again,) = pack(warehouse, ["e0"])
+    assert (again.fresh, again.pack_id, again.seconds) == (False, made.pack_id, 0)
+    base = base_tensors()
+    changed = expert_tensors(base) | {
+        name: tensor for name, tensor in expert_tensors(base, 5).items() if ".a." in name
+    }
+    write(tmp_path / "e0", "e0", changed)
+    (other,) = pack(warehouse, ["e0"])
+    assert other.pack_id != made.pack_id
+    assert (other.tensors, other.taken_over) == (5, 4)
+    assert (
+        decoded(warehouse, other.pack_id)["model.layers.0.a.weight"]
+        == (changed["model.layers.0.a.weight"][2])
+    )
+
+
+def test_tiers_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    warehouse = warehouse_of(tmp_path)
+    for tiers in (("L1",), ("X",), ("L0", "L2"), ()):
+        with pytest.raises(MergePipeError, match="do not go together"):
+            pack(warehouse, ["e0"], tiers=tiers)
+    (few,) = pack(warehouse, ["e0"], tiers=("L0", "L1"))
+    assert list(few.tier_nbytes) == ["L0", "L1"]
+    assert few.pays_back_after is None
+    residuals = warehouse.packs.open(few.pack_id).tensors["model.layers.0.c.weight"].residual_sq
+    assert np.isfinite(residuals[:2, 1:]).all()
+    assert np.isinf(residuals[2:]).all()
+
+
+def test_a_flipped_frame_is_named_by_file_tensor_and_chunk(tmp_path: Path) -> None:
+    warehouse = warehouse_of(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    path = frames_path(warehouse.packs.path(made.pack_id), "X")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError, match=r"X\.frames, tensor model\.layers\.1\.norm.*chunk 0"):
+        decoded(warehouse, made.pack_id)
+
+
+def test_an_expert_that_changed_since_it_was_analysed_is_not_packed(tmp_path: Path) -> None:
+    warehouse = warehouse_of(tmp_path)
+    pack(warehouse, ["e0"], tiers=("L0",))
+    file = next((tmp_path / "e0").glob("*.safetensors"))
+    stat, data = file.stat(), bytearray(file.read_bytes())
+    data[5000] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(CorruptionError, match="not those that were analysed"):
+        pack(warehouse, ["e0"])
+    assert len(warehouse.packs.ids()) == 1
+    assert not list(warehouse.staging.iterdir())
