@@ -187,7 +187,8 @@ def _is_large(delta: Floats, threshold_bits: int) -> npt.NDArray[np.bool_]:
 def _energy_below(delta: Floats, threshold_bits: int) -> float:
     """Σδ² of what X20 leaves out; infinite if that is not a number."""
     left_out = np.where(_is_large(delta, threshold_bits), np.float32(0), delta).astype(np.float64)
-    energy = float(np.dot(left_out, left_out))
+    # A product by BLAS would wait for all cores, and its rounding depend on their number.
+    energy = float(np.square(left_out).sum())
     return energy if energy == energy else math.inf
 
 
