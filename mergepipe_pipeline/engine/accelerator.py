@@ -146,7 +146,7 @@ class DeviceWindow(Window[DeviceBufferPool]):
             rows = buffers.rows_there(1 + len(task.experts), self._n)
             base = self._fetch_base()
             values = base.values(rows[0]) if base else None
-            merged = self._applied(values, self._fill(rows[1:], values))
+            merged = self._applied(values, self._fill(rows[1:], values, base))
             found = cast(merged, task.out_dtype)
             if task.out_dtype == "F8_E4M3":
                 self.n_cut_off = count_cut_off(merged, found.view(torch.uint8))

@@ -15,7 +15,7 @@ from mergepipe_pipeline.engine.tie_breaks import TieBreakers
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.methods.passthrough import is_unscaled
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
-from mergepipe_pipeline.spec.blocks import clip, coalesce, total_elems
+from mergepipe_pipeline.spec.blocks import clip, total_elems
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
@@ -50,7 +50,13 @@ class Job:
         low_rank = task.base and task.base.view.low_rank
         self.base_update = LowRankUpdate(below, low_rank, known) if low_rank else None
         base = task.base
-        self._verifiers = [sources.verifier(e.view, e.digest) if e.read else None for e in experts]
+        #: Per expert, what it gets of a pack.
+        self.packed = [sources.packed(e, before=before) for e in experts]
+        #: Per expert, the ranges that are read, from wherever; outside, it equals the base.
+        self.differing = [e.differing for e in experts]
+        self._verifiers = [
+            sources.verifier(e.view, e.digest) if e.read or _has_bits(e) else None for e in experts
+        ]
         self._base_verifier = sources.verifier(base.view, base.digest) if base else None
         #: Per expert, and of the base, what compares the bytes that are read.
         self.verify = [v.check if v else None for v in self._verifiers]
@@ -109,7 +115,7 @@ class Job:
         """Nothing of any expert is read in the whole tensor: the base's values are the result."""
         if self.operator is None:
             return True
-        return self.as_delta and not any(e.read for e in self.task.experts)
+        return self.as_delta and not any(e.read or e.packed for e in self.task.experts)
 
     @cached_property
     def unchanged(self) -> tuple[Readers, TensorView, Verify | None] | None:
@@ -125,7 +131,7 @@ class Job:
         # Passed through, 64 bits become those of a float32.
         elif is_unscaled(task) and task.out_dtype != "F64":
             readers, view, verify = self.sources.expert, task.experts[0].view, self.verify[0]
-            if coalesce(task.experts[0].read) != ((0, view.numel),):
+            if not self.gives_bits or self.differing[0] != ((0, view.numel),):
                 return None
         else:
             return None
@@ -151,15 +157,27 @@ class Job:
         is B.
         """
         numbered = enumerate(self.task.experts)
-        return [(k, e) for k, e in numbered if not self.as_delta or (e.read and e.view.stored)]
+        return [
+            (k, e)
+            for k, e in numbered
+            if not self.as_delta or ((e.read or e.packed) and e.view.stored)
+        ]
+
+    @property
+    def gives_bits(self) -> bool:
+        """Whether all that is read are stored elements, also what comes from packs."""
+        packed = (e.packed for e in self.task.experts if e.packed)
+        return all(r.level in ("X20", "X") for p in packed for r in p.ranges)
 
     @cached_property
     def is_stored_bfloat16(self) -> bool:
-        """Whether the kernel can work on the bytes as they are stored."""
+        """Whether the kernel can work on bytes as they are stored, or as a pack gives them back."""
         base = self.task.base
         views = [e.view for e in self.task.experts] + ([base.view] if base else [])
         is_plain = all(v.dtype == "BF16" and v.low_rank is None for v in views)
-        return is_plain and (self.as_delta or all(v.stands_alone for v in views))
+        return (
+            is_plain and self.gives_bits and (self.as_delta or all(v.stands_alone for v in views))
+        )
 
     @cached_property
     def kernel(self) -> FusedKernel | None:
@@ -175,3 +193,8 @@ class Job:
             not self.is_stored_bfloat16 or e.view.is_delta or not e.view.stored
             for e in self.task.experts
         )
+
+
+def _has_bits(e: ExpertInput) -> bool:
+    """Whether some of an expert's stored bytes come from a pack."""
+    return e.packed is not None and any(r.level == "X" for r in e.packed.ranges)

@@ -127,8 +127,10 @@ class _PrepassWindow:
         if e.l1 is None or not drawn_below:
             return sums
         # Here and at once: the room is another expert's next.
-        row = ExpertRow(self._sources.expert_before, e.view, e.read, room, update, verify)
-        row.fetch(self._start, self._stop)
+        packed = job.packed[number]
+        fetch = packed.fetch if packed else None
+        row = ExpertRow(self._sources.expert_before, e.view, e.read, room, update, verify, fetch)
+        row.fetch(self._start, self._stop, base.raw)
         key = stream_key(task.seed, e.position, task.name)
         which = (key, self._start, np.uint32(drawn_below - 1), sums)
         if base.bits is not None and (bits := row.bits(base.bits)) is not None:

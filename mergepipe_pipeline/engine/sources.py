@@ -1,4 +1,4 @@
-"""The checkpoints of a plan, open for reading: experts behind their access sets, the base in full.
+"""A plan's checkpoints and packs, open for reading: experts gated, the base in full.
 
 The gate is here: an expert's reader refuses any element outside the plan, and what it counts is
 what the kernel was asked for.
@@ -12,7 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.packs.elements import PackedElements
+from mergepipe_pipeline.packs.reader import Allowed, PackReader
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
+from mergepipe_pipeline.spec.pack import TIERS_OF, Tier
 from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments
 from mergepipe_pipeline.spec.view import Part, TensorView
@@ -58,6 +61,7 @@ class SourcePool:
         self.known = known
         self._readers: dict[tuple[int, bool], BlockReader] = {}
         self._before: dict[tuple[int, bool], BlockReader] = {}
+        self._packs: dict[tuple[int, bool], PackReader] = {}
         self._tallies = {True: Tally(), False: Tally()}
         self._plan = plan
         # A budget is of bytes that storage delivers: nothing is fetched on the side.
@@ -90,6 +94,20 @@ class SourcePool:
     def base_before(self, source: int) -> BlockReader:
         """As `base`, for bytes that the merge itself will read and count."""
         return self._reader(source, gated=False, before=True)
+
+    def packed(self, e: ExpertInput, *, before: bool = False) -> PackedElements | None:
+        """What an expert's input gets of a pack, as the plan says; `before` as above.
+
+        Raises CorruptionError for a pack that is not as it was written.
+        """
+        if e.packed is None:
+            return None
+        key = e.packed.pack, before
+        with self._lock:
+            if key not in self._packs:
+                self._packs[key] = self._open_pack(*key)
+            reader = self._packs[key]
+        return PackedElements(reader, e.packed, e.digest)
 
     def verifier(self, view: TensorView, digest: str) -> Verifier | None:
         """What compares one reading of a view with its segments.
@@ -143,6 +161,13 @@ class SourcePool:
         allowed = access_set(self._plan.layers, number) if gated else None
         return BlockReader(files, checkpoint, allowed, None if before else self._tallies[gated])
 
+    def _open_pack(self, number: int, before: bool) -> PackReader:
+        tally = Tally() if before else self._tallies[True]
+        reading: Reading = "exact" if before else self._reading
+        allowed = packed_access_set(self._plan.layers, number)
+        reader = PackReader(self._plan.packs[number], allowed, tally, reading)
+        return self._stack.enter_context(reader)
+
 
 def _planned_nbytes(plan: MergePlan) -> int:
     """Bytes that a plan reads, the base's included, and writes."""
@@ -165,6 +190,18 @@ def access_set(layers: Sequence[LayerTask], source: int) -> dict[str, tuple[Rang
                     if part.source == source:
                         ranges.setdefault(part.entry.name, []).extend(found)
     return {name: coalesce(r) for name, r in ranges.items()}
+
+
+def packed_access_set(layers: Sequence[LayerTask], pack: int) -> Allowed:
+    """Tensor and tier of a pack to the elements that the layers read of it."""
+    ranges: dict[tuple[str, Tier], list[Range]] = {}
+    for e in (e for layer in layers for task in layer.tasks for e in task.experts):
+        if e.packed is not None and e.packed.pack == pack:
+            for r in e.packed.ranges:
+                for tier in TIERS_OF[r.level]:
+                    found = ranges.setdefault((e.packed.tensor, tier), [])
+                    found.append((r.start_elem, r.stop_elem))
+    return {key: coalesce(found) for key, found in ranges.items()}
 
 
 def _parts_read(e: ExpertInput) -> Iterator[tuple[Part, Sequence[Range]]]:

@@ -64,5 +64,5 @@ class TieBreakers:
 def _changes(e: ExpertInput, rule: TrimRule) -> bool:
     """Whether anything of the expert differs from the base in the rule's block."""
     return e.view.low_rank is not None or any(
-        clip(e.read, rule.tie_stop_elem, rule.ties_until_elem)
+        clip(e.differing, rule.tie_stop_elem, rule.ties_until_elem)
     )

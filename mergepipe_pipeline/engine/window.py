@@ -24,7 +24,7 @@ from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
 from mergepipe_pipeline.spec.view import TensorView
-from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
+from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, fill_verified
 from mergepipe_pipeline.tensors.stored import (
     Bytes,
     Readers,
@@ -65,10 +65,12 @@ class Window(Generic[D]):
         base = job.task.base
         if base is not None and base.view.stored and job.needs_base(start, stop):
             announce_stored(job.sources.base, base.view, start, stop)
-        for e in job.task.experts:
+        for e, packed in zip(job.task.experts, job.packed, strict=True):
             if e.view.stored:
                 for a, b in clip(e.read, start, min(stop, e.view.numel)):
                     announce_stored(job.sources.expert, e.view, a, b)
+            if packed:
+                packed.announce(start, stop)
 
     def run(self, buffers: D) -> Bytes:
         """Read what the plan allows, merge it, and give the window's output bytes.
@@ -86,7 +88,7 @@ class Window(Generic[D]):
         if job.kernel and job.is_stored_bfloat16:
             return self._fused(job.kernel, *self._fetch_bits(base))
         values = base.values() if base else None
-        rows = self._fill(self._buffers.rows(len(job.task.experts), self._n), values)
+        rows = self._fill(self._buffers.rows(len(job.task.experts), self._n), values, base)
         if job.kernel:
             below = values.numpy() if values is not None else np.empty(0, np.float32)
             return self._fused(job.kernel, below, rows.numpy(), np.arange(len(rows)))
@@ -140,18 +142,21 @@ class Window(Generic[D]):
         row.fetch(self._start, self._stop)
         return row
 
-    def _fill(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+    def _fill(
+        self, rows: torch.Tensor, values: torch.Tensor | None, base: BaseRow | None
+    ) -> torch.Tensor:
         """Put all experts into `rows` [K, n] float32: δ or T, as the operator wants them."""
         job, task = self._job, self._job.task
+        fetches = [p.fetch if p else None for p in job.packed]
         experts = []
-        helpers = zip(job.updates, job.verify, strict=True)
-        for e, size, both in zip(task.experts, job.sizes, helpers, strict=False):
+        helpers = zip(job.updates, job.verify, fetches, strict=True)
+        for e, size, all_three in zip(task.experts, job.sizes, helpers, strict=False):
             buffer = self._buffers.take(self._n * size)
-            expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, *both)
-            expert.fetch(self._start, self._stop)
+            expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, *all_three)
+            expert.fetch(self._start, self._stop, base.raw if base else None)
             experts.append(expert)
         for row, expert in zip(rows, experts, strict=True):
-            (expert.delta if job.as_delta else expert.value)(row, base)
+            (expert.delta if job.as_delta else expert.value)(row, values)
         return rows
 
     def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, np.ndarray, np.ndarray]:
@@ -167,7 +172,10 @@ class Window(Generic[D]):
         spans: list[Range] = []
         for k, e in job.present:
             stop = min(self._stop, e.view.numel) if e.view.stored else self._start
-            parts = [(a - self._start, b - self._start) for a, b in clip(e.read, self._start, stop)]
+            parts = [
+                (a - self._start, b - self._start)
+                for a, b in clip(job.differing[k], self._start, stop)
+            ]
             if not parts and job.as_delta:
                 continue
             row = bits[len(present)]
@@ -178,13 +186,22 @@ class Window(Generic[D]):
             for a, b in (*parts, (span[1], span[1])):
                 row[at:a] = 0 if e.view.is_delta else below[at:a]
                 at = b
-            for a, b in parts:
-                piece = row[a:b].view(np.uint8)
-                first = self._start + a
-                part = (first, first + b - a, piece.data)
-                read_stored(job.sources.expert, e.view, *part, job.verify[k])
+            self._read_bits(k, row, below)
         numbers = np.array(present, np.int64)
         return below, bits[: len(present)], numbers, np.array(spans, np.int64).reshape(-1, 2)
+
+    def _read_bits(self, k: int, row: Stored, base: Stored) -> None:
+        """Read what is there of expert k into `row` [n], bits of bfloat16; `base` [n] likewise."""
+        job, start = self._job, self._start
+        view, verify, packed = job.task.experts[k].view, job.verify[k], job.packed[k]
+        stop = min(self._stop, view.numel)
+        for a, b in clip(job.task.experts[k].read, start, stop):
+            piece = row[a - start : b - start].view(np.uint8)
+            read_stored(job.sources.expert, view, a, b, piece.data, verify)
+        for part in packed.fetch(start, stop) if packed else ():
+            inside = slice(part.start_elem - start, part.stop_elem - start)
+            out, below = (x[inside].view(np.uint8) for x in (row, base))
+            fill_verified(part, out, below, verify)
 
     def _fused(
         self,
@@ -225,8 +242,16 @@ class Window(Generic[D]):
         return self._job.tie_breakers.stops(start, self._stop, find)
 
     def _stored(self, readers: Readers, view: TensorView, verify: Verify | None) -> Bytes:
-        raw = np.empty(self._n * itemsize(view.dtype), np.uint8)
-        read_stored(readers, view, self._start, self._stop, raw.data, verify)
+        job, raw = self._job, np.empty(self._n * itemsize(view.dtype), np.uint8)
+        packed = None if job.is_copy else job.packed[0]
+        if packed is None:
+            read_stored(readers, view, self._start, self._stop, raw.data, verify)
+            return raw
+        self._clear()
+        base, read = self._fetch_base(), job.task.experts[0].read
+        assert base is not None
+        row = ExpertRow(readers, view, read, raw, None, verify, packed.fetch)
+        row.fetch(self._start, self._stop, base.raw)
         return raw
 
 

@@ -34,9 +34,7 @@ class FrameFiles:
         Raises CorruptionError naming file, tensor and chunk.
         """
         number = TIERS.index(tier)
-        nbytes = tensor.nbytes[number]
-        start = int(tensor.start_byte[number] + nbytes[:first_chunk].sum(dtype=np.int64))
-        sizes = nbytes[first_chunk:stop_chunk].tolist()
+        start, sizes = _place(tensor, number, first_chunk, stop_chunk)
         raw = memoryview(bytearray(sum(sizes)))
         path = frames_path(self._root, tier)
         if raw:
@@ -52,6 +50,22 @@ class FrameFiles:
                 raise _damaged(path, tensor, chunk, f"XXH3 {expected:016x}", f"{found:016x}")
             frames.append(frame)
         return frames
+
+    def will_need(
+        self, tensor: PackedTensor, tier: Tier, first_chunk: int, stop_chunk: int
+    ) -> None:
+        """Say that the frames of chunks [first, stop) will be read soon."""
+        start, sizes = _place(tensor, TIERS.index(tier), first_chunk, stop_chunk)
+        self._source.will_need(frames_path(self._root, tier).name, start, sum(sizes))
+
+
+def _place(
+    tensor: PackedTensor, tier: int, first_chunk: int, stop_chunk: int
+) -> tuple[int, list[int]]:
+    """Where the frames of chunks [first, stop) begin in a tier's file, and their sizes."""
+    nbytes = tensor.nbytes[tier]
+    start = int(tensor.start_byte[tier] + nbytes[:first_chunk].sum(dtype=np.int64))
+    return start, nbytes[first_chunk:stop_chunk].tolist()
 
 
 def _damaged(

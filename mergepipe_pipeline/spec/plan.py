@@ -102,6 +102,12 @@ class ExpertInput:
         return packed + stored + self.view.low_rank_nbytes
 
     @property
+    def differing(self) -> tuple[Range, ...]:
+        """The ranges that are read, from wherever; outside, the expert equals the base."""
+        packed = self.packed.ranges if self.packed else ()
+        return coalesce([*self.read, *((r.start_elem, r.stop_elem) for r in packed)])
+
+    @property
     def fetched(self) -> tuple[Range, ...]:
         """The ranges that are fetched as the expert has them, from wherever."""
         if self.packed is None:

@@ -6,14 +6,14 @@ widened there, and must stay until that device has come so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.spec.blocks import Range, clip
+from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
 from mergepipe_pipeline.tensors.stored import Bytes, Readers, read_stored, typed
@@ -22,12 +22,46 @@ from mergepipe_pipeline.tensors.verified import Verify
 if TYPE_CHECKING:
     import torch
 
+Floats = npt.NDArray[np.float32]
+
+
+class DecodedPart(Protocol):
+    """Elements [start, stop) that come from a pack: the expert's, as it stores them, or a δ̂."""
+
+    @property
+    def start_elem(self) -> int: ...  # noqa: D102
+
+    @property
+    def stop_elem(self) -> int: ...  # noqa: D102
+
+    @property
+    def gives_bits(self) -> bool:
+        """Whether `fill` gives them, not `delta`."""
+        ...
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether all that `fill` gives is the expert's."""
+        ...
+
+    def fill(self, out: memoryview, base: memoryview) -> None:
+        """Fill `out` with the stored bytes, given the base's."""
+        ...
+
+    def delta(self, out: Floats) -> None:
+        """Fill `out`, float32 [stop − start], with δ̂."""
+        ...
+
+
+#: Reads what of elements [start, stop) comes from a pack.
+FetchPacked = Callable[[int, int], Sequence[DecodedPart]]
+
 
 class ExpertRow:
     """A row of an expert: `read` are the element ranges that may be fetched.
 
     `buffer` holds one window of stored bytes; `update` is shared by all windows of the
-    tensor, `verify` is given what is read.
+    tensor, `verify` is given what is read. What `packed` gives is fetched besides.
     """
 
     def __init__(
@@ -38,28 +72,43 @@ class ExpertRow:
         buffer: Bytes,
         update: LowRankUpdate | None,
         verify: Verify | None = None,
+        packed: FetchPacked | None = None,
     ) -> None:
         self._readers, self._view, self._read = readers, view, read
-        self._verify = verify
+        self._verify, self._packed = verify, packed
         self._itemsize = itemsize(view.dtype)
         self._raw = buffer
         self._update = update if read else None
         self._start = 0
         self._parts: tuple[Range, ...] = ()
+        self._approximate: list[DecodedPart] = []
 
-    def fetch(self, start_elem: int, stop_elem: int) -> None:
-        """Read what is allowed of [start, stop) into the row's buffer."""
+    def fetch(self, start_elem: int, stop_elem: int, base: Bytes | None = None) -> None:
+        """Read what is allowed of [start, stop) into the row's buffer.
+
+        `base` are the base's stored bytes there, which bits from a pack are told apart from.
+        """
         self._start = start_elem
         if self._update:
             self._update.load()
         if not self._view.stored:
             return
-        self._parts = tuple(clip(self._read, start_elem, min(stop_elem, self._view.numel)))
-        for a, b in self._parts:
+        stop_elem = min(stop_elem, self._view.numel)
+        parts = list(clip(self._read, start_elem, stop_elem))
+        for a, b in parts:
             read_stored(self._readers, self._view, a, b, self._bytes(a, b).data, self._verify)
+        for part in self._packed(start_elem, stop_elem) if self._packed else ():
+            if part.gives_bits:
+                assert base is not None
+                a, b = part.start_elem, part.stop_elem
+                fill_verified(part, self._bytes(a, b), self._bytes(a, b, base), self._verify)
+                parts.append((a, b))
+            else:
+                self._approximate.append(part)
+        self._parts = coalesce(parts)
 
     def delta(self, row: torch.Tensor, base: torch.Tensor | None) -> None:
-        """Fill `row` [n] with δ: T − B where read, the stored Δ, plus the update; 0 elsewhere."""
+        """Fill `row` [n] with δ or δ̂: T − B where read, the stored Δ, plus the update; else 0."""
         if not self._is_whole(row):
             row.zero_()
         for a, b in self._parts:
@@ -68,6 +117,7 @@ class ExpertRow:
             if not self._view.is_delta:
                 assert base is not None
                 part.sub_(base[a - self._start : b - self._start])
+        self._add_approximate(row)
         if self._update:
             self._update.add_to(self._inside(row), self._start)
 
@@ -83,15 +133,17 @@ class ExpertRow:
                 part.add_(stored.to(part.device, non_blocking=True).float())
             else:
                 part.copy_(stored, non_blocking=True)
+        self._add_approximate(row)
         if self._update:
             self._update.add_to(self._inside(row), self._start)
 
     def bits(self, base: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16] | None:
         """The window's elements as bits of bfloat16, the base's where nothing was read.
 
-        `base` [n] is all of the window. None where T is not stored so.
+        `base` [n] is all of the window. None where T is not stored so, or is approximated.
         """
-        if self._view.dtype != "BF16" or self._update or self._view.is_delta:
+        is_plain = self._view.dtype == "BF16" and not self._view.is_delta
+        if not is_plain or self._update or self._approximate:
             return None
         bits = self._bytes(self._start, self._start + len(base)).view(np.uint16)
         at = 0
@@ -107,8 +159,26 @@ class ExpertRow:
         """The part of `row` before the view's end."""
         return row[: max(0, self._view.numel - self._start)]
 
-    def _bytes(self, a: int, b: int) -> Bytes:
-        return self._raw[(a - self._start) * self._itemsize : (b - self._start) * self._itemsize]
+    def _add_approximate(self, row: torch.Tensor) -> None:
+        import torch
+
+        for part in self._approximate:
+            into = row[part.start_elem - self._start : part.stop_elem - self._start]
+            delta = np.empty(len(into), np.float32)
+            part.delta(delta)
+            into.add_(torch.from_numpy(delta).to(into.device))
+
+    def _bytes(self, a: int, b: int, of: Bytes | None = None) -> Bytes:
+        """The bytes of elements [a, b) in the row's buffer, or in another one of the window."""
+        raw, size = self._raw if of is None else of, self._itemsize
+        return raw[(a - self._start) * size : (b - self._start) * size]
+
+
+def fill_verified(part: DecodedPart, out: Bytes, base: Bytes, verify: Verify | None) -> None:
+    """Fill `out` with a part's stored bytes, and verify them where all are the expert's."""
+    part.fill(out.data, base.data)
+    if verify and part.is_expert:
+        verify(part.start_elem, part.stop_elem, out.data)
 
 
 class BaseRow:

@@ -1,0 +1,222 @@
+"""A merge from packs: exact levels give what the originals give, others what δ̂ gives in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
+from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.engine.window import to_bytes
+from mergepipe_pipeline.errors import BudgetError, CorruptionError
+from mergepipe_pipeline.operators import OPERATORS, Window
+from mergepipe_pipeline.packs.codec import quantised
+from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, Level
+from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
+from mergepipe_pipeline.spec.recipe import Params
+from tests.engine.packed import NUMEL, Levels, PackedFamily, all_at, make_family, plan_from
+from tests.engine.test_accelerator import MERGES, WEIGHTED, on
+
+C = CHUNK_ELEMS
+TWO = EngineOptions(threads=2)
+OTHERS: dict[str, tuple[Params, Params, tuple[float, ...]]] = {
+    "nearswap": ((("t", 0.001),), (), ()),
+    "passthrough": ((), (), ()),
+    "breadcrumbs": ((), (("density", 0.6), ("gamma", 0.1)), ()),
+}
+ALONE = ("nearswap", "passthrough")
+#: Every expert in another way: chunks from the pack, from the original, and at several levels.
+MIXED: Sequence[Levels] = (
+    [(0, C, "X"), (2 * C, NUMEL, "X")],
+    [(0, 2 * C, "X")],
+    [(C, NUMEL, "X")],
+)
+NEAR: Sequence[Levels] = (
+    [(0, C, "L2"), (C, 2 * C, "X"), (2 * C, NUMEL, "L0")],
+    [(0, 2 * C, "L1")],
+    [(0, C, "X20"), (C, 2 * C, "L3"), (2 * C, NUMEL, "X20")],
+)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> PackedFamily:
+    return make_family(tmp_path_factory.mktemp("family"))
+
+
+def plan_for(
+    family: PackedFamily, operator: str, levels: Sequence[Levels] = (), out_dtype: str = "BF16"
+) -> MergePlan:
+    """A merge with rules for every sparsifier, and an open factor where numbers are drawn."""
+    method, own, facts = {**MERGES, **OTHERS}[operator]
+    weighted = [(("weight", w), *own) if operator in WEIGHTED else own for w in (0.3, 0.7, -0.1)]
+    n_experts = 1 if operator in ALONE else None
+    plan = plan_from(
+        family, operator, method, weighted, levels, out_dtype=out_dtype, n_experts=n_experts
+    )
+    (task,) = plan.layers[0].tasks
+    open_rule = TrimRule(int(np.float32(1e-3).view(np.uint32)), 0, 5, C)
+    outliers = TrimRule(int(np.float32(3e-3).view(np.uint32)), 100)
+    l1 = 80.0 if operator.startswith("dare") else None
+    experts = tuple(
+        replace(e, trim=open_rule, outliers=outliers, scale=1.7, l1=l1) for e in task.experts
+    )
+    facts = facts[:-3]  # these are of six experts, with one number of each at the end
+    layer = replace(plan.layers[0], tasks=(replace(task, experts=experts, facts=facts),))
+    return replace(plan, layers=(layer,))
+
+
+def run(plan: MergePlan, folder: Path, options: EngineOptions = TWO) -> tuple[bytes, LayerResult]:
+    """The file of the plan's one layer, and what it cost."""
+    file = folder / f"{len(list(folder.iterdir()))}.safetensors"
+    with LayerRunner(plan, options) as runner:
+        result = runner.run(plan.layers[0], file)
+    assert result.expert_bytes_read == plan.layers[0].expert_bytes_planned
+    return file.read_bytes(), result
+
+
+@pytest.mark.parametrize("operator", [*MERGES, *OTHERS])
+def test_exact_levels_give_the_file_that_the_originals_give(
+    family: PackedFamily, tmp_path: Path, operator: str
+) -> None:
+    wanted, _ = run(plan_for(family, operator), tmp_path)
+    for levels in ([all_at("X")] * 3, MIXED):
+        plan = plan_for(family, operator, levels)
+        assert plan.plan_id == plan_for(family, operator).plan_id
+        assert run(plan, tmp_path)[0] == wanted
+
+
+@pytest.mark.parametrize("dtype", ["F16", "F32"])
+def test_exact_levels_of_other_types_give_the_originals_file(tmp_path: Path, dtype: str) -> None:
+    family = make_family(tmp_path / "family", dtype)
+    for operator, out_dtype in (("ties", "F32"), ("passthrough", dtype)):
+        wanted, _ = run(plan_for(family, operator, out_dtype=out_dtype), tmp_path)
+        found, _ = run(plan_for(family, operator, [all_at("X")] * 3, out_dtype), tmp_path)
+        assert found == wanted
+
+
+@pytest.mark.parametrize("operator", ["linear", "task_arithmetic", "ties", "dare_ties", "della"])
+def test_near_levels_give_what_the_operator_makes_of_their_deltas_in_torch(
+    family: PackedFamily, tmp_path: Path, operator: str
+) -> None:
+    plan = plan_for(family, operator, NEAR, "F32")
+    plan = _without_open_factors(plan)
+    found, _ = run(plan, tmp_path)
+    (task,) = plan.layers[0].tasks
+    deltas = [_delta(family, e) for e in task.experts]
+    base = torch.from_numpy(family.base.copy())
+    rows = [torch.from_numpy(d) for d in deltas]
+    if operator == "linear":
+        rows = [_values(family, e, d) for e, d in zip(task.experts, rows, strict=True)]
+    closed = replace(
+        task, experts=tuple(_closed(e, d) for e, d in zip(task.experts, deltas, strict=True))
+    )
+    merged = OPERATORS[operator].apply(Window(base, torch.stack(rows), closed, 0))
+    assert found.endswith(to_bytes(merged, "F32").tobytes())
+
+
+def _without_open_factors(plan: MergePlan) -> MergePlan:
+    (task,) = plan.layers[0].tasks
+    experts = tuple(replace(e, l1=None) for e in task.experts)
+    layer = replace(plan.layers[0], tasks=(replace(task, experts=experts),))
+    return replace(plan, layers=(layer,))
+
+
+def _delta(family: PackedFamily, e: ExpertInput) -> np.ndarray:
+    """δ̂ where the plan says so, δ elsewhere."""
+    delta = family.experts[e.position] - family.base
+    tensor, packed = family.tensors[e.position], e.packed
+    assert packed is not None
+    for r in packed.ranges:
+        part = slice(r.start_elem, r.stop_elem)
+        delta[part] = quantised(delta[part], tensor.unit, tensor.threshold_bits, r.level)
+    return delta
+
+
+def _values(family: PackedFamily, e: ExpertInput, delta: torch.Tensor) -> torch.Tensor:
+    """T where bits are given, B + δ̂ elsewhere."""
+    values = torch.from_numpy(family.base) + delta
+    exact = torch.from_numpy(family.experts[e.position])
+    near = [r for r in e.packed.ranges if r.level != "X"] if e.packed else []
+    is_exact = torch.ones(NUMEL, dtype=torch.bool)
+    for r in near:
+        is_exact[r.start_elem : r.stop_elem] = False
+        if r.level == "X20":
+            is_exact[r.start_elem : r.stop_elem] = delta[r.start_elem : r.stop_elem] != 0
+    return torch.where(is_exact, exact, values)
+
+
+def _closed(e: ExpertInput, delta: np.ndarray) -> ExpertInput:
+    """The input with the open rule closed by looking at all of its deltas."""
+    assert e.trim is not None
+    ties = np.flatnonzero(
+        np.abs(delta[: e.trim.ties_until_elem]).view(np.uint32) == e.trim.threshold_bits
+    )
+    stop = int(ties[: e.trim.ties_after][-1]) + 1 if len(ties) else 0
+    return replace(e, trim=TrimRule(e.trim.threshold_bits, stop))
+
+
+@pytest.mark.parametrize("operator", ["linear", "ties", "dare_linear", "della"])
+def test_bits_depend_neither_on_windows_nor_on_threads(
+    family: PackedFamily, tmp_path: Path, operator: str
+) -> None:
+    plan = plan_for(family, operator, NEAR)
+    ways = [(None, 1), (None, 4), (C, 2), (7777, 3), (NUMEL, 1)]
+    found = {run(plan, tmp_path, EngineOptions(window_elems=w, threads=t))[0] for w, t in ways}
+    assert len(found) == 1
+
+
+def test_a_device_gives_the_cpu_s_file(family: PackedFamily, tmp_path: Path) -> None:
+    plan = plan_for(family, "ties", NEAR)
+    wanted, _ = run(plan, tmp_path)
+    with on("stand-in"):
+        assert run(plan, tmp_path, EngineOptions(threads=2, device="cuda"))[0] == wanted
+
+
+@pytest.mark.parametrize("level", ["L1", "X20", "X"])
+def test_a_flipped_bit_in_a_frame_is_named_and_nothing_is_written(
+    tmp_path: Path, level: Level
+) -> None:
+    family = make_family(tmp_path / "family", n_experts=2)
+    path = frames_path(Path(family.packs[1].root), level)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+    plan = plan_from(family, "task_arithmetic", levels=[all_at("X"), all_at(level)])
+    file = tmp_path / "layer.safetensors"
+    with LayerRunner(plan, TWO) as runner, pytest.raises(CorruptionError) as caught:
+        runner.run(plan.layers[0], file)
+    assert caught.value.where == f"{path}, tensor w, chunk 2"
+    assert not file.exists()
+
+
+def test_frames_that_the_plan_does_not_name_are_refused(family: PackedFamily) -> None:
+    plan = plan_from(family, "task_arithmetic", levels=[[(C, 2 * C, "L1")]])
+    with LayerRunner(plan, TWO) as runner:
+        e = plan.layers[0].tasks[0].experts[0]
+        assert runner._sources.packed(e) is not None
+        reader = runner._sources._packs[0, False]
+        tensor = reader.tensor("w")
+        assert len(reader.read(tensor, "L1", 1, 2)) == 1
+        for tier, first, stop in (("L1", 0, 2), ("L1", 2, 3), ("L2", 1, 2), ("X", 1, 2)):
+            with pytest.raises(BudgetError, match="access set"):
+                reader.read(tensor, tier, first, stop)
+
+
+def test_what_is_passed_through_from_a_pack_keeps_every_pattern_of_bits(tmp_path: Path) -> None:
+    family = make_family(tmp_path / "family", n_experts=1, patterns=True)
+    wanted, _ = run(plan_for(family, "passthrough"), tmp_path)
+    plan = plan_for(family, "passthrough", [[(0, C, "X"), (2 * C, NUMEL, "X")]])
+    assert run(plan, tmp_path)[0] == wanted
+
+
+def test_the_pack_of_another_expert_is_refused(family: PackedFamily, tmp_path: Path) -> None:
+    plan = plan_from(family, "task_arithmetic", levels=[all_at("L1")])
+    swapped = replace(plan, packs=(family.packs[1], family.packs[0], family.packs[2]))
+    with pytest.raises(CorruptionError, match="does not hold what was planned"):
+        run(swapped, tmp_path)
