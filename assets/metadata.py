@@ -16,6 +16,7 @@ from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
+from mergepipe_pipeline.report.predicted import why_no_error
 from mergepipe_pipeline.report.shares import operator_choices, shares
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
@@ -118,13 +119,13 @@ def time_metadata(forecast: Forecast) -> Mapping[str, Any]:
 
 def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
     """What the plan promises of its error, in L2 and relative to the update, and why."""
-    e = plan.estimates
+    e, unknown = plan.estimates, why_no_error(plan.estimates)
     norms = {
-        "predicted error": e.predicted_error,
-        "margin of the predicted error": e.predicted_margin,
+        "predicted error": None if unknown else e.predicted_error,
+        "margin of the predicted error": None if unknown else e.predicted_margin,
         "error bound": e.error_bound,
     }
-    meta: dict[str, Any] = {}
+    meta: dict[str, Any] = {"predicted error": unknown} if unknown else {}
     for name, norm in norms.items():
         if norm is not None:
             if e.update_norm:
@@ -223,7 +224,7 @@ def _views(task: TensorTask) -> Sequence[TensorView]:
 
 def _curve_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
     """A picture of what other budgets and strategies would lose, and its knee."""
-    if told is None:
+    if told is None or told.unknown:
         return {}
     knee = told.curve.knee
     return {
@@ -234,8 +235,10 @@ def _curve_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
 
 
 def _budgets_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
-    """The same as a table."""
-    return {} if told is None else {"budgets": markdown_table(*rows_of(told.curve))}
+    """The same as a table, or why there is none."""
+    if told is None:
+        return {}
+    return {"budgets": told.unknown or markdown_table(*rows_of(told.curve))}
 
 
 def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:

@@ -93,9 +93,12 @@ def _lines(told: RecipeCurve) -> list[str]:
 
     found = told.curve
     own, knee = found.chosen, found.knee
+    analysed = [f"analysed first: {', '.join(told.read)}"] if told.read else []
+    if told.unknown:
+        return [*analysed, f"{told.recipe}: predicted error of a budget: {told.unknown}"]
     headers, rows = rows_of(found)
     return [
-        *([f"analysed first: {', '.join(told.read)}"] if told.read else []),
+        *analysed,
         f"{told.recipe}: predicted error of a budget, in percent of the full update "
         f"({found.update_norm:.4g} in L2, {size(found.nbytes_total)} of expert bytes)",
         "",

@@ -150,9 +150,11 @@ def strategy_text(made: MergePlan) -> str:
 
 def error_text(made: MergePlan) -> str:
     """The predicted error, absolute and relative to the update; four standard errors with it."""
+    from mergepipe_pipeline.report.predicted import why_no_error
+
     e = made.estimates
-    if e.predicted_error is None:
-        return "not predicted: there is no base to differ from"
+    if e.predicted_error is None or why_no_error(e):
+        return why_no_error(e)
     margin = "" if e.predicted_margin is None else f" ± {e.predicted_margin:.2g}"
     relative = ""
     if e.update_norm:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 
 import numpy as np
 
@@ -65,9 +66,15 @@ class BudgetCurve:
         """The points of one strategy."""
         return tuple(p for p in self.points if p.strategy == strategy)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the update has a norm: it has none where an expert holds NaN or infinity."""
+        return isfinite(self.update_norm)
+
     def relative(self, error: float | None) -> float | None:
-        """An error as a share of the update; None where there is none."""
-        return error / self.update_norm if error is not None and self.update_norm > 0 else None
+        """An error as a share of the update; None where there is none, or no share of it."""
+        has_share = error is not None and 0 < self.update_norm < inf
+        return error / self.update_norm if error is not None and has_share else None
 
 
 def budget_curve(
@@ -121,7 +128,7 @@ def knee_of(points: Sequence[Point]) -> Point | None:
     nbytes = np.array([p.nbytes for p in points], np.float64)
     error = np.array([p.error for p in points])
     width, height = nbytes[-1] - nbytes[0], error[0] - error[-1]
-    if not width > 0 or not height > 0:
+    if not width > 0 or not 0 < height < inf:
         return None
     with np.errstate(over="ignore"):  # a fall of next to nothing: points may be infinitely above
         below = 1 - (nbytes - nbytes[0]) / width - (error - error[-1]) / height

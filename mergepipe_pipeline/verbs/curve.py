@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import nan
 from typing import Any, Unpack
 
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solve_recipe
@@ -11,6 +12,7 @@ from mergepipe_pipeline.pictures import Line, Mark, curve_picture, sketch
 from mergepipe_pipeline.planner.budget_curve import SHARES, BudgetCurve, Point, budget_curve
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.report.predicted import why_no_curve
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
@@ -24,6 +26,11 @@ class RecipeCurve:
     curve: BudgetCurve
     bound_note: str
     read: tuple[str, ...]
+
+    @property
+    def unknown(self) -> str:
+        """Why no budget has an error; "" where budgets have one."""
+        return why_no_curve(self.curve)
 
 
 def curve(
@@ -125,7 +132,8 @@ def picture(told: RecipeCurve) -> bytes:
     total = max(1, found.nbytes_total)
 
     def place(p: Point) -> tuple[float, float]:
-        return 100 * p.nbytes / total, 100 * (found.relative(p.error) or 0.0)
+        error = nan if told.unknown else found.relative(p.error) or 0.0
+        return 100 * p.nbytes / total, 100 * error
 
     names = dict.fromkeys(p.strategy for p in found.points)
     lines = [Line(name, *zip(*map(place, found.of(name)), strict=True)) for name in names]
@@ -135,7 +143,7 @@ def picture(told: RecipeCurve) -> bytes:
     return curve_picture(
         lines,
         marks,
-        f"{told.recipe}: what a budget loses",
+        f"{told.recipe}: what a budget loses" + (f", {told.unknown}" if told.unknown else ""),
         "expert bytes read, %",
         "predicted error, % of the full update",
     )

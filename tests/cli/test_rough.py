@@ -77,6 +77,18 @@ def test_a_finite_result_is_not_warned_of(tmp_path: Path, with_value: Callable[.
     assert "infinity" not in result.stderr
 
 
+@pytest.mark.parametrize("budget", ["", "budget: 40%\n"])
+def test_of_an_expert_with_nan_the_error_is_said_to_be_unknown(
+    tmp_path: Path, with_value: Callable[..., Path], budget: str
+) -> None:
+    recipe = with_value(float("nan"), budget)
+    for command in ("plan", "curve"):
+        shown = call(command, recipe, "--home", tmp_path / "w")
+        assert shown.exit_code == 0
+        assert "unknown: an expert holds NaN or infinity" in shown.stdout
+        assert "nan" not in shown.stdout
+
+
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e400", "-1", "-inf"])
 def test_gc_takes_only_a_number_of_seconds(tmp_path: Path, seconds: str) -> None:
     result = call("gc", "--older-than", seconds, "--home", tmp_path / "w")

@@ -7,6 +7,7 @@ from base64 import b64decode
 
 import dagster as dg
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.verbs.deploy import current_plan
@@ -17,11 +18,15 @@ from tests.dagster_layer.conftest import Drop
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 
-def metadata_of(home: Warehouse, drop: Drop, text: str) -> dict[str, object]:
+def metadata_of(home: Warehouse, drop: Drop, text: str, not_finite: str = "") -> dict[str, object]:
     """What the plan asset of a recipe of two experts reports."""
     names = ["expert_00", "expert_01"]
     for name in ("base", *names):
         drop(name)
+        if name == not_finite:
+            weights = load_file(home.inbox / name / "model.safetensors")
+            weights["model.norm.weight"][0] = float("nan")
+            save_file(weights, home.inbox / name / "model.safetensors", {"format": "pt"})
         register(home, str(home.inbox / name), name, None if name == "base" else "base")
     models = "".join(f"  - model: {name}\n    parameters: {{weight: 0.5}}\n" for name in names)
     home.recipe_path("a").write_text(f"{text}models:\n{models}")
@@ -66,3 +71,14 @@ def test_a_plan_without_a_base_has_no_curve(home: Warehouse, drop: Drop) -> None
     assert "predicted error (L2)" not in shown
     assert shown["expert GiB saved"] == 0
     assert shown["budget GiB"] == "none"
+
+
+def test_the_error_of_a_plan_over_an_expert_with_nan_is_said_to_be_unknown(
+    home: Warehouse, drop: Drop
+) -> None:
+    recipe = "merge_method: task_arithmetic\nbase_model: base\nbudget: 40%\n"
+    shown = metadata_of(home, drop, recipe, not_finite="expert_00")
+    for key in ("predicted error", "budgets"):
+        assert shown[key] == "unknown: an expert holds NaN or infinity"
+    assert "predicted error (L2)" not in shown
+    assert "error by budget, large" not in shown
