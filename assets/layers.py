@@ -23,8 +23,8 @@ from assets.metadata import layer_metadata, merge_metadata
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import NotFoundError
-from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.resources import Engine, MergePipe
+from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.verbs.deploy import current_plan, merge_recipe, refuse_other_budget
 

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from assets.links import Link
-from mergepipe_pipeline.execution.assemble import operator_counts
-from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
-from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
 from mergepipe_pipeline.report.predicted import why_no_error
 from mergepipe_pipeline.report.shares import operator_choices, shares
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
+from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.spec.snapshot import operator_counts
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown
-from mergepipe_pipeline.timing.forecast import Forecast
 from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, small_picture
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.conflict_report import ConflictReport, Pair
+    from mergepipe_pipeline.verbs.conflicts import ConflictReports
 
 _GIB = 1 << 30
 #: Chosen operators that are shown with their reasons.
@@ -109,12 +108,10 @@ def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[s
     }
 
 
-def time_metadata(forecast: Forecast) -> Mapping[str, Any]:
+def time_metadata(seconds: float | str) -> Mapping[str, Any]:
     """How long a merge is expected to take, or why nobody knows."""
-    seconds = forecast.seconds
-    if seconds is None:
-        return {"predicted seconds to merge": forecast.reason}
-    return {"predicted seconds to merge": short(seconds.total_s)}
+    shown = seconds if isinstance(seconds, str) else short(seconds)
+    return {"predicted seconds to merge": shown}
 
 
 def error_metadata(plan: MergePlan) -> Mapping[str, Any]:
@@ -149,12 +146,13 @@ def operators_table(plan: MergePlan) -> dg.MarkdownMetadataValue:
     return markdown_table(("operator", "variant", "tensors"), operator_counts(plan))
 
 
-def stages_metadata(stages: Sequence[ParsedRecipe]) -> Mapping[str, Any]:
+def stages_metadata(card: RecipeFile) -> Mapping[str, Any]:
     """The stages of a recipe in the order they run; nothing for a recipe of one."""
-    if len(stages) < 2:
+    if len(card.stages) < 2:
         return {}
     rows = [
-        (s.stage or "the result", s.method, ", ".join(r.text for r in s.references)) for s in stages
+        (s.stage or "the result", s.method, ", ".join(r.text for r in s.references))
+        for s in card.stages
     ]
     return {"stages": markdown_table(("stage", "method", "models"), rows)}
 
@@ -256,13 +254,15 @@ def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
     }
 
 
-def conflict_metadata(found: Mapping[str, ConflictReport]) -> Mapping[str, Any]:
+def conflict_metadata(found: ConflictReports) -> Mapping[str, Any]:
     """Tables and a picture of one report per stage; keys name the stage where there are several."""
     if not found:
         return {"compared": "nothing: no model is merged into a checkpoint as its base"}
     meta: dict[str, Any] = {}
     for stage, report in found.items():
         prefix = f"{stage}: " if len(found) > 1 else ""
+        conflicting = report.conflicting("layer")[:_MOST_PAIRS]
+        redundant = report.redundant("all")[:_MOST_PAIRS]
         shown: dict[str, Any] = {
             "experts": len(report.experts),
             "interference": short(report.whole.interference),
@@ -275,16 +275,14 @@ def conflict_metadata(found: Mapping[str, ConflictReport]) -> Mapping[str, Any]:
             "by layer": markdown_table(
                 tables.place_headers("layer"), tables.place_rows(report, "layer")
             ),
-            "conflicting pairs": _pairs(report.conflicting("layer")),
-            "redundant pairs": _pairs(report.redundant("all")),
+            "conflicting pairs": _pairs(tables.pair_rows(conflicting)),
+            "redundant pairs": _pairs(tables.pair_rows(redundant)),
         }
         meta |= {f"{prefix}{key}": value for key, value in shown.items()}
     return meta
 
 
-def _pairs(pairs: Sequence[Pair]) -> dg.MarkdownMetadataValue | str:
-    """The first of them as a table."""
-    rows = tables.pair_rows(pairs[:_MOST_PAIRS])
+def _pairs(rows: Sequence[tables.Row]) -> dg.MarkdownMetadataValue | str:
     return markdown_table(tables.PAIR_HEADERS, rows) if rows else "none"
 
 

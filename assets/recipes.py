@@ -6,7 +6,6 @@ exactly the checkpoints it uses, so that lineage and staleness in the UI are the
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import dagster as dg
 
@@ -33,24 +32,17 @@ from assets.metadata import (
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.integrity.weights import (
-    audit_snapshot,
-    budget_told,
-    finite_told,
-    is_over_budget,
-)
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resources import Engine, MergePipe
-from mergepipe_pipeline.snapshots.stage import MANIFEST
 from mergepipe_pipeline.text import in_one_line, visible
-from mergepipe_pipeline.timing.forecast import forecast_plan
+from mergepipe_pipeline.verbs.audit import audit_budget, audit_recipe
 from mergepipe_pipeline.verbs.curve import curve_of_plan
 from mergepipe_pipeline.verbs.deploy import (
     conflicts_of_recipe,
     current_plan,
-    current_snapshot,
     plan_recipe,
     release_recipe,
+    seconds_to_merge,
     snapshot_recipe,
 )
 
@@ -150,9 +142,9 @@ def _plan(card: RecipeFile) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.plan_id),
             metadata={
-                **stages_metadata(card.stages),
+                **stages_metadata(card),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
-                **time_metadata(forecast_plan(mergepipe.warehouse, made)),
+                **time_metadata(seconds_to_merge(mergepipe.warehouse, made)),
                 "budget from": engine.budget_from(made.request.budget),
                 "seconds to plan": seconds,
             },
@@ -167,10 +159,10 @@ def _within_budget(card: RecipeFile) -> dg.AssetChecksDefinition:
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan reads no more of the experts than the budget allows; else nothing is merged."""
         plan = current_plan(mergepipe.warehouse, card.name)
-        e = plan.estimates
+        e, found = plan.estimates, audit_budget(plan)
         return dg.AssetCheckResult(
-            passed=not is_over_budget(plan),
-            description=description(budget_told(plan)),
+            passed=found.is_kept,
+            description=description(found.told),
             metadata={
                 "expert GiB planned": gib(e.expert_bytes_planned),
                 "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
@@ -200,7 +192,7 @@ def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
             metadata={
                 "snapshot id": made.snapshot_id,
                 "path": dg.MetadataValue.path(made.path),
-                "manifest": dg.MetadataValue.path(str(Path(made.path) / MANIFEST)),
+                "manifest": dg.MetadataValue.path(made.manifest_path),
                 "GiB": gib(sum(s.nbytes for s in made.manifest.shards)),
                 **merge_metadata(cost, cost.layers_s),
                 **error_metadata(plan),
@@ -234,11 +226,9 @@ def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
     @told
     def audit(mergepipe: MergePipe) -> Iterator[dg.AssetCheckResult]:
         """Reads every byte of the snapshot once."""
-        warehouse = mergepipe.warehouse
         whole, finite = _AUDITS
         try:
-            snapshot = current_snapshot(warehouse, card.name)
-            found = audit_snapshot(warehouse, card.name, snapshot, anew=True)
+            found = audit_recipe(mergepipe.warehouse, card.name)
         except CorruptionError as error:
             said = description(str(error))
             yield dg.AssetCheckResult(check_name=whole, passed=False, description=said)
@@ -253,7 +243,7 @@ def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
         yield dg.AssetCheckResult(
             check_name=finite,
             passed=not found.non_finite,
-            description=description(finite_told(found, snapshot)),
+            description=description(found.told),
             metadata={"tensors": in_one_line(", ".join(found.non_finite)) or "none"},
         )
 

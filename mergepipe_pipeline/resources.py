@@ -12,7 +12,7 @@ import dagster as dg
 from pydantic import Field
 
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.execution.plan_leases import lease_run
+from mergepipe_pipeline.execution.plan_leases import lease_run, run_lives
 from mergepipe_pipeline.settings import (
     BUDGET,
     DEVICE,
@@ -52,6 +52,10 @@ class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
             return
         with lease_run(self.warehouse, context.run.run_id):
             yield self
+
+    def run_lives(self, run_id: str) -> bool | None:
+        """Whether a process has such a lease of the run; None if nobody ever had one."""
+        return run_lives(self.warehouse, run_id)
 
     @property
     def warehouse(self) -> Warehouse:

@@ -9,9 +9,7 @@ import time
 import dagster as dg
 from dagster import DagsterRunStatus as Status
 
-from mergepipe_pipeline.execution.plan_leases import run_lives
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
 
 #: Seconds without any event after which a run that has no lease is taken for dead: it ended before
@@ -32,7 +30,7 @@ def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
     """Ends every started run whose process is gone, as after a power loss or an OOM kill."""
     begun = dg.RunsFilter(statuses=[Status.STARTED, Status.CANCELING])
     runs = context.instance.get_runs(begun)
-    orphans = [run for run in runs if is_orphan(mergepipe.warehouse, context.instance, run)]
+    orphans = [run for run in runs if is_orphan(mergepipe, context.instance, run)]
     for run in orphans:
         message = "The process of this run is gone: it was killed, or the machine lost power."
         if run.status is Status.CANCELING:
@@ -43,9 +41,9 @@ def orphans_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
     return dg.SkipReason(f"{len(runs)} runs under way; ended, since dead: {ended or 'none'}")
 
 
-def is_orphan(warehouse: Warehouse, instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
+def is_orphan(mergepipe: MergePipe, instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
     """Whether a started run has no living process."""
-    lives = run_lives(warehouse, run.run_id)
+    lives = mergepipe.run_lives(run.run_id)
     if lives or (lives is None and _silent_s(instance, run) < SILENCE_S):
         return False
     again = instance.get_run_by_id(run.run_id)  # it may have ended since it was listed

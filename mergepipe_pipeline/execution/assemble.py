@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import platform
 from base64 import b64decode
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -22,7 +21,6 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
-from mergepipe_pipeline.execution.outcome import Realised, Times
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.snapshots.commit import commit_snapshot, damage_of
 from mergepipe_pipeline.snapshots.marks import Marks
@@ -32,8 +30,9 @@ from mergepipe_pipeline.snapshots.model_folder import (
     model_card,
     shard_name,
 )
-from mergepipe_pipeline.snapshots.objects import ObjectStore, StoredObject
+from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.stage import stage_snapshot
+from mergepipe_pipeline.spec.outcome import Realised, StoredObject, Times
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, LayerTask, MergePlan
 from mergepipe_pipeline.spec.snapshot import (
     LineageEntry,
@@ -42,6 +41,7 @@ from mergepipe_pipeline.spec.snapshot import (
     ShardEntry,
     SideFile,
     Snapshot,
+    operator_counts,
 )
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.side_files import CONFIG, SideStamp, pieces, side_files
@@ -149,12 +149,6 @@ def _lineage(warehouse: Warehouse, plan: MergePlan) -> tuple[LineageEntry, ...]:
         LineageEntry(role, s.name, catalog.content_sha256(s.checkpoint_id))
         for role, s in zip(plan.roles, plan.sources, strict=True)
     )
-
-
-def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
-    """How many output tensors each operator makes, by name and variant (empty: none)."""
-    found = Counter((task.operator, task.variant) for layer in plan.layers for task in layer.tasks)
-    return tuple((*which, n) for which, n in sorted(found.items()))
 
 
 def _made_files(

@@ -9,9 +9,9 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.snapshots.find import load_snapshot, read_manifest
-from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
+from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 

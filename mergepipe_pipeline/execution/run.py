@@ -21,11 +21,10 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.memory import release_freed
-from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised, RunStart, Times
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
 from mergepipe_pipeline.progress import Advance, Progress, Silent
-from mergepipe_pipeline.snapshots.objects import StoredObject
+from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse

@@ -17,9 +17,8 @@ from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.integrity.records import action_of, readable_snapshots, snapshot_folders
 from mergepipe_pipeline.snapshots.objects import layer_key_of
-from mergepipe_pipeline.snapshots.stage import MANIFEST
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION
-from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.storage.chain import read_chains
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -24,8 +24,8 @@ from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.objects import layer_key_of
-from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
-from mergepipe_pipeline.spec.snapshot import ShardEntry, Snapshot
+from mergepipe_pipeline.snapshots.stage import PROVENANCE
+from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.chain import VersionChain
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse

@@ -18,8 +18,9 @@ from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Tensors that a warning names.
-_MOST_NAMED = 5
-_MEND = "mend the expert that holds them there, or the recipe"
+MOST_NAMED = 5
+#: What to do about such weights.
+MEND = "mend the expert that holds them there, or the recipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def refuse_unfit(audit: Audit, plan: MergePlan) -> None:
             where=f"snapshot {audit.snapshot_id[:16]}",
             expected="finite weights",
             found=audit.told,
-            next_step=_MEND,
+            next_step=MEND,
         )
     if is_over_budget(plan):
         raise MergePipeError(
@@ -92,38 +93,6 @@ def is_over_budget(plan: MergePlan) -> bool:
     """Whether the plan buys more expert bytes than its budget allows."""
     e = plan.estimates
     return e.budget_bytes is not None and e.expert_bytes_planned > e.budget_bytes
-
-
-def budget_told(plan: MergePlan) -> str:
-    """How the expert bytes that a plan buys compare with its budget; where most of them are."""
-    e = plan.estimates
-    if not is_over_budget(plan) or e.budget_bytes is None:
-        return f"{e.expert_bytes_planned} bytes of experts are read: the budget allows them."
-    inputs = ((t.name, e) for layer in plan.layers for t in layer.tasks for e in t.experts)
-    tensor, most = max(inputs, key=lambda pair: pair[1].read_nbytes)
-    view = most.view
-    (part, *_) = (*view.stored, *([view.low_rank.a] if view.low_rank else []))
-    source = plan.sources[part.source]
-    return (
-        f"{e.expert_bytes_planned} bytes of experts would be read, "
-        f"{e.expert_bytes_planned - e.budget_bytes} more than the budget of {e.budget_bytes}; "
-        f"most, {most.read_nbytes}, from expert {source.name}, file {part.entry.file} of "
-        f"{source.root}, tensor {tensor}. "
-        f"Plan {plan.plan_id}. Next: materialize the plan again"
-    )
-
-
-def finite_told(found: Audit, snapshot: Snapshot) -> str:
-    """Which tensors of a snapshot hold NaN or infinity, and in which files; else that none does."""
-    if not found.non_finite:
-        return "Every weight is finite."
-    entries = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12]).by_name
-    files = sorted({entries[name].file for name in found.non_finite})
-    more = f" and {len(files) - _MOST_NAMED} files more" if len(files) > _MOST_NAMED else ""
-    return (
-        f"NaN or infinity: {found.told}; file {', '.join(files[:_MOST_NAMED])}{more} of "
-        f"{snapshot.path}. Next: {_MEND}"
-    )
 
 
 def non_finite(snapshot: Snapshot) -> dict[str, int]:
@@ -164,6 +133,6 @@ def non_finite_warning(found: dict[str, int], plan: MergePlan) -> tuple[str, ...
 
 def _named(found: Mapping[str, int]) -> str:
     """How many elements of which tensors, the first of them by name."""
-    named = [f"{n} in {name}" for name, n in list(found.items())[:_MOST_NAMED]]
-    more = f" and {len(found) - _MOST_NAMED} tensors more" if len(found) > _MOST_NAMED else ""
+    named = [f"{n} in {name}" for name, n in list(found.items())[:MOST_NAMED]]
+    more = f" and {len(found) - MOST_NAMED} tensors more" if len(found) > MOST_NAMED else ""
     return ", ".join(named) + more

@@ -9,8 +9,8 @@ from pathlib import Path
 from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.snapshots.find import read_manifest
-from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
-from mergepipe_pipeline.spec.snapshot import ShardEntry
+from mergepipe_pipeline.snapshots.stage import PROVENANCE
+from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 
 _CHUNK_NBYTES = 1 << 22

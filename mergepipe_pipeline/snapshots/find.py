@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
-from mergepipe_pipeline.snapshots.stage import MANIFEST
-from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest, Snapshot
 
 
 @dataclass(frozen=True, slots=True)

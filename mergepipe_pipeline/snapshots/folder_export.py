@@ -16,8 +16,8 @@ from pathlib import Path
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.out_folder import check_folder, staging_name
-from mergepipe_pipeline.snapshots.stage import MANIFEST, PROVENANCE
-from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.snapshots.stage import PROVENANCE
+from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.storage.atomic import copy_file, publish_dir, remove_tree, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_folder, probed

@@ -11,11 +11,11 @@ import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.digest import new_hash, seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree, write_atomic
 
 _LOG = logging.getLogger("mergepipe")
@@ -31,19 +31,6 @@ def object_of(action: Path) -> str | None:
     with suppress(OSError, CorruptionError, KeyError):
         return str(unseal(action.read_bytes(), str(action))["object"])
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """One object: SHA-256 and size in bytes; `tensors` as in `spec.snapshot.ShardEntry`.
-
-    `non_finite`: tensor name and number of elements that are NaN, infinite or cut off, if any.
-    """
-
-    sha256: str
-    nbytes: int
-    tensors: tuple[tuple[str, str], ...]
-    non_finite: tuple[tuple[str, int], ...] = ()
 
 
 class ObjectStore:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.find import read_manifest
-from mergepipe_pipeline.snapshots.stage import MANIFEST
+from mergepipe_pipeline.spec.snapshot import MANIFEST
 
 #: As long as any name in an exported folder.
 _LONGEST_NAME = "model-00000-of-00000.safetensors.index.json"

@@ -8,10 +8,9 @@ from typing import Any
 
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.snapshots.objects import ObjectStore
-from mergepipe_pipeline.spec.snapshot import Manifest
+from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest
 from mergepipe_pipeline.storage.atomic import adopt_file, link_file, write_atomic
 
-MANIFEST = "manifest.json"
 PROVENANCE = "provenance.json"
 
 

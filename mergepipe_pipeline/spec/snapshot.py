@@ -7,12 +7,16 @@ it alike.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.spec.plan import MergePlan
 
+#: The file of a snapshot that names every other one.
+MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "mergepipe-manifest/2"
 
 #: Operator, its variant ("" for none), number of output tensors.
@@ -106,6 +110,11 @@ class Snapshot:
     path: str
     manifest: Manifest
 
+    @property
+    def manifest_path(self) -> str:
+        """The file that holds the manifest."""
+        return f"{self.path}/{MANIFEST}"
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -115,3 +124,9 @@ class Ref:
     number: int
     snapshot_id: str
     reason: str
+
+
+def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
+    """How many output tensors each operator makes, by name and variant (empty: none)."""
+    found = Counter((task.operator, task.variant) for layer in plan.layers for task in layer.tasks)
+    return tuple((*which, n) for which, n in sorted(found.items()))

@@ -18,6 +18,9 @@ from mergepipe_pipeline.warehouse import Warehouse
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.conflict_report import ConflictReport
 
+    #: How the experts of each stage conflict, by the stage's name.
+    ConflictReports = Mapping[str, ConflictReport]
+
 
 def conflicts(
     warehouse: Warehouse,
@@ -26,7 +29,7 @@ def conflicts(
     relative_to: Path | None = None,
     known: Mapping[str, Checkpoint] | None = None,
     progress: Progress | None = None,
-) -> Mapping[str, ConflictReport]:
+) -> ConflictReports:
     """Stage name to how its experts conflict; analyses what the catalog does not know yet.
 
     A stage without a base to differ from, or on the result of another one, has no report; models

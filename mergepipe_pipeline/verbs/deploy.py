@@ -26,7 +26,6 @@ from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.assemble import commit
-from mergepipe_pipeline.execution.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.execution.plan_leases import lease, lease_recipe
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
@@ -36,16 +35,18 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.conflicts import conflicts
 from mergepipe_pipeline.verbs.index import content_of
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.analysis.conflict_report import ConflictReport
+    from mergepipe_pipeline.verbs.conflicts import ConflictReports
 
 #: Keys of a recipe that say when, not what.
 _WHEN = frozenset({"schedule", "trigger", "timezone"})
@@ -120,7 +121,7 @@ def _said(text: str) -> str:
     )
 
 
-def conflicts_of_recipe(warehouse: Warehouse, card: RecipeFile) -> Mapping[str, ConflictReport]:
+def conflicts_of_recipe(warehouse: Warehouse, card: RecipeFile) -> ConflictReports:
     """How the experts of a recipe conflict, by stage, as they were indexed. See `conflicts`.
 
     Raises InputChangedError.
@@ -202,6 +203,12 @@ def _current(warehouse: Warehouse, recipe: str) -> dict[str, Any]:
 def _inputs(state: Mapping[str, Any]) -> dict[str, str]:
     """The inputs' states as planned; none are known of a plan of an earlier version."""
     return dict(state.get("inputs", {}))
+
+
+def seconds_to_merge(warehouse: Warehouse, plan: MergePlan) -> float | str:
+    """The seconds that merging a plan is predicted to take here, or why nobody can say."""
+    found = forecast_plan(warehouse, plan)
+    return found.reason if found.seconds is None else found.seconds.total_s
 
 
 def refuse_other_budget(plan: MergePlan, budget: str | None) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Unpack
 
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.base_prefetch import prefetch_base
-from mergepipe_pipeline.execution.outcome import RunStart
 from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
@@ -21,6 +20,7 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import Planning
+from mergepipe_pipeline.spec.outcome import RunStart
 from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.verbs.export import check_out, export

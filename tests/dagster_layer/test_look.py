@@ -13,9 +13,9 @@ import pytest
 from assets.labels import owners
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.integrity.weights import budget_told, is_over_budget
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.audit import audit_budget
 from mergepipe_pipeline.verbs.deploy import current_plan
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.register import register
@@ -134,9 +134,10 @@ def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_input
     assert 0 < float(str(snapshot["expert GiB read"])) < 0.01
     plan = current_plan(home, "a")
     over = replace(plan, estimates=replace(plan.estimates, budget_bytes=1000))
-    assert is_over_budget(over)
+    found = audit_budget(over)
+    assert not found.is_kept
     file = f"from expert expert_00, file model.safetensors of {home.inbox / 'expert_00'}, tensor "
-    assert file in budget_told(over)
+    assert file in found.told
     assert {word for words in shown_keys(instance) for word in words if "_" in word} == set()
     assert {("seconds", "to", step) for step in ("index", "compare", "plan", "merge")} <= (
         measured := {words for words in shown_keys(instance) if "seconds" in words}

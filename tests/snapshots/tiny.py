@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe_pipeline.snapshots.commit import commit_snapshot
-from mergepipe_pipeline.snapshots.objects import ObjectStore, StoredObject
+from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.snapshots.stage import stage_snapshot
+from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.spec.snapshot import (
     LineageEntry,
     Manifest,

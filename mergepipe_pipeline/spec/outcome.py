@@ -1,4 +1,4 @@
-"""What merging cost when it ran: the records that `run_plan` makes and `commit` keeps."""
+"""What merging made and cost when it ran: the records that a run makes and a commit keeps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mergepipe_pipeline.snapshots.objects import StoredObject
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A merged layer in the object store; `tensors` as in `spec.snapshot.ShardEntry`.
+
+    `non_finite`: tensor name and number of elements that are NaN, infinite or cut off, if any.
+    """
+
+    sha256: str
+    nbytes: int
+    tensors: tuple[tuple[str, str], ...]
+    non_finite: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

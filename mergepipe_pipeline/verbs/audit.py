@@ -1,0 +1,89 @@
+"""The verb `audit` of a standing pipeline: is what was planned and merged fit for readers?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mergepipe_pipeline.integrity.weights import (
+    MEND,
+    MOST_NAMED,
+    Audit,
+    audit_snapshot,
+    is_over_budget,
+)
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.verbs.deploy import current_snapshot
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """A snapshot whose every byte has its digest; `told` says whether its weights are finite.
+
+    `non_finite` counts NaN and infinite elements by tensor.
+    """
+
+    files: int
+    nbytes: int
+    non_finite: Mapping[str, int]
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetReport:
+    """Whether a plan keeps to its budget, and in words how the two compare."""
+
+    is_kept: bool
+    told: str
+
+
+def audit_recipe(warehouse: Warehouse, recipe: str) -> AuditReport:
+    """Read every byte of the recipe's current snapshot, whoever audited it before.
+
+    Raises CorruptionError with the file and tensor that is wrong, NotFoundError.
+    """
+    snapshot = current_snapshot(warehouse, recipe)
+    found = audit_snapshot(warehouse, recipe, snapshot, anew=True)
+    return AuditReport(
+        files=found.files,
+        nbytes=found.nbytes,
+        non_finite=found.non_finite,
+        told=_finite_told(found, snapshot),
+    )
+
+
+def _finite_told(found: Audit, snapshot: Snapshot) -> str:
+    """Which tensors of a snapshot hold NaN or infinity, and in which files; else that none does."""
+    if not found.non_finite:
+        return "Every weight is finite."
+    entries = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12]).by_name
+    files = sorted({entries[name].file for name in found.non_finite})
+    more = f" and {len(files) - MOST_NAMED} files more" if len(files) > MOST_NAMED else ""
+    return (
+        f"NaN or infinity: {found.told}; file {', '.join(files[:MOST_NAMED])}{more} of "
+        f"{snapshot.path}. Next: {MEND}"
+    )
+
+
+def audit_budget(plan: MergePlan) -> BudgetReport:
+    """Compare the expert bytes that a plan reads with its budget; says where most of them are."""
+    e = plan.estimates
+    if not is_over_budget(plan) or e.budget_bytes is None:
+        told = f"{e.expert_bytes_planned} bytes of experts are read: the budget allows them."
+        return BudgetReport(is_kept=True, told=told)
+    inputs = ((t.name, e) for layer in plan.layers for t in layer.tasks for e in t.experts)
+    tensor, most = max(inputs, key=lambda pair: pair[1].read_nbytes)
+    view = most.view
+    (part, *_) = (*view.stored, *([view.low_rank.a] if view.low_rank else []))
+    source = plan.sources[part.source]
+    told = (
+        f"{e.expert_bytes_planned} bytes of experts would be read, "
+        f"{e.expert_bytes_planned - e.budget_bytes} more than the budget of {e.budget_bytes}; "
+        f"most, {most.read_nbytes}, from expert {source.name}, file {part.entry.file} of "
+        f"{source.root}, tensor {tensor}. "
+        f"Plan {plan.plan_id}. Next: materialize the plan again"
+    )
+    return BudgetReport(is_kept=False, told=told)
