@@ -33,6 +33,16 @@ def test_a_dropped_file_is_not_resident(on_disk: Path) -> None:
     assert resident_nbytes(on_disk) == 0
 
 
+def test_the_disk_alone_is_read_and_written_past_the_page_cache(on_disk: Path) -> None:
+    out = on_disk.with_name("out")
+    make_cold([on_disk])
+    limit.direct([(str(on_disk), 5 * MIB + 1)], [(str(out), 3 * MIB + 5)])
+    assert resident_nbytes(on_disk) == 0
+    assert out.stat().st_size == 3 * MIB + 5
+    with pytest.raises(EOFError, match="ends before byte"):
+        limit.direct([(str(on_disk), 8 * MIB + 1)], [])
+
+
 def test_half_a_file_read_is_half_resident(on_disk: Path) -> None:
     make_cold([on_disk])
     limit.read(str(on_disk), 4 * MIB, memoryview(bytearray(MIB)))
