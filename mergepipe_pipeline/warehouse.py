@@ -22,6 +22,7 @@ from mergepipe_pipeline.storage.atomic import make_dirs
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.catalog import Catalog
+    from mergepipe_pipeline.packs.replaced import ReplacedStore
     from mergepipe_pipeline.packs.store import PackStore
 
 ENVIRONMENT = "MERGEPIPE_HOME"
@@ -62,6 +63,7 @@ class Warehouse:
             self.recipes,
             self.catalog_dir,
             self.packs_dir,
+            self.replaced_dir,
             self.plans,
             self.objects_dir,
             self.actions_dir,
@@ -88,6 +90,13 @@ class Warehouse:
         from mergepipe_pipeline.packs.store import PackStore  # pyarrow, as above
 
         return PackStore(self.packs_dir)
+
+    @cached_property
+    def replaced(self) -> ReplacedStore:
+        """What stays of experts whose files were moved away."""
+        from mergepipe_pipeline.packs.replaced import ReplacedStore
+
+        return ReplacedStore(self.replaced_dir)
 
     @cached_property
     def objects(self) -> ObjectStore:
@@ -141,6 +150,11 @@ class Warehouse:
     def packs_dir(self) -> Path:
         """Packs by id."""
         return self.root / "packs"
+
+    @property
+    def replaced_dir(self) -> Path:
+        """Files beside packs that give experts' files back, by checkpoint id."""
+        return self.root / "replaced"
 
     @property
     def plans(self) -> Path:

@@ -48,7 +48,7 @@ def locate_checkpoint(
     catalog = warehouse.catalog
     if text in catalog:
         if revision is None:
-            return open_checkpoint(catalog.root(text), text)
+            return _opened(warehouse, text)
         return _as_registered(_revision(catalog, text, revision), revision)
     for folder in (Path.cwd(), relative_to):
         if folder is not None and os.path.exists(folder / expanded(text)):
@@ -85,6 +85,26 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def _opened(warehouse: Warehouse, name: str) -> Checkpoint:
+    """The checkpoint of a registered name as its files are now; says where they went if it can."""
+    catalog, root = warehouse.catalog, warehouse.catalog.root(name)
+    try:
+        return open_checkpoint(root, name)
+    except CheckpointError:
+        if os.path.exists(root):
+            raise
+        moved = warehouse.replaced.find(catalog.get(name).checkpoint.checkpoint_id)
+        if moved is None:
+            raise
+    raise CheckpointError(
+        "An expert's files were moved to cold storage, and a merge needs them",
+        where=root,
+        expected=f"the files of {name!r}",
+        found=f"nothing; `pack --replace` moved them to {moved.cold}",
+        next_step=f"run `mergepipe unpack {name}`: it makes them again from the pack",
+    )
 
 
 def _as_registered(known: Checkpoint, revision: str) -> Checkpoint:

@@ -1,0 +1,72 @@
+"""The stored bytes of an expert's tensors again, from a pack's exact tiers and the base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.digest import content_digest, segment_digests
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_exact
+from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, PackedTensor
+from mergepipe_pipeline.spec.segments import KnownSegments
+from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.tensors.stored import Readers, read_stored
+from mergepipe_pipeline.tensors.verified import Verifier, Verify
+
+#: Chunks that are decoded and handed over at once.
+_CHUNKS_AT_ONCE = 16
+
+
+class Decoder:
+    """Decodes tensors of one pack; `readers` and `known` are of the base."""
+
+    def __init__(self, files: FrameFiles, readers: Readers, known: KnownSegments) -> None:
+        self._files, self._readers, self._known = files, readers, known
+
+    def stored(self, tensor: PackedTensor, base: TensorView) -> Iterator[memoryview]:
+        """The stored bytes of a tensor, a piece at a time.
+
+        Raises CorruptionError for frames or base bytes that are not what was written, and at the
+        end if the whole has not the tensor's digest.
+        """
+        n_chunks = tensor.nbytes.shape[1]
+        check = Verifier(base, self._known.of_view(base)).check
+        step = CHUNK_ELEMS * itemsize(tensor.dtype)
+        digests = []
+        with Workers(threads.analysis()) as workers:
+            decode = partial(self._piece, tensor, base, check)
+            starts = range(0, n_chunks, _CHUNKS_AT_ONCE)
+            for piece in workers.map(decode, starts, depth=threads.analysis() + 2):
+                digests.append(segment_digests(piece, step))
+                yield piece
+        found = content_digest(b"".join(digests))
+        if found != tensor.digest:
+            raise CorruptionError(
+                "A tensor does not decode to what was packed",
+                where=f"tensor {tensor.name}",
+                expected=f"content {tensor.digest[:16]}",
+                found=f"content {found[:16]}",
+                next_step="keep the original; `mergepipe verify --all` finds what is damaged",
+            )
+
+    def _piece(
+        self, tensor: PackedTensor, base: TensorView, check: Verify, first: int
+    ) -> memoryview:
+        stop = min(first + _CHUNKS_AT_ONCE, tensor.nbytes.shape[1])
+        start_elem, stop_elem = first * CHUNK_ELEMS, min(stop * CHUNK_ELEMS, base.numel)
+        raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
+        read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
+        below = np.frombuffer(raw, BITS_OF[base.dtype])
+        found = np.empty_like(below)
+        frames = (self._files.read(tensor, tier, first, stop) for tier in ("X20", "X"))
+        for number, (x20, x) in enumerate(zip(*frames, strict=True)):
+            part = slice(number * CHUNK_ELEMS, (number + 1) * CHUNK_ELEMS)
+            decode_exact(x20, x, below[part], found[part])
+        return found.data.cast("B")

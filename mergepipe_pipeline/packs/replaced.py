@@ -1,0 +1,155 @@
+"""What stays of an expert whose files were moved away: all of them but what its pack holds.
+
+A folder by the checkpoint's id: a sealed record of the files, and of each file the bytes that are
+no packed tensor, one after the other. With pack and base they give every file again, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
+from mergepipe_pipeline.storage.hashing import file_sha256
+
+_RECORD = "record.json"
+_PIECE_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MovedFile:
+    """A file by its path in the checkpoint; `tensors` are (name, first byte, bytes) in the pack."""
+
+    path: str
+    nbytes: int
+    mtime_ns: int
+    sha256: str
+    tensors: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """An expert whose original was moved from `root` to `cold`; `base` is a registered name."""
+
+    checkpoint_id: str
+    name: str
+    root: str
+    cold: str
+    base: str
+    pack_id: str
+    files: tuple[MovedFile, ...]
+
+    @property
+    def is_away(self) -> bool:
+        """Whether nothing is where the original was."""
+        return not Path(self.root).exists()
+
+
+class ReplacedStore:
+    """The folder `replaced` of a warehouse."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, checkpoint_id: str) -> Path:
+        """Where what stays of a checkpoint is or would be."""
+        return self._folder / checkpoint_id
+
+    def ids(self) -> list[str]:
+        """The ids of checkpoints that were replaced; sorted."""
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(p.name for p in found if not p.name.startswith("."))
+
+    def find(self, checkpoint_id: str) -> Replaced | None:
+        """The record of a checkpoint; None if it was not replaced. Raises CorruptionError."""
+        path = self.path(checkpoint_id) / _RECORD
+        try:
+            value = unseal(path.read_bytes(), str(path))
+        except FileNotFoundError:
+            return None
+        return _from_json(value)
+
+    def rest(self, checkpoint_id: str, number: int) -> Path:
+        """The bytes of file `number` of a record that are in no pack."""
+        return _rest(self.path(checkpoint_id), number)
+
+
+def files_of(root: Path, checkpoint: Checkpoint, packed: Sequence[str]) -> tuple[MovedFile, ...]:
+    """All files below a checkpoint's folder, hashed, with the places of packed tensors.
+
+    Raises CorruptionError for what is no regular file.
+    """
+    wanted = frozenset(packed)
+    found = []
+    for path in sorted(p for p in root.rglob("*") if p.is_symlink() or not p.is_dir()):
+        name = str(path.relative_to(root))
+        places = sorted(
+            (t.start_byte, t.name, t.nbytes)
+            for t in checkpoint.tensors
+            if t.file == name and t.name in wanted
+        )
+        sha256, stat = file_sha256(path), path.stat()
+        tensors = tuple((tensor, start, nbytes) for start, tensor, nbytes in places)
+        found.append(MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors))
+    return tuple(found)
+
+
+def write_record(staged: Path, record: Replaced) -> None:
+    """Write what stays of an expert into a folder. Raises StorageFullError."""
+    make_dirs(staged)
+    for number, file in enumerate(record.files):
+        write_atomic(_rest(staged, number), _without_tensors(Path(record.root), file))
+    write_atomic(staged / _RECORD, seal(asdict(record)))
+
+
+def restored(
+    file: MovedFile, rest: Path, tensor: Callable[[str], Iterator[memoryview]]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file again, a piece at a time; `tensor` gives those of a packed tensor.
+
+    Raises CorruptionError if there are fewer than there were.
+    """
+    with rest.open("rb") as kept:
+        at = 0
+        for name, start, nbytes in (*file.tensors, ("", file.nbytes, 0)):
+            yield from _read(kept.read, start - at, rest)
+            if name:
+                yield from tensor(name)
+            at = start + nbytes
+
+
+def _without_tensors(root: Path, file: MovedFile) -> Iterator[bytes]:
+    with (root / file.path).open("rb") as whole:
+        at = 0
+        for _, start, nbytes in (*file.tensors, ("", file.nbytes, 0)):
+            yield from _read(whole.read, start - at, root / file.path)
+            at = whole.seek(start + nbytes)
+
+
+def _read(read: Callable[[int], bytes], nbytes: int, path: Path) -> Iterator[bytes]:
+    """So many bytes of an open file, a piece at a time."""
+    while nbytes > 0:
+        piece = read(min(nbytes, _PIECE_NBYTES))
+        if not piece:
+            raise CorruptionError(
+                "A file ended while it was read", where=str(path), found=f"{nbytes} bytes less"
+            )
+        nbytes -= len(piece)
+        yield piece
+
+
+def _rest(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.rest"
+
+
+def _from_json(value: dict[str, Any]) -> Replaced:
+    files = tuple(
+        MovedFile(**{**f, "tensors": tuple((n, int(s), int(b)) for n, s, b in f["tensors"])})
+        for f in value.pop("files")
+    )
+    return Replaced(**value, files=files)

@@ -1,0 +1,259 @@
+"""The verbs `pack --replace` and `unpack`: an expert's files move to cold storage, and come back.
+
+Nothing is moved before the pack and what stays beside it are durable and every file was made from
+them once, with the SHA-256 that it had.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
+from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
+from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.packs.decoded import Decoder
+from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.replaced import MovedFile, Replaced, files_of, restored, write_record
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.resolution.locate import expanded, locate_registered
+from mergepipe_pipeline.spec.view import view_of
+from mergepipe_pipeline.storage.atomic import (
+    copy_file,
+    make_dirs,
+    publish_dir,
+    remove_tree,
+    rename,
+    replace_dir,
+)
+from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.verbs.pack import Packed
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """An expert whose files went from `root` to `cold`."""
+
+    name: str
+    root: str
+    cold: str
+    files: int
+    nbytes: int
+
+
+def move_to_cold(
+    warehouse: Warehouse, packed: Packed, cold: str | Path, progress: Progress | None = None
+) -> Moved:
+    """Move the files of an expert that was packed into the folder `cold`.
+
+    Raises MergePipeError for files that are not the expert's own folder or a pack without tier X,
+    CorruptionError if not every file can be made again; then nothing is moved.
+    """
+    checkpoint = locate_registered(warehouse, packed.name).checkpoint
+    root, target = Path(checkpoint.root), expanded(cold).resolve() / Path(checkpoint.root).name
+    _refuse_wrong_places(packed, root, target)
+    known = warehouse.packs.open(packed.pack_id)
+    record = Replaced(
+        checkpoint.checkpoint_id,
+        packed.name,
+        str(root),
+        str(target),
+        packed.base,
+        packed.pack_id,
+        files_of(root, checkpoint, list(known.contents)),
+    )
+    store = warehouse.replaced
+    with staging(warehouse, "replace") as staged:
+        write_record(staged / "record", record)
+        replace_dir(staged / "record", store.path(record.checkpoint_id))
+    with _Original(warehouse, record, progress) as original:
+        for number, _ in enumerate(record.files):
+            original.compare(number)
+    if locate_registered(warehouse, packed.name).checkpoint.checkpoint_id != record.checkpoint_id:
+        raise CorruptionError(
+            "The expert changed while it was packed", where=str(root), next_step="pack it again"
+        )
+    _move(root, target, record)
+    nbytes = sum(f.nbytes for f in record.files)
+    return Moved(packed.name, str(root), str(target), len(record.files), nbytes)
+
+
+def unpack(
+    warehouse: Warehouse,
+    name: str,
+    to: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Moved:
+    """Make the files of an expert that `pack --replace` moved away again, bit for bit.
+
+    By default where they were. The base must be there. Raises NotFoundError for an expert that was
+    not replaced, MergePipeError for a place that is taken, CorruptionError.
+    """
+    checkpoint_id = warehouse.catalog.get(name).checkpoint.checkpoint_id
+    record = warehouse.replaced.find(checkpoint_id)
+    if record is None:
+        raise NotFoundError(
+            "This expert's files were not moved away",
+            where=name,
+            expected="an expert that `mergepipe pack --replace` has moved",
+            found=f"its own files at {warehouse.catalog.root(name)}",
+            next_step="use them",
+        )
+    target = Path(record.root) if to is None else expanded(to).resolve()
+    if target.exists():
+        raise MergePipeError(
+            "The place for an expert's files is taken",
+            where=str(target),
+            expected="no such folder yet",
+            found="one",
+            next_step="give another place with --to",
+        )
+    with _beside(target) as staged, _Original(warehouse, record, progress) as original:
+        for number, file in enumerate(record.files):
+            original.write(number, staged / file.path)
+        publish_dir(staged, target)
+    is_back = str(target) == record.root
+    if is_back and open_checkpoint(record.root, name).checkpoint_id == record.checkpoint_id:
+        remove_tree(warehouse.replaced.path(record.checkpoint_id))
+    return Moved(
+        name, record.cold, str(target), len(record.files), sum(f.nbytes for f in record.files)
+    )
+
+
+class _Original:
+    """The files of a replaced expert, made from its pack, its base and what stays of it."""
+
+    def __init__(self, warehouse: Warehouse, record: Replaced, progress: Progress | None) -> None:
+        self._warehouse, self._record = warehouse, record
+        self._pack = warehouse.packs.open(record.pack_id)
+        self._base = locate_registered(warehouse, record.base).checkpoint
+        self._known = checkpoint_inputs(warehouse, [self._base], progress)
+        self._refuse_other_base()
+        self._source = open_source(self._base.root)
+        reader = BlockReader(self._source, self._base, None)
+        self._files = FrameFiles(self._pack.root)
+        self._decoder = Decoder(self._files, lambda _: reader, self._known)
+        nbytes = sum(f.nbytes for f in record.files)
+        self._task = (progress or Silent()).task(f"unpack {record.name}", nbytes)
+
+    def __enter__(self) -> _Original:
+        self._advance = self._task.__enter__()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._task.__exit__(None, None, None)
+        self._files.__exit__()
+        self._source.close()
+
+    def compare(self, number: int) -> None:
+        """Raise CorruptionError unless a file is what it was; writes nothing."""
+        for _ in self._pieces(number):
+            pass
+
+    def write(self, number: int, path: Path) -> None:
+        """Write a file with its time. Raises CorruptionError unless it is what it was."""
+        file = self._record.files[number]
+        make_dirs(path.parent)
+        with path.open("wb") as out:
+            out.writelines(self._pieces(number))
+        os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
+
+    def _pieces(self, number: int) -> Iterator[bytes | memoryview]:
+        record = self._record
+        file, running = record.files[number], new_hash()
+        rest = self._warehouse.replaced.rest(record.checkpoint_id, number)
+        for piece in restored(file, rest, self._tensor):
+            running.update(piece)
+            self._advance(len(piece))
+            yield piece
+        _refuse_other_bytes(file, running.hexdigest(), Path(record.root))
+
+    def _tensor(self, name: str) -> Iterator[memoryview]:
+        tensor = self._pack.tensors[name]
+        return self._decoder.stored(tensor, view_of(self._base.by_name[tensor.base_name]))
+
+    def _refuse_other_base(self) -> None:
+        digests = self._warehouse.catalog.digests(self._base.checkpoint_id) or {}
+        for content in self._pack.contents.values():
+            found = digests.get(content.base_name, "no such tensor")
+            if found != content.base_digest:
+                raise CorruptionError(
+                    "The base is not the one that the expert was packed against",
+                    where=f"{self._base.root}, tensor {content.base_name}",
+                    expected=f"content {content.base_digest[:16]}",
+                    found=f"{found[:16]}",
+                    next_step=f"put the files of that {self._record.base!r} back, or take the "
+                    f"original from {self._record.cold}",
+                )
+
+
+def _refuse_wrong_places(packed: Packed, root: Path, target: Path) -> None:
+    odd = [p for p in (root, *root.rglob("*")) if p.is_symlink() or not (p.is_dir() or p.is_file())]
+    if "X" not in packed.tier_nbytes:
+        found = f"a pack of {', '.join(packed.tier_nbytes)}"
+    elif not root.is_dir() or odd:
+        found = f"{odd[0] if odd else root}, which is no plain file in a folder"
+    elif os.path.lexists(target):
+        found = f"something at {target}"
+    elif target.is_relative_to(root):
+        found = f"{target}, inside of it"
+    else:
+        return
+    raise MergePipeError(
+        "An expert's files cannot be moved away",
+        where=f"{packed.name}, {root}",
+        expected="a pack with tier X, a folder of plain files, and a place for it in --cold",
+        found=found,
+        next_step="pack all tiers, copy the files into a folder, or choose another --cold",
+    )
+
+
+def _move(root: Path, target: Path, record: Replaced) -> None:
+    """Rename the folder; across file systems copy it, compare the copy, and remove it."""
+    make_dirs(target.parent)
+    try:
+        rename(root, target)
+        return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+    with _beside(target) as staged:
+        for file in record.files:
+            make_dirs((staged / file.path).parent)
+            copy_file(root / file.path, staged / file.path)
+            os.utime(staged / file.path, ns=(file.mtime_ns, file.mtime_ns))
+            _refuse_other_bytes(file, file_sha256(staged / file.path), staged)
+        publish_dir(staged, target)
+    remove_tree(root)
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, gone when the context ends."""
+    staged = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+    make_dirs(staged)
+    try:
+        yield staged
+    finally:
+        remove_tree(staged)
+
+
+def _refuse_other_bytes(file: MovedFile, sha256: str, where: Path) -> None:
+    if sha256 != file.sha256:
+        raise CorruptionError(
+            "A file is not what it was when the expert was packed",
+            where=str(where / file.path),
+            expected=f"sha256 {file.sha256[:16]}",
+            found=f"sha256 {sha256[:16]}",
+            next_step="nothing was moved; `mergepipe verify --all` finds what is damaged",
+        )

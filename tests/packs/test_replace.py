@@ -1,0 +1,118 @@
+"""An expert's files move away only when the pack gives them back, and come back bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.errors import (
+    CheckpointError,
+    CorruptionError,
+    MergePipeError,
+    NotFoundError,
+)
+from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.packs.models import base_tensors, warehouse_of
+from tests.stored import write
+
+
+def files_in(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Path to bytes and time of all files."""
+    return {
+        str(p.relative_to(folder)): (p.read_bytes(), p.stat().st_mtime_ns)
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
+
+
+def with_side_files(tmp: Path) -> tuple[Warehouse, dict[str, tuple[bytes, int]]]:
+    """A warehouse whose expert has files beside its weights."""
+    warehouse = warehouse_of(tmp)
+    (tmp / "e0" / "config.json").write_text('{"architectures": ["Toy"]}')
+    (tmp / "e0" / "notes").mkdir()
+    (tmp / "e0" / "notes" / "read.me").write_bytes(bytes(range(256)) * 50)
+    (tmp / "e0" / "empty").touch()
+    return warehouse, files_in(tmp / "e0")
+
+
+def test_a_replaced_expert_comes_back_bit_for_bit_with_all_its_files(tmp_path: Path) -> None:
+    warehouse, before = with_side_files(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    moved = move_to_cold(warehouse, made, tmp_path / "cold")
+    assert not (tmp_path / "e0").exists()
+    assert files_in(tmp_path / "cold" / "e0") == before
+    assert moved.files == len(before)
+    kept = sum(p.stat().st_size for p in warehouse.replaced_dir.rglob("*"))
+    assert kept < 40_000
+    with pytest.raises(CheckpointError, match="mergepipe unpack e0"):
+        locate_registered(warehouse, "e0")
+    unpack(warehouse, "e0", tmp_path / "elsewhere")
+    assert files_in(tmp_path / "elsewhere") == before
+    unpack(warehouse, "e0")
+    assert files_in(tmp_path / "e0") == before
+    assert warehouse.replaced.ids() == []
+    assert not pack(warehouse, ["e0"])[0].fresh
+    with pytest.raises(NotFoundError, match="not moved away"):
+        unpack(warehouse, "e0")
+
+
+def test_files_are_copied_compared_and_removed_where_they_cannot_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warehouse, before = with_side_files(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+
+    def refuse(step: str) -> None:
+        if step == "rename":
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(atomic, "crash_hook", refuse)
+    move_to_cold(warehouse, made, tmp_path / "cold")
+    assert not (tmp_path / "e0").exists()
+    assert files_in(tmp_path / "cold" / "e0") == before
+
+
+def test_nothing_moves_when_a_frame_is_damaged(tmp_path: Path) -> None:
+    warehouse, before = with_side_files(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    path = frames_path(warehouse.packs.path(made.pack_id), "X20")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError, match="X20"):
+        move_to_cold(warehouse, made, tmp_path / "cold")
+    assert files_in(tmp_path / "e0") == before
+    assert not (tmp_path / "cold").exists()
+
+
+def test_another_base_is_named_and_gives_nothing_back(tmp_path: Path) -> None:
+    warehouse, _ = with_side_files(tmp_path)
+    move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp_path / "cold")
+    write(tmp_path / "base", "base", base_tensors(9))
+    with pytest.raises(CorruptionError, match=r"not the one .* packed against.*tensor"):
+        unpack(warehouse, "e0")
+    assert not (tmp_path / "e0").exists()
+
+
+def test_what_cannot_be_given_back_is_not_moved(tmp_path: Path) -> None:
+    warehouse, before = with_side_files(tmp_path)
+    (lossy,) = pack(warehouse, ["e0"], tiers=("L0",))
+    with pytest.raises(MergePipeError, match="cannot be moved"):
+        move_to_cold(warehouse, lossy, tmp_path / "cold")
+    (made,) = pack(warehouse, ["e0"])
+    (tmp_path / "cold" / "e0").mkdir(parents=True)
+    with pytest.raises(MergePipeError, match="something at"):
+        move_to_cold(warehouse, made, tmp_path / "cold")
+    os.symlink("/etc/hostname", tmp_path / "e0" / "link")
+    with pytest.raises(MergePipeError, match="no plain file"):
+        move_to_cold(warehouse, made, tmp_path / "other")
+    (tmp_path / "e0" / "link").unlink()
+    assert files_in(tmp_path / "e0") == before
