@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergepipe_pipeline.cli.common import Console, size, table, verb
+from mergepipe_pipeline.cli.packs import pack_lines
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.views import View
@@ -47,9 +48,14 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
 @click.argument("names", nargs=-1)
 @click.option("--base", help="Analyse against this base instead of the registered one.")
 @click.option("--block-size", "block_elems", type=int, help="Elements per block (a power of two).")
+@click.option("--pack", "is_packed", is_flag=True, help="Pack the experts, too; see `pack`.")
 @verb
 def analyze(
-    console: Console, names: tuple[str, ...], base: str | None, block_elems: int | None
+    console: Console,
+    names: tuple[str, ...],
+    base: str | None,
+    block_elems: int | None,
+    is_packed: bool,
 ) -> None:
     """Read experts once against their base and remember block statistics (default: all names)."""
     from mergepipe_pipeline.verbs.analyze import analyze as run
@@ -70,10 +76,17 @@ def analyze(
         )
         for a in done
     ]
-    console.show(
-        [asdict(a) for a in done],
-        *table(("name", "base", "state", "|delta|", "zero blocks", "blocks", "content"), rows),
-    )
+    analyses = [asdict(a) for a in done]
+    lines = table(("name", "base", "state", "|delta|", "zero blocks", "blocks", "content"), rows)
+    if not is_packed:
+        console.show(analyses, *lines)
+        return
+    from mergepipe_pipeline.verbs.pack import pack
+
+    experts = [a.name for a in done if a.base]
+    packs = pack(console.warehouse, experts, base=base, progress=console.progress)
+    data = {"analyses": analyses, "packs": [asdict(p) for p in packs]}
+    console.show(data, *lines, "", *pack_lines(packs))
 
 
 @click.command()

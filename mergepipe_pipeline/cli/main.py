@@ -25,6 +25,7 @@ from mergepipe_pipeline.cli.explain import explain
 from mergepipe_pipeline.cli.land import land
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
+from mergepipe_pipeline.cli.packs import pack, unpack
 from mergepipe_pipeline.cli.replay import replay
 from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback
 from mergepipe_pipeline.cli.verify import repair, verify
@@ -41,6 +42,8 @@ for command in (
     register,
     land,
     analyze,
+    pack,
+    unpack,
     ops,
     check,
     conflicts,

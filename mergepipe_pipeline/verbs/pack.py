@@ -69,7 +69,7 @@ def pack(
     names: Sequence[str] = (),
     *,
     base: str | None = None,
-    tiers: Sequence[Tier] = TIERS,
+    tiers: Sequence[str] = TIERS,
     progress: Progress | None = None,
 ) -> tuple[Packed, ...]:
     """Pack the named experts (default: all that have a base); analyses first what is not known.
@@ -87,19 +87,17 @@ def pack(
     return tuple(_packed(warehouse, *pair, chosen, progress or Silent()) for pair in pairs)
 
 
-def _whole(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
-    """The tiers in order. Raises MergePipeError if one lacks those that its level reads."""
+def _whole(tiers: Sequence[str]) -> tuple[Tier, ...]:
+    """The tiers in order. Raises MergePipeError for others, or if a level lacks one that it reads."""
     wanted = tuple(t for t in TIERS if t in tiers)
     needed = {needed for t in wanted for needed in TIERS_OF[t]}
-    if not wanted or needed != set(wanted):
+    if not wanted or needed != set(tiers):
         raise MergePipeError(
             "These tiers do not go together",
             where="--tiers",
-            expected="L0 up to some Lk without a gap, and X20, with or without X",
-            found=",".join(tiers) or "none",
-            next_step=f"add {', '.join(t for t in TIERS if t in needed - set(wanted))}"
-            if wanted
-            else "leave --tiers out for all",
+            expected="L0, or L0 to L1, L2 or L3; X20, or X20 and X; or some of both",
+            found=", ".join(tiers) or "none",
+            next_step="correct it, or leave it out for all",
         )
     return wanted
 

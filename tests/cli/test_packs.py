@@ -1,0 +1,56 @@
+"""`pack` and `unpack` as a person and as a machine would use them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from mergepipe_pipeline.cli.main import main
+from tests.packs.models import warehouse_of
+
+
+def run(tmp: Path, *words: str, code: int = 0) -> str:
+    """What a command prints."""
+    result = CliRunner().invoke(main, ["--home", str(tmp / "home"), *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def data(tmp: Path, *words: str) -> Any:
+    """What a command prints as JSON."""
+    result = CliRunner().invoke(main, [*words, "--home", str(tmp / "home"), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_pack_tells_what_it_made_and_that_it_was_made_before(tmp_path: Path) -> None:
+    warehouse_of(tmp_path, experts=2)
+    both = data(tmp_path, "pack", "--tiers", "L0, X20,X")["packs"]
+    assert [p["name"] for p in both] == ["e0", "e1"]
+    assert [list(p["tier_nbytes"]) for p in both] == [["L0", "X20", "X"]] * 2
+    text = run(tmp_path, "pack", "e0", "--tiers", "L0,X20,X")
+    assert "packed before" in text
+    assert "pays back after" in text
+    assert "do not go together" in run(tmp_path, "pack", "e0", "--tiers", "X", code=10)
+
+
+def test_analyze_packs_when_asked(tmp_path: Path) -> None:
+    warehouse_of(tmp_path)
+    found = data(tmp_path, "analyze", "--pack")
+    assert [a["name"] for a in found["analyses"]] == ["base", "e0"]
+    assert [(p["name"], p["fresh"]) for p in found["packs"]] == [("e0", True)]
+
+
+def test_an_expert_goes_to_cold_storage_and_comes_back(tmp_path: Path) -> None:
+    warehouse_of(tmp_path)
+    cold = str(tmp_path / "cold")
+    run(tmp_path, "pack", "e0", "--replace", code=2)
+    assert "1 file moved to" in run(tmp_path, "pack", "e0", "--replace", "--cold", cold)
+    recipe = tmp_path / "r.yml"
+    recipe.write_text("merge_method: linear\nmodels: [{model: e0, parameters: {weight: 1}}]\n")
+    assert "mergepipe unpack e0" in run(tmp_path, "check", str(recipe), code=12)
+    assert "1 file" in run(tmp_path, "unpack", "e0")
+    assert (tmp_path / "e0" / "e0.safetensors").exists()
