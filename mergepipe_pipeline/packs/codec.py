@@ -8,6 +8,7 @@ has no bytes. The bits of a frame follow from those of the chunk, the tensor's u
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.packs import ternary
-from mergepipe_pipeline.packs.exact import Bits, bitmap_nbytes, distances, restore
+from mergepipe_pipeline.packs.exact import Bits, bitmap_nbytes, restore, split
 from mergepipe_pipeline.packs.frames import Bytes, FrameReader, as_array, refuse, to_frame
-from mergepipe_pipeline.spec.pack import TIERS, TIERS_OF, Level, Tier
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level, Tier
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
 BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
@@ -38,6 +39,21 @@ _NONE = as_array(b"")
 _ROUNDING = 1 + 2.0**-40
 
 Floats = npt.NDArray[np.float32]
+
+
+class _Room(threading.local):
+    """Memory for the bytes of a chunk, several times: fresh pages cost more than decoding."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Bytes] = []
+
+    def of(self, n_pieces: int, nbytes: int) -> list[Bytes]:
+        while len(self._pieces) < n_pieces:
+            self._pieces.append(np.empty(4 * CHUNK_ELEMS, np.uint8))
+        return [piece[:nbytes] for piece in self._pieces[:n_pieces]]
+
+
+_room = _Room()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +96,7 @@ def encode_chunk(
         residual_sq[: len(APPROXIMATE)] = 0 if np.isfinite(delta).all() else np.inf
         return EncodedChunk(found, residual_sq.astype(np.float32))
     coarse = _encode_ternary(delta, unit, residual_sq[: len(APPROXIMATE)])
-    exact = _encode_exact(expert, base, delta, threshold_bits)
-    residual_sq[TIERS.index("X20")] = _energy_below(delta, threshold_bits)
+    exact, residual_sq[TIERS.index("X20")] = _encode_exact(expert, base, delta, threshold_bits)
     found.update({tier: frame for tier, frame in {**coarse, **exact}.items() if tier in found})
     return EncodedChunk(found, _rounded_up(residual_sq))
 
@@ -113,7 +128,8 @@ def decode_exact(
     if not x20 and not x:
         out_bits[:] = base_bits
         return
-    planes, bitmap, n_large = np.zeros((size, n), np.uint8), _NONE, 0
+    planes, folded = _room.of(2, n * size)
+    planes, bitmap, n_large = planes.reshape(size, n), _NONE, 0
     if x20:
         frame = FrameReader(x20, 1 + size)
         bitmap = frame.section(bitmap_nbytes(n))
@@ -126,7 +142,9 @@ def decode_exact(
         frame = FrameReader(x, size)
         for plane in planes:
             plane[n_large:] = frame.section(n - n_large)
-    restore(bitmap, n_large, planes, base_bits, out_bits)
+    else:
+        planes[:, n_large:] = 0
+    restore(bitmap, n_large, planes, base_bits, folded.view(out_bits.dtype), out_bits)
 
 
 def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> Floats:
@@ -134,7 +152,8 @@ def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> 
     if level == "X":
         return delta.copy()
     if level == "X20":
-        return np.where(_is_large(delta, threshold_bits), delta, np.float32(0))
+        is_large = delta.view(np.uint32) & _SIZE >= _least(threshold_bits)
+        return np.where(is_large, delta, np.float32(0))
     n, n_tiers = len(delta), len(TIERS_OF[level])
     units, trits, _ = _quantise(np.ascontiguousarray(delta), unit)
     out = np.empty(n, np.float32)
@@ -166,30 +185,22 @@ def _encode_ternary(
 
 def _encode_exact(
     expert: Bits, base: Bits, delta: Floats, threshold_bits: int
-) -> dict[Tier, bytes]:
-    large = _is_large(delta, threshold_bits)
-    folded = np.empty_like(expert)
-    n_large = distances(expert, base, large, folded)
+) -> tuple[dict[Tier, bytes], float]:
+    """The frames of the exact tiers, and the Σδ² that X20 leaves out."""
+    is_large, *both = _room.of(3, len(delta) * expert.itemsize)
+    is_large, (room, folded) = is_large[: len(delta)], (x.view(expert.dtype) for x in both)
+    least = _least(threshold_bits)
+    n_large, left_out = split(expert, base, delta, least, is_large, room, folded)
     planes = folded.view(np.uint8).reshape(len(folded), -1)
-    bitmap = np.packbits(large, bitorder="little")
+    bitmap = np.packbits(is_large, bitorder="little")
     x20 = to_frame([bitmap, *planes[:n_large].T]) if n_large else b""
     x = to_frame([*planes[n_large:].T]) if folded[n_large:].any() else b""
-    return {"X20": x20, "X": x}
+    return {"X20": x20, "X": x}, left_out if left_out == left_out else math.inf
 
 
-def _is_large(delta: Floats, threshold_bits: int) -> npt.NDArray[np.bool_]:
-    """What X20 holds: |δ| of the threshold or more, and what is no number."""
-    magnitude = delta.view(np.uint32) & _SIZE
-    is_large: npt.NDArray[np.bool_] = magnitude >= max(threshold_bits, 1)
-    return is_large
-
-
-def _energy_below(delta: Floats, threshold_bits: int) -> float:
-    """Σδ² of what X20 leaves out; infinite if that is not a number."""
-    left_out = np.where(_is_large(delta, threshold_bits), np.float32(0), delta).astype(np.float64)
-    # A product by BLAS would wait for all cores, and its rounding depend on their number.
-    energy = float(np.square(left_out).sum())
-    return energy if energy == energy else math.inf
+def _least(threshold_bits: int) -> np.uint32:
+    """X20 holds what has these bits or more: never zeros, always what is no number."""
+    return np.uint32(max(threshold_bits, 1))
 
 
 def _rounded_up(values: npt.NDArray[np.float64]) -> Floats:

@@ -16,6 +16,10 @@ import numpy.typing as npt
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Bytes = npt.NDArray[np.uint8]
 
+#: Sums are taken in so many lanes, added in order: nothing depends on the CPU's vector length.
+_LANES = 256
+_SIZE, _ZERO = np.uint32(0x7FFFFFFF), np.float32(0)
+
 
 def bitmap_nbytes(n: int) -> int:
     """Bytes of a bitmap of n elements."""
@@ -23,48 +27,80 @@ def bitmap_nbytes(n: int) -> int:
 
 
 @numba.njit(nogil=True, cache=True)
-def distances(expert: Bits, base: Bits, large: npt.NDArray[np.bool_], out: Bits) -> int:
-    """Fill `out` [n] with the distances of what is `large`, then those of the rest.
+def split(
+    expert: Bits,
+    base: Bits,
+    delta: npt.NDArray[np.float32],
+    least: np.uint32,
+    is_large: npt.NDArray[np.uint8],
+    folded: Bits,
+    out: Bits,
+) -> tuple[int, float]:
+    """Fill `out` [n] with the distances of large elements, then with those of the rest.
 
-    Gives how many are large.
+    Large are those whose bits(|δ|) are `least` or more; `is_large` [n] gets which. Gives how many
+    these are, and Σδ² of the rest. `folded` [n] is room for the distances.
     """
     number = out.dtype.type
     top, one = number(8 * out.itemsize - 1), number(1)
-    n, n_large = len(expert), 0
-    for e in range(n):
-        n_large += large[e]
-    at, rest = 0, n_large
+    n, bits = len(out), delta.view(np.uint32)
+    lanes = np.zeros(_LANES)
+    for at in range(0, n, _LANES):
+        part, part_bits = delta[at : at + _LANES], bits[at : at + _LANES]
+        flags = is_large[at : at + _LANES]
+        for i in range(len(part)):
+            flags[i] = (part_bits[i] & _SIZE) >= least
+            left_out = np.float64(_ZERO if flags[i] else part[i])
+            lanes[i] += left_out * left_out
     for e in range(n):
         distance = number(_ordered(expert[e], number, top) - _ordered(base[e], number, top))
-        folded = number(distance << one) ^ number(-number(distance >> top))
-        out[at if large[e] else rest] = folded
-        at += large[e]
-        rest += not large[e]
-    return n_large
+        folded[e] = number(distance << one) ^ number(-number(distance >> top))
+    n_large, energy = 0, 0.0
+    for e in range(n):
+        n_large += is_large[e]
+    for lane in range(_LANES):
+        energy += lanes[lane]
+    # Unsigned, so that no index is looked at for being negative.
+    at_large, at_rest = np.uint64(0), np.uint64(n_large)
+    for e in range(n):
+        flag = np.uint64(is_large[e])
+        out[at_large if flag else at_rest] = folded[e]
+        at_large += flag
+        at_rest += np.uint64(1) - flag
+    return n_large, energy
 
 
 @numba.njit(nogil=True, cache=True)
-def restore(bitmap: Bytes, n_large: int, planes: Bytes, base: Bits, out: Bits) -> None:
+def restore(
+    bitmap: Bytes, n_large: int, planes: Bytes, base: Bits, folded: Bits, out: Bits
+) -> None:
     """Fill `out` [n] with the bits whose distances to `base` [n] `planes` [itemsize, n] hold.
 
     The first `n_large` are of the elements in `bitmap` (empty: of none), the rest of the others.
-    Plane p has byte p of each.
+    Plane p has byte p of each. `folded` [n] is room for the distances.
     """
     number = out.dtype.type
     top, one = number(8 * out.itemsize - 1), number(1)
-    n, folded = len(base), np.empty_like(out)
+    n = len(base)
     for e in range(n):
         folded[e] = planes[0, e]
     for p in range(1, len(planes)):
         for e in range(n):
             folded[e] |= number(number(planes[p, e]) << number(8 * p))
     if len(bitmap):
-        at, rest = 0, n_large
-        for e in range(n):
-            is_large = (bitmap[e >> 3] >> (e & 7)) & 1
-            out[e] = folded[at if is_large else rest]
-            at += is_large
-            rest += 1 - is_large
+        at_large, at_rest = np.uint64(0), np.uint64(n_large)
+        for start in range(0, n - 7, 8):
+            word = np.uint64(bitmap[start >> 3])
+            for j in range(8):
+                flag = (word >> np.uint64(j)) & np.uint64(1)
+                out[start + j] = folded[at_large] if flag else folded[at_rest]
+                at_large += flag
+                at_rest += np.uint64(1) - flag
+        for e in range(n - n % 8, n):
+            flag = np.uint64(bitmap[e >> 3] >> (e & 7)) & np.uint64(1)
+            out[e] = folded[at_large] if flag else folded[at_rest]
+            at_large += flag
+            at_rest += np.uint64(1) - flag
     else:
         out[:] = folded
     for e in range(n):
