@@ -128,23 +128,20 @@ def decode_exact(
     if not x20 and not x:
         out_bits[:] = base_bits
         return
-    planes, folded = _room.of(2, n * size)
-    planes, bitmap, n_large = planes.reshape(size, n), _NONE, 0
+    (folded,) = _room.of(1, n * size)
+    nothing = (_NONE,) * size
+    bitmap, n_large, large, rest = _NONE, 0, nothing, nothing
     if x20:
         frame = FrameReader(x20, 1 + size)
         bitmap = frame.section(bitmap_nbytes(n))
         n_large = int(np.bitwise_count(bitmap).sum())
-        if n_large > n or (n % 8 and bitmap[-1] >> (n % 8)):
+        if n % 8 and bitmap[-1] >> (n % 8):
             refuse(f"a bitmap of {n} elements", "bits behind the last")
-        for plane in planes:
-            plane[:n_large] = frame.section(n_large)
+        large = tuple(frame.section(n_large) for _ in range(size))
     if x:
         frame = FrameReader(x, size)
-        for plane in planes:
-            plane[n_large:] = frame.section(n - n_large)
-    else:
-        planes[:, n_large:] = 0
-    restore(bitmap, n_large, planes, base_bits, folded.view(out_bits.dtype), out_bits)
+        rest = tuple(frame.section(n - n_large) for _ in range(size))
+    restore(bitmap, n_large, large, rest, base_bits, folded.view(out_bits.dtype), out_bits)
 
 
 def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> Floats:

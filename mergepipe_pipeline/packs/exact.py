@@ -72,21 +72,24 @@ def split(
 
 @numba.njit(nogil=True, cache=True)
 def restore(
-    bitmap: Bytes, n_large: int, planes: Bytes, base: Bits, folded: Bits, out: Bits
+    bitmap: Bytes,
+    n_large: int,
+    large: tuple[Bytes, ...],
+    rest: tuple[Bytes, ...],
+    base: Bits,
+    folded: Bits,
+    out: Bits,
 ) -> None:
-    """Fill `out` [n] with the bits whose distances to `base` [n] `planes` [itemsize, n] hold.
+    """Fill `out` [n] with the bits that have these distances to `base` [n].
 
-    The first `n_large` are of the elements in `bitmap` (empty: of none), the rest of the others.
-    Plane p has byte p of each. `folded` [n] is room for the distances.
+    Plane p of `large` [n_large], the elements in `bitmap` (empty: none), and of `rest`, the others,
+    holds byte p of each; empty planes are of zeros. `folded` [n] is room for the distances.
     """
     number = out.dtype.type
     top, one = number(8 * out.itemsize - 1), number(1)
     n = len(base)
-    for e in range(n):
-        folded[e] = planes[0, e]
-    for p in range(1, len(planes)):
-        for e in range(n):
-            folded[e] |= number(number(planes[p, e]) << number(8 * p))
+    _join(large, folded[:n_large])
+    _join(rest, folded[n_large:])
     if len(bitmap):
         at_large, at_rest = np.uint64(0), np.uint64(n_large)
         for start in range(0, n - 7, 8):
@@ -107,6 +110,20 @@ def restore(
         distance = number(out[e] >> one) ^ number(-number(out[e] & one))
         ordered = number(_ordered(base[e], number, top) + distance)
         out[e] = _ordered(ordered, number, top)
+
+
+@numba.njit
+def _join(planes: Any, out: Any) -> None:
+    first, number = planes[0], out.dtype.type
+    if not len(first):
+        out[:] = 0
+        return
+    for e in range(len(out)):
+        out[e] = first[e]
+    for p in range(1, len(planes)):
+        plane, shift = planes[p], number(8 * p)
+        for e in range(len(out)):
+            out[e] |= number(number(plane[e]) << shift)
 
 
 @numba.njit(inline="always")
