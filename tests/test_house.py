@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_an_error_says_what_where_expected_found_and_next_and_survives_pickling(
 def test_no_module_outgrows_its_purpose() -> None:
     long = {
         str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 360
+    }
+    assert long == {}
+
+
+def test_every_function_can_be_seen_whole() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}: {node.name}": lines
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > 50
     }
     assert long == {}
 

@@ -70,17 +70,7 @@ def commit(
     """
     store = warehouse.objects
     merged = [(layer, _merged(store, layer)) for layer in plan.layers]
-    shards = [
-        ShardEntry(
-            shard_name(number, len(merged)),
-            layer.name,
-            layer.layer_key,
-            stored.sha256,
-            stored.nbytes,
-            stored.tensors,
-        )
-        for number, (layer, stored) in enumerate(merged, 1)
-    ]
+    shards = _shards(merged)
     inputs, operators = _lineage(warehouse, plan), operator_counts(plan)
     written = _made_files(warehouse, plan, shards, inputs, operators)
     with staging_of(warehouse, "commit") as staging:
@@ -91,7 +81,7 @@ def commit(
             method=plan.method,
             inputs=inputs,
             operators=operators,
-            shards=tuple(shards),
+            shards=shards,
             side_files=tuple(sorted((*own, *copied), key=lambda side: side.file)),
         )
         files: dict[str, bytes | Path] = {side.file: staging / side.file for side in copied}
@@ -123,6 +113,21 @@ def _merged(store: ObjectStore, layer: LayerTask) -> StoredObject:
             next_step="run `mergepipe merge` on the recipe",
         )
     return stored
+
+
+def _shards(merged: Sequence[tuple[LayerTask, StoredObject]]) -> tuple[ShardEntry, ...]:
+    """The weight files of a snapshot: one per layer, numbered from 1."""
+    return tuple(
+        ShardEntry(
+            file=shard_name(number, len(merged)),
+            layer=layer.name,
+            layer_key=layer.layer_key,
+            sha256=stored.sha256,
+            nbytes=stored.nbytes,
+            tensors=stored.tensors,
+        )
+        for number, (layer, stored) in enumerate(merged, 1)
+    )
 
 
 def _refuse_damaged(store: ObjectStore, reused: Sequence[tuple[LayerTask, StoredObject]]) -> None:

@@ -92,54 +92,84 @@ def _analyze(
     grid: BlockGrid,
     progress: Progress,
 ) -> None:
+    """Read a batch of experts beside their base, and remember what the pass finds as it goes."""
     from mergepipe_pipeline.analysis.statistics import analyze_experts
-
-    catalog = warehouse.catalog
-    found: list[list[TensorStats]] = [[] for _ in batch]
-    digested: dict[str, dict[str, tuple[Segments, ...]]] = {}
-    unsaved_nbytes = 0
-
-    def save(saving: TaskQueue[None]) -> None:
-        for _ in saving.rest():  # what is found waits for the disk once
-            pass
-        for (model, _), tensors in zip(batch, found, strict=True):
-            if tensors:
-                stats = ExpertStats(base.model_id, model.model_id, grid.block_elems, tuple(tensors))
-                saving.put(partial(catalog.put_stats, stats))
-                tensors.clear()
-        for checkpoint_id, taken in digested.items():
-            saving.put(partial(put_taken, warehouse, checkpoint_id, taken))
-        digested.clear()
 
     nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
     names = ", ".join(m.name for m, _ in batch[:3]) + (", …" if len(batch) > 3 else "")
-    contents = Contents(warehouse)
-    inputs = pass_inputs(warehouse, [*(model for model, _ in batch), base], progress)
+    models = [model for model, _ in batch]
+    inputs = pass_inputs(warehouse, [*models, base], progress)
     with (
         progress.task(f"analyze {names}", nbytes) as advance,
         Workers(threads.CATALOG, finish_all=True) as keepers,
     ):
-        saving: TaskQueue[None] = keepers.queue()
+        findings = _Findings(warehouse, models, base, grid, keepers.queue())
         for done in analyze_experts(batch, base, grid, progress=advance, known=inputs):
             for number, stats in done:
-                found[number].append(stats)
-                model = batch[number][0]
-                for of, name, taken in (
-                    (model, stats.tensor, stats.segments),
-                    (base, stats.base_tensor, stats.base_segments),
-                ):
-                    if taken:
-                        part = of.views[name].stored[0]
-                        whose = of.checkpoints[part.source]
-                        known = Known(whose.checkpoint_id, whose)
-                        contents.refuse_changed(known, part.entry.name, taken[0].content)
-                        digested.setdefault(whose.checkpoint_id, {})[part.entry.name] = taken
-                unsaved_nbytes += batch[number][0].views[stats.tensor].stored_nbytes
-            if unsaved_nbytes >= _SAVE_NBYTES:
-                save(saving)
-                unsaved_nbytes = 0
-        save(saving)
-        for _ in saving.rest():
+                findings.add(number, stats)
+            if findings.unsaved_nbytes >= _SAVE_NBYTES:
+                findings.save()
+        findings.save()
+        findings.wait()
+
+
+class _Findings:
+    """What a pass over `models` and their base has found and not yet handed to the disk."""
+
+    def __init__(
+        self,
+        warehouse: Warehouse,
+        models: Sequence[Model],
+        base: Model,
+        grid: BlockGrid,
+        saving: TaskQueue[None],
+    ) -> None:
+        self._warehouse, self._saving = warehouse, saving
+        self._models, self._base, self._grid = models, base, grid
+        self._contents = Contents(warehouse)
+        self._stats: list[list[TensorStats]] = [[] for _ in models]
+        self._digested: dict[str, dict[str, tuple[Segments, ...]]] = {}
+        self.unsaved_nbytes = 0
+
+    def add(self, number: int, stats: TensorStats) -> None:
+        """Take what was found of a tensor of a model.
+
+        Raises CorruptionError if the tensor has other content than when it was read before.
+        """
+        model = self._models[number]
+        self._stats[number].append(stats)
+        self._add_digests(model, stats.tensor, stats.segments)
+        self._add_digests(self._base, stats.base_tensor, stats.base_segments)
+        self.unsaved_nbytes += model.views[stats.tensor].stored_nbytes
+
+    def _add_digests(self, model: Model, tensor: str, taken: tuple[Segments, ...]) -> None:
+        if not taken:
+            return
+        part = model.views[tensor].stored[0]
+        checkpoint = model.checkpoints[part.source]
+        known = Known(checkpoint.checkpoint_id, checkpoint)
+        self._contents.refuse_changed(known, part.entry.name, taken[0].content)
+        self._digested.setdefault(checkpoint.checkpoint_id, {})[part.entry.name] = taken
+
+    def save(self) -> None:
+        """Hand it to the disk, once the disk has what was saved before."""
+        self.wait()
+        for model, tensors in zip(self._models, self._stats, strict=True):
+            if tensors:
+                found = tuple(tensors)
+                stats = ExpertStats(
+                    self._base.model_id, model.model_id, self._grid.block_elems, found
+                )
+                self._saving.put(partial(self._warehouse.catalog.put_stats, stats))
+                tensors.clear()
+        for checkpoint_id, taken in self._digested.items():
+            self._saving.put(partial(put_taken, self._warehouse, checkpoint_id, taken))
+        self._digested = {}
+        self.unsaved_nbytes = 0
+
+    def wait(self) -> None:
+        """Until the disk has it. Raises what saving raised."""
+        for _ in self._saving.rest():
             pass
 
 

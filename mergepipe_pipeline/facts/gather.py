@@ -212,6 +212,31 @@ def _facts(
     on samples.
     """
     with_energies = not in_full or "additive" in _responses(recipe)
+    wanted = _asked_of_experts(recipe, models, merged, chosen)
+    tables = FactTables()
+    loads: list[Load] = [
+        partial(
+            histograms, warehouse, models[expert], models[base], stats[expert, base].block_elems
+        )
+        for expert, base, _ in wanted
+    ]
+    known = prefetch(loads) if with_energies else iter(loads)
+    for ((expert, base, fact), places), load in zip(wanted.items(), known, strict=True):
+        of = models[expert], models[base], stats[expert, base]
+        finder = ExpertFacts(warehouse, *of, load, progress)
+        finder.add(fact, places, tables, in_full=in_full)
+        if with_energies:
+            finder.add_energies(fact, places, tables)
+    return tables
+
+
+def _asked_of_experts(
+    recipe: Recipe,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    chosen: Mapping[str, Choosing],
+) -> dict[tuple[int, int, Fact], list[Sparsified]]:
+    """By (expert's model number, base's, fact): where the operators ask for that fact."""
     wanted: dict[tuple[int, int, Fact], list[Sparsified]] = {}
     for t in merged:
         if t.base is None:
@@ -233,18 +258,4 @@ def _facts(
                 numel=view.numel,
             )
             wanted.setdefault((i.model, t.base.model, fact), []).append(s)
-    tables = FactTables()
-    loads: list[Load] = [
-        partial(
-            histograms, warehouse, models[expert], models[base], stats[expert, base].block_elems
-        )
-        for expert, base, _ in wanted
-    ]
-    known = prefetch(loads) if with_energies else iter(loads)
-    for ((expert, base, fact), places), load in zip(wanted.items(), known, strict=True):
-        of = models[expert], models[base], stats[expert, base]
-        finder = ExpertFacts(warehouse, *of, load, progress)
-        finder.add(fact, places, tables, in_full=in_full)
-        if with_energies:
-            finder.add_energies(fact, places, tables)
-    return tables
+    return wanted

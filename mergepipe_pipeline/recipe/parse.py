@@ -131,31 +131,7 @@ def _parse(
         modules = with_joined_base(modules, keys.level, keys.base, keys.schema)
     merges_base = base_takes_part(yaml.merge_method, methods)
     check_slices(keys.schema, merges_base, modules, keys.references, problems)
-    raw = ParsedRecipe(
-        name=name,
-        where=where,
-        text=document.text,
-        method=yaml.merge_method,
-        references=keys.references,
-        base=keys.base,
-        modules=modules,
-        level=keys.level,
-        dtype=yaml.dtype,
-        out_dtype=yaml.out_dtype or yaml.dtype,
-        budget=keys.budget,
-        strategy=yaml.strategy,
-        seed=yaml.seed,
-        ref=_ref(yaml, name, problems),
-        schedule=yaml.schedule or (DEFAULT_SCHEDULE if yaml.trigger == "nightly" else None),
-        trigger=yaml.trigger,
-        timezone=yaml.timezone,
-        block_elems=yaml.block_size,
-        tokenizer=keys.tokenizer,
-        chat_template=keys.chat_template,
-        stage=yaml.name or yaml.out_path,
-        warnings=keys.warnings,
-        lines=document.lines,
-    )
+    raw = _parsed_recipe(document, yaml, keys, modules, name=name, where=where)
     if keys.schema is None:
         return raw
     found = (*recipe_warnings(raw, keys.schema), *joined_base(raw, joined=modules != keys.modules))
@@ -175,6 +151,43 @@ class _Keys:
     chat_template: str | None
     schema: OperatorSchema | None
     warnings: tuple[str, ...]
+
+
+def _parsed_recipe(
+    document: Document,
+    yaml: RecipeYaml,
+    keys: _Keys,
+    modules: tuple[Module, ...],
+    *,
+    name: str,
+    where: str,
+) -> ParsedRecipe:
+    """What a document says, key by key; `modules` have the base among their models."""
+    return ParsedRecipe(
+        name=name,
+        where=where,
+        text=document.text,
+        method=yaml.merge_method,
+        references=keys.references,
+        base=keys.base,
+        modules=modules,
+        level=keys.level,
+        dtype=yaml.dtype,
+        out_dtype=yaml.out_dtype or yaml.dtype,
+        budget=keys.budget,
+        strategy=yaml.strategy,
+        seed=yaml.seed,
+        ref=_ref(yaml, name, document.problems),
+        schedule=yaml.schedule or (DEFAULT_SCHEDULE if yaml.trigger == "nightly" else None),
+        trigger=yaml.trigger,
+        timezone=yaml.timezone,
+        block_elems=yaml.block_size,
+        tokenizer=keys.tokenizer,
+        chat_template=keys.chat_template,
+        stage=yaml.name or yaml.out_path,
+        warnings=keys.warnings,
+        lines=document.lines,
+    )
 
 
 def _read_keys(

@@ -127,11 +127,49 @@ def resolve_stage(
     block_elems: int | None = None,
     known: Mapping[str, Checkpoint] | None = None,
 ) -> ResolvedRecipe:
-    """As `locate_registered`, for one stage; `pending` are the results of earlier ones by name."""
+    """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
     recipe, models = open_stage(warehouse, raw, {**(known or {}), **pending}, relative_to)
-    originals = models
+    fitted = _fit(warehouse, raw, recipe, models)
+    template = fitted.models[fitted.side.template]
+    warnings = [*recipe.warnings, *fitted.warnings, *tied_updates(models, recipe.base)]
+    if template.checkpoint.config is None:
+        warnings.append(_no_config(template))
+    warnings += [
+        f"the stage {name!r} hides what else is called so: the model of that name or path"
+        for name in raw.stages_used
+        if exists(warehouse, name, relative_to)
+    ]
+    recipe = _as_asked(replace(recipe, warnings=tuple(warnings)), budget, strategy)
+    grid = grid_for(template, block_elems or raw.block_elems)
+    outputs = _outputs(recipe, fitted.models)
+    return ResolvedRecipe(
+        recipe=recipe,
+        models=fitted.models,
+        grid=grid,
+        cost=estimate(warehouse, recipe, fitted.models, outputs, grid),
+        originals=tuple(models),
+        side=fitted.side,
+        tokenizer=fitted.tokenizer,
+        request=Request(budget, strategy, block_elems),
+    )
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """Models whose rows follow the output's vocabulary, and what stands beside the result."""
+
+    models: tuple[Model, ...]
+    side: Side
+    tokenizer: TokenizerBuild | None
+    warnings: tuple[str, ...]
+
+
+def _fit(
+    warehouse: Warehouse, raw: ParsedRecipe, recipe: Recipe, models: Sequence[Model]
+) -> _Fitted:
+    """Give the models the rows of the output's vocabulary. Raises what does not fit together."""
     problems: list[MergePipeError] = []
-    tokenizer, side, warnings = None, None, recipe.warnings
+    warnings: tuple[str, ...] = ()
     try:
         if recipe.tokenizer is not None or recipe.chat_template is not None:
             for checkpoint in (m.checkpoint for m in models if not m.is_partial):
@@ -143,34 +181,23 @@ def resolve_stage(
             warnings += tokenizer.warnings
         models, cropped = fit_rows(recipe, models, problems)
         side = side_of(recipe, models, tokenizer.files if tokenizer else None)
-        warnings += cropped
         if not problems:
             _validate(recipe, models)
     except MergePipeError as error:
         problems.append(error)
-    if problems or side is None:
+    if problems:
         raise _all(problems, raw)
-    warnings += tied_updates(originals, recipe.base)
-    template = models[side.template]
-    if template.checkpoint.config is None:
-        warnings += (_no_config(template),)
-    warnings += tuple(
-        f"the stage {name!r} hides what else is called so: the model of that name or path"
-        for name in raw.stages_used
-        if exists(warehouse, name, relative_to)
-    )
-    recipe = replace(recipe, warnings=warnings)
+    return _Fitted(tuple(models), side, tokenizer, (*warnings, *cropped))
+
+
+def _as_asked(recipe: Recipe, budget: str | None, strategy: str | None) -> Recipe:
+    """The recipe with the budget and strategy of the call, where it names them."""
     if budget is not None:
         amount = parse_budget(budget, "--budget")
         recipe = replace(recipe, budget=with_amount(recipe.budget, amount))
     if strategy is not None:
         recipe = replace(recipe, strategy=known_strategy(strategy, "--strategy"))
-    grid = grid_for(template, block_elems or raw.block_elems)
-    cost = estimate(warehouse, recipe, models, _outputs(recipe, models), grid)
-    request = Request(budget, strategy, block_elems)
-    return ResolvedRecipe(
-        recipe, tuple(models), grid, cost, tuple(originals), side, tokenizer, request=request
-    )
+    return recipe
 
 
 def open_stage(
@@ -181,7 +208,7 @@ def open_stage(
 ) -> tuple[Recipe, list[Model]]:
     """The recipe's output tensors with their inputs, and its models; opens what `pending` lacks.
 
-    Raises as `locate_registered` does, for what the models' structure alone can tell.
+    Raises as `resolve` does, for what the models' structure alone can tell.
     """
     problems: list[MergePipeError] = []
     models = open_models(warehouse, raw.references, raw.base, relative_to, pending, problems)

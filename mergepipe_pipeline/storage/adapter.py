@@ -94,6 +94,19 @@ def adapter_views(
     is_untied = tied is not None and _is_untied(changes, tied, config)
     if tied is not None and not is_untied:
         _join(changes, tied, checkpoint)
+    views = _changed_views(changes, shapes, config, checkpoint)
+    if tied is not None and is_untied and tied.head not in views:
+        views[tied.head] = TensorView(tied.head, tied.embedding.dtype, tied.embedding.shape)
+    return views
+
+
+def _changed_views(
+    changes: Mapping[str, _Change],
+    shapes: Mapping[str, Shape],
+    config: AdapterConfig,
+    checkpoint: Checkpoint,
+) -> dict[str, TensorView]:
+    """The base's tensors that change, each with its factors checked and turned its way."""
     factors = {
         name: found
         for name, change in changes.items()
@@ -110,8 +123,6 @@ def adapter_views(
             scale = config.scale_of(change.module)
             low_rank = LowRank(Part(0, f.a), Part(0, f.b), scale, transposed[name])
         views[name] = _view(name, change.entries.get(_WHOLE), low_rank, checkpoint)
-    if tied is not None and is_untied and tied.head not in views:
-        views[tied.head] = TensorView(tied.head, tied.embedding.dtype, tied.embedding.shape)
     return views
 
 
