@@ -84,7 +84,7 @@ def describe_bfloat16(
     """
     even, odd = np.zeros(BINS, np.int32), np.zeros(BINS, np.int32)
     per_block, n_aside = block_elems // CHUNK_ELEMS, 0
-    delta, below = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
+    delta, base_values = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
     n = len(expert)
     for chunk in range(len(peaks)):
         start = chunk * CHUNK_ELEMS
@@ -92,7 +92,7 @@ def describe_bfloat16(
         if _is_equal(expert[start : start + here], base[start : start + here]):
             histogram[0] += CHUNK_ELEMS
         else:
-            subtract(expert[start : start + here], base[start : start + here], delta, below)
+            subtract(expert[start : start + here], base[start : start + here], delta, base_values)
             _describe_chunk(delta, key, first_word, chunk, sums, peaks, counts, sketches)
             n_aside = _count_chunk(delta, even, odd, n_aside, room.aside[0])
         if (chunk + 1) % per_block == 0 or chunk + 1 == len(peaks):
@@ -214,10 +214,10 @@ def count_in_bin_bfloat16(
     counts: npt.NDArray[np.uint32],
 ) -> None:
     """As `count_in_bin`, for δ = expert − base of bfloat16 elements by their bits, uint16 [n]."""
-    delta, below = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
+    delta, base_values = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
     for start in range(0, len(expert), CHUNK_ELEMS):
         stop = min(start + CHUNK_ELEMS, len(expert))
-        subtract(expert[start:stop], base[start:stop], delta, below)
+        subtract(expert[start:stop], base[start:stop], delta, base_values)
         _count_in_bin(delta[: stop - start], bin_, counts)
 
 

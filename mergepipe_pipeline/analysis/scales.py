@@ -1,6 +1,6 @@
-"""L1 rescale factors of sparsified deltas: ‖δ‖₁ over what is left of it, per whole tensor.
+"""L1 rescale factors of sparsified deltas: ‖δ‖₁ over that of what is kept, per whole tensor.
 
-mergekit's rescale (its pull request 245). What is left is what the engine will leave: the same
+mergekit's rescale (its pull request 245). What is kept is what the engine will keep: the same
 sparsifiers are applied to the same task, window by window; a random drop and the sum of what it
 keeps are one compiled pass, 0.4 ns per element of bfloat16 in cache.
 """
@@ -57,15 +57,15 @@ def l1_scales(
         for pair, task in tasks.items():
             l1 = stats.by_pair[pair].l1
             view = expert.views[pair[0]]
-            below = moved(base.views[pair[1]], len(expert.checkpoints))
-            task = _closed(task, reader, view, below)
+            base_view = moved(base.views[pair[1]], len(expert.checkpoints))
+            task = _closed(task, reader, view, base_view)
             row_elems = task.shape[-1] if kind == "ranked" and task.shape else 1
 
-            def left(window: DeltaWindow, task: TensorTask = task) -> tuple[float, int]:
+            def kept_part(window: DeltaWindow, task: TensorTask = task) -> tuple[float, int]:
                 return _kept_l1(window, task, kind), len(window.expert_raw)
 
             kept = []
-            for part, nbytes in reader.deltas(view, below, left, row_elems=row_elems):
+            for part, nbytes in reader.deltas(view, base_view, kept_part, row_elems=row_elems):
                 kept.append(part)
                 if progress:
                     progress(nbytes)
@@ -76,7 +76,7 @@ def l1_scales(
 
 
 def _closed(
-    task: TensorTask, reader: WindowReader, view: TensorView, below: TensorView
+    task: TensorTask, reader: WindowReader, view: TensorView, base_view: TensorView
 ) -> TensorTask:
     """The task with rules that say by themselves which ties are kept."""
 
@@ -88,7 +88,7 @@ def _closed(
         def close(window: DeltaWindow) -> TrimRule:
             return closed(rule, [Run(start, window.values[start - window.start_elem :])])
 
-        (found,) = reader.deltas(view, below, close, only=start // reader.window_elems)
+        (found,) = reader.deltas(view, base_view, close, only=start // reader.window_elems)
         return found
 
     (expert,) = task.experts
@@ -108,12 +108,12 @@ def _kept_l1(window: DeltaWindow, task: TensorTask, kind: Fact) -> float:
 
 def _kept_at_random(window: DeltaWindow, task: TensorTask) -> float:
     expert = task.experts[0]
-    below = keep_below(float(dict(expert.params)["density"]))
-    if not below:
+    limit = keep_below(float(dict(expert.params)["density"]))
+    if not limit:
         return 0.0
     sums = np.zeros(-(-window.n // CHUNK_ELEMS))
     key = stream_key(task.seed, expert.position, task.name)
-    which = (key, window.start_elem, np.uint32(below - 1), sums)
+    which = (key, window.start_elem, np.uint32(limit - 1), sums)
     if window.dtype == "BF16":
         values = np.frombuffer(window.expert_raw, np.uint16)
         kept_l1_bfloat16(values, np.frombuffer(window.base_raw, np.uint16), *which)

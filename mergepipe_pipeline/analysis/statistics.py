@@ -85,13 +85,13 @@ def analyze_experts(
     for model, _ in experts:
         offsets.append(len(checkpoints))
         checkpoints += model.checkpoints
-    below = len(checkpoints)
+    base_offset = len(checkpoints)
     checkpoints += base.checkpoints
     members = _by_base_tensor(experts)
     families = [
         Family(
             tuple(moved(experts[i][0].views[mine], offsets[i]) for i, mine in found),
-            moved(base.views[theirs], below),
+            moved(base.views[theirs], base_offset),
         )
         for theirs, found in members.items()
     ]

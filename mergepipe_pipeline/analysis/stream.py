@@ -145,23 +145,23 @@ class WindowReader:
         import torch
 
         def run(start: int, stop: int, buffers: Buffers) -> T:
-            nbytes, below = 0, None
+            nbytes, found = 0, None
             table = torch.from_numpy(buffers.rows(len(experts) + 1, stop - start))
             rows, base_values = table[:-1], table[-1]
             if base is not None:
                 raw = buffers.bytes(len(experts), (stop - start) * itemsize(base.dtype))
                 base_row = BaseRow(self._reader, base, raw, base_update, base_check)
                 base_row.fetch(start, stop)
-                below = base_row.values(base_values)
+                found = base_row.values(base_values)
                 nbytes += len(raw)
             helpers = zip(updates, checks, strict=True)
             for i, (view, both) in enumerate(zip(experts, helpers, strict=True)):
                 raw = buffers.bytes(i, (stop - start) * itemsize(view.dtype))
                 row = ExpertRow(self._reader, view, ((0, view.numel),), raw, *both)
                 row.fetch(start, stop)
-                (row.delta if as_delta else row.value)(rows[i], below)
+                (row.delta if as_delta else row.value)(rows[i], found)
                 nbytes += len(raw) if view.stored else 0
-            return work(GroupWindow(start, below, rows, nbytes))
+            return work(GroupWindow(start, found, rows, nbytes))
 
         length = self._length(len(experts), row_elems)
         views = (*experts, *([base] if base else ()))
@@ -216,11 +216,11 @@ class WindowReader:
         def run(start: int, stop: int, buffers: Buffers) -> list[T]:
             raw_b = buffers.bytes(len(updates), (stop - start) * itemsize(base.dtype))
             row = BaseRow(self._reader, base, raw_b, base_update, base_check)
-            below = row if needs_base else None
-            if below is not None:
-                below.fetch(start, stop)
+            base_row = row if needs_base else None
+            if base_row is not None:
+                base_row.fetch(start, stop)
             delta, values = buffers.rows(2, _padded(stop - start))
-            at = _Place(start, stop, below, delta, values[: stop - start])
+            at = _Place(start, stop, base_row, delta, values[: stop - start])
             helpers = zip(updates, checks, strict=True)
             return [
                 work(i, self._delta(view, *both, at, buffers, i, base, base_update))
@@ -270,9 +270,9 @@ class WindowReader:
         raw = buffers.bytes(number, n * itemsize(expert.dtype) if expert.stored else 0)
         row = ExpertRow(self._reader, expert, ((0, expert.numel),), raw, update, check)
         row.fetch(at.start, stop)
-        below = at.below if expert.stands_alone else None
-        raw_b = below.raw[: n * itemsize(base.dtype)] if below else raw[:0]
-        plain = below is not None and (update, base_update) == (None, None)
+        base_row = at.base_row if expert.stands_alone else None
+        raw_b = base_row.raw[: n * itemsize(base.dtype)] if base_row else raw[:0]
+        plain = base_row is not None and (update, base_update) == (None, None)
         dtype = expert.dtype if plain and expert.dtype == base.dtype else None
 
         def make() -> Floats:
@@ -282,7 +282,7 @@ class WindowReader:
             delta = at.delta[: _padded(n)]
             delta[n:] = 0
             if n:
-                row.delta(torch.from_numpy(delta[:n]), at.base_values()[:n] if below else None)
+                row.delta(torch.from_numpy(delta[:n]), at.base_values()[:n] if base_row else None)
             return delta
 
         return DeltaWindow(at.start, n, raw.data, raw_b.data, dtype, make)
@@ -295,11 +295,11 @@ class _Place:
         self,
         start: int,
         stop: int,
-        below: BaseRow | None,
+        base_row: BaseRow | None,
         delta: Floats,
         values: Floats,
     ) -> None:
-        self.start, self.stop, self.below, self.delta = start, stop, below, delta
+        self.start, self.stop, self.base_row, self.delta = start, stop, base_row, delta
         self._values = values
         self._known = False
 
@@ -307,10 +307,10 @@ class _Place:
         """[n] float32 of the base, converted when first asked for."""
         import torch
 
-        assert self.below is not None
+        assert self.base_row is not None
         values = torch.from_numpy(self._values)
         if not self._known:
-            self.below.values(values)
+            self.base_row.values(values)
             self._known = True
         return values
 

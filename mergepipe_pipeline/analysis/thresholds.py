@@ -47,8 +47,8 @@ def trim_rules(
             if rule := plain_rule(found, keep):
                 rules[pair] = rule
                 continue
-            below = moved(base.views[pair[1]], len(expert.checkpoints))
-            scores = _Magnitudes(reader, expert.views[pair[0]], below, progress)
+            base_view = moved(base.views[pair[1]], len(expert.checkpoints))
+            scores = _Magnitudes(reader, expert.views[pair[0]], base_view, progress)
             histogram = Histogram(found.hist_bins.astype(np.int64), found.hist_counts)
             rules[pair] = keep_largest(scores, histogram, keep)
         reader.verify_unchanged()

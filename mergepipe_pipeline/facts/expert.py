@@ -178,29 +178,29 @@ class ExpertFacts:
         """The rules that follow from what the catalog knows. Reads no weight."""
         from mergepipe_pipeline.analysis.cuts import open_rule, plain_rule
 
-        left: dict[Pair, list[Sparsified]] = {}
+        open_rules: dict[Pair, list[Sparsified]] = {}
         for s, keep in keeps.items():
             if rule := plain_rule(self._stats.by_pair[s.pair], keep):
                 yield s, rule
             else:
-                left.setdefault(s.pair, []).append(s)
-        for pair, magnitudes in self._magnitudes(left):
-            for s in left[pair]:
+                open_rules.setdefault(s.pair, []).append(s)
+        for pair, magnitudes in self._magnitudes(open_rules):
+            for s in open_rules[pair]:
                 known = self._with_histograms.by_pair[pair]
                 yield s, open_rule(known, magnitudes, keeps[s], self._stats.block_elems)
 
     def _magnitudes(self, pairs: Collection[Pair]) -> Iterator[tuple[Pair, Magnitudes]]:
         """The magnitudes of those of `pairs` that have them; what is damaged is found again."""
         ids = self._base.model_id, self._expert.model_id, self._stats.block_elems
-        left = set(pairs)
+        missing = set(pairs)
         for pair, magnitudes in self._catalog.magnitudes(*ids, pairs):
-            left.remove(pair)
+            missing.remove(pair)
             yield pair, magnitudes
         every = list(self._stats.by_pair)
-        if left and self._catalog.missing_pairs(*ids, every):
+        if missing and self._catalog.missing_pairs(*ids, every):
             wanted = [(self._expert, every)]
             ensure_stats(self._warehouse, wanted, self._base, self._grid, self._progress)
-            yield from self._catalog.magnitudes(*ids, left)
+            yield from self._catalog.magnitudes(*ids, missing)
 
     def _leave_scales_open(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
         for s in wanted:

@@ -66,9 +66,11 @@ class StatsReuse:
         key = base_id, checkpoint_id, self._grid.block_elems
         known = self._catalog.stats(*key)
         by_source: dict[Pair, list[TensorStats]] = {}
-        for (name, below), source in wanted.items():
-            if known and (stats := known.by_pair.get((source.tensor, below))):
-                by_source.setdefault((source.tensor, below), []).append(replace(stats, tensor=name))
+        for (name, base_name), source in wanted.items():
+            if known and (stats := known.by_pair.get((source.tensor, base_name))):
+                by_source.setdefault((source.tensor, base_name), []).append(
+                    replace(stats, tensor=name)
+                )
         held: list[TensorStats] = []
         entries = 0
         for pair, magnitudes in self._catalog.magnitudes(*key, by_source):

@@ -61,8 +61,8 @@ def _present(warehouse: Warehouse, inputs: Iterator[_Input], audit: Auditor) -> 
     gone: list[_Input] = []
     for recorded in inputs:
         root = Path(recorded[1])
-        left = root.is_relative_to(warehouse.inbox) and not os.path.lexists(root)
-        (gone if left else found).append(recorded)
+        has_left = root.is_relative_to(warehouse.inbox) and not os.path.lexists(root)
+        (gone if has_left else found).append(recorded)
     if gone:
         names = ", ".join(name for name, _, _ in gone)
         audit.notes.append(f"left the inbox, so that no merge of them can be replayed: {names}")

@@ -104,7 +104,7 @@ def _unknown(
     """Bytes to read for what is not known yet, and elements of experts to take statistics of."""
     catalog = warehouse.catalog
     nbytes = elems = 0
-    below: dict[tuple[int, str], int] = {}  # read once for all experts
+    base_nbytes: dict[tuple[int, str], int] = {}  # read once for all experts
     paired = {expert for expert, _ in pairs}
     for (expert, base), wanted in pairs.items():
         ids = models[base].model_id, models[expert].model_id, grid.block_elems
@@ -112,9 +112,9 @@ def _unknown(
             view = models[expert].views[mine]
             nbytes, elems = nbytes + view.nbytes, elems + view.numel
             if view.stands_alone:
-                below[base, theirs] = models[base].views[theirs].nbytes
+                base_nbytes[base, theirs] = models[base].views[theirs].nbytes
     for number, model in enumerate(models):
         if number not in paired and not any(base == number for _, base in pairs):
             unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]
             nbytes += sum(c.nbytes for c in unknown)
-    return nbytes + sum(below.values()), elems
+    return nbytes + sum(base_nbytes.values()), elems

@@ -59,13 +59,15 @@ def open_models(
     found = [c for c in opened if c is not None]
     models: list[Model] = []
     try:
-        below = None if base is None else _base_model(references[base].text, found[base])
+        base_model = None if base is None else _base_model(references[base].text, found[base])
     except MergePipeError as error:
         problems.append(error)
         return []
     for number, checkpoints in enumerate(found):
         try:
-            models.append(below if below and number == base else _model(checkpoints, below))
+            models.append(
+                base_model if base_model and number == base else _model(checkpoints, base_model)
+            )
         except MergePipeError as error:
             problems.append(error)
     return [] if problems else models
@@ -194,8 +196,8 @@ def tied_updates(models: Sequence[Model], base: int | None) -> tuple[str, ...]:
     """A warning per low-rank update of a matrix that is embedding and head in one."""
     found = []
     for model in models:
-        below = models[base] if model.is_partial and base is not None else model
-        tied = _tied(below)
+        whole = models[base] if model.is_partial and base is not None else model
+        tied = _tied(whole)
         view = model.views.get(tied.embedding.name) if tied is not None else None
         if view is not None and view.low_rank and not model.unties:
             found.append(
@@ -211,18 +213,18 @@ def _adapted(model: Model, adapter: Checkpoint) -> Model:
     views: dict[str, TensorView] = dict(model.views)
     for name, change in changes.items():
         # A head that an adapter makes was the embedding before.
-        below = views.get(name) or model.views[tied_partner(name, model.views) or name]
-        if change.low_rank and not change.stored and below.dtype not in FLOATING:
+        own = views.get(name) or model.views[tied_partner(name, model.views) or name]
+        if change.low_rank and not change.stored and own.dtype not in FLOATING:
             raise IncompatibleCheckpointsError(
                 "An adapter changes a tensor that has no floating-point numbers",
                 where=f"{adapter.root}, tensor {name}",
                 expected="a tensor of a floating-point dtype",
-                found=f"{below.dtype} in {model.name}",
+                found=f"{own.dtype} in {model.name}",
                 next_step="use the model in the precision that it was quantised from",
             )
         change = moved(change, len(model.checkpoints))
         if not change.stored:
-            change = replace(below, name=name, low_rank=change.low_rank)
+            change = replace(own, name=name, low_rank=change.low_rank)
         views[name] = change
     if unties:
         _refuse_other_rows(model, adapter, views)

@@ -78,12 +78,12 @@ def collect(
     need = roots.need | roots.living.need
     whole, damaged = scan_snapshots(snapshots)
     stages = _idle_stages(whole, need, roots.marks, limit)
-    left = [s for s in whole if s not in stages]
+    kept = [s for s in whole if s not in stages]
     old = [Path(s.path) for s in stages]
     old += [
         path
         for path in (
-            *(_idle_layers(objects, left, damaged, need, roots.living)),
+            *(_idle_layers(objects, kept, damaged, need, roots.living)),
             *_idle_staging(staging, roots.living),
             *(p for p in unnamed if not is_held(p)),
         )

@@ -81,14 +81,14 @@ def _against(
     wanted: list[tuple[Model, Sequence[Pair]]] = []
     fresh = []
     for name in names:
-        expert, below = open_pair(warehouse, name, base)
-        pairs = common_pairs(expert, below)
-        grid = grid_for(below, block_elems)
+        expert, base_model = open_pair(warehouse, name, base)
+        pairs = common_pairs(expert, base_model)
+        grid = grid_for(base_model, block_elems)
         wanted.append((expert, pairs))
-        ids = below.model_id, expert.model_id, grid.block_elems
+        ids = base_model.model_id, expert.model_id, grid.block_elems
         new = catalog.digests(expert.checkpoint.checkpoint_id) is None
         fresh.append(new or bool(catalog.missing_pairs(*ids, pairs)))
-    for number, stats in enumerate(ensure_stats(warehouse, wanted, below, grid, progress)):
+    for number, stats in enumerate(ensure_stats(warehouse, wanted, base_model, grid, progress)):
         ensure_digests(warehouse, wanted[number][0].checkpoint, progress)
         yield Analysis(
             names[number],

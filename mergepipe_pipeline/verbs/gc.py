@@ -40,10 +40,10 @@ def collect(
     leases = warehouse.leases
     with leases.alone():
         living = leases.living(older_than_s)
-        left = half_landed(warehouse, living.names)
+        half = half_landed(warehouse, living.names)
         expired = (
             *_older(sorted(warehouse.quarantine.glob("*")), max(older_than_s, _QUARANTINE_S)),
-            *_older(left, older_than_s),
+            *_older(half, older_than_s),
         )
         found = run(
             warehouse.objects,

@@ -72,14 +72,14 @@ def _row(
     if share >= 1:
         return FusedRow(weight)
     expert = task.experts[k]
-    below = keep_below(share)
-    is_trimmed, is_dropped = how in ("trim", "band"), how == "drop" and below < 2**32
+    limit = keep_below(share)
+    is_trimmed, is_dropped = how in ("trim", "band"), how == "drop" and limit < 2**32
     return FusedRow(
         weight,
         trim=trim_rule(task, k, share) if is_trimmed else None,
         outliers=expert.outliers if how == "band" else None,
         stream=int(stream_key(task.seed, expert.position, task.name)) if is_dropped else None,
-        keep_below=below if is_dropped else 0,
+        keep_below=limit if is_dropped else 0,
         scale=expert.scale if rescale and not inverse else 1.0,
         divisor=share if rescale and inverse else 1.0,
     )

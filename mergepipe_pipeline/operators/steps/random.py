@@ -51,7 +51,7 @@ def keep_mask(
 
     Bool [n]. Density 0 keeps none and 1 keeps all; between, `keep_below` says which.
     """
-    below = keep_below(density)
-    if below in (0, 2**32):
-        return np.full(n, below > 0)
-    return uniforms(seed, position, tensor, start_elem, n) < np.uint32(below)
+    limit = keep_below(density)
+    if limit in (0, 2**32):
+        return np.full(n, limit > 0)
+    return uniforms(seed, position, tensor, start_elem, n) < np.uint32(limit)
