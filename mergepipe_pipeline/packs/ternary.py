@@ -82,18 +82,24 @@ def quantise(
                 digits[e] = np.uint16(trit + 1)
             digits[m:] = 1
             _add_residual(part, number, steps[tier], lanes[tier])
-            out = trits[tier - 1, at // _PER_BYTE :]
-            for j in range(width):
-                code = digits[j]
-                for i in range(1, _PER_BYTE):
-                    code = np.uint16(code * 3 + digits[i * width + j])
-                # Out of 256, not of 243: then each trit is a product's upper byte.
-                out[j] = np.uint8((np.uint32(code) * np.uint32(256) + 242) // np.uint32(243))
+            _join(digits, trits[tier - 1, at // _PER_BYTE :][:width])
     for tier in range(N_TIERS):
         for lane in range(_GROUP_ELEMS):
             residual_sq[tier] += lanes[tier, lane]
         if n_lost:
             residual_sq[tier] = np.inf
+
+
+@numba.njit(inline="always")
+def _join(digits: Any, out: Any) -> None:
+    """Fill `out` [width] with bytes of five trits, `width` apart in `digits`."""
+    width = len(out)
+    for j in range(width):
+        code = digits[j]
+        for i in range(1, _PER_BYTE):
+            code = np.uint16(code * 3 + digits[i * width + j])
+        # Out of 256, not of 243: then each trit is a product's upper byte.
+        out[j] = np.uint8((np.uint32(code) * np.uint32(256) + 242) // np.uint32(243))
 
 
 @numba.njit(inline="always")
