@@ -36,7 +36,7 @@ def lease_until_exit(warehouse: Warehouse, plan: MergePlan) -> None:
 
 
 def need_of(warehouse: Warehouse, plan: MergePlan) -> Need:
-    """A plan's layers, the snapshot it gives, and the snapshots of this warehouse it reads."""
+    """A plan's layers, the snapshot it gives, and the snapshots and packs here that it reads."""
     return Need(
         frozenset(layer.layer_key for layer in plan.layers),
         frozenset([plan.plan_id]),
@@ -45,6 +45,7 @@ def need_of(warehouse: Warehouse, plan: MergePlan) -> Need:
             for path in (Path(source.root) for source in plan.sources)
             if path.is_relative_to(warehouse.snapshots) and path != warehouse.snapshots
         ),
+        frozenset(pack.pack_id for pack in plan.packs),
     )
 
 

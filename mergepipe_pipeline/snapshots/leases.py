@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal, unseal
@@ -22,17 +22,21 @@ from mergepipe_pipeline.storage.locks import is_held, locked
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What must stay: layers by key, the snapshots of plans by the plan's id, snapshots by id."""
+    """What must stay: layers by key, the snapshots of plans by the plan's id, and by their ids
+    snapshots and packs.
+    """
 
     layer_keys: frozenset[str] = frozenset()
     plan_ids: frozenset[str] = frozenset()
     snapshot_ids: frozenset[str] = frozenset()
+    pack_ids: frozenset[str] = frozenset()
 
     def __or__(self, other: Need) -> Need:
         return Need(
             self.layer_keys | other.layer_keys,
             self.plan_ids | other.plan_ids,
             self.snapshot_ids | other.snapshot_ids,
+            self.pack_ids | other.pack_ids,
         )
 
 
@@ -66,11 +70,7 @@ class Leases:
         Waits for a collection that runs. Raises StorageFullError.
         """
         name = f"{label}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
-        value = {
-            "layer_keys": sorted(need.layer_keys),
-            "plan_ids": sorted(need.plan_ids),
-            "snapshot_ids": sorted(need.snapshot_ids),
-        }
+        value = {f.name: sorted(getattr(need, f.name)) for f in fields(need)}
         with ExitStack() as stack:
             with self._gate(shared=True):
                 stack.enter_context(locked_file(self._folder / f"{name}.json", seal(value)))
@@ -111,7 +111,9 @@ class Leases:
 
 def _need(data: bytes, path: Path) -> Need:
     value = unseal(data, str(path))
-    return Need(*(_texts(value[key]) for key in ("layer_keys", "plan_ids", "snapshot_ids")))
+    # A version before packs names none.
+    kept = {"pack_ids": (), **value}
+    return Need(*(_texts(kept[f.name]) for f in fields(Need)))
 
 
 def _texts(values: Collection[str]) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 Needed are all snapshots but stages; stages that a ref has ever named, that a registered checkpoint
 lies in or that the current plan of a standing recipe reads; the layers of such plans; and what
-living processes lease.
+living processes lease. Packs stay by the rules of `idle_packs`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mergepipe_pipeline.snapshots.collection import collect as run
 from mergepipe_pipeline.snapshots.leases import Living, Need
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.text import escaped
+from mergepipe_pipeline.verbs.idle_packs import idle_packs
 from mergepipe_pipeline.verbs.land import half_landed
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -32,7 +33,7 @@ _QUARANTINE_S = 30 * 86400.0
 def collect(
     warehouse: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False
 ) -> GcReport:
-    """Remove objects, actions, stages and staging that nobody needs, older than `older_than_s`.
+    """Remove objects, actions, stages, packs and staging of no use, older than `older_than_s`.
 
     What `repair` took away stays for 30 days at least. Waits for another collection; merges that
     begin meanwhile wait for this one.
@@ -41,16 +42,19 @@ def collect(
     with leases.alone():
         living = leases.living(older_than_s)
         half = half_landed(warehouse, living.names)
+        roots = _roots(warehouse, living)
+        idle = idle_packs(warehouse, roots.need | living.need, certain=roots.marks is not None)
         expired = (
             *_older(sorted(warehouse.quarantine.glob("*")), max(older_than_s, _QUARANTINE_S)),
             *_older(half, older_than_s),
+            *_older(idle, older_than_s),
         )
         found = run(
             warehouse.objects,
             warehouse.snapshots,
             warehouse.staging,
             warehouse.unnamed(),
-            replace(_roots(warehouse, living), expired=expired),
+            replace(roots, expired=expired),
             older_than_s=older_than_s,
             dry_run=dry_run,
         )

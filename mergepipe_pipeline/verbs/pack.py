@@ -88,7 +88,7 @@ def pack(
 
 
 def _whole(tiers: Sequence[str]) -> tuple[Tier, ...]:
-    """The tiers in order. Raises MergePipeError for others, or a level without all it reads."""
+    """The tiers in order. Raises MergePipeError for others, or if a level lacks some of its own."""
     wanted = tuple(t for t in TIERS if t in tiers)
     needed = {needed for t in wanted for needed in TIERS_OF[t]}
     if not wanted or needed != set(tiers):

@@ -13,6 +13,7 @@ from mergepipe_pipeline.catalog.seals import untouched
 from mergepipe_pipeline.integrity.auditor import SCOPES, Auditor, Finding, Scope
 from mergepipe_pipeline.integrity.inputs import verify_inputs
 from mergepipe_pipeline.integrity.lineage import verify_lineage
+from mergepipe_pipeline.integrity.packs import verify_frames, verify_indexes
 from mergepipe_pipeline.integrity.records import verify_structure
 from mergepipe_pipeline.integrity.results import report_shards, verify_digests
 from mergepipe_pipeline.progress import Progress, Silent
@@ -60,11 +61,13 @@ def verify_all(
         shown = progress or Silent()
         if "structure" in scopes:
             verify_structure(warehouse, audit)
+            verify_indexes(warehouse, audit)
         if "lineage" in scopes:
             verify_lineage(warehouse, audit)
         if "digests" in scopes:
             verify_digests(warehouse, audit, shown)
             report_shards(warehouse, audit)
+            verify_frames(warehouse, audit, shown)
         if "inputs" in scopes:
             verify_inputs(warehouse, audit, shown, inputs_of)
     remove_tree(path)

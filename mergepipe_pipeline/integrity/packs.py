@@ -1,0 +1,101 @@
+"""Packs in `verify --all`: indexes in the scope *structure*, every frame in the scope *digests*.
+
+A finding is about the folder of a pack, since `repair` takes it away as a whole: it can be made
+again, unless the expert's own files were moved away.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.integrity.auditor import Auditor
+from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.spec.pack import PackedTensor, Tier
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Chunks that are read at once.
+_CHUNKS_AT_ONCE = 64
+
+
+def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
+    """The ids of packs of experts whose files were moved away; of all if a record is damaged."""
+    store, found = warehouse.replaced, set()
+    for checkpoint_id in store.ids():
+        try:
+            record = store.find(checkpoint_id)
+        except CorruptionError:
+            return frozenset(warehouse.packs.ids())
+        if record is not None and record.is_away:
+            found.add(record.pack_id)
+    return frozenset(found)
+
+
+def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
+    """Look at what tells of packs, and of experts that they stand for; reads no frame."""
+    away = irreplaceable_packs(warehouse)
+    store = warehouse.packs
+    for pack_id in store.ids():
+        path = store.path(pack_id)
+        audit.check(
+            "structure",
+            path,
+            partial(_read_all, warehouse, pack_id),
+            is_derivable=pack_id not in away,
+        )
+    for checkpoint_id in warehouse.replaced.ids():
+        path = warehouse.replaced.path(checkpoint_id)
+        audit.check("structure", path, partial(warehouse.replaced.find, checkpoint_id))
+
+
+def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> None:
+    """Compare every frame with its checksum."""
+    away = irreplaceable_packs(warehouse)
+    for pack_id in warehouse.packs.ids():
+        try:
+            pack = warehouse.packs.open(pack_id)
+        except CorruptionError:  # a finding of the structure
+            continue
+        tiers = [t for t in pack.tiers if not audit.is_done(frames_path(pack.root, t))]
+        with (
+            progress.task(f"verify pack {pack_id[:8]}", pack.nbytes) as advance,
+            FrameFiles(pack.root, "once") as files,
+            Workers(threads.FILES) as workers,
+        ):
+
+            def check(tier: Tier, pack: Pack = pack, files: FrameFiles = files) -> int:
+                path, act = frames_path(pack.root, tier), partial(_read_tier, pack, files, tier)
+                nbytes = audit.check(
+                    "digests", pack.root, act, is_derivable=pack.pack_id not in away
+                )
+                if nbytes is not None:
+                    audit.done(path, nbytes)
+                return nbytes or 0
+
+            for nbytes in workers.map(check, tiers):
+                advance(nbytes)
+
+
+def _read_all(warehouse: Warehouse, pack_id: str) -> None:
+    """Read all of a pack but its frames."""
+    for _ in warehouse.packs.open(pack_id).tensors.values():
+        pass
+
+
+def _read_tier(pack: Pack, files: FrameFiles, tier: Tier) -> int:
+    """Read all frames of a tier; their bytes. Raises CorruptionError naming the first bad one."""
+    nbytes = 0
+    for tensor in pack.tensors.values():
+        for first in range(0, _n_chunks(tensor), _CHUNKS_AT_ONCE):
+            stop = min(first + _CHUNKS_AT_ONCE, _n_chunks(tensor))
+            nbytes += sum(map(len, files.read(tensor, tier, first, stop)))
+    return nbytes
+
+
+def _n_chunks(tensor: PackedTensor) -> int:
+    return int(tensor.nbytes.shape[1])

@@ -1,0 +1,98 @@
+"""Packs in `verify --all`, `repair` and `gc`: damaged ones are taken away, what is used stays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.snapshots.leases import Need
+from mergepipe_pipeline.verbs.gc import collect
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.repair import repair
+from mergepipe_pipeline.verbs.replace import move_to_cold
+from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.packs.models import base_tensors, expert_tensors, warehouse_of
+from tests.stored import write
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Damage a file in place."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def packed(tmp: Path) -> tuple[Warehouse, Path]:
+    """A warehouse with a pack of e0, and its folder."""
+    warehouse = warehouse_of(tmp)
+    (made,) = pack(warehouse, ["e0"])
+    return warehouse, warehouse.packs.path(made.pack_id)
+
+
+def test_a_flipped_frame_is_found_by_tensor_and_chunk_and_repair_takes_the_pack_away(
+    tmp_path: Path,
+) -> None:
+    warehouse, root = packed(tmp_path)
+    assert verify_all(warehouse).ok
+    flip(frames_path(root, "L1"))
+    (finding,) = verify_all(warehouse).findings
+    assert (finding.file, finding.is_derivable) == (str(root), True)
+    assert "L1.frames, tensor model.layers.1.norm.weight, chunk 0" in finding.where
+    assert repair(warehouse).taken == (str(root),)
+    assert pack(warehouse, ["e0"])[0].fresh
+    assert verify_all(warehouse).ok
+
+
+@pytest.mark.parametrize("stem", ["index", "chunks", "checksums"])
+def test_a_flipped_index_is_found_and_repaired(tmp_path: Path, stem: str) -> None:
+    warehouse, root = packed(tmp_path)
+    (path,) = root.glob(f"{stem}.*")
+    flip(path, 10)
+    (finding,) = verify_all(warehouse, ["structure"]).findings
+    assert finding.is_derivable
+    repair(warehouse)
+    assert not root.exists()
+
+
+def test_a_damaged_pack_that_stands_for_its_expert_is_left_for_a_person(tmp_path: Path) -> None:
+    warehouse = warehouse_of(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    move_to_cold(warehouse, made, tmp_path / "cold")
+    root = warehouse.packs.path(made.pack_id)
+    flip(frames_path(root, "L1"))
+    (finding,) = repair(warehouse).left
+    assert finding.file == str(root)
+    assert root.exists()
+
+
+def test_gc_keeps_the_packs_of_what_names_mean_and_collects_those_of_older_versions(
+    tmp_path: Path,
+) -> None:
+    warehouse, root = packed(tmp_path)
+    collect(warehouse, older_than_s=0)
+    assert root.exists()
+    write(tmp_path / "e0", "e0", expert_tensors(base_tensors(), 7))
+    (newer,) = pack(warehouse, ["e0"])
+    collect(warehouse, older_than_s=3600)
+    assert root.exists()
+    with warehouse.leases.hold(Need(pack_ids=frozenset([root.name]))):
+        collect(warehouse, older_than_s=0)
+        assert root.exists()
+    assert str(root) in collect(warehouse, older_than_s=0).paths
+    assert warehouse.packs.ids() == [newer.pack_id]
+
+
+def test_gc_never_collects_the_pack_of_an_expert_that_is_away(tmp_path: Path) -> None:
+    warehouse = warehouse_of(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    move_to_cold(warehouse, made, tmp_path / "cold")
+    (warehouse.catalog_dir / "names" / "e0" / "00000001.json").unlink()
+    collect(warehouse, older_than_s=0)
+    assert warehouse.packs.ids() == [made.pack_id]
+    os.rename(tmp_path / "cold" / "e0", tmp_path / "e0")
+    collect(warehouse, older_than_s=0)
+    assert warehouse.packs.ids() == []
