@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mergepipe_pipeline.tensors.rows import Floats
 from mergepipe_pipeline.tensors.stored import Bytes
 
 if TYPE_CHECKING:
@@ -39,13 +40,17 @@ class BufferPool:
         self._used += -(-nbytes // _ALIGN) * _ALIGN
         return self._bytes[start : start + nbytes]
 
-    def rows(self, k: int, n: int) -> torch.Tensor:
+    def floats(self, k: int, n: int) -> Floats:
         """An uninitialised [k, n] float32 matrix; the one handed out before becomes invalid."""
-        import torch
-
         if k * n > len(self._flat):
             self._flat = np.empty(k * n, dtype=np.float32)
-        return torch.from_numpy(self._flat[: k * n].reshape(k, n))
+        return self._flat[: k * n].reshape(k, n)
+
+    def rows(self, k: int, n: int) -> torch.Tensor:
+        """`floats` for torch."""
+        import torch
+
+        return torch.from_numpy(self.floats(k, n))
 
     def _room(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, dtype=np.uint8)

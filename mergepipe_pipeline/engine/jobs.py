@@ -52,8 +52,9 @@ class Job:
         base = task.base
         #: Per expert, what it gets of a pack.
         self.packed = [sources.packed(e, before=before) for e in experts]
-        #: Per expert, the ranges that are read, from wherever; outside, it equals the base.
+        #: Per expert, ranges as `ExpertInput` has them, of which windows ask again and again.
         self.differing = [e.differing for e in experts]
+        self.bits_read = [e.bits_read for e in experts]
         self._verifiers = [
             sources.verifier(e.view, e.digest) if e.read or _has_bits(e) else None for e in experts
         ]
@@ -79,7 +80,8 @@ class Job:
     @property
     def needs_torch(self) -> bool:
         """Whether any window of it is computed by torch, which takes a second to load."""
-        is_compiled = self.kernel is not None and self.is_stored_bfloat16
+        is_bfloat16 = self.is_stored_bfloat16 or self.is_near_bfloat16
+        is_compiled = self.kernel is not None and is_bfloat16
         return not self.unchanged and not (is_compiled and self.task.out_dtype == "BF16")
 
     @property
@@ -167,17 +169,30 @@ class Job:
     def gives_bits(self) -> bool:
         """Whether all that is read are stored elements, also what comes from packs."""
         packed = (e.packed for e in self.task.experts if e.packed)
-        return all(r.level in ("X20", "X") for p in packed for r in p.ranges)
+        return all(r.gives_bits for p in packed for r in p.ranges)
 
     @cached_property
     def is_stored_bfloat16(self) -> bool:
         """Whether the kernel can work on bytes as they are stored, or as a pack gives them back."""
+        return self.gives_bits and self._is_bfloat16 and (self.as_delta or self._stand_alone)
+
+    @cached_property
+    def is_near_bfloat16(self) -> bool:
+        """Whether the kernel can work on δ of stored bytes and on δ̂, a chunk after the other."""
+        return not self.gives_bits and self._is_bfloat16 and self.as_delta and self._stand_alone
+
+    @property
+    def _views(self) -> list[TensorView]:
         base = self.task.base
-        views = [e.view for e in self.task.experts] + ([base.view] if base else [])
-        is_plain = all(v.dtype == "BF16" and v.low_rank is None for v in views)
-        return (
-            is_plain and self.gives_bits and (self.as_delta or all(v.stands_alone for v in views))
-        )
+        return [e.view for e in self.task.experts] + ([base.view] if base else [])
+
+    @property
+    def _is_bfloat16(self) -> bool:
+        return all(v.dtype == "BF16" and v.low_rank is None for v in self._views)
+
+    @property
+    def _stand_alone(self) -> bool:
+        return all(v.stands_alone for v in self._views)
 
     @cached_property
     def kernel(self) -> FusedKernel | None:

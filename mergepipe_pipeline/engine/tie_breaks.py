@@ -7,9 +7,13 @@ before it in that block. They wait for each other to count, not to read or to me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from mergepipe_pipeline.concurrency.sequencer import Sequencer
+from mergepipe_pipeline.operators.kernels.bits import Stored
 from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.ties import TieBreaker
@@ -66,3 +70,24 @@ def _changes(e: ExpertInput, rule: TrimRule) -> bool:
     return e.view.low_rank is not None or any(
         clip(e.differing, rule.tie_stop_elem, rule.ties_until_elem)
     )
+
+
+def with_stops(task: TensorTask, stops: Mapping[RuleKey, int]) -> TensorTask:
+    """The task with trims that say up to which element ties are kept."""
+    experts = list(task.experts)
+    for (number, which), stop in stops.items():
+        e = experts[number]
+        rule = e.outliers if which else e.trim
+        assert rule is not None
+        closed = TrimRule(rule.threshold_bits, stop)
+        experts[number] = replace(e, outliers=closed) if which else replace(e, trim=closed)
+    return replace(task, experts=tuple(experts))
+
+
+def nth_in(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[int, int]:
+    """As `spec.ties.FindTie`, in elements of an expert less those of a base."""
+    from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
+
+    below = np.empty(0, expert.dtype) if base is None else base
+    place, count = nth_tie(expert, below, np.uint32(bits), nth)
+    return int(place), int(count)

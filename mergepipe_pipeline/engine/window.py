@@ -7,7 +7,6 @@ way the tensor goes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -16,13 +15,15 @@ import numpy as np
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
-from mergepipe_pipeline.engine.tie_breaks import RuleKey
+from mergepipe_pipeline.engine.near_rows import Bits, ReadExpert, chunks_within, widened
+from mergepipe_pipeline.engine.tie_breaks import RuleKey, nth_in, with_stops
 from mergepipe_pipeline.operators import Window as OperatorWindow
 from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
-from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
+from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, Ints
+from mergepipe_pipeline.packs.elements import ChunkPart
 from mergepipe_pipeline.spec.blocks import Range, clip
-from mergepipe_pipeline.spec.plan import TensorTask, TrimRule
+from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, fill_verified
 from mergepipe_pipeline.tensors.stored import (
@@ -87,6 +88,9 @@ class Window(Generic[D]):
             return self._to_bytes(base.values())
         if job.kernel and job.is_stored_bfloat16:
             return self._fused(job.kernel, *self._fetch_bits(base))
+        if job.kernel and job.is_near_bfloat16:
+            assert base is not None
+            return self._fused_near(job.kernel, base.raw.view(np.uint16))
         values = base.values() if base else None
         rows = self._fill(self._buffers.rows(len(job.task.experts), self._n), values, base)
         if job.kernel:
@@ -121,7 +125,7 @@ class Window(Generic[D]):
         assert job.operator is not None
 
         def find(k: int, bits: int, a: int, b: int, nth: int) -> tuple[int, int]:
-            return _nth(rows[k, a - self._start : b - self._start].cpu().numpy(), None, bits, nth)
+            return nth_in(rows[k, a - self._start : b - self._start].cpu().numpy(), None, bits, nth)
 
         task = job.task
         if job.tie_breakers:
@@ -159,7 +163,7 @@ class Window(Generic[D]):
             (expert.delta if job.as_delta else expert.value)(row, values)
         return rows
 
-    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, np.ndarray, np.ndarray]:
+    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, Ints, Ints]:
         """Bits of the base [n] and of experts that have a part here [p, n], and which they are.
 
         Which: their numbers, and from where to where in the window, [p, 2], there are bits of them;
@@ -190,56 +194,106 @@ class Window(Generic[D]):
         numbers = np.array(present, np.int64)
         return below, bits[: len(present)], numbers, np.array(spans, np.int64).reshape(-1, 2)
 
-    def _read_bits(self, k: int, row: Stored, base: Stored) -> None:
-        """Read what is there of expert k into `row` [n], bits of bfloat16; `base` [n] likewise."""
+    def _read_bits(self, k: int, row: Stored, base: Stored) -> list[ChunkPart]:
+        """Read what is there of expert k into `row` [n], bits of bfloat16; `base` [n] likewise.
+
+        Gives the parts of which a pack has no bits.
+        """
         job, start = self._job, self._start
         view, verify, packed = job.task.experts[k].view, job.verify[k], job.packed[k]
         stop = min(self._stop, view.numel)
         for a, b in clip(job.task.experts[k].read, start, stop):
             piece = row[a - start : b - start].view(np.uint8)
             read_stored(job.sources.expert, view, a, b, piece.data, verify)
+        near = []
         for part in packed.fetch(start, stop) if packed else ():
+            if not part.gives_bits:
+                near.append(part)
+                continue
             inside = slice(part.start_elem - start, part.stop_elem - start)
             out, below = (x[inside].view(np.uint8) for x in (row, base))
             fill_verified(part, out, below, verify)
+        return near
 
     def _fused(
         self,
         kernel: FusedKernel,
         base: Stored,
         experts: Stored,
-        present: np.ndarray,
-        spans: np.ndarray | None = None,
+        present: Ints,
+        spans: Ints | None = None,
     ) -> Bytes:
-        task = self._job.task
         merged = self._buffers.take(self._n * MERGED_BYTES).view(np.float32)
+        self._merge(kernel, self._start, base, experts, present, merged, spans)
+        return self._cast(merged)
+
+    def _fused_near(self, kernel: FusedKernel, base: Bits) -> Bytes:
+        """As `_fused`, of rows that are made chunk by chunk; `base` [n] are bits of bfloat16."""
+        job, start = self._job, self._start
+        merged = self._buffers.take(self._n * MERGED_BYTES).view(np.float32)
+        bits = self._buffers.take(len(job.present) * self._n * 2).view(np.uint16)
+        experts = []
+        for (k, _), row in zip(job.present, bits.reshape(-1, self._n), strict=True):
+            near = self._read_bits(k, row, base)
+            experts.append(ReadExpert(k, start, row, job.bits_read[k], near))
+        for first, stop in chunks_within(start, self._stop):
+            inside = slice(first - start, stop - start)
+            values = widened(base[inside])
+            rows = self._buffers.floats(len(experts), stop - first)
+            present: list[int] = []
+            for expert in experts:
+                if expert.delta(first, values, rows[len(present)]):
+                    present.append(expert.number)
+            rows = rows[: len(present)]
+            self._merge(kernel, first, values, rows, np.array(present, np.int64), merged[inside])
+        return self._cast(merged)
+
+    def _merge(
+        self,
+        kernel: FusedKernel,
+        start: int,
+        base: Stored,
+        experts: Stored,
+        present: Ints,
+        out: Floats,
+        spans: Ints | None = None,
+    ) -> None:
+        """Fill `out` with the merge of the elements from `start` on."""
         if self._job.tie_breakers:
-            kernel = kernel.with_stops(self._stops(base, experts, present, spans))
-        kernel.run(base, experts, present, self._start, merged, spans)
-        if task.out_dtype == "BF16":
+            kernel = kernel.with_stops(self._stops(start, base, experts, present, spans, len(out)))
+        kernel.run(base, experts, present, start, out, spans)
+
+    def _cast(self, merged: Floats) -> Bytes:
+        if self._job.task.out_dtype == "BF16":
             return narrowed(merged)
         import torch
 
         return self._to_bytes(torch.from_numpy(merged))
 
     def _stops(
-        self, base: Stored, experts: Stored, present: np.ndarray, spans: np.ndarray | None
+        self,
+        start: int,
+        base: Stored,
+        experts: Stored,
+        present: Ints,
+        spans: Ints | None,
+        n: int,
     ) -> Mapping[RuleKey, int]:
-        start, places = self._start, {int(k): i for i, k in enumerate(present)}
+        places = {int(k): i for i, k in enumerate(present)}
 
         def find(k: int, bits: int, a: int, b: int, nth: int) -> tuple[int, int]:
             if k not in places:  # equal to the base: no ties
                 return -1, 0
             row = places[k]
-            low, high = (0, self._n) if spans is None else spans[row]
+            low, high = (0, n) if spans is None else spans[row]
             first, last = max(a - start, int(low)), min(b - start, int(high))
             if first >= last:
                 return -1, 0
             below = None if self._job.is_delta[k] else base[first:last]
-            place, count = _nth(experts[row, first:last], below, bits, nth)
+            place, count = nth_in(experts[row, first:last], below, bits, nth)
             return (place if place < 0 else first + place - (a - start)), count
 
-        return self._job.tie_breakers.stops(start, self._stop, find)
+        return self._job.tie_breakers.stops(start, start + n, find)
 
     def _stored(self, readers: Readers, view: TensorView, verify: Verify | None) -> Bytes:
         job, raw = self._job, np.empty(self._n * itemsize(view.dtype), np.uint8)
@@ -258,26 +312,6 @@ class Window(Generic[D]):
 def _tiles(start: int, stop: int, n: int) -> Range:
     """[start, stop) of a window of n elements, grown to whole tiles of the kernel."""
     return start // TILE_ELEMS * TILE_ELEMS, min(n, -(-stop // TILE_ELEMS) * TILE_ELEMS)
-
-
-def with_stops(task: TensorTask, stops: Mapping[RuleKey, int]) -> TensorTask:
-    """The task with trims that say up to which element ties are kept."""
-    experts = list(task.experts)
-    for (number, which), stop in stops.items():
-        e = experts[number]
-        rule = e.outliers if which else e.trim
-        assert rule is not None
-        closed = TrimRule(rule.threshold_bits, stop)
-        experts[number] = replace(e, outliers=closed) if which else replace(e, trim=closed)
-    return replace(task, experts=tuple(experts))
-
-
-def _nth(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[int, int]:
-    from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
-
-    below = np.empty(0, expert.dtype) if base is None else base
-    place, count = nth_tie(expert, below, np.uint32(bits), nth)
-    return int(place), int(count)
 
 
 def to_bytes(values: torch.Tensor, dtype: str) -> Bytes:

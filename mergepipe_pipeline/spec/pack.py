@@ -108,6 +108,11 @@ class PackedRange:
     nbytes: int
     is_exact: bool
 
+    @property
+    def gives_bits(self) -> bool:
+        """Whether it gives elements as they are stored, if not all the expert's; else deltas."""
+        return self.level in ("X20", "X")
+
 
 @dataclass(frozen=True, slots=True)
 class PackedInput:

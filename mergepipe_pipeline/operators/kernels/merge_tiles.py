@@ -78,7 +78,7 @@ def merge_update(
     deltas = np.empty((len(rows) if mixing.votes else 1, TILE_ELEMS), np.float32)
     b, total = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
     sign, share = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
-    drawn = np.empty(TILE_ELEMS, np.uint32)
+    drawn, nothing = np.empty(TILE_ELEMS, np.uint32), np.zeros(TILE_ELEMS, np.float32)
     weights = np.empty(len(rows), np.float32)
     for at in range(0, len(out), TILE_ELEMS):
         m = min(TILE_ELEMS, len(out) - at)
@@ -91,7 +91,8 @@ def merge_update(
                 continue
             stored = experts[row.place, at : at + m]
             delta = deltas[count if mixing.votes else 0, :m]
-            _add_row(stored, b[:m], row, start_elem + at, drawn[:m], delta, total[:m])
+            below = nothing[:m] if row.is_delta else b[:m]
+            _add_row(stored, below, row, start_elem + at, drawn[:m], delta, total[:m])
             weights[count] = row.weight
             count += 1
         if mixing.votes:
@@ -133,10 +134,10 @@ def _add_row(
 ) -> None:
     """Let `delta` [m] be the row's weighted δ on a tile, and add it to `total` [m].
 
-    `drawn` [m] is room for random numbers.
+    δ is what is stored less `base` [m]. `drawn` [m] is room for random numbers.
     """
     scale, weight = row.scale, row.weight
-    is_rare = row.is_delta or row.drops_outliers or row.divisor != 1
+    is_rare = row.drops_outliers or row.divisor != 1
     if is_rare or (row.trims and row.draws):
         _add_by_steps(stored, base, row, start_elem, drawn, delta, total)
     elif row.draws:
@@ -215,9 +216,8 @@ def _add_by_steps(
     """As `_add_row`, for any steps: each goes over the tile by itself, in the order of torch."""
     scale, divisor, weight = row.scale, row.divisor, row.weight
     _widen(stored, delta)
-    if not row.is_delta:
-        for e in range(len(delta)):
-            delta[e] -= base[e]
+    for e in range(len(delta)):
+        delta[e] -= base[e]
     if row.trims:
         _trim(delta, _cut(row.trim_stop_elem, start_elem, len(delta)), row.trim_threshold)
     if row.drops_outliers:
