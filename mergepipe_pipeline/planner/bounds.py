@@ -36,7 +36,8 @@ class Sensitivity:
     has_divisor_zero: bool
 
 
-_NOTES: dict[Response, str] = {
+#: What each argument is called.
+NOTES: dict[Response, str] = {
     "additive": "triangle inequality",
     "vote": "reach of the sign votes",
     "mean": "reach of the means",
@@ -57,7 +58,7 @@ def error_bound(c: Candidates, chosen: Choice, sensitivities: dict[int, Sensitiv
             return Bound(None, "what is read in one place changes the result in others")
         if sensitivity.has_divisor_zero:
             return Bound(None, "a normalised sign vote with negative weights has no bound")
-        notes.add(_NOTES[sensitivity.response])
+        notes.add(NOTES[sensitivity.response])
         square += _of_group(group, sensitivity, left)
     if not math.isfinite(square):
         return Bound(None, "an expert holds NaN or infinity where something is left out")

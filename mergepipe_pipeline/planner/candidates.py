@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.planner.packed_rows import RowLevels
 from mergepipe_pipeline.spec.blocks import BlockGrid
 
 Floats = npt.NDArray[np.float64]
@@ -33,7 +34,7 @@ class Row:
     `kept_energy` what all blocks together can keep at most. `keep` is the probability with which a
     random drop keeps an element, `kurtosis` N·Σδ⁴/(Σδ²)². `is_sum`: the merge adds c·δ, or what a
     random drop leaves of it. `bundle_nbytes`: the row can only be read whole, for so many bytes
-    (an adapter's factors); None where each block has its own.
+    (an adapter's factors); None where each block has its own. `levels`: what a pack has of it.
     """
 
     tensor: int
@@ -51,6 +52,7 @@ class Row:
     kurtosis: float = 3.0
     is_sum: bool = True
     bundle_nbytes: int | None = None
+    levels: RowLevels | None = None
 
 
 @dataclass(frozen=True)

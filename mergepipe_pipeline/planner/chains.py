@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 #: Savings per byte that differ by less are equal.
 _ROUNDING = 1e-9
 
@@ -184,8 +185,8 @@ def hull_of(
 @numba.njit(nogil=True, cache=True)
 def affordable(
     cost: Ints,
-    chain: Ints,
-    owners: Ints,
+    chain: Numbers,
+    owners: Numbers,
     shares: Ints,
     first: Ints,
     budget_bytes: int,
@@ -220,7 +221,7 @@ def affordable(
 
 
 @numba.njit(nogil=True, cache=True)
-def falling(worth: Floats, chain: Ints) -> Floats:
+def falling(worth: Floats, chain: Numbers) -> Floats:
     """`worth` made to fall along every chain, whose items stand together: the least so far."""
     out = worth.copy()
     for p in range(1, len(out)):

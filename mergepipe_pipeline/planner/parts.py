@@ -122,7 +122,7 @@ class Parts:
         rows: list[Row] = []
         alike: dict[str, dict[int, Simulation]] = {}
         for number, part in enumerate(self.all):
-            own = self._rows(number, part)
+            own = self.rows(number, part)
             simulation = self._simulation(part, own)
             if simulation is not None:
                 alike.setdefault(part.operator, {})[number] = simulation
@@ -149,25 +149,27 @@ class Parts:
             shape=stored_like(t, self._models).shape,
         )
 
-    def _stats_of(self, t: TensorRecipe, number: int) -> TensorStats | None:
+    def stats_of(self, t: TensorRecipe, number: int) -> TensorStats | None:
+        """Statistics of an input, None where it has no base to differ from."""
         entry = t.inputs[number]
         if t.base is None:
             return None
         stats = self._stats.get((entry.model, t.base.model))
         return stats.by_pair.get((entry.tensor, t.base.tensor)) if stats else None
 
-    def _rows(self, number: int, part: Part) -> list[Row]:
+    def rows(self, number: int, part: Part) -> list[Row]:
+        """A row per input of a part, in order; none of what is copied."""
         t = part.recipe
         if part.operator == "copy":
             return []
         coefficients = self._methods[part.operator].coefficients(
             part.params, part.model_params, part.facts
         )
-        is_sum = self._is_sum(part)
+        is_sum = self.is_sum(part)
         rows = []
         for i, (entry, c) in enumerate(zip(t.inputs, coefficients, strict=True)):
             view = self._models[entry.model].views[entry.tensor]
-            s, place = self._stats_of(t, i), (t.name, i)
+            s, place = self.stats_of(t, i), (t.name, i)
             kept, keep = self._kept(part, i, s)
             rows.append(
                 Row(
@@ -190,7 +192,8 @@ class Parts:
             )
         return rows
 
-    def _is_sum(self, part: Part) -> bool:
+    def is_sum(self, part: Part) -> bool:
+        """Whether a part is a sum of deltas, or of what a random drop leaves of them."""
         method = self._methods[part.operator]
         return method.response(part.params) == "additive" and method.schema.fact in ("none", "drop")
 
@@ -208,16 +211,23 @@ class Parts:
         if part.operator == "copy":
             return None
         method = self._methods[part.operator]
-        stats = [self._stats_of(part.recipe, i) for i in range(len(rows))]
+        stats = [self.stats_of(part.recipe, i) for i in range(len(rows))]
         known = [s for s in stats if s is not None]
         # Elements of a sample rank about as those of its row do.
         is_ranked = method.schema.fact == "ranked"
         elementwise = is_ranked or method.response(part.params) in ("vote", "mean")
-        if not elementwise or method.simulate is None or len(known) < len(rows):
+        simulate = self.simulate(part)
+        if not elementwise or simulate is None or len(known) < len(rows):
             return None
-        made = method.simulate
+        return Simulation(rows, known, self._grid, simulate)
+
+    def simulate(self, part: Part) -> Simulate | None:
+        """Tries a part on samples of its deltas; None where samples cannot be merged."""
+        made = self._methods[part.operator].simulate
+        if made is None:
+            return None
         simulate = cache(lambda n: made(self._sampled_task(part, n)))
-        return Simulation(rows, known, self._grid, lambda d: simulate(d.shape[1])(d))
+        return lambda deltas: simulate(deltas.shape[1])(deltas)
 
     def _sampled_task(self, part: Part, n: int) -> TensorTask:
         """A task like the part's whose elements are `n` samples; each block's are a row."""

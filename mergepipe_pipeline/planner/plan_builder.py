@@ -12,6 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
+from mergepipe_pipeline.planner.constraints import Names
+from mergepipe_pipeline.planner.level_parts import LevelParts
+from mergepipe_pipeline.planner.level_selection import (
+    PACKS,
+    LevelProblem,
+    level_estimates,
+    select_levels,
+)
+from mergepipe_pipeline.planner.levels import Levels, originals, packed_input
+from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, Packs
 from mergepipe_pipeline.planner.parts import Method, Parts, TensorFacts, out_dtype, stored_like
 from mergepipe_pipeline.planner.selection import PlanningProblem, estimates, select_blocks
 from mergepipe_pipeline.spec.blocks import BlockGrid, Range
@@ -20,6 +30,7 @@ from mergepipe_pipeline.spec.model import Model, view_digest
 from mergepipe_pipeline.spec.plan import (
     BaseInput,
     ConfigValue,
+    Estimates,
     ExpertInput,
     LayerTask,
     MergePlan,
@@ -63,8 +74,10 @@ class PlanBuilder:
         grid: BlockGrid,
         side: Side,
         seek_nbytes: int = 0,
+        packs: Packs | None = None,
     ) -> None:
         self._recipe, self._inputs, self._facts = recipe, inputs, facts
+        self._methods, self._packs = methods, packs
         self._grid, self._side = grid, side
         self._seek_nbytes, self._models = seek_nbytes, [i.model for i in inputs]
         self._parts = Parts(recipe, methods, self._models, stats, facts, grid)
@@ -72,24 +85,59 @@ class PlanBuilder:
         self._first_source = [sum(counts[:n]) for n in range(len(counts))]
 
     def problem(self) -> PlanningProblem:
-        """What can be read, and how the merge responds to it."""
-        places = {(e.position, e.model): None for t in self._recipe.tensors for e in t.inputs}
-        names = {position: self._recipe.models[model].names for position, model in places}
-        experts = [names.get(n, ()) for n in range(max(names, default=-1) + 1)]
+        """What can be read of the experts' stored elements, and how the merge responds to it."""
         return PlanningProblem(
             candidates=self._parts.candidates(),
             sensitivities=self._parts.sensitivities(),
-            tensors=[part.recipe.name for part in self._parts.all],
-            experts=experts,
+            tensors=self._tensors(),
+            experts=self._experts(),
             seek_nbytes=self._seek_nbytes,
         )
+
+    def level_problem(self) -> LevelProblem | None:
+        """What can be read of packs, too; None where no expert has one."""
+        if self._packs is None:
+            return None
+        given = self._parts, self._methods, self._facts, self._packs, self._grid
+        parts = LevelParts(*given)
+        table = parts.table()
+        return LevelProblem(
+            table=table,
+            sensitivities=self._parts.sensitivities(),
+            samples=parts.samples(table),
+            tensors=self._tensors(),
+            experts=self._experts(),
+            pace=self._packs.pace,
+            block_elems=self._grid.block_elems,
+        )
+
+    def _tensors(self) -> list[str]:
+        """The names of the parts by number."""
+        return [part.recipe.name for part in self._parts.all]
+
+    def _experts(self) -> list[Names]:
+        """What each position of the recipe is called."""
+        places = {(e.position, e.model): None for t in self._recipe.tensors for e in t.inputs}
+        names = {position: self._recipe.models[model].names for position, model in places}
+        return [names.get(n, ()) for n in range(max(names, default=-1) + 1)]
+
+    def _selected(self) -> tuple[Candidates, Levels, Estimates]:
+        """What is read of what there is, and what that promises."""
+        budget, strategy = self._recipe.budget, self._recipe.strategy
+        packed = self.level_problem() if strategy in (None, PACKS) else None
+        if packed is not None:
+            levels = select_levels(packed, budget)
+            return packed.candidates, levels, level_estimates(packed, budget, levels)
+        problem = self.problem()
+        selection = select_blocks(problem, budget, None if strategy == PACKS else strategy)
+        found = estimates(problem, budget, selection)
+        return problem.candidates, originals(selection.choice), found
 
     def build(self) -> MergePlan:
         """The plan under the recipe's budget and strategy. Raises BudgetError as `choose` does."""
         recipe = self._recipe
-        problem = self.problem()
-        selection = select_blocks(problem, recipe.budget, recipe.strategy)
-        merged = self._merged_tasks(problem.candidates, selection.choice)
+        candidates, levels, promised = self._selected()
+        merged = self._merged_tasks(candidates, levels)
         tasks: dict[str, list[TensorTask]] = {}
         n_layers = layer_count(t.name for t in recipe.tensors)
         for t in recipe.tensors:
@@ -115,8 +163,9 @@ class PlanBuilder:
                 self._first_source[self._side.template], self._side.config, self._side.files
             ),
             ref=recipe.ref,
-            estimates=estimates(problem, recipe.budget, selection),
+            estimates=promised,
             warnings=recipe.warnings,
+            packs=self._packs.sources if self._packs and promised.strategy == PACKS else (),
         )
 
     def _view(self, model: int, tensor: str) -> TensorView:
@@ -126,29 +175,30 @@ class PlanBuilder:
         i = self._inputs[model]
         return view_digest(i.model.views[tensor], list(i.digests))
 
-    def _merged_tasks(self, candidates: Candidates, chosen: Choice) -> dict[str, TensorTask]:
-        slices = iter(candidates.row_slices())
+    def _merged_tasks(self, candidates: Candidates, levels: Levels) -> dict[str, TensorTask]:
+        rows = zip(candidates.rows, candidates.row_slices(), strict=True)
+        elems = candidates.grid.block_elems
         out = {}
         for part in self._parts.all:
             t = part.recipe
             experts = []
             for i, entry in enumerate(t.inputs if part.operator != "copy" else ()):
-                cut = next(slices)
-                taken, zero = chosen[cut], candidates.zero[cut]
+                row, cut = next(rows)
+                taken, zero = levels[cut], candidates.zero[cut]
                 view = self._view(entry.model, entry.tensor)
-                read = self._ranges(taken, view.numel)
                 experts.append(
                     ExpertInput(
                         position=entry.position,
                         view=view,
                         digest=self._digest(entry.model, entry.tensor),
                         params=part.model_params[i],
-                        covered=self._ranges(taken | zero, view.numel) if zero.any() else read,
-                        read=read,
+                        covered=_ranges((taken != NOTHING) | zero, elems, view.numel),
+                        read=_ranges(taken == ORIGINAL, elems, view.numel),
                         trim=self._facts.trims.get((t.name, i)),
                         outliers=self._facts.outliers.get((t.name, i)),
                         scale=self._facts.scales.get((t.name, i), 1.0),
                         l1=self._facts.l1s.get((t.name, i)),
+                        packed=packed_input(row, taken, elems),
                     )
                 )
             out[t.name] = TensorTask(
@@ -188,8 +238,9 @@ class PlanBuilder:
             self._view(t.base.model, t.base.tensor), self._digest(t.base.model, t.base.tensor)
         )
 
-    def _ranges(self, taken: Choice, numel: int) -> tuple[Range, ...]:
-        """Runs of blocks as element ranges."""
-        edges = np.flatnonzero(np.concatenate([taken[:1], taken[1:] != taken[:-1], taken[-1:]]))
-        elems = np.minimum(edges * self._grid.block_elems, numel).tolist()
-        return tuple(zip(elems[::2], elems[1::2], strict=True))
+
+def _ranges(taken: Choice, block_elems: int, numel: int) -> tuple[Range, ...]:
+    """Runs of blocks as element ranges."""
+    edges = np.flatnonzero(np.concatenate([taken[:1], taken[1:] != taken[:-1], taken[-1:]]))
+    elems = np.minimum(edges * block_elems, numel).tolist()
+    return tuple(zip(elems[::2], elems[1::2], strict=True))

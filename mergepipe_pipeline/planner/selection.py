@@ -115,8 +115,8 @@ def _for_error(q: PlanningProblem, constraints: Constraints, error: float, strat
     none = np.zeros(len(c.row), np.bool_)
     update = (predict(c, [none]) or [Prediction(0.0, None)])[0]
     allowed = error * max(0.0, update.error - (update.margin or 0.0))
-    _refuse_unbounded(q.bound(none), error)
-    _refuse_out_of_reach(q.bound(everything), error, allowed)
+    refuse_unbounded(q.bound(none), error)
+    refuse_out_of_reach(q.bound(everything), error, allowed)
     items, order = rank(c, strategy, everything & ~constraints.pinned, q.seek_nbytes)
     # The first `low` items are too few, the first `high` enough.
     low, high, best = -1, len(order) + 1, everything
@@ -131,7 +131,8 @@ def _for_error(q: PlanningProblem, constraints: Constraints, error: float, strat
     return best
 
 
-def _refuse_unbounded(bound: Bound, error: float) -> None:
+def refuse_unbounded(bound: Bound, error: float) -> None:
+    """Raise BudgetError where no error can be promised."""
     if bound.value is None:
         raise BudgetError(
             "This merge has no error bound, so no error can be promised",
@@ -142,7 +143,8 @@ def _refuse_unbounded(bound: Bound, error: float) -> None:
         )
 
 
-def _refuse_out_of_reach(least: Bound, error: float, allowed: float) -> None:
+def refuse_out_of_reach(least: Bound, error: float, allowed: float) -> None:
+    """Raise BudgetError where even the `least` bound is above what is `allowed`."""
     if least.value is not None and least.value > allowed:
         raise BudgetError(
             "What the recipe lets a plan read is not enough for its error",

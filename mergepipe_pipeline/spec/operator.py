@@ -52,6 +52,11 @@ class OperatorSchema:
     """The declaration of one merge method; `formula` in plain text, `reference` a URL.
 
     `experts` are the fewest and the most models besides the base that one tensor may have.
+    `takes_approximations`: a delta that is only near gives a result that is near, because what is
+    computed of an element depends on its size, sign and the tensor's exact facts. Not so for
+    methods that count elements by whether they differ, or rank them among others: approximated
+    elements are equal to each other, or to the base, in large numbers. Of an "unbounded" response
+    no method takes any.
     """
 
     name: str
@@ -64,6 +69,7 @@ class OperatorSchema:
     response: Response
     formula: str
     reference: str
+    takes_approximations: bool = True
 
     @property
     def needs_base(self) -> bool:

@@ -46,6 +46,7 @@ class Traits(TypedDict, total=False):
     fact: Fact
     scope: Scope
     response: Response
+    takes_approximations: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +204,7 @@ def schema_of(
         response=traits.get("response", "additive"),
         formula=formula,
         reference=reference,
+        takes_approximations=traits.get("takes_approximations", True),
     )
 
 

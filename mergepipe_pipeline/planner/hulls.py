@@ -1,0 +1,80 @@
+"""The upgrades of a block worth buying: the lower convex hull of what its levels leave over bytes.
+
+Compiled: a large merge has millions of blocks.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.planner.packed_rows import ORIGINAL
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Sizes = npt.NDArray[np.uint32]
+Halves = npt.NDArray[np.float32]
+
+#: What is not finite counts as this much.
+HUGE = 1e100
+#: Savings per byte that differ by less are equal.
+_ROUNDING = 1e-9
+
+
+@numba.njit(nogil=True, cache=True)
+def row_upgrades(
+    nbytes: Sizes,
+    residual_sq: Halves,
+    usable: Flags,
+    exact: Flags,
+    stored_nbytes: Ints,
+    delta_sq: Floats,
+    worth: Floats,
+    free: Flags,
+    first: int,
+    at: int,
+    candidate: npt.NDArray[np.int32],
+    level: npt.NDArray[np.int8],
+    cost: Ints,
+    saved: Floats,
+) -> int:
+    """Write a row's upgrades behind place `at` of the last four arrays; gives the place after them.
+
+    `nbytes` and `residual_sq` [levels, blocks] are the pack's, with the levels that are `usable`
+    and `exact`; of no pack, there are no levels. `worth` [blocks] is what nothing read leaves, of
+    which a level leaves the share residual_sq / `delta_sq`. Upgrades of a block stand in order;
+    each is for the candidate `first` + block, to a level as numbered in `levels`, for `cost` more
+    bytes, and saves `saved`. The stored elements, `stored_nbytes`, are the last level.
+    """
+    count = len(nbytes)
+    size, left = np.empty(count + 1, np.int64), np.empty(count + 1)
+    for b in range(len(stored_nbytes)):
+        if not free[b]:
+            continue
+        whole = min(worth[b], HUGE) if worth[b] == worth[b] else HUGE
+        for k in range(count):
+            size[k], left[k] = nbytes[k, b], np.inf
+            if usable[k] and np.isfinite(residual_sq[k, b]):
+                if exact[k]:
+                    left[k] = 0.0
+                elif np.isfinite(delta_sq[b]) and delta_sq[b] > 0:
+                    left[k] = whole * min(residual_sq[k, b] / delta_sq[b], 1.0)
+        size[count], left[count] = stored_nbytes[b], 0.0
+        have, spent = whole, 0
+        while have > 0:
+            best, most = -1, 0.0
+            for k in range(count + 1):
+                if left[k] < have:
+                    slope = (have - left[k]) / max(size[k] - spent, 1e-3)
+                    if slope > most * (1 + _ROUNDING):
+                        best, most = k, slope
+            if best < 0:
+                break
+            candidate[at] = first + b
+            level[at] = ORIGINAL if best == count else 1 + best
+            cost[at], saved[at] = size[best] - spent, have - left[best]
+            have, spent = left[best], size[best]
+            at += 1
+    return at

@@ -1,0 +1,121 @@
+"""What approximating deltas makes of a merge, tried on samples: each is quantised as a pack is.
+
+For sums of deltas the norms of residuals are known exactly; samples only tell how residuals of
+different experts add up. Other merges are tried with and without what is approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.planner.candidates import Floats, Row
+from mergepipe_pipeline.planner.levels import Levels
+from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL
+from mergepipe_pipeline.planner.simulation import PARTS, Samples, Simulate
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.pack import TIERS
+from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
+
+#: Sampled elements of one tensor and all its experts that are tried at most.
+_MAX_ELEMS = 1 << 18
+
+
+class LevelSamples:
+    """The samples of one output tensor's experts, on the grid `sampled` of their statistics.
+
+    `rows` are on `grid`, whose blocks are as long or longer. `simulate` None: a sum of deltas.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        stats: Sequence[TensorStats],
+        grid: BlockGrid,
+        sampled: BlockGrid,
+        simulate: Simulate | None,
+    ) -> None:
+        self._rows, self._stats, self._simulate = rows, stats, simulate
+        numel, elems = max(r.numel for r in rows), sampled.block_elems
+        n_blocks = sampled.count(numel)
+        # Evenly spread blocks, so many that all experts' samples stay small.
+        step = -(-n_blocks // max(1, _MAX_ELEMS // (SAMPLE_WIDTH * len(rows))))
+        self._blocks = np.arange(0, n_blocks, step)
+        self._sites = self._blocks * elems // grid.block_elems
+        lengths = np.minimum(elems, numel - elems * self._blocks).astype(np.float64)
+        #: Elements that each sampled block stands for.
+        self._lengths = lengths * (numel / lengths.sum())
+
+    def squares(self, levels: npt.NDArray[np.int8], residual_sq: Floats) -> Floats:
+        """[PARTS]: the squared error of reading `levels` [sites, E], as each part estimates it.
+
+        `residual_sq` [sites, E] is what is left of each delta. Infinite where that is.
+        """
+        if not np.isfinite(residual_sq).all():
+            return np.full(PARTS, np.inf)
+        near = self._near(levels[self._sites])
+        if self._simulate is None:
+            return self._of_sum(self._deltas - near, residual_sq)
+        n_experts = len(self._rows)
+        found = self._simulate(near.reshape(n_experts, -1))
+        return self._weighed(np.square(self._full - found, dtype=np.float64))
+
+    @cached_property
+    def _deltas(self) -> Samples:
+        """[E, blocks, SAMPLE_WIDTH] of δ."""
+        bits = np.zeros((len(self._rows), len(self._blocks), SAMPLE_WIDTH), np.uint16)
+        for i, s in enumerate(self._stats):
+            own = s.block_sample[self._blocks[self._blocks < len(s.block_sample)]]
+            bits[i, : len(own)] = own
+        return widened(bits)
+
+    @cached_property
+    def _full(self) -> Samples:
+        assert self._simulate is not None
+        return self._simulate(self._deltas.reshape(len(self._rows), -1).copy())
+
+    def _near(self, levels: Levels) -> Samples:
+        """The samples as they are read at `levels` [blocks, E]."""
+        out = self._deltas.copy()
+        for i, row in enumerate(self._rows):
+            for number in np.unique(levels[:, i]).tolist():
+                here = levels[:, i] == number
+                if number == NOTHING:
+                    out[i, here] = 0
+                elif number != ORIGINAL and row.levels and not row.levels.exact[number - 1]:
+                    packed = row.levels.packed
+                    out[i, here] = _quantised(
+                        out[i, here], packed.unit, packed.threshold_bits, number
+                    )
+        return out
+
+    def _of_sum(self, residuals: Samples, residual_sq: Floats) -> Floats:
+        """What is known of the norms, times by how much samples say that residuals cancel."""
+        factor = np.array([r.coefficient for r in self._rows])
+        keep = np.array([r.keep for r in self._rows])
+        known = float((residual_sq @ (np.square(factor) * keep)).sum())
+        own = np.einsum("e,ebk->bk", np.square(factor) * keep, np.square(residuals))
+        # What random drops keep on average adds up; what they make of it is orthogonal.
+        mean = np.einsum("e,ebk->bk", factor * keep, residuals)
+        spread = np.einsum("e,ebk->bk", np.square(factor) * keep * (1 - keep), np.square(residuals))
+        alone = self._weighed(own).mean()
+        if not alone > 0:
+            return np.full(PARTS, known)
+        found: Floats = self._weighed(np.square(mean) + spread) * (known / alone)
+        return found
+
+    def _weighed(self, squares: npt.NDArray[np.floating]) -> Floats:
+        by_part = squares.reshape(len(self._blocks), -1, PARTS).sum(axis=1)
+        weighed: Floats = self._lengths @ by_part * (PARTS / SAMPLE_WIDTH)
+        return weighed
+
+
+def _quantised(delta: Samples, unit: float, threshold_bits: int, number: int) -> Samples:
+    from mergepipe_pipeline.packs.codec import quantised
+
+    return quantised(delta.reshape(-1), unit, threshold_bits, TIERS[number - 1]).reshape(
+        -1, SAMPLE_WIDTH
+    )

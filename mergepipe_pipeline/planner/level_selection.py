@@ -1,0 +1,210 @@
+"""From a recipe's budget to the levels that are read of packs, and to what they promise.
+
+As `selection` does for whole blocks. What is exact is bought everywhere if it fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.errors import BudgetError
+from mergepipe_pipeline.planner.bounds import Bound, Sensitivity
+from mergepipe_pipeline.planner.candidates import Candidates, Floats, Group
+from mergepipe_pipeline.planner.constraints import Constraints, Names, constraints_of
+from mergepipe_pipeline.planner.level_bounds import level_bound
+from mergepipe_pipeline.planner.level_samples import LevelSamples
+from mergepipe_pipeline.planner.levels import Levels, LevelTable
+from mergepipe_pipeline.planner.packed_rows import NOTHING, PackPace
+from mergepipe_pipeline.planner.predict import STATED_ERRORS
+from mergepipe_pipeline.planner.selection import refuse_out_of_reach, refuse_unbounded
+from mergepipe_pipeline.planner.simulation import PARTS
+from mergepipe_pipeline.planner.strategies import allowed, refuse_without_base
+from mergepipe_pipeline.planner.upgrades import Upgrades, ranked_upgrades, taken
+from mergepipe_pipeline.spec.plan import Estimates
+from mergepipe_pipeline.spec.recipe import Budget
+
+#: The strategy that reads packs.
+PACKS = "packs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelProblem:
+    """As `selection.PlanningProblem`, with packs: what can be read is in `table`.
+
+    `samples` are by number of the output tensor; `block_elems` is the recipe's grid, on which
+    statistics are. `pace` says where packs are read although everything fits.
+    """
+
+    table: LevelTable
+    sensitivities: Mapping[int, Sensitivity]
+    samples: Mapping[int, LevelSamples]
+    tensors: Sequence[str]
+    experts: Sequence[Names]
+    pace: PackPace
+    block_elems: int
+
+    @property
+    def candidates(self) -> Candidates:
+        """What can be read, in blocks."""
+        return self.table.candidates
+
+    def bound(self, levels: Levels) -> Bound:
+        """The bound of a choice."""
+        return level_bound(self.table, levels, self.sensitivities)
+
+    def predict(self, choices: Sequence[Levels]) -> list[float] | None:
+        """‖W_plan − W_full‖₂ of each choice, as estimated; None without statistics."""
+        squares = self.squares(choices)
+        if squares is None:
+            return None
+        return [math.sqrt(max(0.0, square)) for square in squares.mean(axis=1).tolist()]
+
+    def squares(self, choices: Sequence[Levels]) -> Floats | None:
+        """[choices, PARTS]: squared errors, as each part of the samples estimates them."""
+        if any(r.block_l2sq is None for r in self.candidates.rows):
+            return None
+        rests = [self.table.residual_sq(levels) for levels in choices]
+
+        def of_group(group: Group) -> Floats:
+            squares = np.zeros((len(choices), PARTS))
+            for n, (levels, rest) in enumerate(zip(choices, rests, strict=True)):
+                left: Floats = group.table(rest)
+                if left.any():
+                    squares[n] = self.samples[group.tensor].squares(group.table(levels), left)
+            return squares
+
+        total = np.zeros((len(choices), PARTS))
+        with threadpool_limits(1, "blas"), Workers(threads.PLANNING) as workers:
+            for squares in workers.map(of_group, self.candidates.groups()):
+                total += squares
+        return total
+
+    def constraints(self, budget: Budget) -> Constraints:
+        """What a budget allows."""
+        return constraints_of(budget, self.candidates, self.tensors, self.experts)
+
+
+def select_levels(q: LevelProblem, budget: Budget) -> Levels:
+    """The levels that a budget covers.
+
+    Raises BudgetError for pinned blocks that cost more than the budget, for a partial budget
+    without a base to stand in for what is not read, and for an error that cannot be promised.
+    """
+    constraints = q.constraints(budget)
+    if budget.error is not None:
+        return _for_error(q, constraints, budget.error)
+    if (levels := everything_exact(q, constraints)) is not None:
+        return levels
+    c = q.candidates
+    cheapest = q.table.nbytes(q.table.exact())
+    needed = int(cheapest[allowed(c, constraints)].sum())
+    refuse_without_base(c, needed, constraints.budget_bytes)
+    pinned = pinned_levels(q, constraints)
+    return taken(q.table, upgrades_of(q, constraints), constraints, pinned)
+
+
+def everything_exact(q: LevelProblem, constraints: Constraints) -> Levels | None:
+    """Exact levels of all that is allowed, from packs where that is faster; None if too dear."""
+    useful = allowed(q.candidates, constraints)
+    for pace in (q.pace, None):
+        levels = np.where(useful, q.table.exact(pace), np.int8(NOTHING))
+        nbytes = q.table.nbytes(levels)
+        spent = np.bincount(q.candidates.expert, nbytes, len(constraints.caps))
+        if spent.sum() <= constraints.budget_bytes and (spent <= constraints.caps).all():
+            return levels
+    return None
+
+
+def pinned_levels(q: LevelProblem, constraints: Constraints) -> Levels:
+    """What is read before anything else: exact levels of what the recipe pins.
+
+    Raises BudgetError if these cost more than there is.
+    """
+    levels = np.where(constraints.pinned, q.table.exact(), np.int8(NOTHING))
+    needed = int(q.table.nbytes(levels).sum())
+    if needed > constraints.budget_bytes:
+        raise BudgetError(
+            "The budget does not cover what the recipe pins",
+            where="budget, pin",
+            expected=f"at least {needed} bytes",
+            found=f"{constraints.budget_bytes} bytes",
+            next_step="raise the budget, or pin less",
+        )
+    return levels
+
+
+def upgrades_of(q: LevelProblem, constraints: Constraints, *, with_near: bool = True) -> Upgrades:
+    """The list that a budget goes down."""
+    free = allowed(q.candidates, constraints) & ~constraints.pinned
+    return ranked_upgrades(q.table, free, with_near=with_near)
+
+
+def _for_error(q: LevelProblem, constraints: Constraints, error: float) -> Levels:
+    """The fewest upgrades from the top of the list whose bound is within the error.
+
+    Of votes and means only exact levels promise anything.
+    """
+    c = q.candidates
+    useful = allowed(c, constraints)
+    refuse_without_base(c, int(c.nbytes[useful].sum()), 0)
+    pinned = pinned_levels(q, constraints)
+    none = np.zeros(len(c.row), np.int8)
+    allowed_error = error * _least_update(q, none)
+    refuse_unbounded(q.bound(none), error)
+    best = np.where(useful, q.table.exact(), np.int8(NOTHING))
+    refuse_out_of_reach(q.bound(best), error, allowed_error)
+    is_sum = all(s.response == "additive" for s in q.sensitivities.values())
+    upgrades = upgrades_of(q, constraints, with_near=is_sum)
+    # The first `low` upgrades are too few, the first `high` enough.
+    low, high = -1, len(upgrades.candidate) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        levels = taken(q.table, upgrades.first(middle), constraints, pinned)
+        value = q.bound(levels).value
+        if value is not None and value <= allowed_error:
+            high, best = middle, levels
+        else:
+            low = middle
+    return best
+
+
+def _least_update(q: LevelProblem, none: Levels) -> float:
+    """The update's norm, less what samples may be off by."""
+    squares = q.squares([none])
+    assert squares is not None
+    off = STATED_ERRORS * squares.std(ddof=1) / math.sqrt(PARTS)
+    return math.sqrt(max(0.0, float(squares.mean() - off)))
+
+
+def level_estimates(q: LevelProblem, budget: Budget, levels: Levels) -> Estimates:
+    """What a choice costs and promises."""
+    c = q.candidates
+    bound = q.bound(levels)
+    error, update = q.predict([levels, np.zeros_like(levels)]) or (math.inf, math.inf)
+    chosen = levels != NOTHING
+    # A new read: another row, or another way of reading.
+    same = (np.diff(c.row, prepend=-1) == 0) & (np.diff(levels, prepend=levels[:1]) == 0)
+    return Estimates(
+        budget_bytes=budget.resolve(int(c.nbytes.sum())),
+        strategy=PACKS,
+        ranking=PACKS,
+        block_elems=q.block_elems,
+        expert_bytes_total=int(c.nbytes.sum()),
+        expert_bytes_planned=int(q.table.nbytes(levels).sum()),
+        blocks_total=c.n_units,
+        blocks_bought=int((np.bincount(c.unit, chosen, c.n_units) > 0).sum()),
+        blocks_zero=int(c.unit_zero.sum()),
+        reads=int((chosen & ~same).sum()),
+        error_bound=bound.value,
+        bound_note=bound.note,
+        predicted_error=error if math.isfinite(error) else None,
+        predicted_margin=0.0 if error == 0 else None,
+        update_norm=update if math.isfinite(update) else None,
+    )

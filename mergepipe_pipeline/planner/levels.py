@@ -1,0 +1,141 @@
+"""Which level of each block is read: what a choice of levels costs, and what it leaves.
+
+A choice has one number per candidate: `NOTHING`, 1 + a level's number in `spec.pack.TIERS` for what
+is read from a pack, or `ORIGINAL` for the expert's stored elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints, Row
+from mergepipe_pipeline.planner.packed_rows import N_LEVELS, NOTHING, ORIGINAL, PackPace, RowLevels
+from mergepipe_pipeline.spec.pack import TIERS, PackedInput, PackedRange
+
+Levels = npt.NDArray[np.int8]
+
+
+def originals(choice: Choice) -> Levels:
+    """The levels of a choice of whole blocks."""
+    return np.where(choice, np.int8(ORIGINAL), np.int8(NOTHING))
+
+
+@dataclass(frozen=True)
+class LevelTable:
+    """What candidates cost and leave at every level. Arrays are [candidates]."""
+
+    candidates: Candidates
+
+    def nbytes(self, levels: Levels) -> Ints:
+        """Bytes that are read of each candidate."""
+        out = np.where(levels == ORIGINAL, self.candidates.nbytes, 0)
+        for cut, of, numbers in self._packed(levels):
+            chosen = _at(of.packed.nbytes, numbers)
+            out[cut] += np.where(_is_packed(numbers), chosen, 0).astype(np.int64)
+        return out
+
+    def residual_sq(self, levels: Levels) -> Floats:
+        """‖δ − δ̂‖² of each candidate at most, without its coefficient; 0 for what is exact."""
+        c = self.candidates
+        out = np.where((levels == NOTHING) & ~c.zero, self.delta_sq, 0.0)
+        for cut, of, numbers in self._packed(levels):
+            chosen = _at(of.packed.residual_sq, numbers)
+            is_near = _is_packed(numbers) & ~of.exact[np.clip(numbers - 1, 0, N_LEVELS - 1)]
+            out[cut] += np.where(is_near & ~c.zero[cut], chosen, 0.0)
+        return out
+
+    @cached_property
+    def bundles(self) -> list[slice]:
+        """The candidates of each row that is read whole."""
+        rows = zip(self.candidates.rows, self.candidates.row_slices(), strict=True)
+        return [cut for row, cut in rows if row.bundle_nbytes is not None]
+
+    @cached_property
+    def delta_sq(self) -> Floats:
+        """‖δ‖² of each candidate."""
+        return np.square(self.candidates.norm)
+
+    def is_near(self, levels: Levels) -> Choice:
+        """Candidates that are approximated."""
+        out = np.zeros(len(levels), np.bool_)
+        for cut, of, numbers in self._packed(levels):
+            out[cut] = _is_packed(numbers) & ~of.exact[np.clip(numbers - 1, 0, N_LEVELS - 1)]
+        return out
+
+    def exact(self, pace: PackPace | None = None) -> Levels:
+        """Each candidate's exact level of the fewest bytes; zero deltas have none.
+
+        With `pace` a row is read from its pack only where that is faster, too.
+        """
+        c = self.candidates
+        out = originals(~c.zero)
+        for row, cut in zip(c.rows, c.row_slices(), strict=True):
+            if row.levels is None:
+                continue
+            least, level = _least_exact(row.levels)
+            is_less = (least < c.nbytes[cut]) & ~c.zero[cut]
+            packed, stored = least[is_less].sum(), c.nbytes[cut][is_less].sum()
+            if pace is None or pace.is_faster(packed, stored, stored // row.itemsize):
+                out[cut] = np.where(is_less, level, out[cut])
+        return out
+
+    def _packed(self, levels: Levels) -> Iterator[tuple[slice, RowLevels, Levels]]:
+        """Rows of which something is read from a pack: their candidates, and their levels."""
+        packed = np.flatnonzero(_is_packed(levels))
+        c = self.candidates
+        numbers = np.unique(c.row[packed])
+        ends = np.append(c.first, len(c.row))
+        for number in numbers.tolist():
+            of, cut = c.rows[number].levels, slice(int(ends[number]), int(ends[number + 1]))
+            assert of is not None
+            yield cut, of, levels[cut]
+
+
+def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | None:
+    """What a plan reads of a row's pack, given the row's levels; None for nothing."""
+    of = row.levels
+    if of is None or not _is_packed(levels).any():
+        return None
+    nbytes = _at(of.packed.nbytes, levels)
+    starts = np.flatnonzero(np.diff(levels, prepend=-1)).tolist()
+    ranges = tuple(
+        PackedRange(
+            start_elem=start * block_elems,
+            stop_elem=min(row.numel, stop * block_elems),
+            level=TIERS[levels[start] - 1],
+            nbytes=int(nbytes[start:stop].sum()),
+            is_exact=bool(of.exact[levels[start] - 1]),
+        )
+        for start, stop in pairwise([*starts, len(levels)])
+        if NOTHING < levels[start] < ORIGINAL
+    )
+    return PackedInput(of.packed.pack, of.packed.tensor, of.packed.unit, ranges)
+
+
+def _least_exact(of: RowLevels) -> tuple[Ints, Levels]:
+    """Per block the bytes of the cheapest exact level of a pack, and that level."""
+    can = of.exact[:, None] & np.isfinite(of.packed.residual_sq)
+    nbytes = np.where(can, of.packed.nbytes.astype(np.int64), np.iinfo(np.int64).max)
+    level = nbytes.argmin(axis=0)
+    return nbytes.min(axis=0), (1 + level).astype(np.int8)
+
+
+def _is_packed(numbers: Levels) -> Choice:
+    found: Choice = (numbers > NOTHING) & (numbers < ORIGINAL)
+    return found
+
+
+def _at(
+    table: npt.NDArray[np.uint32] | npt.NDArray[np.float32], numbers: Levels
+) -> npt.NDArray[np.uint32] | npt.NDArray[np.float32]:
+    """The entries of a [levels, blocks] table at each block's level; any where it has none."""
+    place = np.clip(numbers - 1, 0, N_LEVELS - 1).astype(np.int64)[None]
+    found: npt.NDArray[np.uint32] | npt.NDArray[np.float32]
+    found = np.take_along_axis(table, place, axis=0)[0]
+    return found

@@ -1,0 +1,129 @@
+"""What packs offer to a merge, in arrays: per row, level and block its bytes and its residual.
+
+A level is numbered by its place in `spec.pack.TIERS`; the arrays of a row are on the grid that the
+plan is made on, whose blocks are whole chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.operator import OperatorSchema, Response
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, PackSource
+from mergepipe_pipeline.spec.plan import TrimRule
+
+Flags = npt.NDArray[np.bool_]
+
+N_LEVELS = len(TIERS)
+#: How a choice of levels says: nothing is read, or the expert's stored elements. Between them is
+#: 1 + a level's number.
+NOTHING, ORIGINAL = 0, 1 + N_LEVELS
+_X20, _X = TIERS.index("X20"), TIERS.index("X")
+#: [levels, tiers]: which tiers are read for each level.
+_READ = np.array([[tier in TIERS_OF[level] for tier in TIERS] for level in TIERS], np.uint32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRow:
+    """One tensor of pack number `pack` on a grid; its name there, unit and threshold.
+
+    `nbytes` uint32 [levels, blocks]: what is read for a level, all of its tiers. `residual_sq`
+    float32 [levels, blocks]: ‖δ − δ̂‖² at most, infinite where the level cannot be used.
+    """
+
+    pack: int
+    tensor: str
+    unit: float
+    threshold_bits: int
+    nbytes: npt.NDArray[np.uint32]
+    residual_sq: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackPace:
+    """How fast a machine reads files, and decodes exact levels with all its cores."""
+
+    read_bytes_per_s: float
+    decode_elem_s: float
+
+    def is_faster(self, packed_nbytes: int, stored_nbytes: int, n_elems: int) -> bool:
+        """Whether an exact level takes less time than the stored elements; it reads as it decodes.
+
+        Never where it is no fewer bytes.
+        """
+        if packed_nbytes >= stored_nbytes:
+            return False
+        decoding_s = n_elems * self.decode_elem_s
+        reading_s = packed_nbytes / self.read_bytes_per_s
+        return max(reading_s, decoding_s) < stored_nbytes / self.read_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packs:
+    """The packs that a recipe's experts have, and by (expert's model number, base's) their rows.
+
+    Rows are by (expert's tensor, base's tensor).
+    """
+
+    sources: tuple[PackSource, ...]
+    rows: Mapping[tuple[int, int], Mapping[tuple[str, str], PackedRow]]
+    pace: PackPace
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLevels:
+    """What a method can use of a packed row: the levels that are `usable`, and that are `exact`.
+
+    [levels] each. An exact level gives what the expert itself gives.
+    """
+
+    packed: PackedRow
+    usable: Flags = field(repr=False)
+    exact: Flags = field(repr=False)
+
+
+def pack_grid(grid: BlockGrid) -> BlockGrid:
+    """The grid for plans from packs: blocks of whole chunks, no smaller than those of `grid`."""
+    return BlockGrid(max(grid.block_elems, CHUNK_ELEMS))
+
+
+def packed_row(
+    pack: int,
+    tensor: str,
+    unit: float,
+    threshold_bits: int,
+    nbytes: npt.NDArray[np.uint32],
+    residual_sq: npt.NDArray[np.float32],
+    grid: BlockGrid,
+) -> PackedRow:
+    """A packed tensor on `grid`, a `pack_grid`; the arrays are as in `PackedTensor`."""
+    starts = np.arange(0, nbytes.shape[1], grid.block_elems // CHUNK_ELEMS)
+    per_tier = np.add.reduceat(nbytes, starts, axis=1, dtype=np.uint32)  # [tiers, blocks]
+    exactly = np.add.reduceat(residual_sq, starts, axis=1, dtype=np.float64)  # [levels, blocks]
+    # To float32, and up: the bound has to hold.
+    rounded = np.nextafter(exactly.astype(np.float32), np.float32(np.inf))
+    return PackedRow(
+        pack=pack,
+        tensor=tensor,
+        unit=unit,
+        threshold_bits=threshold_bits,
+        nbytes=_READ @ per_tier,
+        residual_sq=np.where(exactly > 0, rounded, np.float32(0)),
+    )
+
+
+def row_levels(
+    packed: PackedRow, schema: OperatorSchema, response: Response, trim: TrimRule | None
+) -> RowLevels:
+    """What a method can use of a packed row that it trims by `trim` (None: not at all)."""
+    exact = np.zeros(N_LEVELS, np.bool_)
+    exact[_X] = True
+    # X20 has every |δ| from its threshold up, and a trim keeps some of those from its own up.
+    exact[_X20] = trim is not None and trim.threshold_bits >= packed.threshold_bits
+    is_near_enough = schema.takes_approximations and response != "unbounded"
+    return RowLevels(packed=packed, usable=exact | is_near_enough, exact=exact)

@@ -1,0 +1,112 @@
+"""What a budget can buy where experts have packs, best first, and how it goes down that list.
+
+An upgrade takes one block of an expert from one level to a better one. Blocks are independent, so
+the steepest parts of their convex hulls first is optimal for every budget that they fill exactly
+(Everett 1963, Lagrange multipliers); what is read of a block is the last of its upgrades.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.planner.candidates import Choice, Floats, Ints
+from mergepipe_pipeline.planner.constraints import Constraints
+from mergepipe_pipeline.planner.levels import Levels, LevelTable
+from mergepipe_pipeline.planner.packed_rows import N_LEVELS, NOTHING, ORIGINAL
+
+
+@dataclass(frozen=True)
+class Upgrades:
+    """Upgrades, the most saved per byte first: `candidate` to `level` for `nbytes` more bytes.
+
+    `worth` is the squared error that each saves per byte.
+    """
+
+    candidate: npt.NDArray[np.int32]
+    level: Levels
+    nbytes: Ints
+    worth: Floats
+
+    def first(self, count: int) -> Upgrades:
+        """The best of them."""
+        cut = slice(count)
+        return Upgrades(self.candidate[cut], self.level[cut], self.nbytes[cut], self.worth[cut])
+
+
+def ranked_upgrades(table: LevelTable, free: Choice, *, with_near: bool = True) -> Upgrades:
+    """The upgrades of the candidates in `free`; without `with_near` to exact levels only.
+
+    A row that is read whole is one upgrade, of its first candidate.
+    """
+    from mergepipe_pipeline.planner.chains import falling
+    from mergepipe_pipeline.planner.hulls import HUGE, row_upgrades
+
+    c = table.candidates
+    most = len(c.row) * (1 + N_LEVELS)
+    candidate, level = np.empty(most, np.int32), np.empty(most, np.int8)
+    nbytes, saved = np.empty(most, np.int64), np.empty(most)
+    no_sizes, no_rests = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
+    no_levels, at = np.empty(0, np.bool_), 0
+    useful = free & ~c.zero
+    for row, cut in zip(c.rows, c.row_slices(), strict=True):
+        if row.bundle_nbytes is not None:
+            if useful[cut].any():
+                candidate[at], level[at] = cut.start, ORIGINAL
+                nbytes[at], saved[at] = row.bundle_nbytes, min(c.gain[cut].sum(), HUGE)
+                at += 1
+            continue
+        of = row.levels
+        at = row_upgrades(
+            of.packed.nbytes if of else no_sizes,
+            of.packed.residual_sq if of else no_rests,
+            (of.usable if with_near else of.exact) if of else no_levels,
+            of.exact if of else no_levels,
+            c.nbytes[cut],
+            table.delta_sq[cut],
+            c.energy[cut],
+            useful[cut],
+            cut.start,
+            at,
+            candidate,
+            level,
+            nbytes,
+            saved,
+        )
+    candidate, level, nbytes = candidate[:at], level[:at], nbytes[:at]
+    worth = falling(saved[:at] / np.maximum(nbytes, 1), candidate)
+    order = np.argsort(-worth, kind="stable")
+    return Upgrades(candidate[order], level[order], nbytes[order], worth[order])
+
+
+def taken(
+    table: LevelTable, upgrades: Upgrades, constraints: Constraints, pinned: Levels
+) -> Levels:
+    """The levels read along the list as long as they fit, over those in `pinned`, which come first.
+
+    An upgrade that does not fit, and all further ones of its block, are passed over.
+    """
+    from mergepipe_pipeline.planner.chains import affordable
+
+    c, count = table.candidates, len(upgrades.candidate)
+    expert = np.array([r.position for r in c.rows], np.int32)[c.row[upgrades.candidate]]
+    nbytes = table.nbytes(pinned)
+    spent = np.bincount(c.expert, nbytes, len(constraints.caps)).astype(np.int64)
+    fits = affordable(
+        upgrades.nbytes,
+        upgrades.candidate,
+        expert,
+        upgrades.nbytes,
+        np.arange(count + 1),
+        constraints.budget_bytes - int(nbytes.sum()),
+        constraints.caps - spent,
+        len(c.row),
+    )
+    levels = pinned.copy()
+    # Of a block's upgrades the last is the best, and stands behind the others.
+    levels[upgrades.candidate[fits]] = upgrades.level[fits]
+    for cut in table.bundles:
+        levels[cut] = np.where(c.zero[cut], NOTHING, levels[cut.start])
+    return levels

@@ -1,0 +1,95 @@
+"""Tables of levels drawn at random: sizes and residuals of packs that nobody has written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.planner.candidates import Row, lay_out
+from mergepipe_pipeline.planner.constraints import Constraints
+from mergepipe_pipeline.planner.level_selection import LevelProblem
+from mergepipe_pipeline.planner.levels import LevelTable
+from mergepipe_pipeline.planner.packed_rows import N_LEVELS, PackedRow, PackPace, RowLevels
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
+
+GRID = BlockGrid(CHUNK_ELEMS)
+#: Packs are read where they are fewer bytes.
+SLOW_DISK = PackPace(read_bytes_per_s=1.0, decode_elem_s=0.0)
+FAST_DISK = PackPace(read_bytes_per_s=1e12, decode_elem_s=1.0)
+
+
+def levels_of(rng: np.random.Generator, l2sq: np.ndarray, pack: int = 0) -> RowLevels:
+    """A pack's levels: the lossy ones leave less and cost more from one to the next, mostly."""
+    n = len(l2sq)
+    nbytes = np.sort(rng.integers(0, 2 * CHUNK_ELEMS, (N_LEVELS, n)), axis=0)
+    left = np.sort(rng.random((N_LEVELS, n)), axis=0)[::-1] * l2sq
+    left[TIERS.index("X")] = 0
+    left[:5][:, rng.random(n) < 0.1] = np.inf
+    exact = np.zeros(N_LEVELS, np.bool_)
+    exact[5] = True
+    exact[4] = rng.random() < 0.3
+    usable = exact | (rng.random() < 0.8)
+    packed = PackedRow(
+        pack=pack,
+        tensor="w",
+        unit=1.0,
+        threshold_bits=0,
+        nbytes=nbytes.astype(np.uint32),
+        residual_sq=left.astype(np.float32),
+    )
+    return RowLevels(packed=packed, usable=usable, exact=exact)
+
+
+@st.composite
+def tables(draw: st.DrawFn, *, most_blocks: int = 6) -> LevelTable:
+    """Rows of a few tensors and experts; some without a pack, some read whole, some zero."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rows = []
+    for tensor in range(draw(st.integers(1, 3))):
+        numel = draw(st.integers(1, most_blocks * CHUNK_ELEMS))
+        for position in range(draw(st.integers(1, 3))):
+            n = GRID.count(numel)
+            alive = rng.random(n) > 0.2
+            l2sq = rng.random(n) * alive
+            row = Row(
+                tensor=tensor,
+                position=position,
+                name=f"t{tensor}#{position}",
+                numel=numel,
+                itemsize=2,
+                coefficient=float(rng.normal()),
+                block_l2sq=l2sq,
+                block_nonzero=alive.astype(np.int64),
+            )
+            kind = rng.choice(["packed", "packed", "packed", "stored", "bundle"])
+            if kind == "bundle":
+                row = replace(row, bundle_nbytes=int(rng.integers(0, 9000)))
+            elif kind == "packed":
+                row = replace(row, levels=levels_of(rng, l2sq))
+            rows.append(row)
+    return LevelTable(lay_out(rows, GRID))
+
+
+@dataclass(frozen=True)
+class Tabled(LevelProblem):
+    """A problem whose constraints are given, not made from a budget."""
+
+    given: Constraints | None = None
+
+
+def problem(table: LevelTable, pace: PackPace = SLOW_DISK) -> LevelProblem:
+    """A problem of which nothing but what it costs and leaves is known."""
+    count = 1 + max(r.position for r in table.candidates.rows)
+    tensors = 1 + max(r.tensor for r in table.candidates.rows)
+    return LevelProblem(
+        table=table,
+        sensitivities={},
+        samples={},
+        tensors=[f"t{n}" for n in range(tensors)],
+        experts=[(f"e{n}",) for n in range(count)],
+        pace=pace,
+        block_elems=CHUNK_ELEMS,
+    )

@@ -1,0 +1,202 @@
+"""Levels of packs under a budget: never more than it allows, and as good as levels can be."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.errors import BudgetError
+from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.planner.candidates import Row, lay_out
+from mergepipe_pipeline.planner.level_selection import select_levels
+from mergepipe_pipeline.planner.levels import LevelTable, packed_input
+from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, packed_row, row_levels
+from mergepipe_pipeline.planner.upgrades import ranked_upgrades
+from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
+from mergepipe_pipeline.spec.plan import TrimRule
+from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
+from tests.planner.levelled import FAST_DISK, GRID, levels_of, problem, tables
+
+PATTERN = st.sampled_from(["*", "e0", "e1"])
+SELECTIONS = st.lists(
+    st.builds(lambda e, t: Selection((e,), (t,)), PATTERN, st.sampled_from(["*", "t0", "t1"])),
+    max_size=1,
+)
+
+
+@given(
+    table=tables(),
+    fraction=st.floats(0, 1.1),
+    pin=SELECTIONS,
+    exclude=SELECTIONS,
+    share=st.none() | st.floats(0, 1),
+)
+def test_levels_cost_no_more_than_the_budget_and_the_shares_allow(
+    table: LevelTable,
+    fraction: float,
+    pin: list[Selection],
+    exclude: list[Selection],
+    share: float | None,
+) -> None:
+    shares = () if share is None else (Share("e0", fraction=share),)
+    budget = Budget(fraction=fraction, pin=tuple(pin), exclude=tuple(exclude), shares=shares)
+    q, c = problem(table), table.candidates
+    constraints = q.constraints(budget)
+    pinned = np.where(constraints.pinned, table.exact(), np.int8(NOTHING))
+    dear = int(table.nbytes(pinned).sum())
+    try:
+        levels = select_levels(q, budget)
+    except BudgetError:
+        assert dear > constraints.budget_bytes
+        return
+    nbytes = table.nbytes(levels)
+    assert nbytes.sum() <= constraints.budget_bytes
+    own = np.bincount(c.expert, nbytes, len(constraints.caps))
+    first = np.bincount(c.expert, table.nbytes(pinned), len(constraints.caps))
+    assert (own <= np.maximum(constraints.caps, first)).all()
+    assert (levels[constraints.excluded & ~constraints.pinned] == NOTHING).all()
+    assert (levels[c.zero] == NOTHING).all()
+    assert not table.residual_sq(levels)[constraints.pinned].any()
+    for row, cut in zip(c.rows, c.row_slices(), strict=True):
+        if row.bundle_nbytes is not None:
+            assert len(set(levels[cut].tolist())) <= 1
+        if row.levels is None:
+            assert set(levels[cut].tolist()) <= {NOTHING, ORIGINAL}
+
+
+def saved(table: LevelTable, levels: np.ndarray) -> float:
+    """What levels take from the squared error."""
+    c = table.candidates
+    known = table.delta_sq > 0
+    left = np.divide(table.residual_sq(levels), table.delta_sq, where=known, out=0 * c.energy)
+    return float((c.energy * (1 - left))[known].sum())
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), fraction=st.floats(0, 1))
+def test_what_a_budget_buys_is_within_one_upgrade_of_the_best_there_is(
+    seed: int, fraction: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    l2sq = rng.random(3)
+    row = Row(
+        tensor=0,
+        position=0,
+        name="t0#0",
+        numel=3 * CHUNK_ELEMS,
+        itemsize=2,
+        coefficient=1.0,
+        block_l2sq=l2sq,
+        block_nonzero=np.ones(3, np.int64),
+        levels=levels_of(rng, l2sq),
+    )
+    table = LevelTable(lay_out([row], GRID))
+    found = select_levels(problem(table), Budget(fraction=fraction))
+    limit, best = int(fraction * table.candidates.nbytes.sum()), 0.0
+    of = row.levels
+    assert of is not None
+    can = [
+        [NOTHING, ORIGINAL]
+        + [
+            1 + k
+            for k in range(len(TIERS))
+            if of.usable[k] and np.isfinite(of.packed.residual_sq[k, b])
+        ]
+        for b in range(3)
+    ]
+    for choice in product(*can):
+        levels = np.array(choice, np.int8)
+        if table.nbytes(levels).sum() <= limit:
+            best = max(best, saved(table, levels))
+    upgrades = ranked_upgrades(table, np.ones(3, np.bool_))
+    largest = float((upgrades.worth * np.maximum(upgrades.nbytes, 1)).max(initial=0.0))
+    assert best - largest - 1e-9 <= saved(table, found) <= best + 1e-9
+
+
+@given(table=tables())
+def test_where_everything_fits_it_is_exact_and_read_from_wherever_that_is_faster(
+    table: LevelTable,
+) -> None:
+    for pace, from_packs in ((None, True), (FAST_DISK, False)):
+        q = problem(table, pace) if pace else problem(table)
+        levels = select_levels(q, Budget())
+        assert not table.residual_sq(levels).any()
+        nbytes = table.nbytes(levels)
+        assert (nbytes <= table.candidates.nbytes).all()
+        if not from_packs:
+            assert set(levels.tolist()) <= {NOTHING, ORIGINAL}
+    # Of what is too much of the originals, a pack may have everything.
+    cheapest = int(table.nbytes(table.exact()).sum())
+    tight = select_levels(problem(table, FAST_DISK), Budget(nbytes=cheapest))
+    assert not table.residual_sq(tight).any()
+
+
+@given(table=tables(), fraction=st.floats(0, 1))
+def test_what_a_plan_reads_of_a_pack_is_what_was_chosen(table: LevelTable, fraction: float) -> None:
+    levels = select_levels(problem(table), Budget(fraction=fraction))
+    nbytes, c = table.nbytes(levels), table.candidates
+    for row, cut in zip(c.rows, c.row_slices(), strict=True):
+        own = levels[cut]
+        packed = packed_input(row, own, GRID.block_elems)
+        ranges = packed.ranges if packed else ()
+        assert sum(r.nbytes for r in ranges) == nbytes[cut][own != ORIGINAL].sum()
+        shown = np.zeros(len(own), np.int8)
+        for r in ranges:
+            assert r.start_elem < r.stop_elem <= row.numel
+            shown[r.start_elem // CHUNK_ELEMS : -(-r.stop_elem // CHUNK_ELEMS)] = 1 + TIERS.index(
+                r.level
+            )
+        assert np.array_equal(shown, np.where(own == ORIGINAL, NOTHING, own))
+        for a, b in pairwise(ranges):
+            assert a.stop_elem <= b.start_elem
+            assert (a.stop_elem, a.level) != (b.start_elem, b.level)
+
+
+def test_blocks_have_the_bytes_and_residuals_of_their_chunks() -> None:
+    rng = np.random.default_rng(3)
+    nbytes = rng.integers(0, 9999, (len(TIERS), 10)).astype(np.uint32)
+    residual_sq = rng.random((len(TIERS), 10), dtype=np.float32)
+    residual_sq[0, 9] = np.inf
+    found = packed_row(0, "w", 1.0, 7, nbytes, residual_sq, BlockGrid(4 * CHUNK_ELEMS))
+    summed = np.add.reduceat(nbytes, [0, 4, 8], axis=1).astype(np.int64)
+    assert np.array_equal(found.nbytes[TIERS.index("L2")], summed[:3].sum(axis=0))
+    assert np.array_equal(found.nbytes[TIERS.index("X")], summed[4:].sum(axis=0))
+    exact = np.add.reduceat(residual_sq.astype(np.float64), [0, 4, 8], axis=1)
+    assert (found.residual_sq >= exact).all()
+    assert np.isinf(found.residual_sq[0, 2])
+    assert np.isfinite(found.residual_sq[1:]).all()
+
+
+PACKED = packed_row(
+    0,
+    "w",
+    1.0,
+    100,
+    np.ones((len(TIERS), 1), np.uint32),
+    np.ones((len(TIERS), 1), np.float32),
+    GRID,
+)
+
+
+def test_x20_is_exact_for_a_trim_that_keeps_no_more_than_it_holds() -> None:
+    ties, x20 = OPERATORS["ties"].schema, TIERS.index("X20")
+    for bits, is_exact in ((99, False), (100, True), (101, True)):
+        assert row_levels(PACKED, ties, "vote", TrimRule(bits, 5)).exact[x20] == is_exact
+    assert not row_levels(PACKED, ties, "vote", None).exact[x20]
+
+
+def test_methods_that_rank_or_count_elements_take_exact_levels_only() -> None:
+    only_exact = set()
+    for name, operator in OPERATORS.items():
+        params = tuple(
+            (p.name, p.default) for p in operator.schema.parameters if p.scope == "method"
+        )
+        given = tuple((n, 0.5 if v is None else v) for n, v in params)
+        levels = row_levels(PACKED, operator.schema, operator.response(given), None)
+        if not levels.usable[0]:
+            only_exact.add(name)
+    assert only_exact == {"arcee_fusion", "della", "della_linear", "ram", "ramplus_tl", "sce"}
