@@ -31,9 +31,14 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
             help="Elements per block (a power of two, 4096 to 1048576).",
         ),
         click.option(
+            "--no-packs",
+            is_flag=True,
+            help="Read the experts themselves, although they have packs.",
+        ),
+        click.option(
             "--strategy",
-            help="conflict_aware (default for sums of deltas), magnitude (default for votes and "
-            "means) or full.",
+            help="packs (default where experts have packs), conflict_aware (default for sums of "
+            "deltas), magnitude (default for votes and means) or full.",
         ),
         click.option(
             "--budget",

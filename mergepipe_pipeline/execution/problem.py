@@ -85,7 +85,13 @@ def solve_plan(
     e = plan.estimates
     budget = "none" if e.budget_bytes is None else str(e.budget_bytes)
     resolved = resolve_stage(
-        warehouse, raw, known, budget=budget, strategy=e.strategy, block_elems=e.block_elems
+        warehouse,
+        raw,
+        known,
+        budget=budget,
+        strategy=e.strategy,
+        block_elems=e.block_elems,
+        no_packs=plan.request.no_packs,
     )
     inputs = gather(warehouse, resolved, progress, unnamed=known)
     problem = inputs.builder().problem()

@@ -15,6 +15,8 @@ from mergepipe_pipeline.facts.expert_stats import Pair, ensure_stats
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.operator_choice import choose_operators
 from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.planner.level_selection import PACKS
+from mergepipe_pipeline.planner.packed_rows import Packs
 from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, stored_like
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.simulation import Simulate
@@ -48,6 +50,7 @@ class PlanInputs:
     facts: TensorFacts
     read: tuple[str, ...]
     seek_nbytes: int
+    packs: Packs | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -72,6 +75,7 @@ class PlanInputs:
             grid=self.resolved.grid,
             side=self.resolved.side,
             seek_nbytes=self.seek_nbytes,
+            packs=self.packs,
         )
 
 
@@ -92,7 +96,10 @@ def gather(
     models = _with_tokens(warehouse, resolved)
     _register(warehouse, recipe, models, unnamed or {})
     merged = [t for t in recipe.tensors if is_merged(t, models)]
-    stats, read = _stats(warehouse, resolved, models, merged, progress)
+    packs = _packs(warehouse, resolved, models, merged, for_parts=for_parts)
+    # Blocks are chosen by sketches, levels without.
+    without = _unneeded(recipe, with_levels=packs is not None, with_blocks=not packs or for_parts)
+    stats, read = _stats(warehouse, resolved, models, merged, without, progress)
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     chosen = choose_operators(recipe, merged, measured)
     in_full = recipe.budget == Budget() and not for_parts
@@ -109,7 +116,24 @@ def gather(
     )
     profile = load_profile(warehouse.profile_path)
     seek_nbytes = profile.seek_nbytes if profile else 0
-    return PlanInputs(resolved, tuple(models), stats, facts, read, seek_nbytes)
+    return PlanInputs(resolved, tuple(models), stats, facts, read, seek_nbytes, packs)
+
+
+def _packs(
+    warehouse: Warehouse,
+    resolved: ResolvedRecipe,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    *,
+    for_parts: bool,
+) -> Packs | None:
+    """The experts' packs, if the recipe's strategy reads packs, or others are looked at, too."""
+    is_wanted = for_parts or resolved.recipe.strategy in (None, PACKS)
+    if not is_wanted or resolved.request.no_packs:
+        return None
+    from mergepipe_pipeline.facts.packs import find_packs
+
+    return find_packs(warehouse, models, merged, resolved.grid)
 
 
 def _simulated(task: TensorTask) -> Simulate:
@@ -146,6 +170,7 @@ def _stats(
     resolved: ResolvedRecipe,
     models: Sequence[Model],
     merged: Sequence[TensorRecipe],
+    without: Sequence[str],
     progress: Progress | None,
 ) -> tuple[Stats, tuple[str, ...]]:
     """Statistics by (expert's model number, base's), and the names of the experts read for them."""
@@ -170,20 +195,22 @@ def _stats(
             models[base],
             resolved.grid,
             progress,
-            without=_unneeded(resolved.recipe),
+            without=without,
         )
         found |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
     return found, tuple(read)
 
 
-def _unneeded(recipe: Recipe) -> tuple[str, ...]:
+def _unneeded(recipe: Recipe, *, with_levels: bool, with_blocks: bool) -> tuple[str, ...]:
     """What planning can do without: sums need no samples, and what is simulated no sketches.
 
-    Histograms are looked at one expert at a time, in `facts`.
+    Levels need samples, and no sketches. Histograms are looked at one expert at a time, in `facts`.
     """
     operator = OPERATORS[recipe.method]
     kinds = _responses(recipe)
-    if operator.choose is not None:
+    if not with_blocks:
+        return ("sketch", "hist")
+    if operator.choose is not None or with_levels:
         return ("hist",)
     if kinds <= {"vote", "mean"} and operator.schema.base == "required":
         return ("sketch", "hist")

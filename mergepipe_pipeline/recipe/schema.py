@@ -29,7 +29,7 @@ DEFAULT_SCHEDULE = "0 3 * * *"
 #: when a person says so.
 TRIGGERS = ("change", "nightly", "manual")
 #: Names of budget strategies, for a reader who has no planner at hand.
-STRATEGIES = ("full", "magnitude", "conflict_aware")
+STRATEGIES = ("full", "magnitude", "conflict_aware", "packs")
 
 #: Parameter names of mergekit, known to be misplaced when they stand beside `parameters:`.
 PARAMETER_NAMES = frozenset(

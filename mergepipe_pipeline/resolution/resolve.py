@@ -74,6 +74,7 @@ class Planning(TypedDict, total=False):
 
     `relative_to` is the folder that relative paths start from; `budget` an amount as in recipes;
     `block_elems` elements of a block; `known` are checkpoints by name, which are not opened anew.
+    `no_packs`: experts are read although they have packs.
     """
 
     relative_to: Path | None
@@ -81,6 +82,7 @@ class Planning(TypedDict, total=False):
     strategy: str | None
     block_elems: int | None
     known: Mapping[str, Checkpoint] | None
+    no_packs: bool
 
 
 def resolve(
@@ -126,6 +128,7 @@ def resolve_stage(
     strategy: str | None = None,
     block_elems: int | None = None,
     known: Mapping[str, Checkpoint] | None = None,
+    no_packs: bool = False,
 ) -> ResolvedRecipe:
     """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
     recipe, models = open_stage(warehouse, raw, {**(known or {}), **pending}, relative_to)
@@ -150,7 +153,7 @@ def resolve_stage(
         originals=tuple(models),
         side=fitted.side,
         tokenizer=fitted.tokenizer,
-        request=Request(budget, strategy, block_elems),
+        request=Request(budget, strategy, block_elems, no_packs=no_packs),
     )
 
 

@@ -25,13 +25,15 @@ class RequestedModel:
 class Request:
     """What overruled the recipe (None: nothing did), and the models of all stages.
 
-    `budget` is an amount as in recipes, `block_elems` elements of a block. No id covers it.
+    `budget` is an amount as in recipes, `block_elems` elements of a block; with `no_packs` the
+    originals were read although there were packs. No id covers it.
     """
 
     budget: str | None = None
     strategy: str | None = None
     block_elems: int | None = None
     models: tuple[RequestedModel, ...] = ()
+    no_packs: bool = False
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Request:

@@ -159,6 +159,7 @@ def _plan(
             budget=request.budget,
             strategy=request.strategy,
             block_elems=request.block_elems,
+            no_packs=request.no_packs,
         )
         return plan_resolved(scratch, resolved, progress, unnamed=results)
 

@@ -1,0 +1,9 @@
+"""What reading and decoding packs take, where nobody has measured this machine."""
+
+from __future__ import annotations
+
+#: Seconds of one core to decode an element of an exact level: frames of zstd, and the base's bits
+#: added. Measured with bfloat16 weights of a 0.6B model.
+DECODE_EXACT_ELEM_S = 2.0e-9
+#: The same of an approximate level, its tiers together.
+DECODE_NEAR_ELEM_S = 1.2e-9

@@ -1,0 +1,155 @@
+"""What a plan over packs says of its error, against merges of real checkpoints with real packs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.spec.plan_json import plan_from_json
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.execution.test_run import tensors
+from tests.family import tensors_of, write_model
+from tests.planner.test_promises import ROUNDING, distance
+
+#: The embedding is two chunks and a part of one; all other tensors are less than one.
+SIZES = {"layers": 1, "hidden": 64, "vocab": 2100}
+N_EXPERTS, UNPACKED = 4, 3
+METHODS = ("task_arithmetic", "ties", "dare_linear", "ties", "linear", "breadcrumbs", "dare_ties")
+SUMS = ("task_arithmetic", "dare_linear", "linear")
+EXACT = ("della", "sce", "slerp")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Warehouse:
+    """A base and experts that agree in part, all but one of them packed; read-only."""
+    folder = tmp_path_factory.mktemp("models")
+    warehouse = Warehouse.at(tmp_path_factory.mktemp("packs")).ensure()
+    rng = np.random.default_rng(5)
+    base = {n: v.float() for n, v in tensors_of(0, None, **SIZES).items()}
+    write_model(folder / "base", {n: v.bfloat16() for n, v in base.items()}, **SIZES)
+    register(warehouse, folder / "base", "base", None)
+    common = {n: rng.standard_normal(v.shape) for n, v in base.items()}
+    for e, share in enumerate((0.9, 0.4, -0.7, 0.0)):
+        changed = {}
+        for n, v in base.items():
+            delta = share * common[n] + (1 - share**2) ** 0.5 * rng.standard_t(4, v.shape)
+            size = np.exp(rng.normal(0, 0.7)) * (e > 1 or "up_proj" not in n)
+            changed[n] = (v + 0.002 * size * torch.from_numpy(delta).float()).bfloat16()
+        write_model(folder / f"e{e}", changed, **SIZES)
+        register(warehouse, folder / f"e{e}", f"e{e}", "base")
+    pack(warehouse, [f"e{e}" for e in range(N_EXPERTS) if e != UNPACKED])
+    return warehouse
+
+
+def recipe(
+    method: str, experts: list[int], params: dict[str, object], **own: float
+) -> ParsedRecipe:
+    rows = [f"- {{model: e{e}, parameters: {json.dumps(own)}}}" for e in experts]
+    lines = [f"merge_method: {method}", "base_model: base", "models:", *rows]
+    text = "\n".join([*lines, f"parameters: {json.dumps(params)}", "out_dtype: float32", ""])
+    return parse(text, name="levels", where="levels")
+
+
+def inputs_of(plan: MergePlan) -> list[ExpertInput]:
+    return [e for layer in plan.layers for task in layer.tasks for e in task.experts]
+
+
+def drawn(seed: int) -> tuple[str, ParsedRecipe, str]:
+    """Method, recipe and budget."""
+    rng = np.random.default_rng([13, seed])
+    method = METHODS[seed % len(METHODS)]
+    experts = rng.permutation(N_EXPERTS)[: rng.integers(2, N_EXPERTS + 1)].tolist()
+    params: dict[str, object] = {"normalize": bool(rng.random() < 0.5)}
+    own = {"weight": float(rng.uniform(0.2, 1.0))}
+    if method not in ("linear", "task_arithmetic"):
+        own["density"] = float(rng.choice([0.2, 0.5, 0.8]))
+    return method, recipe(method, experts, params, **own), f"{rng.choice([2, 6, 12, 25, 40])}%"
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_a_merge_from_packs_errs_as_its_plan_predicts_and_never_more_than_its_bound(
+    home: Warehouse, seed: int
+) -> None:
+    method, raw, budget = drawn(seed)
+    full = tensors(run_plan(home, make_plan(home, raw, no_packs=True)).snapshot.path)
+    outcome = run_plan(home, make_plan(home, raw, budget=budget), fresh=True)
+    found, told = outcome.plan.estimates, outcome.summary()
+    assert told["expert_bytes_read"] == found.expert_bytes_planned <= (found.budget_bytes or 0)
+    assert found.strategy == "packs"
+    error = distance(tensors(outcome.snapshot.path), full)
+    noise = ROUNDING * distance(full, {n: v.new_zeros(()) for n, v in full.items()})
+    assert found.error_bound is not None
+    assert error <= found.error_bound + noise
+    assert found.predicted_error is not None
+    if method in SUMS:
+        assert found.predicted_error == pytest.approx(error, rel=0.1)
+    # Votes and trims are tried on 64 elements of each block: near, without a promise how near.
+    assert error / 2 <= found.predicted_error <= error * 2
+    assert plan_from_json(json.loads(json.dumps(outcome.plan.to_json()))) == outcome.plan
+
+
+@pytest.mark.parametrize("method", [*dict.fromkeys(METHODS), *EXACT])
+def test_a_plan_that_reads_all_of_the_packs_has_the_ids_of_the_merge_without_them(
+    home: Warehouse, method: str
+) -> None:
+    own: dict[str, float] = {"density": 0.5} if method[:2] in ("ti", "da", "br", "de") else {}
+    own |= {} if method in ("sce", "slerp") else {"weight": 0.5}
+    params = {"slerp": {"t": 0.4}}.get(method, {})
+    raw = recipe(method, [0] if method == "slerp" else [0, 1, UNPACKED], params, **own)
+    plain = make_plan(home, raw, no_packs=True)
+    for block_elems in (4096, 1 << 17):
+        full = make_plan(home, raw, block_elems=block_elems)
+        assert full.plan_id == plain.plan_id
+        assert full.estimates.expert_bytes_planned < plain.estimates.expert_bytes_planned
+        assert full.packs
+        assert not plain.packs
+    part = make_plan(home, raw, budget="5%")
+    near = {r.level for e in inputs_of(part) if e.packed for r in e.packed.approximate}
+    assert bool(near) == (method not in EXACT or method == "slerp")
+
+
+def test_ties_that_keep_a_fifth_are_exact_from_the_packs_first_part(home: Warehouse) -> None:
+    for density, levels in ((0.2, {"X20"}), (0.19, {"X20"}), (0.21, {"X"})):
+        raw = recipe("ties", [0, 1, 2], {}, weight=1.0, density=density)
+        plan, plain = make_plan(home, raw), make_plan(home, raw, no_packs=True)
+        assert plan.plan_id == plain.plan_id
+        read = [r for e in inputs_of(plan) if e.packed for r in e.packed.ranges]
+        large = [r for r in read if r.stop_elem - r.start_elem > 60_000]
+        assert {r.level for r in large} == levels
+        assert all(r.is_exact for r in read)
+
+
+def test_an_error_is_promised_from_packs_with_fewer_bytes_than_without(home: Warehouse) -> None:
+    raw = recipe("task_arithmetic", [0, 1, 2], {}, weight=0.4)
+    with_packs = make_plan(home, raw, budget="error=20%").estimates
+    without = make_plan(home, raw, budget="error=20%", no_packs=True).estimates
+    assert with_packs.error_bound is not None
+    assert with_packs.update_norm is not None
+    assert with_packs.error_bound <= 0.2 * with_packs.update_norm
+    assert with_packs.expert_bytes_planned < 0.5 * without.expert_bytes_planned
+    # Approximated votes promise nothing, so all that is read is exact.
+    votes = make_plan(home, recipe("ties", [0, 1], {}, weight=1.0, density=0.5), budget="error=20%")
+    assert all(r.is_exact for e in inputs_of(votes) if e.packed for r in e.packed.ranges)
+
+
+def test_a_named_strategy_reads_the_experts_themselves(home: Warehouse) -> None:
+    raw = recipe("task_arithmetic", [0, 1, 2], {}, weight=0.4)
+    for strategy in ("magnitude", "conflict_aware"):
+        plan = make_plan(home, raw, budget="25%", strategy=strategy)
+        assert plan.estimates.strategy == strategy
+        assert not any(e.packed for e in inputs_of(plan))
+        without = make_plan(home, raw, budget="25%", strategy=strategy, no_packs=True)
+        assert plan.plan_id == without.plan_id
+    unpacked = recipe("task_arithmetic", [UNPACKED], {}, weight=0.4)
+    named = make_plan(home, unpacked, budget="25%", strategy="packs").estimates
+    assert named.strategy == "conflict_aware"
