@@ -22,6 +22,27 @@ settings.load_profile(
 )
 
 
+_FSYNC = os.fsync
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_write_waits_for_the_disk() -> Iterator[None]:
+    """What tests write need not survive a power loss, and a merge waits for the disk a hundred
+    times. That the program does so is proven by `tests/torture`, in processes of their own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
+@pytest.fixture(scope="module")
+def durable_writes() -> Iterator[None]:
+    """Writes wait for the disk: only what is there can be taken out of the page cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", _FSYNC)
+        yield
+
+
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and four experts; read-only."""

@@ -15,6 +15,8 @@ from tests.benchmarks.cases import CASES, Family, physical_limit, write_recipe
 from tests.benchmarks.family import cached_family
 from tests.benchmarks.rows import Needed, filesystem
 
+pytestmark = pytest.mark.usefixtures("durable_writes")
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

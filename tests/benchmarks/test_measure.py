@@ -14,6 +14,8 @@ from tests.benchmarks import limit, measure
 from tests.benchmarks.measure import WarmInputsError, make_cold, resident_nbytes, run
 from tests.benchmarks.rows import filesystem
 
+pytestmark = pytest.mark.usefixtures("durable_writes")
+
 MIB = 1 << 20
 
 

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from mergepipe_pipeline.catalog.views import VIEWS
 from mergepipe_pipeline.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("durable_writes")
+
 
 def run(home: Path, *words: str) -> str:
     result = CliRunner().invoke(main, [*words, "--home", str(home)])

@@ -16,6 +16,8 @@ from mergepipe_pipeline.storage import uncached
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 from mergepipe_pipeline.storage.uncached import cached_nbytes, fits_page_cache, read_uncached
 
+pytestmark = pytest.mark.usefixtures("durable_writes")
+
 SIZE = (3 << 20) + 777
 
 

@@ -17,6 +17,8 @@ from mergepipe_pipeline.timing.engine_benchmark import EngineFigures
 from mergepipe_pipeline.timing.storage_timers import ColdFile, write_s
 from mergepipe_pipeline.warehouse import Warehouse
 
+pytestmark = pytest.mark.usefixtures("durable_writes")
+
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Warehouse:

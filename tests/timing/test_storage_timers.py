@@ -13,6 +13,8 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.timing import storage_timers
 from mergepipe_pipeline.timing.storage_timers import CHUNK_NBYTES, ColdFile, resident_share, write_s
 
+pytestmark = pytest.mark.usefixtures("durable_writes")
+
 NBYTES = 1 << 20
 
 

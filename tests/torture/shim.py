@@ -230,12 +230,12 @@ def _sends(shim: Shim, real: Any) -> Any:
     return call
 
 
-def _syncs(shim: Shim, real: Any) -> Any:
+def _syncs(shim: Shim, _real: Any) -> Any:
+    # No power is cut: `shim.disk` knows what a sync makes safe, and to wait for it proves nothing.
     def call(handle: int) -> Any:
         path = _of_fd(handle)
 
         def sync() -> None:
-            real(handle)
             if shim.disk is not None:
                 shim.disk.sync(path)
 
