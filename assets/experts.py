@@ -39,7 +39,7 @@ def expert_index(
     started = time.monotonic()
     name = context.partition_key
     try:
-        done = index_arrival(mergepipe.warehouse, name)
+        done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)
     except MergePipeError as error:
         context.log_event(_problem(mergepipe.warehouse, name, error))
         raise dg.Failure(str(error), allow_retries=False) from error
@@ -64,7 +64,7 @@ def index_several(context: dg.OpExecutionContext, config: Burst, mergepipe: Merg
     for name in config.experts:
         started = time.monotonic()
         try:
-            done = index_arrival(mergepipe.warehouse, name)
+            done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)
         except MergePipeError as error:
             context.log_event(_problem(mergepipe.warehouse, name, error))
             failed.append(f"{name}: {error}")
@@ -117,4 +117,6 @@ def _metadata(done: IndexedExpert, started: float) -> dict[str, Any]:
         "used by": dependents_link(done.registration.name),
         "path": dg.MetadataValue.path(checkpoint.root),
         "seconds to index": round(time.monotonic() - started, 3),
+        **{f"pack against {p.base}": p.told for p in done.packs},
+        **({"packing failed": done.pack_error} if done.pack_error else {}),
     }

@@ -20,6 +20,7 @@ from mergepipe_pipeline.settings import (
     INBOX_RETRY,
     MEMORY,
     OF_A_RUN,
+    PACK,
     RETRY,
     THREADS,
     Setting,
@@ -37,12 +38,13 @@ def _variable(setting: Setting[Any]) -> Any:
 
 
 class MergePipe(dg.ConfigurableResource):  # type: ignore[type-arg]
-    """The warehouse at `home`, and how patient its sensors are."""
+    """The warehouse at `home`, how patient its sensors are, and whether experts are packed."""
 
     home: str
     inbox_quiet_s: float = INBOX_QUIET.value()
     inbox_retry_s: float = INBOX_RETRY.value()
     retry_s: float = RETRY.value()
+    packs: bool = PACK.value()
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator["MergePipe"]:

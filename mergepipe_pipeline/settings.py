@@ -71,6 +71,12 @@ def _number(text: str, where: str) -> float:
     return float(text)
 
 
+def _switch(text: str, where: str) -> bool:
+    if text not in ("0", "1"):
+        raise _refuse(where, "0 or 1", text)
+    return text == "1"
+
+
 def _device(text: str, where: str) -> str:
     if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", text, re.ASCII):
         raise _refuse(where, "cpu, cuda or cuda:0, cuda:1 and so on", text)
@@ -150,6 +156,14 @@ INBOX_RETRY = Setting[float](
     "The pause after a failed index run; each further one is four times as long.",
     _number,
 )
+PACK = Setting[bool](
+    "MERGEPIPE_PACK",
+    "",
+    "0 or 1",
+    False,
+    "1: every expert is packed against its bases when it is indexed.",
+    _switch,
+)
 RETRY = Setting[float](
     "MERGEPIPE_RETRY_S",
     "",
@@ -196,4 +210,14 @@ WEBHOOK = Setting[str | None](
 
 #: How a merge runs, and what it may read: a run's config may say these, too.
 OF_A_RUN: tuple[Setting[Any], ...] = (THREADS, MEMORY, DEVICE, BUDGET)
-SETTINGS = (*OF_A_RUN, INBOX_QUIET, INBOX_RETRY, RETRY, SENSOR_INTERVAL, KEEP_RUNS, OWNERS, WEBHOOK)
+SETTINGS = (
+    *OF_A_RUN,
+    INBOX_QUIET,
+    INBOX_RETRY,
+    PACK,
+    RETRY,
+    SENSOR_INTERVAL,
+    KEEP_RUNS,
+    OWNERS,
+    WEBHOOK,
+)

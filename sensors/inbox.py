@@ -44,7 +44,7 @@ def inbox_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> d
     so does one whose run failed, longer each time. Nothing is asked for while a run indexes it.
     """
     warehouse = mergepipe.warehouse
-    patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s)
+    patience = Patience(mergepipe.inbox_quiet_s, mergepipe.inbox_retry_s, mergepipe.packs)
     landed = scan_inbox(warehouse, patience, under_way(context.instance), MAX_RUNS * MAX_EXPERTS)
     ready = [x for x in landed if x.is_ready]
     known = set(context.instance.get_dynamic_partitions(experts.name or ""))

@@ -48,6 +48,10 @@ class Arrival:
     `indexed` is the token of the content that was indexed last, `stamps` its files. `tries`,
     `failures` and `error` are of the content `token`; `asked` counts the runs of all contents, so
     that no two have one key. `landed` is the token of what `land` put there whole.
+
+    `packed` is the token of the content that was packed last, into `packs`, against the bases
+    `packed_against` (see `deploy.packing`); it failed `unpacked` times since, at last for the
+    reason `pack_error`.
     """
 
     token: str = ""
@@ -59,12 +63,17 @@ class Arrival:
     failures: int = 0
     error: str = ""
     landed: str = ""
+    packed: str = ""
+    packs: tuple[str, ...] = ()
+    packed_against: tuple[str, ...] = ()
+    unpacked: int = 0
+    pack_error: str = ""
 
     def of(self, token: str) -> Arrival:
         """The same, with the counts of another content begun anew."""
         if token == self.token:
             return self
-        return replace(self, token=token, tries=0, failures=0, error="")
+        return replace(self, token=token, tries=0, failures=0, error="", unpacked=0)
 
     @property
     def is_quarantined(self) -> bool:
@@ -95,7 +104,9 @@ def _read(path: Path, inode: int, mtime_ns: int) -> Arrival:
     try:
         value = unseal(path.read_bytes(), str(path))
         stamps = tuple(Stamp(*stamp) for stamp in value.pop("stamps"))
-        return Arrival(**value, stamps=stamps)
+        # A version before packs has none.
+        packs, bases = (tuple(value.pop(key, ())) for key in ("packs", "packed_against"))
+        return Arrival(**value, stamps=stamps, packs=packs, packed_against=bases)
     except (OSError, CorruptionError, KeyError, TypeError):
         return Arrival()
 
@@ -131,6 +142,27 @@ def ask(warehouse: Warehouse, name: str, token: str) -> str:
 def mark_landed(warehouse: Warehouse, name: str, token: str) -> None:
     """Remember that a folder of this content is whole, before it gets its name."""
     _update(warehouse, name, lambda now: replace(now, landed=token))
+
+
+def mark_packed(
+    warehouse: Warehouse, name: str, packs: Sequence[str], bases: Sequence[str]
+) -> None:
+    """Remember into which packs the indexed content went, against which bases."""
+
+    def change(now: Arrival) -> Arrival:
+        done = replace(now, packed=now.indexed, packs=tuple(packs), packed_against=tuple(bases))
+        return replace(done, unpacked=0, pack_error="")
+
+    _update(warehouse, name, change)
+
+
+def mark_unpacked(warehouse: Warehouse, name: str, error: str) -> None:
+    """Remember why the indexed content could not be packed."""
+
+    def change(now: Arrival) -> Arrival:
+        return replace(now, tries=now.unpacked + 1, unpacked=now.unpacked + 1, pack_error=error)
+
+    _update(warehouse, name, change)
 
 
 def mark_changed(warehouse: Warehouse, name: str) -> None:

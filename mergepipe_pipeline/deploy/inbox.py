@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import NAME
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
+from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import names_read
 from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
 from mergepipe_pipeline.digest import digest_json
@@ -35,28 +36,33 @@ DOUBT_PERIODS = 150
 class InboxEntry:
     """One expert that is watched: `token` changes with any file's name, size or mtime.
 
-    `is_indexed` says that the catalog knows it as it is. `waiting` says in one sentence why it is
-    not taken yet, or is None. In `name`, bytes that are no UTF-8 are shown as escapes; such a
-    folder always waits.
+    `is_indexed` says that the catalog knows it as it is, `is_pack_due` that it is to be packed all
+    the same. `waiting` says in one sentence why it is not taken yet, or is None. In `name`, bytes
+    that are no UTF-8 are shown as escapes; such a folder always waits.
     """
 
     name: str
     token: str
     waiting: str | None
     is_indexed: bool = False
+    is_pack_due: bool = False
 
     @property
     def is_ready(self) -> bool:
         """Whether it is to be indexed now."""
-        return self.waiting is None and not self.is_indexed
+        return self.waiting is None and (self.is_pack_due or not self.is_indexed)
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long folders wait, in seconds: for quiet, and before a run is asked for again."""
+    """How long folders wait, in seconds: for quiet, and before a run is asked for again.
+
+    `packs`: experts are packed when they are indexed.
+    """
 
     quiet_s: float
     retry_s: float = 30.0
+    packs: bool = False
 
     @property
     def doubt_s(self) -> float:
@@ -80,6 +86,7 @@ def scan_inbox(
         patience = Patience(patience)
     found: list[InboxEntry] = []
     ready = 0
+    wanted = PacksWanted(warehouse) if patience.packs else None
     places = {folder.name: folder for folder in _folders(warehouse.inbox)}
     catalog = warehouse.catalog
     for name in names_read(warehouse) - places.keys():
@@ -89,6 +96,10 @@ def scan_inbox(
     for key, place in sorted(places.items()):
         full = most is not None and ready >= most
         landed = _landed(warehouse, key, place, patience, under_way, full=full)
+        if landed.is_indexed and not full and wanted and landed.name not in under_way:
+            known = arrival(warehouse, landed.name)
+            is_due = wanted.is_due(landed.name, known, patience.retry_s)
+            landed = replace(landed, is_pack_due=is_due)
         ready += landed.is_ready
         found.append(landed)
     return tuple(found)

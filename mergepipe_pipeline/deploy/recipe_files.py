@@ -97,6 +97,18 @@ def names_read(warehouse: Warehouse) -> set[str]:
     return {name for path in _files(warehouse) for name in _read(path).members}
 
 
+def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
+    """What the recipes that can be read merge each of their models into, by name."""
+    found: dict[str, set[str]] = {}
+    for stage in (stage for path in _files(warehouse) for stage in _read(path).stages):
+        refs = [r for r in stage.references if r.lora is None and r.model not in stage.stages_used]
+        base = None if stage.base is None else stage.references[stage.base]
+        for ref in refs if base in refs else ():
+            if base is not None and ref.model != base.model:
+                found.setdefault(ref.model, set()).add(base.model)
+    return found
+
+
 def _files(warehouse: Warehouse) -> Iterator[Path]:
     """The recipe files, in name order. A warehouse that is only looked at is not made."""
     for path in sorted(warehouse.recipes.iterdir()) if warehouse.recipes.is_dir() else ():

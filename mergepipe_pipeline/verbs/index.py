@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.deploy.arrivals import attempted
+from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, mark_unpacked
+from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -20,19 +22,25 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.verbs.pack import Packed, pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedExpert:
-    """What indexing an expert found; `layers_changed` is against its last version."""
+    """What indexing an expert found; `layers_changed` is against its last version.
+
+    `packs` were made or are there; `pack_error` says why one could not be made.
+    """
 
     registration: Registration
     content_sha256: str
     layers_changed: tuple[str, ...]
     layers: int
     bases: tuple[str, ...]
+    packs: tuple[Packed, ...] = ()
+    pack_error: str = ""
 
 
 def index_expert(
@@ -117,10 +125,27 @@ def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
     }
 
 
-def index_arrival(warehouse: Warehouse, name: str) -> IndexedExpert:
+def index_arrival(warehouse: Warehouse, name: str, *, packs: bool = False) -> IndexedExpert:
     """Index what lies in the inbox under this name, and remember how that ended.
 
-    Raises what `index_expert` raises.
+    With `packs` it is packed against each base, too; if that fails, the index stays, and `packs`
+    are tried again later. Raises what `index_expert` raises.
     """
     with attempted(warehouse, name):
-        return index_expert(warehouse, name)
+        done = index_expert(warehouse, name)
+    return _packed(warehouse, done) if packs else done
+
+
+def _packed(warehouse: Warehouse, done: IndexedExpert) -> IndexedExpert:
+    """Pack an expert against each base that it is merged into, and remember how that ended."""
+    name = done.registration.name
+    bases = PacksWanted(warehouse).bases_of(name)
+    made: list[Packed] = []
+    try:
+        for base in bases:
+            made += pack(warehouse, [name], base=base)
+    except (MergePipeError, OSError) as error:
+        mark_unpacked(warehouse, name, str(error))
+        return replace(done, packs=tuple(made), pack_error=str(error))
+    mark_packed(warehouse, name, [p.pack_id for p in made], tuple(bases.values()))
+    return replace(done, packs=tuple(made))

@@ -63,6 +63,16 @@ class Packed:
         """Bytes of all tiers."""
         return sum(self.tier_nbytes.values())
 
+    @property
+    def told(self) -> str:
+        """Sizes and pay-back in a sentence."""
+        sizes = ", ".join(
+            f"{tier} {100 * nbytes / self.expert_nbytes:.1f} %"
+            for tier, nbytes in self.tier_nbytes.items()
+        )
+        after = f"; pays back after {self.pays_back_after} exact merges"
+        return sizes + (after if self.pays_back_after else "")
+
 
 def pack(
     warehouse: Warehouse,

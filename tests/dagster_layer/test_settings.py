@@ -36,6 +36,7 @@ WRONG = {
     "BUDGET": ["lots", "25", "-1%", "error=2"],
     "INBOX_QUIET_S": ["-1", "nan", "inf", "1e3"],
     "INBOX_RETRY_S": ["soon"],
+    "PACK": ("yes", "2"),
     "RETRY_S": ["30s"],
     "SENSOR_INTERVAL_S": ["0", "0.5"],
     "KEEP_RUNS_DAYS": ["-30"],

@@ -1,0 +1,60 @@
+"""Which packs experts are to have: against every base that a recipe merges them into.
+
+What is wanted is compared with what the records of `arrivals` say and with the packs that are
+there: a pack that is gone, a base with new contents or a new recipe make an expert due again.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cached_property
+
+from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival
+from mergepipe_pipeline.deploy.recipe_files import bases_read
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+class PacksWanted:
+    """What the recipes and registrations of a warehouse want now, each read once."""
+
+    def __init__(self, warehouse: Warehouse) -> None:
+        self._warehouse = warehouse
+        self._ids: dict[str, str] = {}
+
+    def bases_of(self, name: str) -> dict[str, str]:
+        """The registered bases of an expert, each as `base@checkpoint id`; in name order.
+
+        None of an adapter or a delta, which has no pack.
+        """
+        catalog = self._warehouse.catalog
+        with suppress(MergePipeError):
+            mine = catalog.get(name)
+            if mine.checkpoint.kind == "full":
+                bases = self._read.get(name, set()) | ({mine.base} if mine.base else set())
+                return {base: found for base in sorted(bases) if (found := self._id(base))}
+        return {}
+
+    def is_due(self, name: str, known: Arrival, retry_s: float) -> bool:
+        """Whether an expert that is indexed is to be packed now."""
+        bases = set(self.bases_of(name).values())
+        is_packed = not bases or (
+            known.packed == known.indexed
+            and bases <= set(known.packed_against)
+            and all(self._warehouse.packs.path(pack_id).is_dir() for pack_id in known.packs)
+        )
+        return not is_packed and known.unpacked < MAX_FAILURES and known.left_s(retry_s) <= 0
+
+    @cached_property
+    def _read(self) -> dict[str, set[str]]:
+        return bases_read(self._warehouse)
+
+    def _id(self, base: str) -> str:
+        """`base@checkpoint id`, "" if it is not registered."""
+        if base not in self._ids:
+            self._ids[base] = ""
+            catalog = self._warehouse.catalog
+            with suppress(MergePipeError):
+                if base in catalog:
+                    self._ids[base] = f"{base}@{catalog.get(base).checkpoint.checkpoint_id}"
+        return self._ids[base]

@@ -1,0 +1,101 @@
+"""MERGEPIPE_PACK=1: what lands is packed, says what that took, and is packed again when it must."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from assets.experts import expert_index, experts
+from mergepipe_pipeline.deploy.arrivals import arrival, ask
+from mergepipe_pipeline.deploy.inbox import Patience, scan_inbox
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+from tests.family import make_family
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+RECIPE = "merge_method: linear\nbase_model: base\nmodels: [{model: expert_00}]\n"
+
+
+def flip(file: Path) -> None:
+    """Change a byte of a tensor, where nobody looks who has seen the file before."""
+    stat, data = file.stat(), bytearray(file.read_bytes())
+    data[-2000] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def due(home: Warehouse, retry_s: float = 0.0) -> list[str]:
+    """What a tick would ask a run for."""
+    return [x.name for x in scan_inbox(home, Patience(0.0, retry_s, packs=True)) if x.is_ready]
+
+
+def test_the_asset_packs_what_landed_and_reports_sizes(
+    home: Warehouse, instance: dg.DagsterInstance, drop: Drop
+) -> None:
+    home.recipe_path("r").write_text(RECIPE)
+    drop("base")
+    drop("expert_00")
+    index_arrival(home, "base", packs=True)
+    instance.add_dynamic_partitions(experts.name or "", ["expert_00"])
+    done = dg.materialize(
+        [expert_index],
+        partition_key="expert_00",
+        instance=instance,
+        resources={"mergepipe": MergePipe(home=str(home.root), packs=True)},
+    )
+    (event,) = done.get_asset_materialization_events()
+    told = event.step_materialization_data.materialization.metadata["pack against base"].value
+    assert "X20" in str(told)
+    assert "exact merge" in str(told)
+    assert len(home.packs.ids()) == 1
+    assert due(home) == []
+
+
+def test_an_expert_is_due_until_its_packs_against_todays_bases_are_there(
+    home: Warehouse, drop: Drop, tmp_path: Path
+) -> None:
+    drop("expert_00")
+    assert index_arrival(home, "expert_00", packs=True).packs == ()
+    drop("base")
+    index_arrival(home, "base", packs=True)
+    assert due(home) == []
+    home.recipe_path("r").write_text(RECIPE)  # a recipe that wants a pack comes later
+    assert due(home) == ["expert_00"]
+    (made,) = index_arrival(home, "expert_00", packs=True).packs
+    assert due(home) == []
+    remove_tree(home.packs.path(made.pack_id))  # as `repair` takes it away
+    assert due(home) == ["expert_00"]
+    index_arrival(home, "expert_00", packs=True)
+    drop("base", make_family(tmp_path / "other", k=1, seed=5) / "base")
+    index_arrival(home, "base", packs=True)
+    assert due(home) == ["expert_00"]
+    assert len(scan_inbox(home, 0.0)) == 2
+    assert not any(x.is_ready for x in scan_inbox(home, 0.0))
+
+
+def test_a_packing_that_fails_leaves_the_index_and_is_tried_again_later(
+    home: Warehouse, drop: Drop
+) -> None:
+    home.recipe_path("r").write_text(RECIPE)
+    for name in ("base", "expert_00"):
+        drop(name)
+        index_arrival(home, name)
+    file = max((home.inbox / "base").glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    flip(file)
+    ask(home, "expert_00", arrival(home, "expert_00").indexed)
+    done = index_arrival(home, "expert_00", packs=True)
+    assert "not those that were analysed" in done.pack_error
+    assert home.packs.ids() == []
+    assert [x.is_indexed for x in scan_inbox(home, 0.0)] == [True, True]
+    assert due(home, retry_s=1000.0) == []
+    flip(file)
+    assert due(home) == ["expert_00"]
+    assert index_arrival(home, "expert_00", packs=True).packs
+    assert due(home) == []
