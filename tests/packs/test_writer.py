@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,9 @@ from mergepipe_pipeline.packs.codec import BITS_OF, decode_approximate, decode_e
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
+from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of
 from tests.stored import decode, write
@@ -128,3 +132,19 @@ def test_an_expert_that_changed_since_it_was_analysed_is_not_packed(tmp_path: Pa
         pack(warehouse, ["e0"])
     assert len(warehouse.packs.ids()) == 1
     assert not list(warehouse.staging.iterdir())
+
+
+def test_a_packing_that_is_killed_leaves_staging_and_never_half_a_pack(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.packs.killed", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    moments = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(moments) > 5
+    packs = [n for _, n, _ in moments]
+    assert (packs[0], packs[-1]) == (1, 2)  # of e1; then that of e0 has its name, too
+    assert moments[-1][2] > 3
+    warehouse = Warehouse.at(tmp_path / "home")
+    assert verify_all(warehouse).ok
+    collect(warehouse, older_than_s=0)
+    assert not list(warehouse.staging.iterdir())
+    assert len(warehouse.packs.ids()) == 2
