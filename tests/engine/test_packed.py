@@ -25,12 +25,23 @@ from tests.engine.test_accelerator import MERGES, WEIGHTED, on
 
 C = CHUNK_ELEMS
 TWO = EngineOptions(threads=2)
+#: As MERGES, of operators that are not among these.
 OTHERS: dict[str, tuple[Params, Params, tuple[float, ...]]] = {
-    "nearswap": ((("t", 0.001),), (), ()),
-    "passthrough": ((), (), ()),
+    "arcee_fusion": ((), (), (0.001,)),
     "breadcrumbs": ((), (("density", 0.6), ("gamma", 0.1)), ()),
+    "nearswap": ((("t", 0.001),), (), ()),
+    "nuslerp": ((), (), (1.0, 0.4, 0.7)),
+    "passthrough": ((), (), ()),
+    "ramplus_tl": ((), (), (0.5, 0.3, 0.2, 0.1)),
+    "slerp": ((("t", 0.4),), (), (0.6, 0.7)),
 }
-ALONE = ("nearswap", "passthrough")
+#: How many experts they take, where it is not three, and facts of three where MERGES has more.
+N_EXPERTS = {"arcee_fusion": 1, "nearswap": 1, "passthrough": 1, "slerp": 1, "nuslerp": 2}
+FACTS = {
+    "sce": (0.05, 100.0, 0.3, 0.3, 0.4),
+    "multislerp": (1.0, 0.3, 0.2, 0.1),
+    "karcher": (0.0, 0.3, 0.2, 0.1),
+}
 #: Every expert in another way: chunks from the pack, from the original, and at several levels.
 MIXED: Sequence[Levels] = (
     [(0, C, "X"), (2 * C, NUMEL, "X")],
@@ -55,10 +66,8 @@ def plan_for(
     """A merge with rules for every sparsifier, and an open factor where numbers are drawn."""
     method, own, facts = {**MERGES, **OTHERS}[operator]
     weighted = [(("weight", w), *own) if operator in WEIGHTED else own for w in (0.3, 0.7, -0.1)]
-    n_experts = 1 if operator in ALONE else None
-    plan = plan_from(
-        family, operator, method, weighted, levels, out_dtype=out_dtype, n_experts=n_experts
-    )
+    n = N_EXPERTS.get(operator)
+    plan = plan_from(family, operator, method, weighted, levels, out_dtype=out_dtype, n_experts=n)
     (task,) = plan.layers[0].tasks
     open_rule = TrimRule(int(np.float32(1e-3).view(np.uint32)), 0, 5, C)
     outliers = TrimRule(int(np.float32(3e-3).view(np.uint32)), 100)
@@ -66,7 +75,7 @@ def plan_for(
     experts = tuple(
         replace(e, trim=open_rule, outliers=outliers, scale=1.7, l1=l1) for e in task.experts
     )
-    facts = facts[:-3]  # these are of six experts, with one number of each at the end
+    facts = FACTS.get(operator, facts)
     layer = replace(plan.layers[0], tasks=(replace(task, experts=experts, facts=facts),))
     return replace(plan, layers=(layer,))
 
@@ -78,6 +87,10 @@ def run(plan: MergePlan, folder: Path, options: EngineOptions = TWO) -> tuple[by
         result = runner.run(plan.layers[0], file)
     assert result.expert_bytes_read == plan.layers[0].expert_bytes_planned
     return file.read_bytes(), result
+
+
+def test_all_operators_that_take_a_base_are_merged_here() -> None:
+    assert {*MERGES, *OTHERS} == set(OPERATORS) - {"auto"}  # which becomes others
 
 
 @pytest.mark.parametrize("operator", [*MERGES, *OTHERS])
