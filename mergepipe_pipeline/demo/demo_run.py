@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.warehouse import Warehouse
 
-BUDGETS = ("100%", "50%", "25%", "10%")
+BUDGETS = ("25%", "12.5%", "6.25%", "3%")
 RECIPE = "all-skills"
 PAIR = "copy-and-sort"
 _MARK = "demo.json"
@@ -142,6 +142,7 @@ def _dagster(warehouse: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]
         **os.environ,
         "MERGEPIPE_HOME": str(warehouse.root),
         "DAGSTER_HOME": str(warehouse.dagster_home),
+        "MERGEPIPE_PACK": "1",
     }
     command = [sys.executable, "-W", "ignore", "-m", "mergepipe_pipeline.tick"]
     with (
@@ -205,20 +206,28 @@ def _score_all(warehouse: Warehouse, family: Family, say: Say) -> list[Scored]:
     say("scoring base, experts and merges")
     rows = [Scored("base", score(family.base))]
     rows += [Scored(f"expert {name}", score(path)) for name, path in family.experts.items()]
-    raw = load_recipe(warehouse.recipe_path(RECIPE))
-    base, full = _tensors(family.base), None
+    base = _tensors(family.base)
+    full, whole = _merge(warehouse, "ties, all bytes", None)
+    rows.append(replace(whole, relative_error=0.0))
+    update = _distance(full, base)
     for budget in BUDGETS:
-        outcome = run_plan(
-            warehouse, make_plan(warehouse, raw, relative_to=warehouse.recipes, budget=budget)
-        )
-        merged = _tensors(Path(outcome.snapshot.path))
-        full = full or merged
-        error = _distance(merged, full) / _distance(full, base)
-        planned = outcome.plan.estimates.expert_bytes_planned
-        rows.append(
-            Scored(f"ties, budget {budget}", score(Path(outcome.snapshot.path)), planned, error)
-        )
+        for source in ("packs", "blocks"):
+            name = f"ties, {budget} by {source}"
+            merged, row = _merge(warehouse, name, budget, no_packs=source == "blocks")
+            rows.append(replace(row, relative_error=_distance(merged, full) / update))
     return rows
+
+
+def _merge(
+    warehouse: Warehouse, name: str, budget: str | None, *, no_packs: bool = False
+) -> tuple[dict[str, Any], Scored]:
+    """The merge of all skills under a budget: its weights, and a row without an error."""
+    raw = load_recipe(warehouse.recipe_path(RECIPE))
+    plan = make_plan(
+        warehouse, raw, relative_to=warehouse.recipes, budget=budget, no_packs=no_packs
+    )
+    found = Path(run_plan(warehouse, plan).snapshot.path)
+    return _tensors(found), Scored(name, score(found), plan.estimates.expert_bytes_planned)
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
