@@ -187,6 +187,7 @@ def _prepare(folder: Path) -> Undisturbed:
     place.mkdir()
     for name in ("base", "expert_00", "expert_01", "adapter"):
         _ok(child.run(["register", str(world / name), "--home", f"{place}/w"], folder))
+    _ok(child.run(["pack", "expert_00", "--base", "base", "--home", f"{place}/w"], folder))
     ids = {name: _id_of(place, folder, world, name, "--publish") for name in RECIPES}
     _ok(child.run(["publish", ids["other"], "--ref", "full", "--home", f"{place}/w"], folder))
     standing = (world / "full.yml").read_text().replace(f"{world}/", "")  # by registered names
@@ -259,6 +260,8 @@ def _files(home: Path, world: Path) -> dict[str, list[Path]]:
         kind = "/".join(parts[:2]) if parts[0] == "catalog" else parts[0]
         if parts[:2] == ("catalog", "block_stats"):
             kind = f"catalog/{next(k for k in path.name.split('.')[::-1] if k in _STATS)}"
+        if parts[0] == "packs":
+            kind = f"packs/{path.suffix[1:]}"
         if parts[0] == "snapshots":
             kind = f"snapshots/{_role(path)}"
         add(kind, path)

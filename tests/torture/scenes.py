@@ -45,6 +45,7 @@ def _merge(recipe: str, *more: str) -> Args:
     return ("merge", f"{{w}}/{recipe}.yml", *more)
 
 
+_KNOWN = (("register", "{w}/base"), ("register", "{w}/expert_00", "--base", "base"))
 _LIVE = (_merge("full", "--publish"), _merge("other"))
 VERBS = (
     Verb("register", ("register", "{w}/expert_01")),
@@ -53,6 +54,8 @@ VERBS = (
         ("analyze", "expert_00", "expert_01", "--base", "base"),
         tuple(("register", f"{{w}}/{name}") for name in ("base", "expert_00", "expert_01")),
     ),
+    Verb("pack", ("pack", "expert_00"), _KNOWN),
+    Verb("merge, packs", _merge("budget"), (*_KNOWN, ("pack", "expert_00"))),
     Verb("plan", ("plan", "{w}/budget.yml"), (("register", "{w}/base"),)),
     Verb("merge", _merge("full")),
     Verb("merge --publish", _merge("full", "--publish"), (_merge("other", "--publish"),)),

@@ -121,6 +121,8 @@ def state_of(place: Path, *, strict: bool = True) -> State:
             state.derived[f"plan {path.stem}"] = ""
         except MergePipeError as error:
             state.derived[f"plan {path.stem}"] = f"damaged: {error}"
+    for pack_id in home.packs.ids():
+        state.derived[f"pack {pack_id}"] = "" if home.packs.find(pack_id) else "damaged"
     if strict:
         state.damage += [f"{k} {v}" for k, v in state.derived.items() if v.startswith("damaged")]
     if (place / "out").is_dir():
