@@ -11,6 +11,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, percent, size, table, verb, write_csv, write_file
 from mergepipe_pipeline.cli.compare import comparison_lines
 from mergepipe_pipeline.cli.merging import bound_text, error_text, strategy_text
+from mergepipe_pipeline.cli.packs import estimate_lines
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.report.shares import OperatorChoice, Share
@@ -231,16 +232,20 @@ def _expert(console: Console, name: str, where: str | None) -> Answer:
         contributions_picture,
     )
     from mergepipe_pipeline.report.stories import explain_expert
+    from mergepipe_pipeline.verbs.pack_estimates import estimates_of_expert
 
     story = explain_expert(console.warehouse, name, where, console.progress)
     records = contribution_records(story.contributions)
+    packs = estimates_of_expert(console.warehouse, name, story.plan)
     shown = {
         "expert": name,
         "appearances": [asdict(a) for a in story.appearances],
         "plan_id": story.plan.plan_id,
         "layers": records,
+        "packs": [asdict(p) for p in packs],
     }
-    return Answer(shown, _expert_lines(story), records, lambda: contributions_picture(story))
+    lines = [*_expert_lines(story), *estimate_lines(packs, "")]
+    return Answer(shown, lines, records, lambda: contributions_picture(story))
 
 
 def _expert_lines(story: ExpertStory) -> list[str]:

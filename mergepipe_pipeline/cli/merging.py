@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, verb
+from mergepipe_pipeline.cli.packs import estimate_lines
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.execution.run import MergeOutcome
@@ -55,7 +56,10 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
 @planning_options
 @verb
 def check(console: Console, recipe: str, **planning: Any) -> None:
-    """Show every problem of a recipe and its full cost, from headers alone."""
+    """Show every problem of a recipe and its full cost, from headers alone.
+
+    Of experts that are analysed and not packed, what packs would take and save, from samples.
+    """
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.check import check as run
 
@@ -64,11 +68,17 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     )
     console.warn(found.warnings)
     *before, last = map(_stage_json, found.stages)
-    shown = {**last, "time": found.forecast.to_json()}
+    packs = [asdict(p) for p in found.packs]
+    shown = {**last, "time": found.forecast.to_json(), "packs": packs}
     if before:
         shown["stages"] = [*before, last]
     lines = [line for stage in found.stages for line in _stage_lines(stage)]
-    console.show(shown, *lines, f"  time                {time_text(shown['time'])}")
+    console.show(
+        shown,
+        *lines,
+        f"  time                {time_text(shown['time'])}",
+        *estimate_lines(found.packs, "  packs               "),
+    )
 
 
 def time_text(predicted: Mapping[str, Any] | None, lead: str = "about") -> str:

@@ -11,6 +11,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, counted, percent, size, table, verb
 
 if TYPE_CHECKING:
+    from mergepipe_pipeline.facts.pack_estimate import PackEstimate
     from mergepipe_pipeline.verbs.pack import Packed
 
 _ALL = "L0,L1,L2,L3,X20,X"
@@ -86,6 +87,23 @@ def pack_lines(done: Sequence[Packed]) -> list[str]:
 def pay_back_text(merges: int | None) -> str:
     """How many merges, for people."""
     return "-" if merges is None else counted(merges, "exact merge")
+
+
+def estimate_lines(found: Sequence[PackEstimate], label: str) -> list[str]:
+    """What packs that are not there would take and save, all together, for people."""
+    if not found:
+        return []
+    total, packed = (sum(getattr(p, f"{of}_nbytes") for p in found) for of in ("expert", "packed"))
+    tiers = sum(n for p in found for n in p.tier_nbytes.values())
+    exact = total - packed + sum(p.exact_nbytes for p in found)
+    after = [p.pays_back_after for p in found]
+    merges = None if None in after else max(n for n in after if n is not None)
+    saved = f", paid back after about {pay_back_text(merges)}" if merges else ""
+    return [
+        f"{label}`mergepipe pack` of {counted(len(found), 'expert')} would take about "
+        f"{percent(tiers / total)} of their bytes and {sum(p.seconds for p in found):.0f} s{saved}",
+        f"{' ' * len(label)}an exact merge would read about {percent(exact / total)} of them",
+    ]
 
 
 @click.command()

@@ -7,3 +7,6 @@ from __future__ import annotations
 DECODE_EXACT_ELEM_S = 2.0e-9
 #: The same of an approximate level, its tiers together.
 DECODE_NEAR_ELEM_S = 1.2e-9
+#: The same to pack one: both models read and compared, all tiers encoded, the exact ones decoded
+#: again, hashed and written.
+ENCODE_ELEM_S = 25e-9

@@ -1,22 +1,31 @@
-"""The verb `check`: every problem of a recipe and its full cost, from headers alone."""
+"""The verb `check`: every problem of a recipe and its full cost, from headers alone.
+
+What packs of analysed experts would take is told besides, from some chunks of their weights.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Unpack
 
+from mergepipe_pipeline.facts.pack_estimate import PackEstimate
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
 from mergepipe_pipeline.timing.forecast import Forecast, forecast
+from mergepipe_pipeline.verbs.pack_estimates import estimates_of_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True)
 class Check:
-    """A recipe that can run: its stages, the last one last, and how long it will take here."""
+    """A recipe that can run: its stages, the last one last, and how long it will take here.
+
+    `packs` are about what packs of its analysed experts would take and save, where they have none.
+    """
 
     stages: tuple[ResolvedRecipe, ...]
     forecast: Forecast
+    packs: tuple[PackEstimate, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -26,9 +35,11 @@ class Check:
 
 
 def check(warehouse: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) -> Check:
-    """Look at a recipe and all its inputs; reads no weight and writes nothing.
+    """Look at a recipe and all its inputs; writes nothing.
 
     Raises the one problem as itself, several as a RecipeError that lists them all.
     """
     last = resolve(warehouse, raw, **planning)
-    return Check((*last.before, last), forecast(warehouse, last))
+    stages = (*last.before, last)
+    packs = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}
+    return Check(stages, forecast(warehouse, last), tuple(packs.values()))

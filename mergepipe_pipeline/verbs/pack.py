@@ -6,12 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.facts.pack_estimate import pays_back_after
 from mergepipe_pipeline.facts.packing import contents_of, packings_of
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import pack_id_of
@@ -20,7 +21,6 @@ from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_pair
-from mergepipe_pipeline.spec.machine_profile import DEFAULT_READ_BYTES_PER_S
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.pack import (
     PACKED_DTYPES,
@@ -31,7 +31,6 @@ from mergepipe_pipeline.spec.pack import (
     Tier,
 )
 from mergepipe_pipeline.storage.atomic import replace_dir
-from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
@@ -170,13 +169,6 @@ def _packed(
         seconds,
         pays_back_after(warehouse, seconds, _saved_nbytes(known, contents)) if is_fresh else None,
     )
-
-
-def pays_back_after(warehouse: Warehouse, seconds: float, saved_nbytes: int) -> int | None:
-    """Exact merges whose reads, each shorter by `saved_nbytes`, save `seconds`; None if none do."""
-    profile = load_profile(warehouse.profile_path)
-    rate = profile.read_bytes_per_s if profile else DEFAULT_READ_BYTES_PER_S
-    return max(1, ceil(seconds * rate / saved_nbytes)) if saved_nbytes > 0 else None
 
 
 def _saved_nbytes(known: Pack, contents: Sequence[TensorContent]) -> int:
