@@ -74,6 +74,11 @@ class ReplacedStore:
             return None
         return _from_json(value)
 
+    def roots_away(self) -> frozenset[str]:
+        """Where the originals were that are away. Raises CorruptionError for a damaged record."""
+        found = map(self.find, self.ids())
+        return frozenset(r.root for r in found if r is not None and r.is_away)
+
     def rest(self, checkpoint_id: str, number: int) -> Path:
         """The bytes of file `number` of a record that are in no pack."""
         return _rest(self.path(checkpoint_id), number)

@@ -87,6 +87,12 @@ def expanded(path: str | Path) -> Path:
         return Path(path)
 
 
+def names_here(warehouse: Warehouse) -> list[str]:
+    """The registered names but those whose files `pack --replace` moved away."""
+    moved = warehouse.replaced.roots_away()
+    return [n for n in warehouse.catalog.names() if warehouse.catalog.root(n) not in moved]
+
+
 def _opened(warehouse: Warehouse, name: str) -> Checkpoint:
     """The checkpoint of a registered name as its files are now; says where they went if it can."""
     catalog, root = warehouse.catalog, warehouse.catalog.root(name)

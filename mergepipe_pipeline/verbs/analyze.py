@@ -10,7 +10,7 @@ from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts.expert_stats import Pair, common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.grid import grid_for
-from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.warehouse import Warehouse
@@ -37,14 +37,13 @@ def analyze(
     block_elems: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Analysis, ...]:
-    """Analyse the named checkpoints (default: all that have a base) against their bases.
+    """Analyse the named checkpoints (default: all that are here) against their bases.
 
     Without a base only the tensors' digests are taken. Raises what opening the checkpoints raises.
     """
-    catalog = warehouse.catalog
     out: dict[str, Analysis] = {}
     by_base: dict[str, list[str]] = {}
-    for name in names or catalog.names():
+    for name in names or names_here(warehouse):
         registration = locate_registered(warehouse, name)
         base_name = base or registration.base
         if base_name is not None:

@@ -19,7 +19,7 @@ from mergepipe_pipeline.packs.index import pack_id_of
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.resolution.locate import locate_registered, names_here
 from mergepipe_pipeline.resolution.open_models import open_pair
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.pack import (
@@ -81,7 +81,7 @@ def pack(
     tiers: Sequence[str] = TIERS,
     progress: Progress | None = None,
 ) -> tuple[Packed, ...]:
-    """Pack the named experts (default: all that have a base); analyses first what is not known.
+    """Pack the named experts (default: all here with a base); analyses first what is not known.
 
     A pack that is there is told of and left; tensors that an older pack has are taken over. Raises
     MergePipeError for tiers that do not go together or an expert without tensors to pack, and what
@@ -89,7 +89,7 @@ def pack(
     """
     catalog = warehouse.catalog
     chosen = _whole(tiers)
-    names = names or [n for n in catalog.names() if catalog.get(n).base]
+    names = names or [n for n in names_here(warehouse) if catalog.get(n).base]
     pairs = [_pair(warehouse, name, base) for name in names]
     for below in dict.fromkeys(b for _, b in pairs):
         analyze(warehouse, [n for n, b in pairs if b == below], base=below, progress=progress)

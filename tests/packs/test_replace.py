@@ -17,6 +17,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.warehouse import Warehouse
@@ -54,6 +55,8 @@ def test_a_replaced_expert_comes_back_bit_for_bit_with_all_its_files(tmp_path: P
     assert kept < 40_000
     with pytest.raises(CheckpointError, match="mergepipe unpack e0"):
         locate_registered(warehouse, "e0")
+    assert [a.name for a in analyze(warehouse)] == ["base"]
+    assert pack(warehouse) == ()
     unpack(warehouse, "e0", tmp_path / "elsewhere")
     assert files_in(tmp_path / "elsewhere") == before
     unpack(warehouse, "e0")
