@@ -17,6 +17,7 @@ from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.spec.pack import PackedTensor, Tier
+from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Chunks that are read at once.
@@ -54,7 +55,10 @@ def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
 
 
 def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> None:
-    """Compare every frame with its checksum."""
+    """Compare every frame with its checksum, and what stays beside packs with its digest."""
+    for checkpoint_id in warehouse.replaced.ids():
+        path = warehouse.replaced.path(checkpoint_id)
+        audit.check("digests", path, partial(_check_rest, warehouse, checkpoint_id))
     away = irreplaceable_packs(warehouse)
     for pack_id in warehouse.packs.ids():
         try:
@@ -79,6 +83,22 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
 
             for nbytes in workers.map(check, tiers):
                 advance(nbytes)
+
+
+def _check_rest(warehouse: Warehouse, checkpoint_id: str) -> None:
+    """Compare the bytes that stay of an expert that is away. Raises CorruptionError."""
+    record = warehouse.replaced.find(checkpoint_id)
+    for number, file in enumerate(record.files if record else ()):
+        path = warehouse.replaced.rest(checkpoint_id, number)
+        found = file_sha256(path) if path.is_file() else "no file"
+        if record and found != file.rest_sha256:
+            raise CorruptionError(
+                "What gives an expert's file back was changed after it was written",
+                where=f"{path}, for {file.path} of {record.name}",
+                expected=f"sha256 {file.rest_sha256[:16]}",
+                found=found[:16],
+                next_step=f"copy the original back from {record.cold}",
+            )
 
 
 def _read_all(warehouse: Warehouse, pack_id: str) -> None:

@@ -7,7 +7,7 @@ no packed tensor, one after the other. With pack and base they give every file a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,17 @@ _PIECE_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class MovedFile:
-    """A file by its path in the checkpoint; `tensors` are (name, first byte, bytes) in the pack."""
+    """A file by its path in the checkpoint; `tensors` are (name, first byte, bytes) in the pack.
+
+    `rest_sha256` is of the bytes that stay beside the pack, "" before they are written.
+    """
 
     path: str
     nbytes: int
     mtime_ns: int
     sha256: str
     tensors: tuple[tuple[str, int, int], ...]
+    rest_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +111,11 @@ def files_of(root: Path, checkpoint: Checkpoint, packed: Sequence[str]) -> tuple
 def write_record(staged: Path, record: Replaced) -> None:
     """Write what stays of an expert into a folder. Raises StorageFullError."""
     make_dirs(staged)
+    files = []
     for number, file in enumerate(record.files):
         write_atomic(_rest(staged, number), _without_tensors(Path(record.root), file))
-    write_atomic(staged / _RECORD, seal(asdict(record)))
+        files.append(replace(file, rest_sha256=file_sha256(_rest(staged, number))))
+    write_atomic(staged / _RECORD, seal(asdict(replace(record, files=tuple(files)))))
 
 
 def restored(

@@ -30,6 +30,8 @@ def idle_packs(warehouse: Warehouse, need: Need, *, certain: bool) -> Iterator[P
         is_used = pack is not None and any(_holds(pack, digests) for digests in current)
         if pack_id not in kept and not is_used:
             yield store.path(pack_id)
+    for folder in (warehouse.packs_dir, warehouse.replaced_dir):
+        yield from folder.glob(".*.old-*")  # what a death while replacing left: see `replace_dir`
 
 
 def _current(warehouse: Warehouse) -> Iterator[Mapping[str, str]]:

@@ -64,8 +64,10 @@ def test_a_damaged_pack_that_stands_for_its_expert_is_left_for_a_person(tmp_path
     move_to_cold(warehouse, made, tmp_path / "cold")
     root = warehouse.packs.path(made.pack_id)
     flip(frames_path(root, "L1"))
-    (finding,) = repair(warehouse).left
-    assert finding.file == str(root)
+    flip(next(warehouse.replaced_dir.rglob("*.rest")))
+    pack_left, kept = repair(warehouse).left  # by path
+    assert "for e0.safetensors of e0" in kept.where
+    assert pack_left.file == str(root)
     assert root.exists()
 
 
