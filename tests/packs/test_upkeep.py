@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.execution.plan_leases import lease
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.snapshots.leases import Need
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.verbs.verify_all import verify_all
@@ -81,11 +85,29 @@ def test_gc_keeps_the_packs_of_what_names_mean_and_collects_those_of_older_versi
     (newer,) = pack(warehouse, ["e0"])
     collect(warehouse, older_than_s=3600)
     assert root.exists()
-    with warehouse.leases.hold(Need(pack_ids=frozenset([root.name]))):
-        collect(warehouse, older_than_s=0)
-        assert root.exists()
     assert str(root) in collect(warehouse, older_than_s=0).paths
     assert warehouse.packs.ids() == [newer.pack_id]
+
+
+def test_gc_keeps_the_packs_of_a_merge_under_way(
+    home: Warehouse, family: Path, tmp_path: Path
+) -> None:
+    text = (
+        "merge_method: task_arithmetic\nbase_model: base\nparameters: {weight: 1}\n"
+        "models: [{model: e}]\nbudget: 60%\n"
+    )
+    register(home, family / "base", "base")
+    register(home, family / "expert_01", "e", "base")
+    (made,) = pack(home, ["e"])
+    plan = make_plan(home, parse(text, name="r", where="r.yml"))
+    assert [p.pack_id for p in plan.packs] == [made.pack_id]
+    register(home, family / "expert_02", "e", "base")
+    analyze(home, ["e"])
+    with lease(home, plan):
+        collect(home, older_than_s=0)
+        assert home.packs.ids() == [made.pack_id]
+    collect(home, older_than_s=0)
+    assert home.packs.ids() == []
 
 
 def test_gc_never_collects_the_pack_of_an_expert_that_is_away(tmp_path: Path) -> None:
