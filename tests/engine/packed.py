@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe_pipeline.digest import frame_checksum
+from mergepipe_pipeline.digest import frame_checksum, segment_digests
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
 from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
 from mergepipe_pipeline.spec.blocks import Range, coalesce
@@ -26,7 +27,8 @@ from mergepipe_pipeline.spec.pack import (
 )
 from mergepipe_pipeline.spec.plan import BaseInput, ExpertInput, MergePlan, TensorTask
 from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.spec.view import view_of
+from mergepipe_pipeline.spec.segments import Segments
+from mergepipe_pipeline.spec.view import Part, TensorView, view_of
 from tests.engine.plans import SEED, plan_of
 from tests.stored import Floats, Stored, content_of, decode, write
 
@@ -54,6 +56,17 @@ class PackedFamily:
 
     def __repr__(self) -> str:
         return "family"
+
+    def of_view(self, view: TensorView) -> Segments:
+        """As `KnownSegments`: what the bytes that are read are compared with."""
+        (part,) = view.stored
+        data = memoryview(self.stored[part.source][2])
+        size = itemsize(view.dtype)
+        return Segments(CHUNK_ELEMS, segment_digests(data, CHUNK_ELEMS * size), "family")
+
+    def of_part(self, part: Part) -> Segments:
+        """As `of_view`."""
+        return self.of_view(view_of(part.entry, part.source))
 
 
 def make_family(
@@ -95,8 +108,10 @@ def _encoded(values: Floats, dtype: str) -> Stored:
     return dtype, SHAPE, values.astype({"F16": "<f2", "F32": "<f4"}[dtype]).tobytes()
 
 
-def write_pack(folder: Path, base: Stored, expert: Stored) -> tuple[PackSource, PackedTensor]:
-    """Write a pack of one tensor `w` into a folder of packs."""
+def write_pack(
+    folder: Path, base: Stored, expert: Stored, digest: str | None = None
+) -> tuple[PackSource, PackedTensor]:
+    """Write a pack of one tensor `w` into a folder of packs; `digest` says what it claims to be."""
     dtype = expert[0]
     mine, below = (np.frombuffer(s[2], BITS_OF[dtype]) for s in (expert, base))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -114,7 +129,7 @@ def write_pack(folder: Path, base: Stored, expert: Stored) -> tuple[PackSource, 
         "w",
         dtype,
         SHAPE,
-        content_of(expert),
+        digest or content_of(expert),
         content_of(base),
         unit,
         threshold_bits,

@@ -20,8 +20,18 @@ from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, Level
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
 from mergepipe_pipeline.spec.recipe import Params
-from tests.engine.packed import NUMEL, Levels, PackedFamily, all_at, make_family, plan_from
+from mergepipe_pipeline.spec.segments import KnownSegments
+from tests.engine.packed import (
+    NUMEL,
+    Levels,
+    PackedFamily,
+    all_at,
+    make_family,
+    plan_from,
+    write_pack,
+)
 from tests.engine.test_accelerator import MERGES, WEIGHTED, on
+from tests.stored import content_of
 
 C = CHUNK_ELEMS
 TWO = EngineOptions(threads=2)
@@ -80,10 +90,15 @@ def plan_for(
     return replace(plan, layers=(layer,))
 
 
-def run(plan: MergePlan, folder: Path, options: EngineOptions = TWO) -> tuple[bytes, LayerResult]:
+def run(
+    plan: MergePlan,
+    folder: Path,
+    options: EngineOptions = TWO,
+    known: KnownSegments | None = None,
+) -> tuple[bytes, LayerResult]:
     """The file of the plan's one layer, and what it cost."""
     file = folder / f"{len(list(folder.iterdir()))}.safetensors"
-    with LayerRunner(plan, options) as runner:
+    with LayerRunner(plan, options, known) as runner:
         result = runner.run(plan.layers[0], file)
     assert result.expert_bytes_read == plan.layers[0].expert_bytes_planned
     return file.read_bytes(), result
@@ -101,7 +116,7 @@ def test_exact_levels_give_the_file_that_the_originals_give(
     for levels in ([all_at("X")] * 3, MIXED):
         plan = plan_for(family, operator, levels)
         assert plan.plan_id == plan_for(family, operator).plan_id
-        assert run(plan, tmp_path)[0] == wanted
+        assert run(plan, tmp_path, known=family)[0] == wanted
 
 
 @pytest.mark.parametrize("dtype", ["F16", "F32"])
@@ -172,6 +187,19 @@ def _closed(e: ExpertInput, delta: np.ndarray) -> ExpertInput:
     )
     stop = int(ties[: e.trim.ties_after][-1]) + 1 if len(ties) else 0
     return replace(e, trim=TrimRule(e.trim.threshold_bits, stop))
+
+
+def test_what_a_pack_gives_as_the_expert_s_bits_is_compared_with_those_that_were_analysed(
+    tmp_path: Path,
+) -> None:
+    family = make_family(tmp_path / "family", n_experts=1)
+    base, expert = family.stored
+    other = (*expert[:2], bytes(reversed(expert[2])))
+    lying, tensor = write_pack(tmp_path / "lying", base, other, content_of(expert))
+    swapped = replace(family, packs=(lying,), tensors=(tensor,))
+    plan = plan_from(swapped, "task_arithmetic", levels=[all_at("X")])
+    with pytest.raises(CorruptionError, match="not those that were analysed"):
+        run(plan, tmp_path, known=family)
 
 
 @pytest.mark.parametrize("operator", ["linear", "ties", "dare_linear", "della"])
