@@ -113,7 +113,7 @@ def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: Fl
         out[:] = 0
         return
     first, second, third = (*trits, _NONE, _NONE, _NONE)[:3]
-    step = ternary.steps(unit)[level]
+    step = ternary.step_of(unit, level)
     ternary.approximate(units, (first, second, third), len(frames), step, out)
 
 
@@ -155,7 +155,9 @@ def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> 
     units, trits, _ = _quantise(np.ascontiguousarray(delta), unit)
     out = np.empty(n, np.float32)
     rows = (as_array(trits[0].data), as_array(trits[1].data), as_array(trits[2].data))
-    ternary.approximate(as_array(units.data), rows, n_tiers, ternary.steps(unit)[n_tiers - 1], out)
+    ternary.approximate(
+        as_array(units.data), rows, n_tiers, ternary.step_of(unit, n_tiers - 1), out
+    )
     return out
 
 

@@ -37,9 +37,14 @@ def trit_nbytes(n: int) -> int:
     return -(-n // _PER_BYTE)
 
 
+def step_of(unit: float, tier: int) -> np.float32:
+    """The step of a tier, counted from L0."""
+    return np.float32(unit / 3.0**tier)
+
+
 def steps(unit: float) -> Floats:
-    """The step of each tier, float32 [N_TIERS]."""
-    return (unit / 3.0 ** np.arange(N_TIERS)).astype(np.float32)
+    """The steps of all tiers, float32 [N_TIERS]."""
+    return np.array([step_of(unit, tier) for tier in range(N_TIERS)])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -56,33 +61,26 @@ def quantise(
     `per_unit` is 1 over the unit, `steps` the steps of all tiers. Adds ‖δ − δ̂‖² of each level to
     `residual_sq` [N_TIERS]. What is not finite becomes zero and makes residuals infinite.
     """
-    n = len(delta)
-    rest, number = np.empty(_GROUP_ELEMS, np.float32), np.empty(_GROUP_ELEMS, np.int32)
-    digits = np.empty(_GROUP_ELEMS, np.uint16)
+    room = (
+        np.empty(_GROUP_ELEMS, np.float32),
+        np.empty(_GROUP_ELEMS, np.int32),
+        np.empty(_GROUP_ELEMS, np.uint16),
+    )
     # A lane for each element of a group: the sums have one order whatever the CPU.
     lanes = np.zeros((N_TIERS, _GROUP_ELEMS))
-    n_lost = 0
-    for at in range(0, n, _GROUP_ELEMS):
-        part = delta[at : at + _GROUP_ELEMS]
-        m, width = len(part), -(-len(part) // _PER_BYTE)
-        for e in range(m):
-            is_finite = part[e] - part[e] == _ZERO
-            n_lost += not is_finite
-            x = part[e] * per_unit if is_finite else _ZERO
-            whole = (min(max(x, -_MOST), _MOST) + _ROUND) - _ROUND
-            rest[e] = (x - whole) * _THREE
-            number[e] = np.int32(whole)
-            units[at + e] = np.int8(number[e])
-        _add_residual(part, number, steps[0], lanes[0])
-        for tier in range(1, N_TIERS):
-            for e in range(m):
-                trit = np.int32(rest[e] > _HALF) - np.int32(rest[e] < -_HALF)
-                rest[e] = (rest[e] - np.float32(trit)) * _THREE
-                number[e] = number[e] * np.int32(3) + trit
-                digits[e] = np.uint16(trit + 1)
-            digits[m:] = 1
-            _add_residual(part, number, steps[tier], lanes[tier])
-            _join(digits, trits[tier - 1, at // _PER_BYTE :][:width])
+    left, n_lost = len(delta) % _GROUP_ELEMS, 0
+    for at in range(0, len(delta) - left, _GROUP_ELEMS):
+        # Loops whose lengths are known have no ends to look after: they take half as long.
+        part, whole = delta[at : at + _GROUP_ELEMS], units[at : at + _GROUP_ELEMS]
+        codes = trits[:, at // _PER_BYTE :]
+        n_lost += _quantise_group(
+            part, _GROUP_ELEMS, _GROUP_NBYTES, per_unit, steps, whole, codes, lanes, room
+        )
+    at = len(delta) - left
+    codes, width = trits[:, at // _PER_BYTE :], -(-left // _PER_BYTE)
+    n_lost += _quantise_group(
+        delta[at:], left, width, per_unit, steps, units[at:], codes, lanes, room
+    )
     for tier in range(N_TIERS):
         for lane in range(_GROUP_ELEMS):
             residual_sq[tier] += lanes[tier, lane]
@@ -91,9 +89,44 @@ def quantise(
 
 
 @numba.njit(inline="always")
-def _join(digits: Any, out: Any) -> None:
+def _quantise_group(
+    delta: Any,
+    m: Any,
+    width: Any,
+    per_unit: Any,
+    steps: Any,
+    units: Any,
+    trits: Any,
+    lanes: Any,
+    room: Any,
+) -> Any:
+    """Encode m elements, whose bytes are `width`; how many of them are not finite."""
+    rest, number, digits = room
+    n_lost = 0
+    for e in range(m):
+        is_finite = delta[e] - delta[e] == _ZERO
+        n_lost += not is_finite
+        x = delta[e] * per_unit if is_finite else _ZERO
+        whole = (min(max(x, -_MOST), _MOST) + _ROUND) - _ROUND
+        rest[e] = (x - whole) * _THREE
+        number[e] = np.int32(whole)
+        units[e] = np.int8(number[e])
+    _add_residual(delta, m, number, steps[0], lanes[0])
+    for tier in range(1, N_TIERS):
+        for e in range(m):
+            trit = np.int32(rest[e] > _HALF) - np.int32(rest[e] < -_HALF)
+            rest[e] = (rest[e] - np.float32(trit)) * _THREE
+            number[e] = number[e] * np.int32(3) + trit
+            digits[e] = np.uint16(trit + 1)
+        digits[m:] = 1
+        _add_residual(delta, m, number, steps[tier], lanes[tier])
+        _join(digits, width, trits[tier - 1])
+    return n_lost
+
+
+@numba.njit(inline="always")
+def _join(digits: Any, width: Any, out: Any) -> None:
     """Fill `out` [width] with bytes of five trits, `width` apart in `digits`."""
-    width = len(out)
     for j in range(width):
         code = digits[j]
         for i in range(1, _PER_BYTE):
@@ -103,8 +136,8 @@ def _join(digits: Any, out: Any) -> None:
 
 
 @numba.njit(inline="always")
-def _add_residual(delta: Any, number: Any, step: Any, lanes: Any) -> None:
-    for e in range(len(delta)):
+def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> None:
+    for e in range(m):
         if delta[e] - delta[e] == _ZERO:
             difference = np.float64(delta[e]) - np.float64(np.float32(number[e]) * step)
             lanes[e] += difference * difference
@@ -119,41 +152,47 @@ def approximate(
     `units` are the bits of int8 [n], and `trits` [trit_nbytes(n)] of each tier; an empty one is of
     zeros.
     """
-    n = len(out)
-    number, left = np.empty(_GROUP_ELEMS, np.int16), np.empty(_GROUP_NBYTES, np.uint16)
-    for at in range(0, n, _GROUP_ELEMS):
+    number = np.empty(_GROUP_ELEMS, np.int16)
+    rest = len(out) % _GROUP_ELEMS
+    for at in range(0, len(out) - rest, _GROUP_ELEMS):
+        # Loops whose lengths are known have no ends to look after: they take half as long.
+        _add_up(units, trits, n_tiers, at, _GROUP_ELEMS, _GROUP_NBYTES, number)
         part = out[at : at + _GROUP_ELEMS]
-        m, width = len(part), -(-len(part) // _PER_BYTE)
-        if len(units):
-            whole = units[at : at + m]
-            for e in range(m):
-                number[e] = np.int8(whole[e])
-        else:
-            number[:] = 0
-        first = at // _PER_BYTE
-        if n_tiers > 1:
-            _add_trits(trits[0][first : first + width], number, left)
-        if n_tiers > 2:
-            _add_trits(trits[1][first : first + width], number, left)
-        if n_tiers > 3:
-            _add_trits(trits[2][first : first + width], number, left)
-        for e in range(m):
-            part[e] = np.float32(number[e]) * step
-
-
-@numba.njit
-def _add_trits(trits: Any, number: Any, left: Any) -> None:
-    """Let `number` be three times itself and a trit more, of a group with the bytes `trits`."""
-    width = len(trits)
-    if not width:
         for e in range(_GROUP_ELEMS):
-            number[e] = number[e] * np.int16(3)
+            part[e] = np.float32(number[e]) * step
+    at = len(out) - rest
+    _add_up(units, trits, n_tiers, at, rest, -(-rest // _PER_BYTE), number)
+    for e in range(rest):
+        out[at + e] = np.float32(number[e]) * step
+
+
+@numba.njit(inline="always")
+def _add_up(units: Any, trits: Any, n_tiers: Any, at: Any, m: Any, width: Any, number: Any) -> None:
+    """Let `number` be what the tiers add up to, for the group of m elements from `at` on."""
+    whole = units[at : at + m]
+    for e in range(m):
+        number[e] = np.int8(whole[e]) if len(whole) else np.int16(0)
+    first = at // _PER_BYTE
+    if n_tiers > 1:
+        _add_trits(trits[0][first : first + width], width, number)
+    if n_tiers > 2:
+        _add_trits(trits[1][first : first + width], width, number)
+    if n_tiers > 3:
+        _add_trits(trits[2][first : first + width], width, number)
+
+
+@numba.njit(inline="always")
+def _add_trits(trits: Any, width: Any, number: Any) -> None:
+    """Let `number` be three times itself and a trit more, of a group with the bytes `trits`."""
+    if not len(trits):
+        for e in range(_PER_BYTE * width):
+            number[e] = np.int16(number[e] * np.int16(3))
         return
-    for j in range(width):
-        left[j] = trits[j]
+    power = np.uint16(1)
     for i in range(_PER_BYTE):
-        of = number[i * width : (i + 1) * width]
         for j in range(width):
-            scaled = np.uint16(left[j] * np.uint16(3))
-            of[j] = np.int16(of[j] * np.int16(3) + np.int16(scaled >> np.uint16(8)) - np.int16(1))
-            left[j] = scaled & np.uint16(255)
+            left = np.uint16(np.uint16(trits[j]) * power) & np.uint16(255)
+            digit = np.int16(np.uint16(left * np.uint16(3)) >> np.uint16(8))
+            e = i * width + j
+            number[e] = np.int16(np.int16(number[e] * np.int16(3)) + digit - np.int16(1))
+        power = np.uint16(power * np.uint16(3))
