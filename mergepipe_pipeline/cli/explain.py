@@ -10,11 +10,11 @@ import click
 
 from mergepipe_pipeline.cli.common import Console, percent, size, table, verb, write_csv, write_file
 from mergepipe_pipeline.cli.compare import comparison_lines
-from mergepipe_pipeline.cli.merging import bound_text, error_text, strategy_text
+from mergepipe_pipeline.cli.merging import bound_text, error_text, packed_lines, strategy_text
 from mergepipe_pipeline.cli.packs import estimate_lines
 
 if TYPE_CHECKING:
-    from mergepipe_pipeline.report.shares import OperatorChoice, Share
+    from mergepipe_pipeline.report.shares import LevelShare, OperatorChoice, Share
     from mergepipe_pipeline.report.stories import ExpertStory, SnapshotStory, TensorStory
     from mergepipe_pipeline.spec.plan import MergePlan
 
@@ -88,19 +88,21 @@ def explain(
 def _plan(console: Console, what: str, by: str) -> Answer:
     from mergepipe_pipeline.report.explain_tables import bytes_picture
     from mergepipe_pipeline.report.shares import explain as run
-    from mergepipe_pipeline.report.shares import operator_choices
+    from mergepipe_pipeline.report.shares import level_shares, operator_choices
 
     made, rows = run(console.warehouse, what, by)
     tensors = operator_choices(made) if by == "tensor" else ()
-    records = [asdict(s) for s in rows]
+    records, levels = [asdict(s) for s in rows], level_shares(made)
     shown = {
         "plan_id": made.plan_id,
         "method": made.method,
         "estimates": asdict(made.estimates),
         "shares": records,
+        "levels": [asdict(x) for x in levels],
         **({"tensors": [asdict(t) for t in tensors]} if tensors else {}),
     }
-    lines = [*_head(made), "", *_share_lines(rows, by), *_making_lines(tensors)]
+    told = [*_share_lines(rows, by), *_level_lines(levels), *_making_lines(tensors)]
+    lines = [*_head(made), "", *told]
     return Answer(shown, lines, records, lambda: bytes_picture(made))
 
 
@@ -109,6 +111,7 @@ def _head(made: MergePlan) -> list[str]:
     return [
         f"plan {made.plan_id[:16]}  {made.method}, strategy {strategy_text(made)}, "
         f"{size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)} expert bytes",
+        *packed_lines(made, "from packs "),
         f"error {error_text(made)}",
         f"error bound {bound_text(made)}",
     ]
@@ -127,6 +130,13 @@ def _share_lines(rows: tuple[Share, ...], by: str) -> list[str]:
         for s in rows
     ]
     return table(("expert", by, "size", "read", "share", "known zero"), lines)
+
+
+def _level_lines(levels: tuple[LevelShare, ...]) -> list[str]:
+    if not levels:
+        return []
+    rows = [(x.level, str(x.blocks), str(x.elems), size(x.nbytes)) for x in levels]
+    return ["", *table(("level", "blocks", "elements", "read"), rows)]
 
 
 def _making_lines(tensors: tuple[OperatorChoice, ...]) -> list[str]:
@@ -196,6 +206,7 @@ def _tensor_lines(story: TensorStory, most: int) -> list[str]:
             "-" if b.worth is None else f"{b.worth:.3g}",
             "-" if b.place is None else f"{b.place}",
             f"{b.together}",
+            b.level or "-",
             b.why,
         )
         for b in first[:most]
@@ -210,7 +221,8 @@ def _tensor_lines(story: TensorStory, most: int) -> list[str]:
         "",
         f"the {len(blocks)} blocks of {len(story.blocks)} that stand first on the list",
         *table(
-            ("expert", "block", "size", "change", "worth", "place", "bought with", "why"), blocks
+            ("expert", "block", "size", "change", "worth", "place", "bought with", "level", "why"),
+            blocks,
         ),
         "",
         *(f"{why}: {MEANING[why]}" for why in dict.fromkeys(b.why for b in story.blocks)),

@@ -145,6 +145,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
         f"plan {made.plan_id[:16]}  {made.method}, {strategy_text(made)}",
         f"  expert bytes   {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}"
         f" (budget {size(e.budget_bytes)})",
+        *packed_lines(made, "  from packs     "),
         f"  blocks         {e.blocks_bought} bought, {e.blocks_zero} known to be zero, "
         f"{e.blocks_total - e.blocks_bought - e.blocks_zero} left of {e.blocks_total}",
         f"  error          {error_text(made)}",
@@ -153,6 +154,15 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
         "",
         *table(("expert", "size", "read", "known zero"), rows),
     )
+
+
+def packed_lines(made: MergePlan, label: str) -> list[str]:
+    """How many of the bytes come from packs, and how many from the experts themselves."""
+    e = made.estimates
+    if not made.packs:
+        return []
+    stored = e.expert_bytes_planned - e.expert_bytes_packed
+    return [f"{label}{size(e.expert_bytes_packed)}, {size(stored)} from the experts themselves"]
 
 
 def strategy_text(made: MergePlan) -> str:
@@ -260,6 +270,7 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
         f"  layers        {s['layers_executed']} executed, {s['layers_reused']} reused",
         f"  expert bytes  {size(s['expert_bytes_read'])} read, {size(s['expert_bytes_planned'])} "
         f"planned of {size(s['expert_bytes_total'])} (budget {size(s['budget_bytes'])})",
+        *packed_lines(outcome.plan, "  from packs    "),
         f"  base bytes    {size(s['base_bytes_read'])} read, {size(s['bytes_written'])} written",
         f"  error         {error_text(outcome.plan)}",
         f"  error bound   {bound_text(outcome.plan)}",

@@ -6,15 +6,25 @@ catalog alone; its checkpoints need not be there any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
 import numpy as np
 
+from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import resolve_after_stages
 from mergepipe_pipeline.facts.gather import PlanInputs, gather
-from mergepipe_pipeline.planner.candidates import Choice
+from mergepipe_pipeline.planner.bounds import Bound
+from mergepipe_pipeline.planner.candidates import Candidates
+from mergepipe_pipeline.planner.level_selection import (
+    PACKS,
+    LevelProblem,
+    LevelSelection,
+    select_levels,
+)
+from mergepipe_pipeline.planner.levels import Levels, LevelTable, originals
+from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL
 from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem, select_blocks
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -22,7 +32,8 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import Planning, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
-from mergepipe_pipeline.spec.plan import MergePlan, Source
+from mergepipe_pipeline.spec.pack import TIERS
+from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, Source
 from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
@@ -30,21 +41,46 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 @dataclass(frozen=True)
 class SolvedProblem:
-    """A recipe with its planning problem, and the blocks selected.
+    """A recipe with its planning problem, and what was selected: blocks, or levels of packs.
 
-    `experts` are the models' names by position; those in `read` had to be analysed first.
+    `problem` is that of blocks, which a selection of levels does without. `experts` are the
+    models' names by position; those in `read` had to be analysed first.
     """
 
     recipe: Recipe
     experts: tuple[str, ...]
     problem: PlanningProblem
-    selection: BlockSelection
+    selection: BlockSelection | LevelSelection
     read: tuple[str, ...]
+    level_problem: LevelProblem | None = None
 
     @property
-    def choice(self) -> Choice:
-        """The selected candidates."""
-        return self.selection.choice
+    def table(self) -> LevelTable:
+        """What can be read, by levels."""
+        if isinstance(self.selection, LevelSelection):
+            return self.selection.problem.table
+        return LevelTable(self.problem.candidates)
+
+    @property
+    def levels(self) -> Levels:
+        """The level selected of each candidate of `table`."""
+        if isinstance(self.selection, LevelSelection):
+            return self.selection.levels
+        return originals(self.selection.choice)
+
+    @property
+    def bound(self) -> Bound:
+        """The bound of what was selected."""
+        if isinstance(self.selection, LevelSelection):
+            return self.selection.problem.bound(self.selection.levels)
+        return self.problem.bound(self.selection.choice)
+
+    def again(self) -> Levels:
+        """What is selected today for the same recipe."""
+        if isinstance(self.selection, LevelSelection):
+            return select_levels(self.selection.problem, self.recipe.budget)
+        strategy = self.selection.strategy
+        return originals(select_blocks(self.problem, self.recipe.budget, strategy).choice)
 
     @property
     def layers(self) -> list[str]:
@@ -68,17 +104,29 @@ def solve_recipe(
     """
     resolved, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
     inputs = gather(warehouse, resolved, progress, unnamed=results, for_parts=for_parts)
-    recipe, problem = resolved.recipe, inputs.builder().problem()
-    selection = select_blocks(problem, recipe.budget, recipe.strategy)
-    return SolvedProblem(recipe, _experts(inputs), problem, selection, inputs.read)
+    recipe, builder = resolved.recipe, inputs.builder()
+    problem, packed = builder.problem(), builder.level_problem()
+    selection: BlockSelection | LevelSelection
+    if packed is not None and recipe.strategy in (None, PACKS):
+        selection = LevelSelection(packed, select_levels(packed, recipe.budget))
+    else:
+        selection = select_blocks(
+            problem, recipe.budget, None if recipe.strategy == PACKS else recipe.strategy
+        )
+    return SolvedProblem(recipe, _experts(inputs), problem, selection, inputs.read, packed)
 
 
 def solve_plan(
-    warehouse: Warehouse, plan: MergePlan, progress: Progress | None = None
+    warehouse: Warehouse,
+    plan: MergePlan,
+    progress: Progress | None = None,
+    *,
+    with_blocks: bool = False,
 ) -> SolvedProblem:
     """The planning problem of a plan, and the plan's own selection.
 
-    Raises what checking its recipe raises; reads weights only if the catalog lost what it knew.
+    Raises what checking its recipe raises, NotFoundError for a plan over packs that are gone; reads
+    weights only if the catalog lost what it knew. `with_blocks`: see `gather`.
     """
     raw = parse(plan.recipe_text, name=plan.recipe_name, where=f"plan {plan.plan_id[:16]}")
     known = _checkpoints(warehouse, plan, raw)
@@ -93,10 +141,19 @@ def solve_plan(
         block_elems=e.block_elems,
         no_packs=plan.request.no_packs,
     )
-    inputs = gather(warehouse, resolved, progress, unnamed=known)
-    problem = inputs.builder().problem()
-    selection = BlockSelection(e.strategy, e.ranking or e.strategy, _choice(problem, plan))
-    return SolvedProblem(resolved.recipe, _experts(inputs), problem, selection, inputs.read)
+    inputs = gather(warehouse, resolved, progress, unnamed=known, with_blocks=with_blocks)
+    builder = inputs.builder()
+    problem, packed = builder.problem(), builder.level_problem()
+    selection: BlockSelection | LevelSelection
+    if e.strategy != PACKS:
+        choice = _levels(problem.candidates, problem.tensors, plan) == ORIGINAL
+        selection = BlockSelection(e.strategy, e.ranking or e.strategy, choice)
+    elif packed is None:
+        raise _packs_gone(plan)
+    else:
+        levels = _levels(packed.candidates, packed.tensors, plan)
+        selection = LevelSelection(packed, levels)
+    return SolvedProblem(resolved.recipe, _experts(inputs), problem, selection, inputs.read, packed)
 
 
 def _experts(inputs: PlanInputs) -> tuple[str, ...]:
@@ -134,20 +191,33 @@ def _checkpoint(warehouse: Warehouse, source: Source) -> Checkpoint:
     return known or open_checkpoint(source.root, source.name)
 
 
-def _choice(problem: PlanningProblem, plan: MergePlan) -> Choice:
-    """The plan's reads as candidates."""
-    c = problem.candidates
+def _levels(c: Candidates, tensors: Sequence[str], plan: MergePlan) -> Levels:
+    """What the plan reads of each candidate."""
     tasks = {task.name: task for layer in plan.layers for task in layer.tasks}
-    choice = np.zeros(len(c.row), np.bool_)
+    levels = np.zeros(len(c.row), np.int8)
     for group in c.groups():
-        experts = tasks[problem.tensors[group.tensor]].experts
+        experts = tasks[tensors[group.tensor]].experts
         for cut, expert in zip(group.slices, experts, strict=True):
-            for start, stop in _blocks(expert.read, c.grid.block_elems):
-                choice[cut.start + start : cut.start + stop] = True
-    return choice & ~c.zero
+            for start, stop, level in _read(expert):
+                first, last = start // c.grid.block_elems, -(-stop // c.grid.block_elems)
+                levels[cut.start + first : cut.start + last] = level
+    levels[c.zero] = NOTHING
+    return levels
 
 
-def _blocks(read: tuple[tuple[int, int], ...], block_elems: int) -> Iterator[tuple[int, int]]:
-    """Ranges of blocks that ranges of elements stand for."""
-    for start, stop in read:
-        yield start // block_elems, -(-stop // block_elems)
+def _read(e: ExpertInput) -> Iterator[tuple[int, int, int]]:
+    """Ranges of elements with the number of the level at which they are read."""
+    for start, stop in e.read:
+        yield start, stop, ORIGINAL
+    for r in e.packed.ranges if e.packed else ():
+        yield r.start_elem, r.stop_elem, 1 + TIERS.index(r.level)
+
+
+def _packs_gone(plan: MergePlan) -> NotFoundError:
+    return NotFoundError(
+        "The packs that a plan reads are gone",
+        where=f"plan {plan.plan_id[:16]}",
+        expected=", ".join(p.pack_id[:16] for p in plan.packs),
+        found="none of them",
+        next_step="pack the experts again, or plan the recipe anew",
+    )

@@ -61,6 +61,7 @@ class MergeOutcome:
             "strategy": e.strategy,
             "expert_bytes_total": e.expert_bytes_total,
             "expert_bytes_planned": e.expert_bytes_planned,
+            "expert_bytes_packed": e.expert_bytes_packed,
             "reads": e.reads,
             **asdict(self.realised),
             "predicted_error": e.predicted_error,

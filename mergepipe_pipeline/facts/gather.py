@@ -86,11 +86,13 @@ def gather(
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
     for_parts: bool = False,
+    with_blocks: bool = False,
 ) -> PlanInputs:
     """Register the recipe's checkpoints and analyse what is not known of them.
 
     Checkpoints in `unnamed` are not registered. Facts that a full merge finds by itself are
-    gathered only for a budget, or with `for_parts`, when other budgets will be looked at.
+    gathered only for a budget, or with `for_parts`, when other budgets will be looked at;
+    `with_blocks`, when blocks will be, where experts have packs.
     """
     recipe = resolved.recipe
     models = _with_tokens(warehouse, resolved)
@@ -98,7 +100,8 @@ def gather(
     merged = [t for t in recipe.tensors if is_merged(t, models)]
     packs = _packs(warehouse, resolved, models, merged, for_parts=for_parts)
     # Blocks are chosen by sketches, levels without.
-    without = _unneeded(recipe, with_levels=packs is not None, with_blocks=not packs or for_parts)
+    with_blocks = with_blocks or for_parts or packs is None
+    without = _unneeded(recipe, with_levels=packs is not None, with_blocks=with_blocks)
     stats, read = _stats(warehouse, resolved, models, merged, without, progress)
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     chosen = choose_operators(recipe, merged, measured)

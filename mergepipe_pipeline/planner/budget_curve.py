@@ -14,6 +14,13 @@ import numpy as np
 
 from mergepipe_pipeline.planner.candidates import Choice
 from mergepipe_pipeline.planner.items import spend
+from mergepipe_pipeline.planner.level_selection import (
+    PACKS,
+    LevelProblem,
+    LevelSelection,
+    levels_for,
+)
+from mergepipe_pipeline.planner.levels import Levels
 from mergepipe_pipeline.planner.predict import Prediction, predict
 from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem
 from mergepipe_pipeline.planner.strategies import (
@@ -78,43 +85,72 @@ class BudgetCurve:
 
 
 def budget_curve(
-    q: PlanningProblem, budget: Budget, chosen: BlockSelection, shares: Sequence[float] = SHARES
+    q: PlanningProblem,
+    budget: Budget,
+    chosen: BlockSelection | LevelSelection,
+    shares: Sequence[float] = SHARES,
+    packed: LevelProblem | None = None,
 ) -> BudgetCurve:
     """The curve at `shares` of the expert bytes, none and all; `chosen` was selected for `budget`.
 
-    Strategies are drawn as their own lists have it. Budgets that do not cover what the recipe pins
-    are left out. Raises BudgetError where there is no base to differ from.
+    Strategies are drawn as their own lists have it, that of packs where experts have some. Budgets
+    that do not cover what the recipe pins are left out. Raises BudgetError where there is no base
+    to differ from.
     """
     c = q.candidates
     refuse_without_base(c, int(c.nbytes.sum()), 0)
     total = int(c.nbytes.sum())
-    best = chosen.strategy if chosen.strategy in STRATEGIES else q.usual_strategy
-    cases = [
-        (name, replace(budget, nbytes=None, error=None, fraction=s))
-        for name, s in _grid(shares, best)
+    named = PACKS if isinstance(chosen, LevelSelection) else chosen.strategy
+    best = named if named in (PACKS, *STRATEGIES) else q.usual_strategy
+    budgets = [
+        replace(budget, nbytes=None, error=None, fraction=s) for s in sorted({0.0, *shares, 1.0})
     ]
+    points = _block_points(q, budgets) + (_level_points(packed, budgets) if packed else [])
+    points.sort(key=lambda p: p.strategy != best)
+    # As the plan's promise: nearer than the curve, and too slow for all of it.
+    none = np.zeros(len(c.row), np.bool_)
+    if isinstance(chosen, LevelSelection):
+        (update,) = predict(c, [none], replay=True) or []
+        (own,) = chosen.problem.predict([chosen.levels]) or []
+        mine = _level_point(chosen.problem, budget.resolve(total), chosen.levels, own)
+    else:
+        blocks, update = predict(c, [chosen.choice, none], replay=True) or []
+        mine = _point(q, chosen.strategy, budget.resolve(total), chosen.choice, blocks)
+    return BudgetCurve(
+        nbytes_total=total,
+        update_norm=update.error,
+        points=tuple(points),
+        chosen=mine,
+        best=best,
+        knee=knee_of([p for p in points if p.strategy == best]),
+    )
+
+
+def _block_points(q: PlanningProblem, budgets: Sequence[Budget]) -> list[Point]:
+    """The points of all strategies that buy whole blocks."""
+    c, total = q.candidates, int(q.candidates.nbytes.sum())
+    cases = [(name, budget) for name in STRATEGIES for budget in budgets]
     made = [
         (name, b, choice)
         for (name, b), choice in zip(cases, _choices(q, cases), strict=True)
         if choice is not None
     ]
     predictions = predict(c, [choice for _, _, choice in made]) or []
-    # As the plan's promise: nearer than the curve, and too slow for all of it.
-    own, update = predict(c, [chosen.choice, np.zeros(len(c.row), np.bool_)], replay=True) or []
-    points = tuple(
+    return [
         _point(q, name, b.resolve(total), choice, prediction)
         for (name, b, choice), prediction in zip(made, predictions, strict=True)
-    )
-    mine = _point(q, chosen.strategy, budget.resolve(total), chosen.choice, own)
-    knee = knee_of([p for p in points if p.strategy == best])
-    return BudgetCurve(
-        nbytes_total=total,
-        update_norm=update.error,
-        points=points,
-        chosen=mine,
-        best=best,
-        knee=knee,
-    )
+    ]
+
+
+def _level_points(q: LevelProblem, budgets: Sequence[Budget]) -> list[Point]:
+    """The points of the strategy that buys levels."""
+    total = int(q.candidates.nbytes.sum())
+    made = [(b.resolve(total), levels) for b, levels in levels_for(q, budgets)]
+    errors = q.predict([levels for _, levels in made]) or []
+    return [
+        _level_point(q, nbytes, levels, error)
+        for (nbytes, levels), error in zip(made, errors, strict=True)
+    ]
 
 
 def knee_of(points: Sequence[Point]) -> Point | None:
@@ -134,11 +170,6 @@ def knee_of(points: Sequence[Point]) -> Point | None:
         below = 1 - (nbytes - nbytes[0]) / width - (error - error[-1]) / height
     at = int(below.argmax())
     return points[at] if below[at] > _LEAST_BEND else None
-
-
-def _grid(shares: Sequence[float], best: str) -> list[tuple[str, float]]:
-    names = (best, *(name for name in STRATEGIES if name != best))
-    return [(name, share) for name in names for share in sorted({0.0, *shares, 1.0})]
 
 
 def _choices(q: PlanningProblem, cases: Sequence[tuple[str, Budget]]) -> list[Choice | None]:
@@ -176,4 +207,15 @@ def _point(
         error=prediction.error,
         margin=prediction.margin,
         bound=bound,
+    )
+
+
+def _level_point(q: LevelProblem, budget_bytes: int | None, levels: Levels, error: float) -> Point:
+    return Point(
+        strategy=PACKS,
+        budget_bytes=budget_bytes,
+        nbytes=int(q.table.nbytes(levels).sum()),
+        error=error,
+        margin=None,
+        bound=q.bound(levels).value,
     )

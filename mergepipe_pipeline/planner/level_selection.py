@@ -6,7 +6,7 @@ As `selection` does for whole blocks. What is exact is bought everywhere if it f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from mergepipe_pipeline.planner.constraints import Constraints, Names, constrain
 from mergepipe_pipeline.planner.level_bounds import level_bound
 from mergepipe_pipeline.planner.level_samples import LevelSamples
 from mergepipe_pipeline.planner.levels import Levels, LevelTable
-from mergepipe_pipeline.planner.packed_rows import NOTHING, PackPace
+from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, PackPace
 from mergepipe_pipeline.planner.predict import STATED_ERRORS
 from mergepipe_pipeline.planner.selection import refuse_out_of_reach, refuse_unbounded
 from mergepipe_pipeline.planner.simulation import PARTS
@@ -91,6 +91,14 @@ class LevelProblem:
         return constraints_of(budget, self.candidates, self.tensors, self.experts)
 
 
+@dataclass(frozen=True)
+class LevelSelection:
+    """The levels selected for a problem."""
+
+    problem: LevelProblem
+    levels: Levels
+
+
 def select_levels(q: LevelProblem, budget: Budget) -> Levels:
     """The levels that a budget covers.
 
@@ -102,12 +110,28 @@ def select_levels(q: LevelProblem, budget: Budget) -> Levels:
         return _for_error(q, constraints, budget.error)
     if (levels := everything_exact(q, constraints)) is not None:
         return levels
-    c = q.candidates
-    cheapest = q.table.nbytes(q.table.exact())
-    needed = int(cheapest[allowed(c, constraints)].sum())
-    refuse_without_base(c, needed, constraints.budget_bytes)
+    needed = int(q.table.nbytes(q.table.exact())[allowed(q.candidates, constraints)].sum())
+    refuse_without_base(q.candidates, needed, constraints.budget_bytes)
     pinned = pinned_levels(q, constraints)
     return taken(q.table, upgrades_of(q, constraints), constraints, pinned)
+
+
+def levels_for(q: LevelProblem, budgets: Iterable[Budget]) -> Iterator[tuple[Budget, Levels]]:
+    """The levels that each of some budgets covers, which differ in their amounts alone.
+
+    The list is made once. Budgets that do not cover what the recipe pins are left out.
+    """
+    upgrades = None
+    for budget in budgets:
+        constraints = q.constraints(budget)
+        if (levels := everything_exact(q, constraints)) is None:
+            try:
+                pinned = pinned_levels(q, constraints)
+            except BudgetError:
+                continue
+            upgrades = upgrades or upgrades_of(q, constraints)
+            levels = taken(q.table, upgrades, constraints, pinned)
+        yield budget, levels
 
 
 def everything_exact(q: LevelProblem, constraints: Constraints) -> Levels | None:
@@ -188,7 +212,7 @@ def level_estimates(q: LevelProblem, budget: Budget, levels: Levels) -> Estimate
     c = q.candidates
     bound = q.bound(levels)
     error, update = q.predict([levels, np.zeros_like(levels)]) or (math.inf, math.inf)
-    chosen = levels != NOTHING
+    chosen, nbytes = levels != NOTHING, q.table.nbytes(levels)
     # A new read: another row, or another way of reading.
     same = (np.diff(c.row, prepend=-1) == 0) & (np.diff(levels, prepend=levels[:1]) == 0)
     return Estimates(
@@ -197,7 +221,7 @@ def level_estimates(q: LevelProblem, budget: Budget, levels: Levels) -> Estimate
         ranking=PACKS,
         block_elems=q.block_elems,
         expert_bytes_total=int(c.nbytes.sum()),
-        expert_bytes_planned=int(q.table.nbytes(levels).sum()),
+        expert_bytes_planned=int(nbytes.sum()),
         blocks_total=c.n_units,
         blocks_bought=int((np.bincount(c.unit, chosen, c.n_units) > 0).sum()),
         blocks_zero=int(c.unit_zero.sum()),
@@ -207,4 +231,5 @@ def level_estimates(q: LevelProblem, budget: Budget, levels: Levels) -> Estimate
         predicted_error=error if math.isfinite(error) else None,
         predicted_margin=0.0 if error == 0 else None,
         update_norm=update if math.isfinite(update) else None,
+        expert_bytes_packed=int(nbytes[levels != ORIGINAL].sum()),
     )

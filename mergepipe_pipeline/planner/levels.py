@@ -21,6 +21,11 @@ from mergepipe_pipeline.spec.pack import TIERS, PackedInput, PackedRange
 Levels = npt.NDArray[np.int8]
 
 
+def level_name(number: int) -> str:
+    """What a level of a choice is called: "stored" for the stored elements, "" for nothing."""
+    return ("", *TIERS, "stored")[number]
+
+
 def originals(choice: Choice) -> Levels:
     """The levels of a choice of whole blocks."""
     return np.where(choice, np.int8(ORIGINAL), np.int8(NOTHING))

@@ -14,6 +14,7 @@ import numpy as np
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.items import Items
+from mergepipe_pipeline.planner.levels import Levels, level_name, originals
 from mergepipe_pipeline.planner.selection import PlanningProblem
 from mergepipe_pipeline.planner.strategies import allowed, rank
 from mergepipe_pipeline.spec.recipe import Budget
@@ -48,7 +49,8 @@ class Block:
     """One candidate, in bytes; `change` is ‖c·δ‖₂, what it adds to the result by itself.
 
     It is read with `together` − 1 others. `worth`: the squared error that the item saves per
-    byte. `place`: in the strategy's list, from 1. Both None for what is on no list.
+    byte. `place`: in the strategy's list, from 1. Both None for what is on no list. `level`: what
+    of its pack is read, for `nbytes` bytes; "stored" for its stored elements, "" for nothing.
     """
 
     expert: int
@@ -59,6 +61,7 @@ class Block:
     place: int | None
     worth: float | None
     together: int
+    level: str
 
     @property
     def is_read(self) -> bool:
@@ -70,11 +73,14 @@ class Block:
 class Account:
     """A strategy's list against a choice, per candidate; `place` 0: on no list.
 
-    `items` is the length of the list. Up to the place `cut` the budget allowed everything; the
-    last item before it was worth `cut_worth` (None: there was none).
+    `nbytes` are those of a candidate as it is read, of what is not read as it is stored; `levels`
+    as `levels` numbers them. `items` is the length of the list. Up to the place `cut` the budget
+    allowed everything; the last item before it was worth `cut_worth` (None: there was none).
     """
 
-    problem: PlanningProblem
+    candidates: Candidates
+    levels: Levels
+    nbytes: Ints
     why: tuple[Why, ...]
     place: Ints
     worth: Floats
@@ -85,7 +91,7 @@ class Account:
 
     def blocks(self, tensor: int) -> Iterator[Block]:
         """The candidates of one output tensor, expert by expert."""
-        c = self.problem.candidates
+        c = self.candidates
         change = np.sqrt(c.gain)
         for row, cut in zip(c.rows, c.row_slices(), strict=True):
             for n in range(cut.start, cut.stop) if row.tensor == tensor else ():
@@ -93,12 +99,13 @@ class Account:
                 yield Block(
                     expert=row.position,
                     block=int(c.block[n]),
-                    nbytes=int(c.nbytes[n]),
+                    nbytes=int(self.nbytes[n]),
                     change=float(change[n]),
                     why=self.why[n],
                     place=place or None,
                     worth=float(self.worth[n]) if place else None,
                     together=int(self.together[n]),
+                    level=level_name(int(self.levels[n])),
                 )
 
 
@@ -137,7 +144,9 @@ def account(q: PlanningProblem, budget: Budget, ranking: str, choice: Choice) ->
     names: list[Why] = [*(why for _, why in cases), "below the cut"]
     why = tuple(names[n] for n in code.tolist())
     return Account(
-        problem=q,
+        candidates=c,
+        levels=originals(choice),
+        nbytes=c.nbytes,
         why=why,
         place=place,
         worth=worth,

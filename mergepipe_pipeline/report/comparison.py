@@ -56,7 +56,7 @@ def _full_layer(layer: LayerTask) -> LayerTask:
 
 
 def _full_task(task: TensorTask) -> TensorTask:
-    whole = (replace(e, covered=((0, e.view.numel),)) for e in task.experts)
+    whole = (replace(e, covered=((0, e.view.numel),), packed=None) for e in task.experts)
     return replace(task, experts=tuple(whole))
 
 

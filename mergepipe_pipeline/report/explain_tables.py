@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -29,9 +30,7 @@ def expert_records(story: TensorStory) -> list[dict[str, Any]]:
     for position in dict.fromkeys(b.expert for b in story.blocks):
         mine = [b for b in story.blocks if b.expert == position]
         worths = [b.worth for b in mine if b.worth is not None]
-        reasons: dict[str, int] = {}
-        for b in mine:
-            reasons[b.why] = reasons.get(b.why, 0) + 1
+        reasons, levels = Counter(b.why for b in mine), Counter(b.level for b in mine if b.level)
         found.append(
             {
                 "expert": story.experts[position],
@@ -41,7 +40,8 @@ def expert_records(story: TensorStory) -> list[dict[str, Any]]:
                 "worth_most": max(worths, default=None),
                 "worth_least": min(worths, default=None),
                 "blocks": len(mine),
-                "reasons": reasons,
+                "reasons": dict(reasons),
+                "levels": dict(levels),
             }
         )
     return found

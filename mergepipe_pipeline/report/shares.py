@@ -6,20 +6,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mergepipe_pipeline.execution.lookup import plan_of
-from mergepipe_pipeline.spec.blocks import total_elems
+from mergepipe_pipeline.planner.packed_rows import pack_grid
+from mergepipe_pipeline.spec.blocks import BlockGrid, Range, coalesce, total_elems
+from mergepipe_pipeline.spec.pack import TIERS, PackedRange
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a plan reads of one expert in one place (a layer, a tensor, or all of it), in bytes."""
+    """What a plan reads of one expert in one place (a layer, a tensor, or all of it), in bytes.
+
+    Of what it reads, `nbytes_packed` are of packs.
+    """
 
     expert: str
     place: str
     nbytes_total: int
     nbytes_read: int
     nbytes_known_zero: int
+    nbytes_packed: int
+
+
+@dataclass(frozen=True, slots=True)
+class LevelShare:
+    """What a plan reads at one level, "stored" for experts' stored elements.
+
+    `blocks` of the plan's grid, elements, and bytes.
+    """
+
+    level: str
+    blocks: int
+    elems: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +60,33 @@ def shares(plan: MergePlan, by: str) -> Iterable[Share]:
             place = {"expert": "", "layer": layer.name, "tensor": task.name}[by]
             for e in task.experts:
                 size = e.view.stored_nbytes // max(1, e.view.numel)
-                row = sums.setdefault((_name(plan, e), place), [0, 0, 0])
+                row = sums.setdefault((_name(plan, e), place), [0, 0, 0, 0])
                 row[0] += e.view.nbytes
                 row[1] += e.read_nbytes
-                row[2] += (total_elems(e.covered) - total_elems(e.read)) * size
+                row[2] += (total_elems(e.covered) - total_elems(_had(e))) * size
+                row[3] += e.packed.nbytes if e.packed else 0
     return [Share(expert, place, *counts) for (expert, place), counts in sums.items()]
+
+
+def level_shares(plan: MergePlan) -> tuple[LevelShare, ...]:
+    """What a plan reads at each level, from coarse to exact; nothing of a plan without packs.
+
+    Low-rank updates are read besides.
+    """
+    if not plan.packs:
+        return ()
+    elems = pack_grid(BlockGrid(plan.estimates.block_elems)).block_elems
+    sums = {level: [0, 0, 0] for level in (*TIERS, "stored")}
+    for e in (e for layer in plan.layers for task in layer.tasks for e in task.experts):
+        size = e.view.stored_nbytes // max(1, e.view.numel)
+        stored = [(a, b, "stored", (b - a) * size) for a, b in e.read]
+        packed = e.packed.ranges if e.packed else ()
+        for start, stop, level, nbytes in (*stored, *map(_range, packed)):
+            row = sums[level]
+            row[0] += -(-(stop - start) // elems)
+            row[1] += stop - start
+            row[2] += nbytes
+    return tuple(LevelShare(level, *row) for level, row in sums.items() if row[0])
 
 
 def operator_choices(plan: MergePlan) -> tuple[OperatorChoice, ...]:
@@ -55,6 +96,16 @@ def operator_choices(plan: MergePlan) -> tuple[OperatorChoice, ...]:
         for layer in plan.layers
         for task in layer.tasks
     )
+
+
+def _range(r: PackedRange) -> tuple[int, int, str, int]:
+    return r.start_elem, r.stop_elem, r.level, r.nbytes
+
+
+def _had(e: ExpertInput) -> tuple[Range, ...]:
+    """What is read, from wherever."""
+    packed = e.packed.ranges if e.packed else ()
+    return coalesce([*e.read, *((r.start_elem, r.stop_elem) for r in packed)])
 
 
 def _name(plan: MergePlan, e: ExpertInput) -> str:

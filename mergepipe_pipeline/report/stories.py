@@ -21,8 +21,9 @@ from mergepipe_pipeline.execution.lookup import plan_of, snapshot_of
 from mergepipe_pipeline.execution.plan_store import checked_plan, load_plan, stored_plans
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan
+from mergepipe_pipeline.planner.level_reasons import level_account
+from mergepipe_pipeline.planner.level_selection import LevelSelection
 from mergepipe_pipeline.planner.reasons import Account, Block, account
-from mergepipe_pipeline.planner.selection import select_blocks
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.report.comparison import Comparison, full_plan_id, known_comparison
 from mergepipe_pipeline.report.query import first_versions, provenance, told_snapshots
@@ -148,7 +149,7 @@ def explain_tensor(
             next_step="see `mergepipe explain PLAN --by tensor`",
         )
     solved = solve_plan(warehouse, plan, progress)
-    told = account(solved.problem, solved.recipe.budget, solved.selection.ranking, solved.choice)
+    told = _account(solved)
     layer, task = tasks[tensor]
     names = list(solved.problem.tensors)
     blocks = tuple(told.blocks(names.index(tensor))) if tensor in names else ()
@@ -160,8 +161,14 @@ def _is_current(plan: MergePlan, solved: SolvedProblem) -> bool:
     e = plan.estimates
     if e.budget_bytes is None and e.error_bound != 0:
         return True
-    again = select_blocks(solved.problem, solved.recipe.budget, solved.recipe.strategy)
-    return np.array_equal(again.choice, solved.choice)
+    return np.array_equal(solved.again(), solved.levels)
+
+
+def _account(solved: SolvedProblem) -> Account:
+    selection, budget = solved.selection, solved.recipe.budget
+    if isinstance(selection, LevelSelection):
+        return level_account(selection, budget)
+    return account(solved.problem, budget, selection.ranking, selection.choice)
 
 
 def _plan(warehouse: Warehouse, what: str, progress: Progress | None) -> MergePlan:
@@ -247,7 +254,7 @@ def _appearance(
 
 def contributions(solved: SolvedProblem) -> list[Contribution]:
     """What each expert contributes to each layer of a choice, layer by layer."""
-    c, choice = solved.problem.candidates, solved.choice
+    c, table, levels = solved.table.candidates, solved.table, solved.levels
     layers = solved.layers
     names = list(dict.fromkeys(layers))
     of_layer = np.array([names.index(layer) for layer in layers], np.int64)
@@ -260,8 +267,11 @@ def contributions(solved: SolvedProblem) -> list[Contribution]:
         sums = np.bincount(cell, values, len(names) * width)
         return sums.astype(np.float64).reshape(len(names), width)
 
-    nbytes, bought = total(c.nbytes), total(np.where(choice, c.nbytes, 0))
-    energy, kept = total(c.energy), total(np.where(choice | c.zero, c.energy, 0.0))
+    nbytes, bought = total(c.nbytes), total(table.nbytes(levels))
+    # What is approximated has the share of the energy that is not left.
+    whole = np.where(table.delta_sq > 0, table.delta_sq, 1.0)
+    share = 1 - np.minimum(table.residual_sq(levels) / whole, 1) if known else 1.0
+    energy, kept = total(c.energy), total(c.energy * share)
     return [
         Contribution(
             solved.experts[y],

@@ -227,7 +227,8 @@ class Estimates:
     that norm, give or take `predicted_margin` (None: not stated), and `update_norm` that of (merged
     in full − base). `reads` are runs of blocks that lie together;
     `seek_nbytes` is what each was taken to cost besides its bytes. `ranking` is the strategy whose
-    list was followed: `strategy` itself (so too if None), or one that it found better here.
+    list was followed: `strategy` itself (so too if None), or one that it found better here. Of the
+    bytes that are read, `expert_bytes_packed` come from packs.
     """
 
     budget_bytes: int | None
@@ -246,6 +247,7 @@ class Estimates:
     update_norm: float | None
     seek_nbytes: int = 0
     ranking: str | None = None
+    expert_bytes_packed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,13 +56,14 @@ def curve_of_plan(
     """
     if plan.estimates.predicted_error is None:
         return None
-    return _told(solve_plan(warehouse, plan, progress), SHARES)
+    return _told(solve_plan(warehouse, plan, progress, with_blocks=True), SHARES)
 
 
 def _told(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
     recipe = solved.recipe
-    found = budget_curve(solved.problem, recipe.budget, solved.selection, shares)
-    return RecipeCurve(recipe.name, found, solved.problem.bound(solved.choice).note, solved.read)
+    packed = solved.level_problem
+    found = budget_curve(solved.problem, recipe.budget, solved.selection, shares, packed)
+    return RecipeCurve(recipe.name, found, solved.bound.note, solved.read)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:

@@ -1,0 +1,110 @@
+"""Explanations, curves and comparisons of plans that read packs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.report.comparison import full_plan_id
+from mergepipe_pipeline.report.explain_tables import expert_records
+from mergepipe_pipeline.report.shares import level_shares, shares
+from mergepipe_pipeline.report.stories import explain_expert, explain_tensor
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.verbs.curve import curve, curve_of_plan
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.planner.test_level_promises import UNPACKED, home, inputs_of, recipe
+
+__all__ = ["home"]
+
+EMBED = "model.embed_tokens.weight"
+RAW = recipe("task_arithmetic", [0, 1, UNPACKED], {}, weight=0.4)
+
+
+@pytest.fixture(scope="module")
+def plan(home: Warehouse) -> MergePlan:
+    return make_plan(home, RAW, budget="20%")
+
+
+def test_every_byte_of_a_plan_stands_at_its_level_and_its_expert(plan: MergePlan) -> None:
+    levels = {x.level: x for x in level_shares(plan)}
+    assert {"L1", "L2"} & set(levels)
+    assert sum(x.nbytes for x in levels.values()) == plan.estimates.expert_bytes_planned
+    stored = levels["stored"].nbytes if "stored" in levels else 0
+    assert stored == plan.estimates.expert_bytes_planned - plan.estimates.expert_bytes_packed
+    by_expert = {s.expert: s for s in shares(plan, "expert")}
+    assert by_expert[f"e{UNPACKED}"].nbytes_packed == 0
+    assert by_expert["e0"].nbytes_packed == by_expert["e0"].nbytes_read > 0
+    assert sum(s.nbytes_packed for s in by_expert.values()) == plan.estimates.expert_bytes_packed
+
+
+def test_each_block_of_a_tensor_is_told_at_its_level_with_its_place_in_the_list(
+    home: Warehouse, plan: MergePlan
+) -> None:
+    story = explain_tensor(home, plan.plan_id, EMBED)
+    assert story.is_current
+    task = next(t for lay in plan.layers for t in lay.tasks if t.name == EMBED)
+    assert sum(b.nbytes for b in story.blocks if b.level) == sum(
+        e.read_nbytes for e in task.experts
+    )
+    for b in story.blocks:
+        assert bool(b.level) == b.is_read
+        if b.why == "bought":
+            assert b.place is not None
+            assert b.place <= story.account.cut
+        if b.why == "below the cut":
+            assert b.place is not None
+            assert b.place > story.account.cut
+    told = {r["expert"]: r["levels"] for r in expert_records(story)}
+    packed = task.experts[0].packed
+    assert packed is not None
+    assert set(told["e0"]) == {r.level for r in packed.ranges}
+
+
+def test_an_expert_contributes_what_its_levels_have_of_its_energy(
+    home: Warehouse, plan: MergePlan
+) -> None:
+    story = explain_expert(home, "e0", plan.plan_id)
+    assert sum(c.nbytes_bought for c in story.contributions) == sum(
+        s.nbytes_read for s in shares(plan, "expert") if s.expert == "e0"
+    )
+    assert all(0 <= (c.share_of_energy or 0) <= 1 for c in story.contributions)
+    assert max(c.share_of_energy or 0 for c in story.contributions) > 0.3
+
+
+def test_the_curve_draws_packs_beside_blocks_and_below_them(home: Warehouse) -> None:
+    raw = recipe("task_arithmetic", [0, 1, 2], {}, weight=0.4)
+    plan = make_plan(home, raw, budget="20%")
+    told = curve(home, raw, budget="20%").curve
+    assert told.best == "packs"
+    assert told.knee is not None
+    assert told.knee.strategy == "packs"
+    errors = {p.strategy: p.error for p in told.points if p.budget_bytes == told.nbytes_total // 10}
+    assert errors.keys() == {"packs", "magnitude", "conflict_aware"}
+    assert errors["packs"] < 0.8 * min(errors["magnitude"], errors["conflict_aware"])
+    assert told.chosen.nbytes == plan.estimates.expert_bytes_planned
+    assert told.chosen.error == pytest.approx(plan.estimates.predicted_error)
+    of_plan = curve_of_plan(home, plan)
+    assert of_plan is not None
+    assert [p.nbytes for p in of_plan.curve.points] == [p.nbytes for p in told.points]
+    without = curve(home, raw, budget="20%", no_packs=True).curve
+    assert {p.strategy for p in without.points} == {"magnitude", "conflict_aware"}
+
+
+def test_a_plan_that_approximates_belongs_to_the_full_merge_that_it_approximates(
+    home: Warehouse, plan: MergePlan
+) -> None:
+    assert any(e.packed and e.packed.approximate for e in inputs_of(plan))
+    assert full_plan_id(plan) == make_plan(home, RAW).plan_id
+
+
+def test_a_plan_whose_packs_are_gone_is_told_to_be_packed_again(
+    home: Warehouse, plan: MergePlan, tmp_path: Path
+) -> None:
+    copy = Warehouse.at(shutil.copytree(home.root, tmp_path / "home"))
+    shutil.rmtree(copy.packs_dir)
+    with pytest.raises(NotFoundError, match="pack the experts again"):
+        explain_tensor(copy, plan.plan_id, EMBED)
