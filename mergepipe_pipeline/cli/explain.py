@@ -206,7 +206,7 @@ def _tensor_lines(story: TensorStory, most: int) -> list[str]:
             "-" if b.worth is None else f"{b.worth:.3g}",
             "-" if b.place is None else f"{b.place}",
             f"{b.together}",
-            b.level or "-",
+            f"{b.level}, {size(b.nbytes_read)}" if b.level else "-",
             b.why,
         )
         for b in first[:most]
@@ -221,7 +221,7 @@ def _tensor_lines(story: TensorStory, most: int) -> list[str]:
         "",
         f"the {len(blocks)} blocks of {len(story.blocks)} that stand first on the list",
         *table(
-            ("expert", "block", "size", "change", "worth", "place", "bought with", "level", "why"),
+            ("expert", "block", "size", "change", "worth", "place", "bought with", "read", "why"),
             blocks,
         ),
         "",

@@ -13,6 +13,7 @@ from mergepipe_pipeline.cli.packs import estimate_lines
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.execution.run import MergeOutcome
+    from mergepipe_pipeline.facts.packs import PackedCost
     from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
     from mergepipe_pipeline.spec.plan import MergePlan
 
@@ -67,12 +68,13 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
         console.warehouse, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning
     )
     console.warn(found.warnings)
-    *before, last = map(_stage_json, found.stages)
+    stages = list(zip(found.stages, found.packed, strict=True))
+    *before, last = (_stage_json(*stage) for stage in stages)
     packs = [asdict(p) for p in found.packs]
     shown = {**last, "time": found.forecast.to_json(), "packs": packs}
     if before:
         shown["stages"] = [*before, last]
-    lines = [line for stage in found.stages for line in _stage_lines(stage)]
+    lines = [line for stage in stages for line in _stage_lines(*stage)]
     console.show(
         shown,
         *lines,
@@ -95,23 +97,26 @@ def _short(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def _stage_json(resolved: ResolvedRecipe) -> dict[str, Any]:
+def _stage_json(resolved: ResolvedRecipe, packed: PackedCost | None) -> dict[str, Any]:
     return {
         "recipe": resolved.recipe.name,
         "method": resolved.recipe.method,
         "base": resolved.base.name if resolved.base else None,
         "experts": [e.name for e in resolved.experts],
         **asdict(resolved.cost),
+        "packs": packed and asdict(packed),
         "warnings": list(resolved.recipe.warnings),
     }
 
 
-def _stage_lines(resolved: ResolvedRecipe) -> tuple[str, ...]:
+def _stage_lines(resolved: ResolvedRecipe, packed: PackedCost | None) -> tuple[str, ...]:
     c = resolved.cost
+    has = f"{packed.experts} of {len(resolved.experts)} experts have one" if packed else ""
     return (
         f"{resolved.recipe.name}: {resolved.recipe.method} of {len(resolved.experts)} models, "
         f"{c.tensors} tensors in {c.layers} layers",
         f"  expert bytes        {size(c.expert_bytes_total)}",
+        *([f"  exact with packs    {size(packed.exact_nbytes)} ({has})"] if packed else []),
         f"  budget              {size(c.budget_bytes)}",
         f"  base bytes          {size(c.base_bytes)}",
         f"  output bytes        {size(c.output_bytes)} ({size(c.free_bytes)} free)",

@@ -6,13 +6,15 @@ recipe where both digests are those of what it was made from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.seals import said
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
-from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S
+from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
@@ -24,7 +26,7 @@ from mergepipe_pipeline.planner.packed_rows import (
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.machine_profile import DEFAULT_READ_BYTES_PER_S
 from mergepipe_pipeline.spec.model import Model, view_digest
-from mergepipe_pipeline.spec.pack import PackSource
+from mergepipe_pipeline.spec.pack import TIERS, TIERS_OF, PackSource, TensorContent
 from mergepipe_pipeline.spec.recipe import TensorRecipe
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
@@ -36,6 +38,31 @@ Pair = tuple[str, str]
 Digests = Sequence[Mapping[str, str]]
 
 
+@dataclass(frozen=True, slots=True)
+class PackedCost:
+    """What packs spare a merge: of `experts` that have one, `packed_elems` elements are in packs.
+
+    An exact merge reads `exact_nbytes` of all experts, each tensor from where it is fewer bytes.
+    """
+
+    experts: int
+    packed_elems: int
+    exact_nbytes: int
+
+
+@dataclass(frozen=True)
+class _Served:
+    """A pack, and the pairs of a recipe's tensors that it serves, by the digests of both."""
+
+    numbers: Numbers
+    pack: Pack
+    pairs: Mapping[tuple[str, str], Sequence[Pair]]
+
+    def of(self, content: TensorContent) -> Sequence[Pair]:
+        """The pairs that a packed tensor serves."""
+        return self.pairs.get((content.digest, content.base_digest), ())
+
+
 def find_packs(
     warehouse: Warehouse, models: Sequence[Model], merged: Iterable[TensorRecipe], grid: BlockGrid
 ) -> Packs | None:
@@ -43,19 +70,55 @@ def find_packs(
 
     None where there is none. One that is damaged is said, and counts as not there.
     """
-    if not warehouse.packs.ids():
+    sources: list[PackSource] = []
+    rows: dict[Numbers, Mapping[Pair, PackedRow]] = {}
+    for served in _served(warehouse, models, merged):
+        found = _rows(served, len(sources), pack_grid(grid))
+        if found:
+            sources.append(served.pack.source)
+            rows[served.numbers] = found
+    if not rows:
         return None
-    pairs: dict[Numbers, set[Pair]] = {}
+    return Packs(sources=tuple(sources), rows=rows, pace=pace_of(warehouse))
+
+
+def packed_cost(
+    warehouse: Warehouse, models: Sequence[Model], merged: Sequence[TensorRecipe]
+) -> PackedCost | None:
+    """What packs spare a merge of `merged` tensors; None where no expert has one."""
+    stored = [i for t in merged for i in t.inputs]
+    exact_nbytes = sum(models[i.model].views[i.tensor].nbytes for i in stored)
+    uses = Counter((i.model, t.base.model, i.tensor) for t in merged if t.base for i in t.inputs)
+    experts, elems = set(), 0
+    for served in _served(warehouse, models, merged):
+        expert, base = served.numbers
+        for row in served.pack.index.rows:
+            nbytes = int(row.nbytes[[TIERS.index(t) for t in TIERS_OF["X"]]].sum())
+            for mine, _ in served.of(row.content):
+                view, count = models[expert].views[mine], uses[expert, base, mine]
+                experts.add(expert)
+                elems += count * view.numel
+                if "X" in served.pack.tiers:
+                    exact_nbytes -= count * max(0, view.nbytes - nbytes)
+    return PackedCost(len(experts), elems, exact_nbytes) if experts else None
+
+
+def _served(
+    warehouse: Warehouse, models: Sequence[Model], merged: Iterable[TensorRecipe]
+) -> Iterator[_Served]:
+    """The best pack of each expert of `merged` tensors, against each base of theirs."""
+    if not warehouse.packs.ids():
+        return
+    pairs: dict[Numbers, dict[Pair, None]] = {}
     for t in merged:
         for i in t.inputs:
             if t.base is not None:
-                pairs.setdefault((i.model, t.base.model), set()).add((i.tensor, t.base.tensor))
+                pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
     digests: dict[int, Digests | None] = {}
-    sources: list[PackSource] = []
-    rows: dict[Numbers, Mapping[Pair, PackedRow]] = {}
     for numbers, wanted in pairs.items():
         for number in numbers:
-            digests.setdefault(number, _digests(warehouse, models[number]))
+            if number not in digests:
+                digests[number] = _digests(warehouse, models[number])
         mine, theirs = (digests[number] for number in numbers)
         if mine is None or theirs is None:
             continue
@@ -68,13 +131,7 @@ def find_packs(
             if expert.views[a].whole and base.views[b].whole:
                 of = view_digest(expert.views[a], mine), view_digest(base.views[b], theirs)
                 served.setdefault(of, []).append((a, b))
-        found = _rows(pack, len(sources), served, pack_grid(grid))
-        if found:
-            sources.append(pack.source)
-            rows[numbers] = found
-    if not rows:
-        return None
-    return Packs(sources=tuple(sources), rows=rows, pace=pace_of(warehouse))
+        yield _Served(numbers, pack, served)
 
 
 def pace_of(warehouse: Warehouse) -> PackPace:
@@ -84,6 +141,7 @@ def pace_of(warehouse: Warehouse) -> PackPace:
     return PackPace(
         read_bytes_per_s=measured or DEFAULT_READ_BYTES_PER_S,
         decode_elem_s=DECODE_EXACT_ELEM_S / threads.cores(),
+        merge_elem_s=MERGE_ELEM_S / threads.cores(),
     )
 
 
@@ -94,19 +152,16 @@ def _digests(warehouse: Warehouse, model: Model) -> Digests | None:
     return known if len(known) == len(found) else None
 
 
-def _rows(
-    pack: Pack, number: int, served: Mapping[tuple[str, str], Sequence[Pair]], grid: BlockGrid
-) -> dict[Pair, PackedRow]:
-    """What a pack offers to the pairs of tensors that it serves, by their digests."""
+def _rows(served: _Served, number: int, grid: BlockGrid) -> dict[Pair, PackedRow]:
+    """What pack number `number` offers to the pairs of tensors that it serves."""
     rows: dict[Pair, PackedRow] = {}
     try:
-        for row, nbytes, residual_sq in pack.sizes():
-            of = row.content
-            pairs = served.get((of.digest, of.base_digest), ())
+        for row, nbytes, residual_sq in served.pack.sizes():
+            pairs = served.of(row.content)
             if pairs:
-                known = number, of.name, row.unit, row.threshold_bits
+                known = number, row.content.name, row.unit, row.threshold_bits
                 rows |= dict.fromkeys(pairs, packed_row(*known, nbytes, residual_sq, grid))
     except CorruptionError as error:
-        said(pack.root, error)
+        said(served.pack.root, error)
         return {}
     return rows

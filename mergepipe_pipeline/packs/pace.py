@@ -10,3 +10,5 @@ DECODE_NEAR_ELEM_S = 1.2e-9
 #: The same to pack one: both models read and compared, all tiers encoded, the exact ones decoded
 #: again, hashed and written.
 ENCODE_ELEM_S = 25e-9
+#: The same to merge an element of an expert, by the usual methods.
+MERGE_ELEM_S = 1.0e-9

@@ -45,7 +45,7 @@ def level_account(selection: LevelSelection, budget: Budget) -> Account:
     return Account(
         candidates=c,
         levels=levels,
-        nbytes=np.where(chosen, table.nbytes(levels), c.nbytes),
+        nbytes_read=table.nbytes(levels),
         why=tuple(names[n] for n in code.tolist()),
         place=place,
         worth=worth,

@@ -46,21 +46,23 @@ class PackedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PackPace:
-    """How fast a machine reads files, and decodes exact levels with all its cores."""
+    """How fast a machine reads files, decodes exact levels and merges, both with all its cores."""
 
     read_bytes_per_s: float
     decode_elem_s: float
+    merge_elem_s: float
 
     def is_faster(self, packed_nbytes: int, stored_nbytes: int, n_elems: int) -> bool:
-        """Whether an exact level takes less time than the stored elements; it reads as it decodes.
+        """Whether an exact level is fewer bytes and takes less time than the stored elements.
 
-        Never where it is no fewer bytes.
+        What is read is decoded and merged meanwhile.
         """
-        if packed_nbytes >= stored_nbytes:
-            return False
-        decoding_s = n_elems * self.decode_elem_s
-        reading_s = packed_nbytes / self.read_bytes_per_s
-        return max(reading_s, decoding_s) < stored_nbytes / self.read_bytes_per_s
+        merging_s = n_elems * self.merge_elem_s
+        from_pack_s = max(
+            packed_nbytes / self.read_bytes_per_s, n_elems * self.decode_elem_s + merging_s
+        )
+        stored_s = max(stored_nbytes / self.read_bytes_per_s, merging_s)
+        return packed_nbytes < stored_nbytes and from_pack_s < stored_s
 
 
 @dataclass(frozen=True, kw_only=True)

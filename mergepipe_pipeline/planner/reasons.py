@@ -50,7 +50,7 @@ class Block:
 
     It is read with `together` − 1 others. `worth`: the squared error that the item saves per
     byte. `place`: in the strategy's list, from 1. Both None for what is on no list. `level`: what
-    of its pack is read, for `nbytes` bytes; "stored" for its stored elements, "" for nothing.
+    of its pack is read, for `nbytes_read` bytes; "stored" for its stored elements, "" for nothing.
     """
 
     expert: int
@@ -62,6 +62,7 @@ class Block:
     worth: float | None
     together: int
     level: str
+    nbytes_read: int
 
     @property
     def is_read(self) -> bool:
@@ -73,14 +74,14 @@ class Block:
 class Account:
     """A strategy's list against a choice, per candidate; `place` 0: on no list.
 
-    `nbytes` are those of a candidate as it is read, of what is not read as it is stored; `levels`
-    as `levels` numbers them. `items` is the length of the list. Up to the place `cut` the budget
-    allowed everything; the last item before it was worth `cut_worth` (None: there was none).
+    A candidate is read at its level in `levels` for `nbytes_read` bytes. `items` is the length of
+    the list. Up to the place `cut` the budget allowed everything; the last item before it was worth
+    `cut_worth` (None: there was none).
     """
 
     candidates: Candidates
     levels: Levels
-    nbytes: Ints
+    nbytes_read: Ints
     why: tuple[Why, ...]
     place: Ints
     worth: Floats
@@ -99,13 +100,14 @@ class Account:
                 yield Block(
                     expert=row.position,
                     block=int(c.block[n]),
-                    nbytes=int(self.nbytes[n]),
+                    nbytes=int(c.nbytes[n]),
                     change=float(change[n]),
                     why=self.why[n],
                     place=place or None,
                     worth=float(self.worth[n]) if place else None,
                     together=int(self.together[n]),
                     level=level_name(int(self.levels[n])),
+                    nbytes_read=int(self.nbytes_read[n]),
                 )
 
 
@@ -146,7 +148,7 @@ def account(q: PlanningProblem, budget: Budget, ranking: str, choice: Choice) ->
     return Account(
         candidates=c,
         levels=originals(choice),
-        nbytes=c.nbytes,
+        nbytes_read=np.where(choice, c.nbytes, 0),
         why=why,
         place=place,
         worth=worth,

@@ -35,7 +35,7 @@ def expert_records(story: TensorStory) -> list[dict[str, Any]]:
             {
                 "expert": story.experts[position],
                 "nbytes_total": sum(b.nbytes for b in mine),
-                "nbytes_read": sum(b.nbytes for b in mine if b.is_read),
+                "nbytes_read": sum(b.nbytes_read for b in mine),
                 "change": float(np.linalg.norm([b.change for b in mine])),
                 "worth_most": max(worths, default=None),
                 "worth_least": min(worths, default=None),

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.facts.packs import PackedCost, packed_cost
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.parts import stored_like
+from mergepipe_pipeline.planner.level_selection import PACKS
+from mergepipe_pipeline.planner.parts import is_merged, stored_like
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.pack import TIERS_OF
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.profile import load_profile
@@ -41,7 +44,15 @@ class Forecast:
 def forecast(warehouse: Warehouse, resolved: ResolvedRecipe) -> Forecast:
     """How long `merge` will take for a recipe, its earlier stages included."""
     stages = (*resolved.before, resolved)
-    return _forecast(warehouse, [work_of(stage) for stage in stages])
+    return _forecast(warehouse, [work_of(s, packed_of(warehouse, s)) for s in stages])
+
+
+def packed_of(warehouse: Warehouse, resolved: ResolvedRecipe) -> PackedCost | None:
+    """What packs spare the merge of a stage; None without packs, or where none are to be read."""
+    recipe, models = resolved.recipe, resolved.models
+    if resolved.request.no_packs or recipe.strategy not in (None, PACKS):
+        return None
+    return packed_cost(warehouse, models, [t for t in recipe.tensors if is_merged(t, models)])
 
 
 def forecast_plan(warehouse: Warehouse, plan: MergePlan) -> Forecast:
@@ -62,8 +73,11 @@ def _forecast(warehouse: Warehouse, works: Sequence[Work]) -> Forecast:
     return Forecast(total([seconds(w, profile) for w in works]))
 
 
-def work_of(resolved: ResolvedRecipe) -> Work:
-    """What merging one stage does; what is in the page cache now is taken to stay there."""
+def work_of(resolved: ResolvedRecipe, packed: PackedCost | None = None) -> Work:
+    """What merging one stage does; what is in the page cache now is taken to stay there.
+
+    With packs, what is less than an exact merge reads is taken to be read of all that is packed.
+    """
     cost, recipe, models = resolved.cost, resolved.recipe, resolved.models
     elems = expert_elems = inputs = 0
     for t in recipe.tensors:
@@ -75,6 +89,11 @@ def work_of(resolved: ResolvedRecipe) -> Work:
     read = cost.expert_bytes_total
     if cost.budget_bytes is not None:
         read = min(read, cost.budget_bytes)
+    merged_elems = round(read / max(1, cost.expert_bytes_total) * expert_elems)
+    is_exact = packed is not None and read >= packed.exact_nbytes
+    if packed is not None:
+        read = min(read, packed.exact_nbytes)
+        merged_elems = expert_elems if is_exact else max(merged_elems, packed.packed_elems)
     base_share, expert_share = _cold_shares(resolved)
     # What has just been analysed is in the page cache, if it fits.
     is_warm = cost.analysis_bytes > 0 and fits_page_cache(
@@ -85,7 +104,9 @@ def work_of(resolved: ResolvedRecipe) -> Work:
         method=recipe.method,
         cold_nbytes=0 if is_warm else round(cold_nbytes),
         out_elems=elems,
-        expert_elems=round(read / max(1, cost.expert_bytes_total) * expert_elems),
+        expert_elems=merged_elems,
+        exact_elems=packed.packed_elems if packed and is_exact else 0,
+        near_elems=packed.packed_elems if packed and not is_exact else 0,
         plan_inputs=0 if cost.budget_bytes is None else inputs,
         learn_nbytes=cost.analysis_bytes,
         learn_cold_nbytes=round(expert_share * cost.analysis_bytes),
@@ -105,11 +126,16 @@ def work_of_plan(plan: MergePlan) -> Work:
     expert_nbytes = _cold_share(_files(plan, [e.view for e in experts])) * sum(
         layer.expert_bytes_planned for layer in plan.layers
     )
+    packed = [r for e in experts if e.packed for r in e.packed.ranges]
+    near_elems = sum(r.stop_elem - r.start_elem for r in packed if r.level in TIERS_OF["L3"])
+    packed_elems = sum(r.stop_elem - r.start_elem for r in packed)
     return Work(
         method=plan.method,
         cold_nbytes=round(base_nbytes + expert_nbytes),
         out_elems=sum(prod(t.shape) for t in tasks),
-        expert_elems=sum(total_elems(e.read) for e in experts),
+        expert_elems=sum(total_elems(e.read) for e in experts) + packed_elems,
+        exact_elems=packed_elems - near_elems,
+        near_elems=near_elems,
         plan_inputs=0,
         learn_nbytes=0,
         learn_cold_nbytes=0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
+from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, DECODE_NEAR_ELEM_S
 from mergepipe_pipeline.spec.machine_profile import EnginePace, MachineProfile
 
 #: An element of the output takes about as long as two of experts: it is also rounded, looked at for
@@ -31,7 +32,8 @@ class Work:
     `cold_nbytes` of what the merge reads are not in the page cache. `learn_nbytes` are read before,
     `learn_cold_nbytes` of them cold. `plan_inputs` are (tensor, expert) pairs that a budget has to
     choose blocks of, 0 without a budget. `has_first_pass`: the experts are read once before they
-    are merged, as a random drop does that keeps norms.
+    are merged, as a random drop does that keeps norms. Of the experts' elements, `exact_elems` and
+    `near_elems` are decoded from packs.
     """
 
     method: str
@@ -43,6 +45,8 @@ class Work:
     learn_cold_nbytes: int
     output_nbytes: int
     has_first_pass: bool
+    exact_elems: int = 0
+    near_elems: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ def seconds(work: Work, profile: MachineProfile) -> Seconds:
     pace = engine.methods[measured_as(work.method)]
     elems = OUTPUT_WEIGHT * work.out_elems + work.expert_elems
     reading_s = work.cold_nbytes / engine.read_bytes_per_s
-    computing_s = elems * pace.merge_elem_s / engine.cores
+    decoding_s = work.exact_elems * DECODE_EXACT_ELEM_S + work.near_elems * DECODE_NEAR_ELEM_S
+    computing_s = (elems * pace.merge_elem_s + decoding_s) / engine.cores
     writing_s = work.output_nbytes / profile.write_bytes_per_s
     first_pass_s = reading_s if work.has_first_pass else 0.0  # what follows reads from memory
     return Seconds(

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate
+from mergepipe_pipeline.facts.packs import PackedCost
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
-from mergepipe_pipeline.timing.forecast import Forecast, forecast
+from mergepipe_pipeline.timing.forecast import Forecast, forecast, packed_of
 from mergepipe_pipeline.verbs.pack_estimates import estimates_of_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -20,11 +21,13 @@ from mergepipe_pipeline.warehouse import Warehouse
 class Check:
     """A recipe that can run: its stages, the last one last, and how long it will take here.
 
-    `packs` are about what packs of its analysed experts would take and save, where they have none.
+    `packed` says of each stage what its experts' packs spare, None without packs; `packs` are about
+    what packs of its analysed experts would take and save, where they have none.
     """
 
     stages: tuple[ResolvedRecipe, ...]
     forecast: Forecast
+    packed: tuple[PackedCost | None, ...]
     packs: tuple[PackEstimate, ...] = ()
 
     @property
@@ -41,5 +44,6 @@ def check(warehouse: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning])
     """
     last = resolve(warehouse, raw, **planning)
     stages = (*last.before, last)
+    packed = tuple(packed_of(warehouse, stage) for stage in stages)
     packs = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}
-    return Check(stages, forecast(warehouse, last), tuple(packs.values()))
+    return Check(stages, forecast(warehouse, last), packed, tuple(packs.values()))

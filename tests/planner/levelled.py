@@ -17,8 +17,8 @@ from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
 
 GRID = BlockGrid(CHUNK_ELEMS)
 #: Packs are read where they are fewer bytes.
-SLOW_DISK = PackPace(read_bytes_per_s=1.0, decode_elem_s=0.0)
-FAST_DISK = PackPace(read_bytes_per_s=1e12, decode_elem_s=1.0)
+SLOW_DISK = PackPace(read_bytes_per_s=1.0, decode_elem_s=0.0, merge_elem_s=0.0)
+FAST_DISK = PackPace(read_bytes_per_s=1e12, decode_elem_s=1.0, merge_elem_s=0.0)
 
 
 def levels_of(rng: np.random.Generator, l2sq: np.ndarray, pack: int = 0) -> RowLevels:

@@ -14,6 +14,8 @@ from mergepipe_pipeline.report.explain_tables import expert_records
 from mergepipe_pipeline.report.shares import level_shares, shares
 from mergepipe_pipeline.report.stories import explain_expert, explain_tensor
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.timing.forecast import packed_of, work_of, work_of_plan
+from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.curve import curve, curve_of_plan
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.planner.test_level_promises import UNPACKED, home, inputs_of, recipe
@@ -47,9 +49,7 @@ def test_each_block_of_a_tensor_is_told_at_its_level_with_its_place_in_the_list(
     story = explain_tensor(home, plan.plan_id, EMBED)
     assert story.is_current
     task = next(t for lay in plan.layers for t in lay.tasks if t.name == EMBED)
-    assert sum(b.nbytes for b in story.blocks if b.level) == sum(
-        e.read_nbytes for e in task.experts
-    )
+    assert sum(b.nbytes_read for b in story.blocks) == sum(e.read_nbytes for e in task.experts)
     for b in story.blocks:
         assert bool(b.level) == b.is_read
         if b.why == "bought":
@@ -92,6 +92,26 @@ def test_the_curve_draws_packs_beside_blocks_and_below_them(home: Warehouse) -> 
     assert [p.nbytes for p in of_plan.curve.points] == [p.nbytes for p in told.points]
     without = curve(home, raw, budget="20%", no_packs=True).curve
     assert {p.strategy for p in without.points} == {"magnitude", "conflict_aware"}
+
+
+def test_check_says_what_an_exact_merge_reads_with_packs(home: Warehouse) -> None:
+    (packed,) = check(home, RAW).packed
+    assert packed is not None
+    assert packed.experts == 2
+    planned = make_plan(home, RAW).estimates.expert_bytes_planned
+    assert packed.exact_nbytes == pytest.approx(planned, rel=0.01)
+    assert check(home, RAW, no_packs=True).packed == (None,)
+
+
+def test_what_is_decoded_takes_time(home: Warehouse, plan: MergePlan) -> None:
+    from_packs, stored = work_of_plan(plan), work_of_plan(make_plan(home, RAW, no_packs=True))
+    assert from_packs.near_elems > from_packs.exact_elems
+    assert from_packs.cold_nbytes < stored.cold_nbytes or not stored.cold_nbytes
+    (resolved,) = check(home, RAW).stages
+    recipe = work_of(resolved, packed_of(home, resolved))
+    full = work_of_plan(make_plan(home, RAW))
+    assert recipe.exact_elems == pytest.approx(full.exact_elems, rel=0.1)
+    assert recipe.near_elems == stored.exact_elems == stored.near_elems == 0
 
 
 def test_a_plan_that_approximates_belongs_to_the_full_merge_that_it_approximates(

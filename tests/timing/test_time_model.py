@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, DECODE_NEAR_ELEM_S
 from mergepipe_pipeline.timing.time_model import Seconds, Work, seconds, total
 from tests.profiles import ENGINE, GB, PROFILE
 
@@ -23,6 +24,8 @@ def test_no_work_takes_as_long_as_the_start() -> None:
     [
         (replace(NOTHING, cold_nbytes=6 * GB), "reading_s", 6),
         (replace(NOTHING, out_elems=GB, expert_elems=20 * GB), "computing_s", 11),  # on 2 cores
+        (replace(NOTHING, exact_elems=10 * GB), "computing_s", 5 * DECODE_EXACT_ELEM_S * GB),
+        (replace(NOTHING, near_elems=10 * GB), "computing_s", 5 * DECODE_NEAR_ELEM_S * GB),
         (replace(NOTHING, output_nbytes=4 * GB), "writing_s", 8),
     ],
 )
