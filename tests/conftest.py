@@ -15,11 +15,8 @@ from tests.family import make_family
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=25, **_COMMON)
-settings.register_profile("ci", max_examples=40, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
-settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
-)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 _FSYNC = os.fsync

@@ -67,9 +67,12 @@ def sketched(
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.7, 0.95])
-@pytest.mark.parametrize(("experts", "blocks", "beyond"), [(2, 4, 0.02), (8, 4, 0.02), (4, 40, 0)])
+@pytest.mark.parametrize(
+    ("experts", "blocks", "draws", "beyond"),
+    [(2, 4, 150, 0.02), (8, 4, 150, 0.02), (4, 40, 60, 0)],
+)
 def test_predictions_err_as_often_as_their_margins_say(
-    rho: float, experts: int, blocks: int, beyond: float
+    rho: float, experts: int, blocks: int, draws: int, beyond: float
 ) -> None:
     """Over many draws the error in standard errors has mean 0 and spread 1.
 
@@ -77,7 +80,7 @@ def test_predictions_err_as_often_as_their_margins_say(
     """
     rng = np.random.default_rng(3)
     scores = []
-    for _ in range(150):
+    for _ in range(draws):
         c, deltas = sketched(rng, rho, experts=experts, blocks=blocks, numel=256)
         choice = rng.random(len(c.row)) < (0.2 if experts > 2 else 0.0)
         (found,) = predict(c, [choice]) or []
