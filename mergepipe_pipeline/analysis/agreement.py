@@ -36,7 +36,7 @@ class Agreement:
     `norms` [K], exact. [K, K]: `cosine`, 0 with a delta that is zero; `overlap`, the share of
     elements that both change; `sign_agreement`, the share of those that both move the same way, NaN
     where none was seen. `interference` is of the plain sum (all coefficients 1): the share of
-    energy it loses, 1 − ‖Σδ‖²/Σ‖δ‖²: 0 for orthogonal deltas, below 0 where they add up.
+    Σ‖δ‖² that it loses, 1 − ‖Σδ‖²/Σ‖δ‖²: 0 for orthogonal deltas, below 0 where they add up.
     """
 
     norms: Floats

@@ -30,7 +30,7 @@ _WRONG_LIST = 0.05
 class Pair:
     """Two experts in one place (a layer, a tensor, or "all"); errors are standard errors.
 
-    `lost` is what the plain sum loses by this pair here, as a share of the energy Σ‖δ‖² of all
+    `lost` is what the plain sum loses by this pair here, as a share of Σ‖δ‖² of all
     experts in all places; below 0 where the two add up.
     """
 
@@ -66,10 +66,10 @@ class ConflictReport:
 
     def pairs(self, by: str) -> Iterator[Pair]:
         """Each pair of experts in each place."""
-        energy = float(np.square(self.whole.norms).sum())
+        total = float(np.square(self.whole.norms).sum())
         for place, found in self.places(by).items():
             for i, j in combinations(range(len(self.experts)), 2):
-                share = 2 * float(found.norms[i] * found.norms[j]) / energy if energy else 0.0
+                share = 2 * float(found.norms[i] * found.norms[j]) / total if total else 0.0
                 yield Pair(
                     place,
                     self.experts[i],
@@ -85,7 +85,7 @@ class ConflictReport:
                 )
 
     def conflicting(self, by: str) -> list[Pair]:
-        """The pairs that certainly cancel, those that certainly cost most energy first."""
+        """The pairs that certainly cancel, those that certainly cost most of Σ‖δ‖² first."""
         pairs = list(self.pairs(by))
         errors = _certain_errors(len(pairs))
         certain = [(p.lost - errors * p.lost_error, p) for p in pairs]

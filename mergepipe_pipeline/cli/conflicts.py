@@ -71,7 +71,7 @@ def _lines(stage: str, report: ConflictReport, by: str, most: int) -> list[str]:
     lines = [
         f"{stage}: {len(experts)} experts, {len(report.tensors)} tensors in "
         f"{len(report.layers)} layers",
-        f"  interference {interference} of the energy is lost in the plain sum (below 0: gained)",
+        f"  interference {interference} of Σ‖δ‖² is lost in the plain sum (below 0: gained)",
         "",
         f"cosine of deltas, standard errors up to {cosine_error:.2g}",
         *table(("expert", *experts), tables.matrix_rows(report, "cosine")),

@@ -289,7 +289,7 @@ def _expert_lines(story: ExpertStory) -> list[str]:
         "",
         f"in plan {story.plan.plan_id[:16]} of {story.plan.recipe_name}",
         *table(
-            ("layer", "size", "bytes bought", "energy bought", "change", "part of all bought"),
+            ("layer", "size", "bytes read", "squared norm read", "change", "part of all read"),
             layers,
         ),
     ]

@@ -35,7 +35,7 @@ class RecipeFile:
     """
 
     name: str
-    raw: ParsedRecipe | None
+    parsed: ParsedRecipe | None
     members: tuple[str, ...]
     layers: tuple[str, ...]
     problem: str | None
@@ -43,19 +43,19 @@ class RecipeFile:
     @property
     def recipe(self) -> ParsedRecipe:
         """The parsed recipe of a usable card. Raises RecipeError with the card's problem."""
-        if self.raw is None:
+        if self.parsed is None:
             raise RecipeError(
                 "A recipe cannot be used",
                 where=self.name,
                 found=self.problem or "",
                 next_step="mend its file: `mergepipe check FILE` tells all that is wrong",
             )
-        return self.raw
+        return self.parsed
 
     @property
     def stages(self) -> tuple[ParsedRecipe, ...]:
         """All stages, the last one being the result; empty for a recipe that cannot be read."""
-        return () if self.raw is None else (*self.raw.before, self.raw)
+        return () if self.parsed is None else (*self.parsed.before, self.parsed)
 
     @property
     def pinned(self) -> frozenset[str]:
@@ -72,7 +72,7 @@ class RecipeFile:
     @property
     def token(self) -> str:
         """Changes when definitions made from this card would change."""
-        text = self.raw and self.raw.text
+        text = self.parsed and self.parsed.text
         return digest_json([self.name, text, self.members, self.layers, self.problem])[:16]
 
 
@@ -149,12 +149,12 @@ def _identifier(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]", "_", name)
 
 
-def uses(ref: ModelRef, raw: ParsedRecipe) -> tuple[str, ...]:
+def uses(ref: ModelRef, parsed: ParsedRecipe) -> tuple[str, ...]:
     """The catalog names that a stage's reference means: a model's and an adapter's.
 
     Empty where the model is an earlier stage's result; then only the adapter, if there is one.
     """
-    model = () if ref.model in raw.stages_used else (ref.model,)
+    model = () if ref.model in parsed.stages_used else (ref.model,)
     return model if ref.lora is None else (*model, ref.lora)
 
 
@@ -175,10 +175,10 @@ class _Checkpoints:
 def _read(path: Path) -> RecipeFile:
     """The card of a file, as its text alone gives it."""
     try:
-        raw = load_recipe(path)
+        parsed = load_recipe(path)
     except Exception as error:  # whatever it is, it is this recipe's alone
         return RecipeFile(path.stem, None, (), (), str(error))
-    card = RecipeFile(path.stem, raw, (), (), None)
+    card = RecipeFile(path.stem, parsed, (), (), None)
     return replace(card, members=tuple(dict.fromkeys(_members(card))))
 
 

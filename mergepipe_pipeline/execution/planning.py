@@ -31,7 +31,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 def make_plan(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     *,
     progress: Progress | None = None,
     **planning: Unpack[Planning],
@@ -41,7 +41,7 @@ def make_plan(
     Checkpoints that are `known` are registered already, and stay so. Raises what `resolve` raises,
     and BudgetError for a budget that the strategy cannot meet.
     """
-    resolved, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
+    resolved, results = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
     return plan_resolved(
         warehouse, resolved, progress, unnamed=results, known=planning.get("known")
     )
@@ -49,7 +49,7 @@ def make_plan(
 
 def resolve_after_stages(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     *,
     progress: Progress | None = None,
     **planning: Unpack[Planning],
@@ -66,10 +66,10 @@ def resolve_after_stages(
         models.extend(plan.request.models)
         return plan
 
-    if raw.before:
-        resolve(warehouse, raw, **planning)
-    results = run_stages(warehouse, raw, plan_stage, progress)
-    resolved = resolve_stage(warehouse, raw, results, **planning)
+    if parsed.before:
+        resolve(warehouse, parsed, **planning)
+    results = run_stages(warehouse, parsed, plan_stage, progress)
+    resolved = resolve_stage(warehouse, parsed, results, **planning)
     return replace(resolved, request=replace(resolved.request, models=tuple(models))), results
 
 

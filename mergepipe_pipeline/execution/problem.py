@@ -91,7 +91,7 @@ class SolvedProblem:
 
 def solve_recipe(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     *,
     progress: Progress | None = None,
     for_parts: bool = False,
@@ -102,7 +102,7 @@ def solve_recipe(
     As for a plan, earlier stages are merged and unknown experts analysed. `for_parts` is needed to
     ask about other budgets than the recipe's.
     """
-    resolved, results = resolve_after_stages(warehouse, raw, progress=progress, **planning)
+    resolved, results = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
     inputs = gather(warehouse, resolved, progress, unnamed=results, for_parts=for_parts)
     recipe, builder = resolved.recipe, inputs.builder()
     problem, packed = builder.problem(), builder.level_problem()
@@ -128,13 +128,13 @@ def solve_plan(
     Raises what checking its recipe raises, NotFoundError for a plan over packs that are gone; reads
     weights only if the catalog lost what it knew. `with_blocks`: see `gather`.
     """
-    raw = parse(plan.recipe_text, name=plan.recipe_name, where=f"plan {plan.plan_id[:16]}")
-    known = _checkpoints(warehouse, plan, raw)
+    parsed = parse(plan.recipe_text, name=plan.recipe_name, where=f"plan {plan.plan_id[:16]}")
+    known = _checkpoints(warehouse, plan, parsed)
     e = plan.estimates
     budget = "none" if e.budget_bytes is None else str(e.budget_bytes)
     resolved = resolve_stage(
         warehouse,
-        raw,
+        parsed,
         known,
         budget=budget,
         strategy=e.strategy,
@@ -164,13 +164,15 @@ def _experts(inputs: PlanInputs) -> tuple[str, ...]:
     return tuple(found.get(n, "") for n in range(max(found, default=-1) + 1))
 
 
-def _checkpoints(warehouse: Warehouse, plan: MergePlan, raw: ParsedRecipe) -> dict[str, Checkpoint]:
+def _checkpoints(
+    warehouse: Warehouse, plan: MergePlan, parsed: ParsedRecipe
+) -> dict[str, Checkpoint]:
     """By the text that names them in the recipe, the checkpoints that the plan reads."""
     made = str(warehouse.token_rows)
     sources = (_checkpoint(warehouse, s) for s in plan.sources if not s.root.startswith(made))
     found: dict[str, Checkpoint] = {}
     on_base: list[str] = []
-    for ref in raw.references:
+    for ref in parsed.references:
         first = next(sources)
         if ref.lora is None:
             found[ref.text] = first
@@ -180,8 +182,8 @@ def _checkpoints(warehouse: Warehouse, plan: MergePlan, raw: ParsedRecipe) -> di
             on_base.append(ref.model)
         else:
             found[ref.model], found[ref.lora] = first, next(sources)
-    if on_base and raw.base is not None:
-        base = found[raw.references[raw.base].text]
+    if on_base and parsed.base is not None:
+        base = found[parsed.references[parsed.base].text]
         found = dict.fromkeys(on_base, base) | found
     return found
 

@@ -22,13 +22,13 @@ Planner = Callable[[ParsedRecipe, Mapping[str, Checkpoint]], MergePlan]
 
 def run_stages(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     plan_stage: Planner,
     progress: Progress | None,
 ) -> dict[str, Checkpoint]:
     """Stage name to the checkpoint of its result, for all stages before the last."""
     results: dict[str, Checkpoint] = {}
-    for stage in raw.before:
+    for stage in parsed.before:
         name = stage.stage or stage.name
         plan = plan_stage(stage, results)
         lease_until_exit(warehouse, plan)

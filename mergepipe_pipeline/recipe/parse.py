@@ -68,10 +68,10 @@ def parse_recipe(
     Raises RecipeError with every problem; BudgetError if the budget's amount is the only one.
     """
     document = read_yaml(text)
-    raw = _parse(document, name, where, methods, strategies)
-    if raw is None or document.problems:
+    parsed = _parse(document, name, where, methods, strategies)
+    if parsed is None or document.problems:
         raise _error([document], where)
-    return raw
+    return parsed
 
 
 def parse_recipes(
@@ -131,11 +131,14 @@ def _parse(
         modules = with_joined_base(modules, keys.level, keys.base, keys.schema)
     merges_base = base_takes_part(yaml.merge_method, methods)
     check_slices(keys.schema, merges_base, modules, keys.references, problems)
-    raw = _parsed_recipe(document, yaml, keys, modules, name=name, where=where)
+    parsed = _parsed_recipe(document, yaml, keys, modules, name=name, where=where)
     if keys.schema is None:
-        return raw
-    found = (*recipe_warnings(raw, keys.schema), *joined_base(raw, joined=modules != keys.modules))
-    return replace(raw, warnings=tuple(dict.fromkeys((*raw.warnings, *found))))
+        return parsed
+    found = (
+        *recipe_warnings(parsed, keys.schema),
+        *joined_base(parsed, joined=modules != keys.modules),
+    )
+    return replace(parsed, warnings=tuple(dict.fromkeys((*parsed.warnings, *found))))
 
 
 @dataclass(frozen=True, kw_only=True)

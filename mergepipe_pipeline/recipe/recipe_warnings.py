@@ -26,11 +26,11 @@ _SCALE_ENDS = ("_scale_inv", "_scale")
 _OUTSIDE_T = "is outside [0, 1], so the merge leaves the way between the two models"
 
 
-def recipe_warnings(raw: ParsedRecipe, schema: OperatorSchema) -> list[str]:
+def recipe_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
     """The warnings that a recipe's text and its method give reason for."""
-    warnings = _base_warnings(raw, schema)
-    warnings += _method_warnings(schema, [level for level, _ in raw.levels()])
-    for level, _ in raw.levels():
+    warnings = _base_warnings(parsed, schema)
+    warnings += _method_warnings(schema, [level for level, _ in parsed.levels()])
+    for level, _ in parsed.levels():
         for name in level.settings:
             place = shown_path((*level.path, "parameters", name))
             if name in _BY_NAME and name in {p.name for p in schema.parameters}:
@@ -40,13 +40,14 @@ def recipe_warnings(raw: ParsedRecipe, schema: OperatorSchema) -> list[str]:
     return warnings
 
 
-def joined_base(raw: ParsedRecipe, *, joined: bool) -> list[str]:
+def joined_base(parsed: ParsedRecipe, *, joined: bool) -> list[str]:
     """That a base which is not listed is merged like the models that are."""
-    if not joined or raw.base is None:
+    if not joined or parsed.base is None:
         return []
     return [
-        f"base_model {raw.references[raw.base].text!r} is not listed, and `{raw.method}` merges it "
-        "like the models that are, as in mergekit; give weights per model to leave it out"
+        f"base_model {parsed.references[parsed.base].text!r} is not listed, and "
+        f"`{parsed.method}` merges it like the models that are, as in mergekit; "
+        "give weights per model to leave it out"
     ]
 
 
@@ -55,20 +56,20 @@ def _within(level: Level, name: str) -> bool:
     return all(0 <= number <= 1 for number in numbers)
 
 
-def _base_warnings(raw: ParsedRecipe, schema: OperatorSchema) -> list[str]:
+def _base_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
     warnings = []
-    listed = {entry.model for entry in raw.entries()}
+    listed = {entry.model for entry in parsed.entries()}
     if schema.base == "none":
-        if raw.base is not None and raw.base not in listed:
+        if parsed.base is not None and parsed.base not in listed:
             warnings.append(
-                f"base_model {raw.references[raw.base].text!r} is not listed under models: it only "
-                "stands in for blocks that are not read, where mergekit merges it or fails"
+                f"base_model {parsed.references[parsed.base].text!r} is not listed under models: "
+                "it only stands in for blocks that are not read, where mergekit merges it or fails"
             )
         return warnings
-    for _, part in raw.slices():
+    for _, part in parsed.slices():
         warnings += [
-            f"{shown_path((*e.level.path, 'parameters'))}: {raw.references[e.model].text!r} is the "
-            "base, so they have no effect"
+            f"{shown_path((*e.level.path, 'parameters'))}: {parsed.references[e.model].text!r} is "
+            "the base, so they have no effect"
             for e in part.entries
             if e.model == part.base and e.level.settings
         ]

@@ -44,97 +44,102 @@ from mergepipe_pipeline.spec.recipe import BaseTensor, Params, Recipe, TensorInp
 
 
 def resolve_recipe(
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     tables: Sequence[Table],
     methods: Mapping[str, OperatorSchema],
     partial: Sequence[bool] = (),
 ) -> Recipe:
     """Give every output tensor its inputs and numbers.
 
-    `tables[i]` are the tensors of `raw.references[i]` by name, in file order. `partial[i]` says
+    `tables[i]` are the tensors of `parsed.references[i]` by name, in file order. `partial[i]` says
     that model i is an adapter or a delta alone: its table has the base's names that it changes.
     Where other models take part and its share matters (values are merged, or deltas are counted or
     measured), it stays an input under the base's tensor name; else it is no input there.
 
     Raises RecipeError with every problem.
     """
-    problems = Problems(raw.lines)
-    schema = find_method(raw.method, methods, problems)
+    problems = Problems(parsed.lines)
+    schema = find_method(parsed.method, methods, problems)
     if schema is None:
-        raise recipe_error([problems], raw.where)
-    warnings = _check_text(raw, schema, methods, problems)
-    if len(tables) != len(raw.references):
-        problems.add((), f"expected tensors of {len(raw.references)} models, found {len(tables)}")
+        raise recipe_error([problems], parsed.where)
+    warnings = _check_text(parsed, schema, methods, problems)
+    if len(tables) != len(parsed.references):
+        problems.add(
+            (), f"expected tensors of {len(parsed.references)} models, found {len(tables)}"
+        )
     if problems:
-        raise recipe_error([problems], raw.where)
+        raise recipe_error([problems], parsed.where)
     flags = [*partial, *[False] * (len(tables) - len(partial))]
-    resolver = _Resolver(raw, schema, Tables(raw.references, tables, flags), problems)
+    resolver = _Resolver(parsed, schema, Tables(parsed.references, tables, flags), problems)
     tensors = resolver.tensors()
     if not problems:
-        check_budget_options(raw.budget, raw.references, tensors, problems)
+        check_budget_options(parsed.budget, parsed.references, tensors, problems)
     if problems:
-        raise recipe_error([problems], raw.where)
-    warnings += [*resolver.warnings, *mixed_shapes(tensors, tables, raw.references)]
-    warnings += _rounding_warnings(raw, schema, tensors, tables)
-    return _recipe_of(raw, tensors, resolver.n_layers, warnings)
+        raise recipe_error([problems], parsed.where)
+    warnings += [*resolver.warnings, *mixed_shapes(tensors, tables, parsed.references)]
+    warnings += _rounding_warnings(parsed, schema, tensors, tables)
+    return _recipe_of(parsed, tensors, resolver.n_layers, warnings)
 
 
 def _check_text(
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     schema: OperatorSchema,
     methods: Mapping[str, OperatorSchema],
     problems: Problems,
 ) -> list[str]:
     """Check what needs no tensor, and return the warnings about it."""
-    warnings = [*raw.warnings, *check_parameters(schema, methods, raw.levels(), problems)]
-    warnings += recipe_warnings(raw, schema)
-    check_slices(schema, schema.base == "none", raw.modules, raw.references, problems)
-    check_base(schema, raw.modules, problems)
+    warnings = [*parsed.warnings, *check_parameters(schema, methods, parsed.levels(), problems)]
+    warnings += recipe_warnings(parsed, schema)
+    check_slices(schema, schema.base == "none", parsed.modules, parsed.references, problems)
+    check_base(schema, parsed.modules, problems)
     return warnings
 
 
 def _rounding_warnings(
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     schema: OperatorSchema,
     tensors: Sequence[TensorRecipe],
     tables: Sequence[Table],
 ) -> list[str]:
     """Warnings about dtypes that lose something of the models that arithmetic reads."""
     computed = [t for t in tensors if _is_computed(schema, t)]
-    if raw.dtype is None:
+    if parsed.dtype is None:
         return dtype_warnings(None, [promoted_dtype(t, tables) for t in computed])
     used = {i.model for t in computed for i in t.inputs}
     used |= {t.base.model for t in computed if t.base}
     stored = [entry.dtype for model in sorted(used) for entry in tables[model].values()]
-    return dtype_warnings(raw.dtype, stored)
+    return dtype_warnings(parsed.dtype, stored)
 
 
 def _recipe_of(
-    raw: ParsedRecipe, tensors: tuple[TensorRecipe, ...], n_layers: int | None, warnings: list[str]
+    parsed: ParsedRecipe,
+    tensors: tuple[TensorRecipe, ...],
+    n_layers: int | None,
+    warnings: list[str],
 ) -> Recipe:
     return Recipe(
-        name=raw.name,
-        text=raw.text,
-        method=raw.method,
-        models=raw.references,
-        base=raw.base,
+        name=parsed.name,
+        text=parsed.text,
+        method=parsed.method,
+        models=parsed.references,
+        base=parsed.base,
         tensors=tensors,
-        dtype=raw.dtype,
-        out_dtype=raw.out_dtype,
-        budget=raw.budget,
-        strategy=raw.strategy,
-        seed=raw.seed,
-        ref=raw.ref,
+        dtype=parsed.dtype,
+        out_dtype=parsed.out_dtype,
+        budget=parsed.budget,
+        strategy=parsed.strategy,
+        seed=parsed.seed,
+        ref=parsed.ref,
         n_layers=n_layers,
-        tokenizer=raw.tokenizer,
-        chat_template=raw.chat_template,
+        tokenizer=parsed.tokenizer,
+        chat_template=parsed.chat_template,
         warnings=tuple(dict.fromkeys(warnings)),
     )
 
 
 @dataclass
 class _Resolver:
-    raw: ParsedRecipe
+    parsed: ParsedRecipe
     schema: OperatorSchema
     tables: Tables
     problems: Problems
@@ -156,15 +161,15 @@ class _Resolver:
             self.warnings.append(copied(list(names), self.tables.refs[model]))
         if self.schema.name != "passthrough":
             self.warnings += scaled_float8([self.tables[m] for m in self._places()])
-        self.warnings += idle_filters([lv for lv, _ in self.raw.levels()], all_names(outputs))
+        self.warnings += idle_filters([lv for lv, _ in self.parsed.levels()], all_names(outputs))
         return tuple(recipes)
 
     def _outputs(self) -> list[Output]:
-        maker = Outputs(self.schema, self.raw.level, self.tables, self.problems)
+        maker = Outputs(self.schema, self.parsed.level, self.tables, self.problems)
         outputs: dict[str, Output] = {}
-        for module in self.raw.modules:
+        for module in self.parsed.modules:
             first = module.slices[0].entries[0].model
-            names = self.tables[first if self.raw.base is None else self.raw.base]
+            names = self.tables[first if self.parsed.base is None else self.parsed.base]
             belongs = module_of(module.name or "default", names)
             if belongs is None:
                 self.problems.add(
@@ -179,7 +184,7 @@ class _Resolver:
 
     def _places(self) -> dict[int, KeyPath]:
         places: dict[int, KeyPath] = {}
-        for entry in self.raw.entries():
+        for entry in self.parsed.entries():
             places.setdefault(entry.model, (*entry.level.path, "model"))
         return places
 
@@ -280,10 +285,10 @@ class _Resolver:
 
     def _leftovers(self, made: set[str]) -> list[TensorRecipe]:
         """Copies of the tensors that are in no named module."""
-        if all(module.name is None for module in self.raw.modules):
+        if all(module.name is None for module in self.parsed.modules):
             return []
-        first = self.raw.modules[0].slices[0].entries[0].model
-        owner = first if self.raw.base is None else self.raw.base
+        first = self.parsed.modules[0].slices[0].entries[0].model
+        owner = first if self.parsed.base is None else self.parsed.base
         names = [name for name in self.tables[owner] if name not in made]
         if names:
             self.warnings.append(
@@ -294,10 +299,12 @@ class _Resolver:
 
     def _new_count(self, recipes: Sequence[TensorRecipe]) -> int | None:
         """The number of layers of the stack that slices made longer or shorter, if one is."""
-        if all(part.whole for _, part in self.raw.slices()):
+        if all(part.whole for _, part in self.parsed.slices()):
             return None
-        first = self.raw.modules[0].slices[0].entries[0].model
-        template = stack_counts(self.tables[first if self.raw.base is None else self.raw.base])
+        first = self.parsed.modules[0].slices[0].entries[0].model
+        template = stack_counts(
+            self.tables[first if self.parsed.base is None else self.parsed.base]
+        )
         counts = stack_counts(recipe.name for recipe in recipes)
         changed = [n for stack, n in counts.items() if template.get(stack) != n]
         return changed[0] if changed else None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Row = tuple[str, ...]
 
-PAIR_HEADERS = ("place", "experts", "cosine", "same sign", "energy lost")
+PAIR_HEADERS = ("place", "experts", "cosine", "same sign", "squared norm lost")
 
 
 def estimate(value: float, error: float, sign: str = "+") -> str:
@@ -55,18 +55,18 @@ def largest_error(report: ConflictReport, figure: str) -> float:
 
 def place_headers(by: str) -> Row:
     """What `place_rows` holds."""
-    return (by, "energy", "mean cosine", "lowest", "highest", "same sign", "interference")
+    return (by, "squared norm", "mean cosine", "lowest", "highest", "same sign", "interference")
 
 
 def place_rows(report: ConflictReport, by: str) -> list[Row]:
-    """One row per layer or tensor: its share of the energy Σ‖δ‖², and how its deltas agree."""
-    energy = float(np.square(report.whole.norms).sum())
-    return [_place_row(report, place, found, energy) for place, found in report.places(by).items()]
+    """One row per layer or tensor: its share of Σ‖δ‖², and how its deltas agree."""
+    total = float(np.square(report.whole.norms).sum())
+    return [_place_row(report, place, found, total) for place, found in report.places(by).items()]
 
 
-def _place_row(report: ConflictReport, place: str, found: Agreement, energy: float) -> Row:
+def _place_row(report: ConflictReport, place: str, found: Agreement, total: float) -> Row:
     first, second = np.triu_indices(len(report.experts), 1)
-    share = f"{100 * np.square(found.norms).sum() / energy:.2f} %" if energy else "-"
+    share = f"{100 * np.square(found.norms).sum() / total:.2f} %" if total else "-"
     interference = percent(found.interference, found.interference_error)
     if not len(first):
         return (place, share, "-", "-", "-", "-", interference)

@@ -103,7 +103,7 @@ def blocks_picture(story: TensorStory) -> bytes:
 
 
 def contributions_picture(story: ExpertStory) -> bytes:
-    """PNG: per layer the shares read of an expert's bytes and energy, and its part of all."""
+    """PNG: per layer the shares read of an expert's bytes and squared norm, and its part of all."""
     layers = [c.layer for c in story.contributions]
     values = [
         [
@@ -112,7 +112,7 @@ def contributions_picture(story: ExpertStory) -> bytes:
         ]
         for c in story.contributions
     ]
-    columns = ("bytes", "energy", "part of all")
+    columns = ("bytes", "squared norm", "part of all")
     title = f"{story.name} in {story.plan.recipe_name}, %"
     return heat_map(layers, columns, values, title, limits=(0, 100), text="{:.0f}")
 

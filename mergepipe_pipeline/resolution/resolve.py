@@ -86,7 +86,7 @@ class Planning(TypedDict, total=False):
 
 
 def resolve(
-    warehouse: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]
+    warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Planning]
 ) -> ResolvedRecipe:
     """Everything that can be said from headers alone; writes nothing.
 
@@ -98,7 +98,7 @@ def resolve(
     pending: dict[str, Checkpoint] = {}
     problems: list[MergePipeError] = []
     failed: set[str] = set()
-    for stage in (*raw.before, raw):
+    for stage in (*parsed.before, parsed):
         name = stage.stage or stage.name
         if failed & set(stage.stages_used):
             problems += _lost_models(warehouse, stage, failed, pending, planning.get("relative_to"))
@@ -113,14 +113,14 @@ def resolve(
         done.append(resolved)
         pending[name] = foreseen(resolved.recipe, resolved.models, resolved.side)
     if problems:
-        raise _all(problems, raw)
+        raise _all(problems, parsed)
     *before, final = done
     return replace(final, before=tuple(before))
 
 
 def resolve_stage(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     pending: Mapping[str, Checkpoint],
     *,
     relative_to: Path | None = None,
@@ -131,19 +131,19 @@ def resolve_stage(
     no_packs: bool = False,
 ) -> ResolvedRecipe:
     """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
-    recipe, models = open_stage(warehouse, raw, {**(known or {}), **pending}, relative_to)
-    fitted = _fit(warehouse, raw, recipe, models)
+    recipe, models = open_stage(warehouse, parsed, {**(known or {}), **pending}, relative_to)
+    fitted = _fit(warehouse, parsed, recipe, models)
     template = fitted.models[fitted.side.template]
     warnings = [*recipe.warnings, *fitted.warnings, *tied_updates(models, recipe.base)]
     if template.checkpoint.config is None:
         warnings.append(_no_config(template))
     warnings += [
         f"the stage {name!r} hides what else is called so: the model of that name or path"
-        for name in raw.stages_used
+        for name in parsed.stages_used
         if exists(warehouse, name, relative_to)
     ]
     recipe = _as_asked(replace(recipe, warnings=tuple(warnings)), budget, strategy)
-    grid = grid_for(template, block_elems or raw.block_elems)
+    grid = grid_for(template, block_elems or parsed.block_elems)
     outputs = _outputs(recipe, fitted.models)
     return ResolvedRecipe(
         recipe=recipe,
@@ -168,7 +168,7 @@ class _Fitted:
 
 
 def _fit(
-    warehouse: Warehouse, raw: ParsedRecipe, recipe: Recipe, models: Sequence[Model]
+    warehouse: Warehouse, parsed: ParsedRecipe, recipe: Recipe, models: Sequence[Model]
 ) -> _Fitted:
     """Give the models the rows of the output's vocabulary. Raises what does not fit together."""
     problems: list[MergePipeError] = []
@@ -189,7 +189,7 @@ def _fit(
     except MergePipeError as error:
         problems.append(error)
     if problems:
-        raise _all(problems, raw)
+        raise _all(problems, parsed)
     return _Fitted(tuple(models), side, tokenizer, (*warnings, *cropped))
 
 
@@ -205,7 +205,7 @@ def _as_asked(recipe: Recipe, budget: str | None, strategy: str | None) -> Recip
 
 def open_stage(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     pending: Mapping[str, Checkpoint],
     relative_to: Path | None = None,
 ) -> tuple[Recipe, list[Model]]:
@@ -214,11 +214,11 @@ def open_stage(
     Raises as `resolve` does, for what the models' structure alone can tell.
     """
     problems: list[MergePipeError] = []
-    models = open_models(warehouse, raw.references, raw.base, relative_to, pending, problems)
+    models = open_models(warehouse, parsed.references, parsed.base, relative_to, pending, problems)
     if problems:
-        raise _all(problems, raw)
+        raise _all(problems, parsed)
     partial = [m.is_partial for m in models]
-    recipe = resolve_recipe(raw, [m.views for m in models], SCHEMAS, partial)
+    recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, partial)
     return recipe, [_completed(m, n, recipe, models) for n, m in enumerate(models)]
 
 
@@ -286,7 +286,7 @@ def _no_config(template: Model) -> str:
     )
 
 
-def _all(problems: Sequence[MergePipeError], raw: ParsedRecipe) -> MergePipeError:
+def _all(problems: Sequence[MergePipeError], parsed: ParsedRecipe) -> MergePipeError:
     problems = list({str(p): p for p in problems}.values())
     if len(problems) == 1:
         return problems[0]
@@ -297,7 +297,7 @@ def _all(problems: Sequence[MergePipeError], raw: ParsedRecipe) -> MergePipeErro
     )
     return RecipeError(
         "A recipe has several problems",
-        where=raw.where,
+        where=parsed.where,
         problems=flat,
         next_step="mend them all; nothing was read or written",
     )

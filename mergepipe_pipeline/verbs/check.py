@@ -37,12 +37,12 @@ class Check:
         return tuple(dict.fromkeys(found))
 
 
-def check(warehouse: Warehouse, raw: ParsedRecipe, **planning: Unpack[Planning]) -> Check:
+def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Planning]) -> Check:
     """Look at a recipe and all its inputs; writes nothing.
 
     Raises the one problem as itself, several as a RecipeError that lists them all.
     """
-    last = resolve(warehouse, raw, **planning)
+    last = resolve(warehouse, parsed, **planning)
     stages = (*last.before, last)
     packed = tuple(packed_of(warehouse, stage) for stage in stages)
     packs = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}

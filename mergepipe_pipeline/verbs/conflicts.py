@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def conflicts(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     *,
     relative_to: Path | None = None,
     known: Mapping[str, Checkpoint] | None = None,
@@ -36,7 +36,7 @@ def conflicts(
     that are results of stages are not compared. Checkpoints that are `known` by name are not opened
     anew. Raises what opening the models raises.
     """
-    stages = (*raw.before, raw)
+    stages = (*parsed.before, parsed)
     reports = {
         s.stage or s.name: _of_stage(warehouse, s, relative_to, known or {}, progress)
         for s in stages
@@ -46,23 +46,23 @@ def conflicts(
 
 def _of_stage(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     relative_to: Path | None,
     known: Mapping[str, Checkpoint],
     progress: Progress | None,
 ) -> ConflictReport | None:
     from mergepipe_pipeline.analysis.conflict_report import conflicts as compare
 
-    base = None if raw.base is None else raw.references[raw.base]
-    if base is None or base.model in raw.stages_used:
+    base = None if parsed.base is None else parsed.references[parsed.base]
+    if base is None or base.model in parsed.stages_used:
         return None
-    merged = [raw.references[n] for n in dict.fromkeys(e.model for e in raw.entries())]
-    experts = [r for r in merged if r is not base and r.model not in raw.stages_used]
+    merged = [parsed.references[n] for n in dict.fromkeys(e.model for e in parsed.entries())]
+    experts = [r for r in merged if r is not base and r.model not in parsed.stages_used]
     problems: list[MergePipeError] = []
     models = open_models(warehouse, [base, *experts], 0, relative_to, known, problems)
     if problems:
         raise problems[0]
-    grid = grid_for(models[0], raw.block_elems)
+    grid = grid_for(models[0], parsed.block_elems)
     wanted = [(m, common_pairs(m, models[0])) for m in models[1:]]
     stats = ensure_stats(warehouse, wanted, models[0], grid, progress)
     return compare([m.name for m in models[1:]], stats) if stats else None

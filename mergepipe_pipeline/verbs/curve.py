@@ -35,7 +35,7 @@ class RecipeCurve:
 
 def curve(
     warehouse: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     *,
     shares: Sequence[float] = SHARES,
     progress: Progress | None = None,
@@ -43,7 +43,7 @@ def curve(
 ) -> RecipeCurve:
     """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
     return _told(
-        solve_recipe(warehouse, raw, progress=progress, for_parts=True, **planning), shares
+        solve_recipe(warehouse, parsed, progress=progress, for_parts=True, **planning), shares
     )
 
 

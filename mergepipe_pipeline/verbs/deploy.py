@@ -106,7 +106,7 @@ def _wanted(catalog: Catalog, card: RecipeFile, inputs: Iterable[Checkpoint]) ->
         if catalog.digests(checkpoint.checkpoint_id) is None:
             return None
         contents.append(content_of(catalog, checkpoint))
-    said = _said(card.raw.text) if card.raw else ""
+    said = _said(card.parsed.text) if card.parsed else ""
     return digest_json([ENGINE_VERSION, sha256_hex(said.encode()), contents])[:24]
 
 

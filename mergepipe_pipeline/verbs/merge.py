@@ -83,10 +83,10 @@ def merge(
     options = options or EngineOptions()
     options.check()
     folder = None if out is None else check_out(out, warehouse.root)
-    raw = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe)
+    parsed = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe)
     warehouse.ensure()
-    resolved, stages = resolve_after_stages(warehouse, raw, progress=progress, **planning)
-    began_s = time.monotonic() if raw.before else began_s
+    resolved, stages = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
+    began_s = time.monotonic() if parsed.before else began_s
     start = RunStart(began_s, forecast(warehouse, resolved).to_json())
     with prefetch_base(resolved):
         plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)

@@ -73,12 +73,14 @@ def replay(
     provenance = provenance_of(snapshot)
     request = _request(snapshot, provenance)
     _refuse_unknown(inputs or {}, request)
-    raw = parse(str(provenance["recipe"]), name=str(provenance["recipe_name"]), where=snapshot.path)
+    parsed = parse(
+        str(provenance["recipe"]), name=str(provenance["recipe_name"]), where=snapshot.path
+    )
     with _scratch(warehouse, keep) as scratch:
         if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
             store_seek(scratch.profile_path, int(seek_nbytes))
         found = _inputs(warehouse, scratch, request, inputs or {}, progress)
-        plan = _plan(scratch, raw, request, found, progress)
+        plan = _plan(scratch, parsed, request, found, progress)
         made = run_plan(scratch, plan, options=options, progress=progress).snapshot
         _compare(snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
     shards = snapshot.manifest.shards
@@ -144,7 +146,7 @@ def _scratch(warehouse: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
 
 def _plan(
     scratch: Warehouse,
-    raw: ParsedRecipe,
+    parsed: ParsedRecipe,
     request: Request,
     inputs: Mapping[str, Checkpoint],
     progress: Progress | None,
@@ -163,7 +165,7 @@ def _plan(
         )
         return plan_resolved(scratch, resolved, progress, unnamed=results)
 
-    return plan_stage(raw, run_stages(scratch, raw, plan_stage, progress))
+    return plan_stage(parsed, run_stages(scratch, parsed, plan_stage, progress))
 
 
 def _inputs(

@@ -135,7 +135,8 @@ def test_an_expert_is_told_by_where_it_is_and_what_it_gave(
     assert found["plan_id"] == merged["plan_id"]
     assert picture.read_bytes().startswith(PNG)
     assert (
-        "energy bought" in call("explain", "expert", "expert_01", "--in", merged["plan_id"]).stdout
+        "squared norm read"
+        in call("explain", "expert", "expert_01", "--in", merged["plan_id"]).stdout
     )
 
 

@@ -89,7 +89,7 @@ def test_a_schedule_that_dagster_refuses_is_the_problem_of_its_recipe(
 ) -> None:
     def never(home: Warehouse) -> list[RecipeFile]:
         good, bad = recipe_files(home)[::-1]
-        return [replace(bad, raw=replace(bad.recipe, schedule="0 0 30 2 *")), good]
+        return [replace(bad, parsed=replace(bad.recipe, schedule="0 0 30 2 *")), good]
 
     for name in ("good", "bad"):
         home.recipe_path(name).write_text(LINEAR)
