@@ -56,16 +56,27 @@ def _registered(catalog: Catalog) -> Iterator[_Input]:
 
 
 def _present(warehouse: Warehouse, inputs: Iterator[_Input], audit: Auditor) -> list[_Input]:
-    """The inputs but those that left the inbox, which anyone may take theirs from."""
+    """The inputs but those that left the inbox, which anyone may take theirs from, or are away."""
     found: list[_Input] = []
-    gone: list[_Input] = []
+    gone: list[str] = []
+    away: list[str] = []
+    roots_away = frozenset[str]()
+    with suppress(CorruptionError):  # a damaged record is structure's finding
+        roots_away = warehouse.replaced.roots_away()
     for recorded in inputs:
-        root = Path(recorded[1])
-        has_left = root.is_relative_to(warehouse.inbox) and not os.path.lexists(root)
-        (gone if has_left else found).append(recorded)
+        name, root, _ = recorded
+        if root in roots_away:
+            away.append(name)
+        elif Path(root).is_relative_to(warehouse.inbox) and not os.path.lexists(root):
+            gone.append(name)
+        else:
+            found.append(recorded)
     if gone:
-        names = ", ".join(name for name, _, _ in gone)
-        audit.notes.append(f"left the inbox, so that no merge of them can be replayed: {names}")
+        audit.notes.append(
+            f"left the inbox, so that no merge of them can be replayed: {', '.join(gone)}"
+        )
+    if away:
+        audit.notes.append(f"in cold storage, and here as packs: {', '.join(away)}")
     return found
 
 

@@ -20,6 +20,7 @@ from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
+from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.models import base_tensors, warehouse_of
 from tests.stored import write
@@ -57,6 +58,9 @@ def test_a_replaced_expert_comes_back_bit_for_bit_with_all_its_files(tmp_path: P
         locate_registered(warehouse, "e0")
     assert [a.name for a in analyze(warehouse)] == ["base"]
     assert pack(warehouse) == ()
+    report = verify_all(warehouse)
+    assert report.ok
+    assert report.notes == ("in cold storage, and here as packs: e0",)
     unpack(warehouse, "e0", tmp_path / "elsewhere")
     assert files_in(tmp_path / "elsewhere") == before
     unpack(warehouse, "e0")
