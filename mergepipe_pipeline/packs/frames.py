@@ -1,8 +1,9 @@
-"""How a chunk lies in a tier's file: sections, each as it is or compressed, whichever is shorter.
+"""How a chunk lies in a tier's file: sections, each as it is or compressed.
 
-A section whose length is that of its content is stored as it is; a shorter one is a zstd frame. The
-lengths of all sections but the last come first, 4 bytes each. What a decoder allocates follows from
-the chunk's length alone, never from what a frame says.
+A section whose length is that of its content is stored as it is. A shorter one is a zstd frame,
+told by its first bytes, or pairs as `sparse` says. The lengths of all sections but the last come
+first, 4 bytes each. What a decoder allocates follows from the chunk's length alone, never from what
+a frame says.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import numpy.typing as npt
 import zstandard
 
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.sparse import from_pairs, to_pairs
 
 Bytes = npt.NDArray[np.uint8]
 
 #: Higher levels win no point of a percent: neighbouring deltas have nothing in common.
 _ZSTD_LEVEL = 1
+_MAGIC = bytes(zstandard.FRAME_HEADER)
 _LENGTH = struct.Struct("<I")
+#: Pairs take at most this part of a section's length; from there on zstd is shorter.
+_SPARSE = 8
 
 
 class _Zstd(threading.local):
@@ -38,7 +43,7 @@ _zstd = _Zstd()
 
 def to_frame(sections: Sequence[Bytes]) -> bytes:
     """The frame of a chunk's sections, in order."""
-    stored = [_shorter(section.tobytes()) for section in sections]
+    stored = [_stored(np.ascontiguousarray(section)) for section in sections]
     return b"".join([*(_LENGTH.pack(len(s)) for s in stored[:-1]), *stored])
 
 
@@ -59,7 +64,10 @@ class FrameReader:
         stored, self._rest = self._rest[:length], self._rest[length:]
         if len(stored) != length or length > nbytes:
             refuse(f"a section of up to {nbytes} bytes", f"{length}, {len(stored)} are there")
-        return as_array(stored if length == nbytes else _decompressed(stored, nbytes))
+        if length == nbytes:
+            return as_array(stored)
+        is_zstd = stored[: len(_MAGIC)] == _MAGIC
+        return as_array((_decompressed if is_zstd else _spread)(stored, nbytes))
 
 
 def as_array(raw: bytes | memoryview) -> Bytes:
@@ -79,9 +87,21 @@ def refuse(expected: str, found: str) -> NoReturn:
     )
 
 
-def _shorter(content: bytes) -> bytes:
-    compressed = _zstd.compress(content)
-    return compressed if len(compressed) < len(content) else content
+def _stored(content: Bytes) -> bytes:
+    pairs = np.empty(len(content) // _SPARSE, np.uint8)
+    n = to_pairs(content, pairs)
+    if n >= 0 and not (sparse := pairs[:n].tobytes()).startswith(_MAGIC) and n < len(content):
+        return sparse
+    whole = content.tobytes()
+    compressed = _zstd.compress(whole)
+    return compressed if len(compressed) < len(whole) else whole
+
+
+def _spread(stored: memoryview, nbytes: int) -> memoryview:
+    content = np.empty(nbytes, np.uint8)
+    if not from_pairs(as_array(stored), content):
+        refuse(f"pairs for {nbytes} bytes", "pairs that lead out of them")
+    return content.data
 
 
 def _decompressed(stored: memoryview, nbytes: int) -> bytes:
