@@ -1,6 +1,6 @@
 """Whether files beside weights are those that were registered: tokenizers, configs, templates.
 
-A file whose size or time is another is another file, and known by its next registration. One that
+A file with another size or time is a new version, which the next registration records. A file that
 differs under the same size and time is damaged, and its bytes go into no result.
 """
 

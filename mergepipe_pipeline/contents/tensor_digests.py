@@ -1,6 +1,6 @@
 """The digest of every tensor of a checkpoint: what it holds, whatever it is called.
 
-And of its segments, so that whoever reads a part later can compare it: `input_segments` does.
+The segments of a tensor have digests too, with which `input_segments` compares what is read later.
 """
 
 from __future__ import annotations

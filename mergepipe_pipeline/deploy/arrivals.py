@@ -1,6 +1,6 @@
 """What became of each expert that is watched: a sealed record beside the data, compared with it.
 
-Watched are the folders of the inbox, and what recipes name and is registered from elsewhere.
+The folders of the inbox are watched, and checkpoints elsewhere that recipes name.
 
 The record is the only memory: which content was indexed last, how often a run was asked for this
 one, and why it failed. A run that is killed, cancelled or never starts is asked for again.

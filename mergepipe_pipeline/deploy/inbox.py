@@ -4,8 +4,8 @@ Half-uploaded folders are the normal case. A folder counts once every file that 
 there at full length and nothing in it changed for a quiet period; what looks half written or half
 replaced waits much longer. A folder that cannot be taken says why, and stops no other. What lies
 there is compared with the records of `arrivals`, by names, sizes and times: of a folder that was
-indexed as it is, no file is opened. What recipes name and is registered from elsewhere is watched
-in the same way.
+indexed as it is, no file is opened. Checkpoints elsewhere that recipes name are watched in the same
+way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the recipe files of a warehouse ask for: models, layers of the result, or why they cannot.
 
 Read from recipe text and catalog alone, so that definitions load fast and a recipe that cannot be
-used breaks nothing but itself. What a card tells is what a plan will have.
+used breaks nothing but itself. A `RecipeFile` names the layers that its plan will have.
 """
 
 from __future__ import annotations

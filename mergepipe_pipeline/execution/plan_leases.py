@@ -1,6 +1,6 @@
 """What the verbs lease while they work: a plan's layers, the results it reads, a recipe's turn.
 
-Also the lease of a run: who only wants to know whether the process of a run still lives asks here.
+A run has a lease, too: `run_lives` tells whether its process still lives.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each is found once per (base, expert, tensor, parameters), thresholds from the magnitudes that the
 catalog lists, the rest by a pass over the tensor, and remembered in the catalog. Part of planning;
 `spec.operator.Fact` says who asks for which. Facts about several experts together are in
-`measures`.
+`group`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The verb `analyze`: one streaming pass per expert and base, remembered for later merges.
+"""Statistics of experts against a base: one streaming pass over what the catalog does not know.
 
-`ensure_*` do only what the catalog does not know yet; planning calls them, so a recipe over unknown
-checkpoints works in one step.
+The verb `analyze` asks for them, and so does planning, so that a recipe over unknown checkpoints
+works in one step.
 """
 
 from __future__ import annotations

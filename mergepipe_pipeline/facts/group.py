@@ -1,8 +1,7 @@
 """Facts of whole tensors about several experts together: what an operator's measures say.
 
-Gram matrices, variances, counts: computed by streaming passes over all experts of a tensor,
-remembered in the catalog under what they depend on, and turned into a task's facts. Part of
-planning.
+Streaming passes over all experts of a tensor compute Gram matrices, variances and counts. The
+catalog remembers them under what they depend on, and a task's facts follow from them.
 """
 
 from __future__ import annotations

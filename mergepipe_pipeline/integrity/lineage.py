@@ -1,4 +1,4 @@
-"""The scope *lineage* of `verify --all`: what names what is what came from it.
+"""The scope *lineage* of `verify --all`: every record agrees with the records that it names.
 
 Snapshots agree with the plans and actions they came from and with the contents of their inputs;
 refs and releases name snapshots that are there. No weight is read.

@@ -1,4 +1,4 @@
-"""The audits of what was merged: is there a weight that no model should have?"""
+"""Audits what was merged: weights that are NaN or infinite, and plans over their budget."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a budget's amount may look like in a recipe or on a command line.
 
 Bytes, a share of all bytes, or the error that is allowed; `budget_options` reads what a recipe says
-beside the amount. Only the reading of it: what counts against it is decided where bytes are read.
+beside the amount. Text alone is read here: where bytes are read it is decided which of them count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which tensors the output has, and which tensor of which model each is made from.
 
 Structure only: layers taken and numbered anew, tied embeddings, tensors that some models lack.
-Misfits become problems, said once per model. `resolve` gives the outputs their numbers.
+Misfits become problems, said once per model. `resolve_tensors` gives the outputs their numbers.
 """
 
 from __future__ import annotations

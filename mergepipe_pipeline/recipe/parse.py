@@ -1,8 +1,7 @@
 """Step one from YAML to a `Recipe`: parse the text alone.
 
 Needs no checkpoint, so that definitions can be made from a recipe whose models do not exist yet.
-`resolve_recipe` (in `resolve`) is step two. Neither opens a file, and both report every problem at
-once.
+`resolve_tensors` is step two. Neither opens a file, and both report every problem at once.
 """
 
 from __future__ import annotations

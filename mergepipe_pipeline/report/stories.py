@@ -1,7 +1,7 @@
 """The verb `explain` in depth: one tensor, one expert, one snapshot.
 
-What a plan reads in all is in `inspect`. Told from plans and the catalog; no weight is read that
-the catalog knows already.
+Plans and the catalog tell it; only weights that the catalog does not know are read. `shares` says
+what a plan reads in all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a merge will read and write, told from headers and from what the catalog knows.
 
-An estimate before planning: what is bought under a budget is the planner's business, and what was
-really read that of `cost`.
+This is an estimate before planning: the planner decides what is read under a budget, and the
+outcome of a run says what was read.
 """
 
 from __future__ import annotations

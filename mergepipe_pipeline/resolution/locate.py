@@ -1,6 +1,6 @@
-"""The verb `register`: make a checkpoint known by name, from its headers alone.
+"""Finds the checkpoint that a model text means: a registered name, or a path.
 
-Also the one place that decides what a model text in a recipe means: a registered name, or a path.
+This is the one place that decides so, for recipes and verbs alike. It reads headers alone.
 """
 
 from __future__ import annotations

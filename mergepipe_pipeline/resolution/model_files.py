@@ -1,6 +1,6 @@
 """What stands beside the weights of a result: whose config, with which changes, which tokenizer.
 
-Decided from the recipe, the models' configs and the output's tensors; written by `commit`.
+The recipe, the models' configs and the output's tensors decide; `execution.assemble` writes.
 """
 
 from __future__ import annotations

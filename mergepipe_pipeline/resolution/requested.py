@@ -37,7 +37,7 @@ def requested(
 
 
 def _texts(ref: ModelRef, count: int) -> Iterator[str]:
-    """What names each checkpoint of a model, as `models.Pending` has it."""
+    """What names each checkpoint of a model, as `open_models.Pending` has it."""
     if count == 1:
         yield ref.text
         return

@@ -1,8 +1,8 @@
 """Which snapshots somebody asked for: a property of requests, so it is told beside the snapshots.
 
 A snapshot without a mark is a result. `stage` is written once, for a snapshot that a stage has just
-made; `result` replaces it when somebody merges the same as a result, and stays. Whatever of the two
-comes last, a result keeps its mark.
+made; `result` replaces it when somebody merges the same as a result, and stays. A result keeps its
+mark, whichever of the two comes last.
 """
 
 from __future__ import annotations

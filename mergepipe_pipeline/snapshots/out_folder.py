@@ -1,4 +1,4 @@
-"""Where an export may go: judged before the merge, since afterwards is too late to say no."""
+"""Whether a folder can take an export: judged before the merge, so that no work is lost."""
 
 from __future__ import annotations
 

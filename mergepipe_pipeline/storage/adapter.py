@@ -2,7 +2,7 @@
 
 Names, shapes and dtypes only: says which stored factors change which tensor of the base and how;
 `tensors` computes values. Every tensor of an adapter is used, or the adapter is refused. Configs
-are read by `adapter_config`, folders by `checkpoint`.
+are read by `adapter_config`, folders by `open_checkpoint`.
 """
 
 from __future__ import annotations

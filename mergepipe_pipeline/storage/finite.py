@@ -1,6 +1,6 @@
 """How many elements of stored weights are NaN or infinity: one pass over their bits.
 
-Not a repair and no judgement: a checkpoint may hold such values on purpose.
+It judges and repairs nothing: a checkpoint may hold such values on purpose.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Open files for reading, fewer than the process may have: idle ones are closed for new ones.
 
-Sixteen sharded experts of 70B are some hundreds of files, and a process often may open 1024. Not a
-cache of bytes; who reads what is the source's business.
+Sixteen sharded experts of 70B are some hundreds of files, and a process often may open 1024. It
+caches no bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The verb `gc`: free the space of what nobody needs; safe at any moment, at any age.
 
-Needed are all snapshots but stages; stages that a ref has ever named, that a registered checkpoint
-lies in or that the current plan of a standing recipe reads; the layers of such plans; and what
-living processes lease. Packs stay by the rules of `idle_packs`.
+All snapshots but stages are needed. A stage is needed if a ref has ever named it, if a registered
+checkpoint lies in it, or if the current plan of a standing recipe reads it. The layers of such
+plans are needed, and what living processes lease. `idle_packs` says which packs stay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs that only look: `ls`, `verify`, `explain`."""
+"""The verb `ls`: what a warehouse holds, damaged records among it."""
 
 from __future__ import annotations
 

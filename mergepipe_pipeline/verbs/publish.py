@@ -1,4 +1,4 @@
-"""The verbs `publish`, `history` and `rollback`: what a name stands for, and stood for."""
+"""The verbs `publish`, `history` and `rollback`: which snapshot a ref names and named before."""
 
 from __future__ import annotations
 
