@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
@@ -109,24 +109,24 @@ def cells(
 
 
 def least_exact(home: Warehouse, method: Method, base: Path, experts: Sequence[Path]) -> float:
-    """The least budget, in tenths of a percent, whose snapshot is the full merge's; merged, too.
+    """The least budget, in tenths of a percent, that gives the full merge from originals; merged.
 
-    Raises SystemExit if that merge gives another snapshot than the one without a budget.
+    Raises SystemExit if that merge gives another snapshot.
     """
     raw = parse(method.recipe(base, experts), name="bench", where="bench")
     full = make_plan(home, raw, no_packs=True)
     below, enough = 0, 1000
     while enough - below > 1:
         tenths = (below + enough) // 2
-        if _planned(home, raw, tenths) == full.plan_id:
+        if make_plan(home, raw, budget=f"{tenths / 10}%").plan_id == full.plan_id:
             enough = tenths
         else:
             below = tenths
-    found = [run(home, raw, b, "packs")[0] for b in (f"{enough / 10}%", None)]
+    found = []
+    for plan in (make_plan(home, raw, budget=f"{enough / 10}%"), full):
+        snapshot = Path(run_plan(home, plan).snapshot.path)
+        found.append(snapshot.name)
+        forget(home, snapshot)
     if found[0] != found[1]:
-        raise SystemExit(f"{method.name}: {enough / 10} % gives {found[0]}, all gives {found[1]}")
+        raise SystemExit(f"{method.name}: {enough / 10} % gives {found[0]}, all bytes {found[1]}")
     return enough / 10
-
-
-def _planned(home: Warehouse, raw: ParsedRecipe, tenths: int) -> str:
-    return make_plan(home, raw, budget=f"{tenths / 10}%", strategy="packs").plan_id
