@@ -20,20 +20,17 @@ class PacksWanted:
 
     def __init__(self, warehouse: Warehouse) -> None:
         self._warehouse = warehouse
-        self._ids: dict[str, str] = {}
 
     def bases_of(self, name: str) -> dict[str, str]:
-        """The registered bases of an expert, each as `base@checkpoint id`; in name order.
-
-        None of an adapter or a delta, which has no pack.
-        """
-        catalog = self._warehouse.catalog
-        with suppress(MergePipeError):
-            mine = catalog.get(name)
-            if mine.checkpoint.kind == "full":
-                bases = self._read.get(name, set()) | ({mine.base} if mine.base else set())
-                return {base: found for base in sorted(bases) if (found := self._id(base))}
-        return {}
+        """The registered bases of an expert, each as `base@checkpoint id`; in name order."""
+        bases = {*self._read.get(name, ())}
+        if name in self._registered and self._registered[name][1]:
+            bases.add(self._registered[name][1])
+        return {
+            base: f"{base}@{self._registered[base][0]}"
+            for base in sorted(bases)
+            if base in self._registered
+        }
 
     def is_due(self, name: str, known: Arrival, retry_s: float) -> bool:
         """Whether an expert that is indexed is to be packed now."""
@@ -49,12 +46,11 @@ class PacksWanted:
     def _read(self) -> dict[str, set[str]]:
         return bases_read(self._warehouse)
 
-    def _id(self, base: str) -> str:
-        """`base@checkpoint id`, "" if it is not registered."""
-        if base not in self._ids:
-            self._ids[base] = ""
-            catalog = self._warehouse.catalog
-            with suppress(MergePipeError):
-                if base in catalog:
-                    self._ids[base] = f"{base}@{catalog.get(base).checkpoint.checkpoint_id}"
-        return self._ids[base]
+    @cached_property
+    def _registered(self) -> dict[str, tuple[str, str]]:
+        """Name to the current version's checkpoint id and base, "" without one."""
+        found: dict[str, tuple[str, str]] = {}
+        with suppress(MergePipeError):
+            for name, _, checkpoint_id, base, _ in self._warehouse.catalog.registrations():
+                found[name] = checkpoint_id, base or ""
+        return found

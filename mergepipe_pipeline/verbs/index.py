@@ -137,12 +137,15 @@ def index_arrival(warehouse: Warehouse, name: str, *, packs: bool = False) -> In
 
 
 def _packed(warehouse: Warehouse, done: IndexedExpert) -> IndexedExpert:
-    """Pack an expert against each base that it is merged into, and remember how that ended."""
-    name = done.registration.name
+    """Pack an expert against each base that it is merged into, and remember how that ended.
+
+    Adapters and deltas have no pack, and need none.
+    """
+    name, is_full = done.registration.name, done.registration.checkpoint.kind == "full"
     bases = PacksWanted(warehouse).bases_of(name)
     made: list[Packed] = []
     try:
-        for base in bases:
+        for base in bases if is_full else ():
             made += pack(warehouse, [name], base=base)
     except (MergePipeError, OSError) as error:
         mark_unpacked(warehouse, name, str(error))

@@ -16,6 +16,7 @@ from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import write_lora
 from tests.family import make_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -78,6 +79,15 @@ def test_an_expert_is_due_until_its_packs_against_todays_bases_are_there(
     assert due(home) == ["expert_00"]
     assert len(scan_inbox(home, 0.0)) == 2
     assert not any(x.is_ready for x in scan_inbox(home, 0.0))
+
+
+def test_an_adapter_needs_no_pack(home: Warehouse, drop: Drop) -> None:
+    home.recipe_path("r").write_text(RECIPE)
+    drop("base")
+    write_lora(home.inbox / "expert_00")
+    for name in ("base", "expert_00"):
+        assert not index_arrival(home, name, packs=True).pack_error
+    assert (home.packs.ids(), due(home)) == ([], [])
 
 
 def test_a_packing_that_fails_leaves_the_index_and_is_tried_again_later(
