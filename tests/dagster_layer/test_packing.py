@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -15,6 +16,7 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors.inbox import inbox_sensor
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import write_lora
 from tests.family import make_family
@@ -55,8 +57,14 @@ def test_the_asset_packs_what_landed_and_reports_sizes(
     told = event.step_materialization_data.materialization.metadata["pack against base"].value
     assert "X20" in str(told)
     assert "exact merge" in str(told)
-    assert len(home.packs.ids()) == 1
+    (pack_id,) = home.packs.ids()
     assert due(home) == []
+    remove_tree(home.packs.path(pack_id))
+    resource = MergePipe(home=str(home.root), inbox_quiet_s=0.0, inbox_retry_s=0.0, packs=True)
+    with dg.build_sensor_context(instance, resources={"mergepipe": resource}) as context:
+        found: Any = inbox_sensor(context)
+    (request,) = found.run_requests
+    assert request.partition_key == "expert_00"
 
 
 def test_an_expert_is_due_until_its_packs_against_todays_bases_are_there(
