@@ -170,6 +170,12 @@ class ChunkRows:
                 held = self._held = self._rows(file, self._keys[tensor])
         return held[tensor]
 
+    def all(self) -> Iterator[tuple[bytes, ...]]:
+        """The bytes of each tensor's arrays, in order, while the file stays open."""
+        with self._open() as file:
+            for key in file.keys:
+                yield from self._rows(file, key).values()
+
     def _open(self) -> RowGroups:
         try:
             return RowGroups(self._path, self._schema)

@@ -70,9 +70,8 @@ class Pack:
 
     def sizes(self) -> Iterator[tuple[TensorRow, npt.NDArray[np.uint32], npt.NDArray[np.float32]]]:
         """Per tensor in order `nbytes` [tiers, chunks] and `residual_sq` [levels, chunks]."""
-        chunks = ChunkRows(self.index.chunks, CHUNKS)
-        for row in self.index.rows:
-            nbytes, residual_sq = chunks[row.content.name]
+        arrays = ChunkRows(self.index.chunks, CHUNKS).all()
+        for row, (nbytes, residual_sq) in zip(self.index.rows, arrays, strict=True):
             yield row, per_tier(nbytes, "<u4"), per_tier(residual_sq, "<f4")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.packs.codec import BITS_OF, decode_approximate, decode_exact, quantised
 from mergepipe_pipeline.packs.frame_files import FrameFiles
@@ -94,6 +95,21 @@ def test_a_pack_that_is_there_is_left_and_equal_tensors_are_taken_over(tmp_path:
         decoded(warehouse, other.pack_id)["model.layers.0.a.weight"]
         == (changed["model.layers.0.a.weight"][2])
     )
+
+
+def test_the_files_do_not_depend_on_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for n_threads in (1, 5):
+        monkeypatch.setattr(threads, "analysis", lambda n=n_threads: n)
+        (tmp_path / f"{n_threads}").mkdir()
+        warehouse = warehouse_of(tmp_path / f"{n_threads}")
+        (made,) = pack(warehouse, ["e0"])
+        root = warehouse.packs.path(made.pack_id)
+        found.append({p.name: p.read_bytes() for p in root.iterdir()})
+    assert found[0] == found[1]
+    assert len(found[0]) == len(TIERS) + 3
 
 
 def test_tiers_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
