@@ -81,10 +81,12 @@ def analyze(
     if not is_packed:
         console.show(analyses, *lines)
         return
-    from mergepipe_pipeline.verbs.pack import pack
+    from mergepipe_pipeline.verbs.pack import pack, with_levels
 
-    experts = [a.name for a in done if a.base]
-    packs = pack(console.warehouse, experts, base=base, progress=console.progress)
+    experts = with_levels(console.warehouse, [a.name for a in done if a.base])
+    packs = (
+        pack(console.warehouse, experts, base=base, progress=console.progress) if experts else ()
+    )
     data = {"analyses": analyses, "packs": [asdict(p) for p in packs]}
     console.show(data, *lines, "", *pack_lines(packs))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
@@ -81,19 +81,26 @@ def pack(
     tiers: Sequence[str] = TIERS,
     progress: Progress | None = None,
 ) -> tuple[Packed, ...]:
-    """Pack the named experts (default: all here with a base); analyses first what is not known.
+    """Pack the named experts (default: all with a base); analyses first what is not known.
 
     A pack that is there is told of and left; tensors that an older pack has are taken over. Raises
     MergePipeError for tiers that do not go together or an expert without tensors to pack, and what
     opening and reading the checkpoints raise.
     """
-    catalog = warehouse.catalog
     chosen = _whole(tiers)
-    names = names or [n for n in names_here(warehouse) if catalog.get(n).base]
+    if not names:
+        based = [n for n in names_here(warehouse) if warehouse.catalog.get(n).base]
+        names = with_levels(warehouse, based)
     pairs = [_pair(warehouse, name, base) for name in names]
     for below in dict.fromkeys(b for _, b in pairs):
         analyze(warehouse, [n for n, b in pairs if b == below], base=below, progress=progress)
     return tuple(_packed(warehouse, *pair, chosen, progress or Silent()) for pair in pairs)
+
+
+def with_levels(warehouse: Warehouse, names: Iterable[str]) -> list[str]:
+    """Those of the registered names with full weights, which packs are made of."""
+    known = map(warehouse.catalog.get, names)
+    return [r.name for r in known if r.checkpoint.kind == "full"]
 
 
 def _whole(tiers: Sequence[str]) -> tuple[Tier, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.verbs.register import register
+from tests.family import write_adapter
 from tests.packs.models import warehouse_of
 
 
@@ -42,6 +44,15 @@ def test_analyze_packs_when_asked(tmp_path: Path) -> None:
     found = data(tmp_path, "analyze", "--pack")
     assert [a["name"] for a in found["analyses"]] == ["base", "e0"]
     assert [(p["name"], p["fresh"]) for p in found["packs"]] == [("e0", True)]
+
+
+def test_adapters_have_no_pack_and_stop_nobody_elses(tmp_path: Path, family: Path) -> None:
+    warehouse = warehouse_of(tmp_path)
+    register(warehouse, family / "base", "small")
+    register(warehouse, write_adapter(tmp_path / "lora", 3), "lora", "small")
+    assert data(tmp_path, "analyze", "lora", "--pack")["packs"] == []
+    assert [p["name"] for p in data(tmp_path, "pack")["packs"]] == ["e0"]
+    assert "have no pack" in run(tmp_path, "pack", "lora", code=15)
 
 
 def test_an_expert_goes_to_cold_storage_and_comes_back(tmp_path: Path) -> None:
