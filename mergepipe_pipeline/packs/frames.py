@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 _ZSTD_LEVEL = 1
 _MAGIC = bytes(zstandard.FRAME_HEADER)
 _LENGTH = struct.Struct("<I")
-#: Pairs take at most this part of a section's length; from there on zstd is shorter.
+#: Pairs take at most this part of a section's length: zstd is shorter from there on.
 _SPARSE = 8
 
 
@@ -88,13 +88,13 @@ def refuse(expected: str, found: str) -> NoReturn:
 
 
 def _stored(content: Bytes) -> bytes:
-    pairs = np.empty(len(content) // _SPARSE, np.uint8)
+    whole, pairs = content.tobytes(), np.empty(len(content) // _SPARSE, np.uint8)
+    found = min(whole, _zstd.compress(whole), key=len)
     n = to_pairs(content, pairs)
-    if n >= 0 and not (sparse := pairs[:n].tobytes()).startswith(_MAGIC) and n < len(content):
-        return sparse
-    whole = content.tobytes()
-    compressed = _zstd.compress(whole)
-    return compressed if len(compressed) < len(whole) else whole
+    sparse = pairs[: max(n, 0)].tobytes()
+    # Pairs may be longer than zstd by a quarter, as they are many times as fast.
+    is_sparse = n >= 0 and 4 * n <= 5 * len(found) and n < len(whole)
+    return sparse if is_sparse and not sparse.startswith(_MAGIC) else found
 
 
 def _spread(stored: memoryview, nbytes: int) -> memoryview:
