@@ -1,7 +1,7 @@
 """What all windows of one output tensor share: its inputs, and the way it is computed.
 
 Decides the way, reads nothing: stored bytes as they are, the base in another type, the compiled
-kernel on stored bfloat16 or on float32 rows, or the operator in torch.
+kernel on stored bfloat16, on float32 rows of a chunk or of a window, or the operator in torch.
 """
 
 from __future__ import annotations

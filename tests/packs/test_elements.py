@@ -1,0 +1,68 @@
+"""Windows of any length get what the plan takes from a pack, and read no frame twice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.engine.sources import packed_access_set
+from mergepipe_pipeline.packs.codec import Floats, quantised
+from mergepipe_pipeline.packs.elements import ChunkPart, PackedElements
+from mergepipe_pipeline.packs.reader import PackReader
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level
+from mergepipe_pipeline.storage.reader import Tally
+from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from
+from tests.stored import decode
+
+CHUNKS = [*range(0, NUMEL, CHUNK_ELEMS), NUMEL]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> PackedFamily:
+    return make_family(tmp_path_factory.mktemp("family"), n_experts=1)
+
+
+@given(
+    st.lists(st.sampled_from([None, *TIERS]), min_size=3, max_size=3),
+    st.sets(st.one_of(st.integers(1, NUMEL - 1), st.sampled_from(CHUNKS[1:-1])), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_windows_of_any_length_in_any_order_read_each_frame_once(
+    family: PackedFamily, levels: list[Level | None], cuts: set[int], order: Random
+) -> None:
+    taken = [(a, b, lev) for (a, b), lev in zip(pairwise(CHUNKS), levels, strict=True) if lev]
+    plan = plan_from(family, "task_arithmetic", levels=[taken or [(0, NUMEL, "L0")]])
+    (e,) = plan.layers[0].tasks[0].experts
+    assert e.packed is not None
+    windows = list(pairwise([0, *sorted(cuts), NUMEL]))
+    order.shuffle(windows)
+    tally, found = Tally(), np.zeros(NUMEL, np.float32)
+    with PackReader(family.packs[0], packed_access_set(plan.layers, 0), tally) as reader:
+        elements = PackedElements(reader, e.packed, e.digest)
+        for start, stop in windows:
+            elements.announce(start, stop)
+            for part in elements.fetch(start, stop):
+                found[part.start_elem : part.stop_elem] = _delta(part, family)
+    assert tally.nbytes == e.packed.nbytes
+    (tensor,), delta = family.tensors, family.experts[0] - family.base
+    for r in e.packed.ranges:
+        inside = slice(r.start_elem, r.stop_elem)
+        wanted = quantised(delta[inside], tensor.unit, tensor.threshold_bits, r.level)
+        assert np.array_equal(found[inside], wanted)
+
+
+def _delta(part: ChunkPart, family: PackedFamily) -> Floats:
+    n = part.stop_elem - part.start_elem
+    if part.gives_bits:
+        base = memoryview(family.stored[0][2])[2 * part.start_elem : 2 * part.stop_elem]
+        out = bytearray(2 * n)
+        part.fill(memoryview(out), base)
+        return decode(("BF16", (n,), bytes(out))) - decode(("BF16", (n,), bytes(base)))
+    delta = np.empty(n, np.float32)
+    part.delta(delta)
+    return delta
