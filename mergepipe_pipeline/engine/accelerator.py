@@ -1,8 +1,9 @@
 """Windows merged on an accelerator: stored bytes go there, are widened, merged and cast there.
 
-Reading, hashing and writing stay as they are, and so do the first pass for L1 norms and tensors
-that are only copied. Each worker has pinned memory and a stream of its own, so that while one
-window's arithmetic runs, the next one's bytes are on their way and a finished one's on theirs.
+Reading, decoding packs, hashing and writing stay as they are, and so do the first pass for L1 norms
+and tensors that are only copied. Each worker has pinned memory and a stream of its own, so that
+while one window's arithmetic runs, the next one's bytes are on their way and a finished one's on
+theirs.
 
 Why the bits should be the CPU's (the tests on a GPU decide): operators work element by element, one
 operation after the other, and in IEEE arithmetic an operation has one result. What could differ:

@@ -132,6 +132,17 @@ def test_exact_levels_of_other_types_give_the_originals_file(tmp_path: Path, dty
 def test_near_levels_give_what_the_operator_makes_of_their_deltas_in_torch(
     family: PackedFamily, tmp_path: Path, operator: str
 ) -> None:
+    _assert_as_in_torch(family, tmp_path, operator)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "F32"])
+def test_near_levels_of_other_types_do_so_too(tmp_path: Path, dtype: str) -> None:
+    family = make_family(tmp_path / "family", dtype)
+    for operator in ("linear", "ties"):
+        _assert_as_in_torch(family, tmp_path, operator)
+
+
+def _assert_as_in_torch(family: PackedFamily, tmp_path: Path, operator: str) -> None:
     plan = plan_for(family, operator, NEAR, "F32")
     plan = _without_open_factors(plan)
     found, _ = run(plan, tmp_path)
