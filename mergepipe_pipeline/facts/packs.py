@@ -18,6 +18,7 @@ from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
+    PackGrid,
     PackPace,
     Packs,
     pack_grid,
@@ -64,22 +65,24 @@ class _Served:
 
 
 def find_packs(
-    warehouse: Warehouse, models: Sequence[Model], merged: Iterable[TensorRecipe], grid: BlockGrid
+    warehouse: Warehouse, models: Sequence[Model], merged: Sequence[TensorRecipe], grid: BlockGrid
 ) -> Packs | None:
-    """What the packs of the experts of `merged` tensors offer, on the `pack_grid` of `grid`.
+    """What the packs of the experts of `merged` tensors offer, on a `pack_grid` of `grid`.
 
     None where there is none. One that is damaged is said, and counts as not there.
     """
+    n_elems = sum(models[i.model].views[i.tensor].numel for t in merged for i in t.inputs)
+    blocks = pack_grid(grid, n_elems)
     sources: list[PackSource] = []
     rows: dict[Numbers, Mapping[Pair, PackedRow]] = {}
     for served in _served(warehouse, models, merged):
-        found = _rows(served, len(sources), pack_grid(grid))
+        found = _rows(served, len(sources), blocks)
         if found:
             sources.append(served.pack.source)
             rows[served.numbers] = found
     if not rows:
         return None
-    return Packs(sources=tuple(sources), rows=rows, pace=pace_of(warehouse))
+    return Packs(sources=tuple(sources), grid=blocks, rows=rows, pace=pace_of(warehouse))
 
 
 def packed_cost(
@@ -152,7 +155,7 @@ def _digests(warehouse: Warehouse, model: Model) -> Digests | None:
     return known if len(known) == len(found) else None
 
 
-def _rows(served: _Served, number: int, grid: BlockGrid) -> dict[Pair, PackedRow]:
+def _rows(served: _Served, number: int, grid: PackGrid) -> dict[Pair, PackedRow]:
     """What pack number `number` offers to the pairs of tensors that it serves."""
     rows: dict[Pair, PackedRow] = {}
     try:

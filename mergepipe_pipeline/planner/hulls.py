@@ -78,3 +78,17 @@ def row_upgrades(
             have, spent = left[best], size[best]
             at += 1
     return at
+
+
+@numba.njit(nogil=True, cache=True)
+def at_levels(
+    levels: npt.NDArray[np.int8], table: Sizes | Halves, skip: Flags, out: Floats | Ints
+) -> None:
+    """Set `out` [blocks] to a pack's `table` [levels, blocks] at each block's level.
+
+    Only where the level is a pack's, and none to `skip` [levels].
+    """
+    for b in range(len(levels)):
+        number = levels[b]
+        if 0 < number < ORIGINAL and not skip[number - 1]:
+            out[b] = table[number - 1, b]

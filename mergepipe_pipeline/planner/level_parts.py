@@ -10,7 +10,7 @@ import numpy as np
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.level_samples import LevelSamples
 from mergepipe_pipeline.planner.levels import LevelTable
-from mergepipe_pipeline.planner.packed_rows import Packs, pack_grid, row_levels
+from mergepipe_pipeline.planner.packed_rows import Packs, row_levels
 from mergepipe_pipeline.planner.parts import Method, Part, Parts, TensorFacts
 from mergepipe_pipeline.planner.simulation import Simulate
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -32,7 +32,7 @@ class LevelParts:
 
     def table(self) -> LevelTable:
         """All that could be read, from packs or not."""
-        grid = pack_grid(self._grid)
+        grid = self._packs.grid
         blocks = grid.block_elems // self._grid.block_elems
         rows = [
             self._with_levels(part, i, _coarsened(row, blocks))

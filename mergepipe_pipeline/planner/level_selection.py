@@ -232,4 +232,5 @@ def level_estimates(q: LevelProblem, budget: Budget, levels: Levels) -> Estimate
         predicted_margin=0.0 if error == 0 else None,
         update_norm=update if math.isfinite(update) else None,
         expert_bytes_packed=int(nbytes[levels != ORIGINAL].sum()),
+        pack_block_elems=c.grid.block_elems,
     )

@@ -19,6 +19,7 @@ from mergepipe_pipeline.planner.packed_rows import N_LEVELS, NOTHING, ORIGINAL, 
 from mergepipe_pipeline.spec.pack import TIERS, PackedInput, PackedRange
 
 Levels = npt.NDArray[np.int8]
+_NONE = np.zeros(N_LEVELS, np.bool_)
 
 
 def level_name(number: int) -> str:
@@ -39,20 +40,22 @@ class LevelTable:
 
     def nbytes(self, levels: Levels) -> Ints:
         """Bytes that are read of each candidate."""
+        from mergepipe_pipeline.planner.hulls import at_levels
+
         out = np.where(levels == ORIGINAL, self.candidates.nbytes, 0)
-        for cut, of, numbers in self._packed(levels):
-            chosen = _at(of.packed.nbytes, numbers)
-            out[cut] += np.where(_is_packed(numbers), chosen, 0).astype(np.int64)
+        for cut, of in self._packed(levels):
+            at_levels(levels[cut], of.packed.nbytes, _NONE, out[cut])
         return out
 
     def residual_sq(self, levels: Levels) -> Floats:
         """‖δ − δ̂‖² of each candidate at most, without its coefficient; 0 for what is exact."""
+        from mergepipe_pipeline.planner.hulls import at_levels
+
         c = self.candidates
-        out = np.where((levels == NOTHING) & ~c.zero, self.delta_sq, 0.0)
-        for cut, of, numbers in self._packed(levels):
-            chosen = _at(of.packed.residual_sq, numbers)
-            is_near = _is_packed(numbers) & ~of.exact[np.clip(numbers - 1, 0, N_LEVELS - 1)]
-            out[cut] += np.where(is_near & ~c.zero[cut], chosen, 0.0)
+        out = np.where(levels == NOTHING, self.delta_sq, 0.0)
+        for cut, of in self._packed(levels):
+            at_levels(levels[cut], of.packed.residual_sq, of.exact, out[cut])
+        out[c.zero] = 0.0
         return out
 
     @cached_property
@@ -69,8 +72,9 @@ class LevelTable:
     def is_near(self, levels: Levels) -> Choice:
         """Candidates that are approximated."""
         out = np.zeros(len(levels), np.bool_)
-        for cut, of, numbers in self._packed(levels):
-            out[cut] = _is_packed(numbers) & ~of.exact[np.clip(numbers - 1, 0, N_LEVELS - 1)]
+        for cut, of in self._packed(levels):
+            exact = np.concatenate([[True], of.exact, [True]])
+            out[cut] = ~exact[levels[cut]]
         return out
 
     def exact(self, pace: PackPace | None = None) -> Levels:
@@ -85,29 +89,32 @@ class LevelTable:
                 continue
             least, level = _least_exact(row.levels)
             is_less = (least < c.nbytes[cut]) & ~c.zero[cut]
-            packed, stored = least[is_less].sum(), c.nbytes[cut][is_less].sum()
+            packed, stored = int(least[is_less].sum()), int(c.nbytes[cut][is_less].sum())
             if pace is None or pace.is_faster(packed, stored, stored // row.itemsize):
-                out[cut] = np.where(is_less, level, out[cut])
+                out[cut][is_less] = level[is_less]
         return out
 
-    def _packed(self, levels: Levels) -> Iterator[tuple[slice, RowLevels, Levels]]:
-        """Rows of which something is read from a pack: their candidates, and their levels."""
-        packed = np.flatnonzero(_is_packed(levels))
+    def _packed(self, levels: Levels) -> Iterator[tuple[slice, RowLevels]]:
+        """Rows of which something is read from a pack, and their candidates."""
         c = self.candidates
-        numbers = np.unique(c.row[packed])
+        found = np.zeros(len(c.rows), np.bool_)
+        found[c.row[_is_packed(levels)]] = True
         ends = np.append(c.first, len(c.row))
-        for number in numbers.tolist():
-            of, cut = c.rows[number].levels, slice(int(ends[number]), int(ends[number + 1]))
+        for number in np.flatnonzero(found).tolist():
+            of = c.rows[number].levels
             assert of is not None
-            yield cut, of, levels[cut]
+            yield slice(int(ends[number]), int(ends[number + 1])), of
 
 
 def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | None:
     """What a plan reads of a row's pack, given the row's levels; None for nothing."""
+    from mergepipe_pipeline.planner.hulls import at_levels
+
     of = row.levels
     if of is None or not _is_packed(levels).any():
         return None
-    nbytes = _at(of.packed.nbytes, levels)
+    nbytes = np.zeros(len(levels), np.int64)
+    at_levels(levels, of.packed.nbytes, _NONE, nbytes)
     starts = np.flatnonzero(np.diff(levels, prepend=-1)).tolist()
     ranges = tuple(
         PackedRange(
@@ -133,14 +140,4 @@ def _least_exact(of: RowLevels) -> tuple[Ints, Levels]:
 
 def _is_packed(numbers: Levels) -> Choice:
     found: Choice = (numbers > NOTHING) & (numbers < ORIGINAL)
-    return found
-
-
-def _at(
-    table: npt.NDArray[np.uint32] | npt.NDArray[np.float32], numbers: Levels
-) -> npt.NDArray[np.uint32] | npt.NDArray[np.float32]:
-    """The entries of a [levels, blocks] table at each block's level; any where it has none."""
-    place = np.clip(numbers - 1, 0, N_LEVELS - 1).astype(np.int64)[None]
-    found: npt.NDArray[np.uint32] | npt.NDArray[np.float32]
-    found = np.take_along_axis(table, place, axis=0)[0]
     return found

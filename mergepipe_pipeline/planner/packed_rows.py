@@ -19,6 +19,9 @@ from mergepipe_pipeline.spec.plan import TrimRule
 
 Flags = npt.NDArray[np.bool_]
 
+#: Levels of neighbours differ little: more blocks would make plans longer, and hardly better.
+_MOST_BLOCKS = 1 << 20
+
 N_LEVELS = len(TIERS)
 #: How a choice of levels says: nothing is read, or the expert's stored elements. Between them is
 #: 1 + a level's number.
@@ -69,10 +72,11 @@ class PackPace:
 class Packs:
     """The packs that a recipe's experts have, and by (expert's model number, base's) their rows.
 
-    Rows are by (expert's tensor, base's tensor).
+    Rows are by (expert's tensor, base's tensor), on `grid`.
     """
 
     sources: tuple[PackSource, ...]
+    grid: PackGrid
     rows: Mapping[tuple[int, int], Mapping[tuple[str, str], PackedRow]]
     pace: PackPace
 
@@ -89,9 +93,21 @@ class RowLevels:
     exact: Flags = field(repr=False)
 
 
-def pack_grid(grid: BlockGrid) -> BlockGrid:
-    """The grid for plans from packs: blocks of whole chunks, no smaller than those of `grid`."""
-    return BlockGrid(max(grid.block_elems, CHUNK_ELEMS))
+@dataclass(frozen=True, slots=True)
+class PackGrid(BlockGrid):
+    """Blocks of whole chunks, of any size."""
+
+    def __post_init__(self) -> None:
+        assert self.block_elems % CHUNK_ELEMS == 0
+
+
+def pack_grid(grid: BlockGrid, n_elems: int) -> PackGrid:
+    """The grid for a plan that reads `n_elems` elements of experts at most.
+
+    Its blocks are no smaller than those of `grid`, and about `_MOST_BLOCKS` at most.
+    """
+    least = max(grid.block_elems, CHUNK_ELEMS, -(-n_elems // _MOST_BLOCKS))
+    return PackGrid(1 << (least - 1).bit_length())
 
 
 def packed_row(
@@ -101,9 +117,9 @@ def packed_row(
     threshold_bits: int,
     nbytes: npt.NDArray[np.uint32],
     residual_sq: npt.NDArray[np.float32],
-    grid: BlockGrid,
+    grid: PackGrid,
 ) -> PackedRow:
-    """A packed tensor on `grid`, a `pack_grid`; the arrays are as in `PackedTensor`."""
+    """A packed tensor on `grid`; the arrays are as in `PackedTensor`."""
     starts = np.arange(0, nbytes.shape[1], grid.block_elems // CHUNK_ELEMS)
     per_tier = np.add.reduceat(nbytes, starts, axis=1, dtype=np.uint32)  # [tiers, blocks]
     exactly = np.add.reduceat(residual_sq, starts, axis=1, dtype=np.float64)  # [levels, blocks]

@@ -77,8 +77,20 @@ def ranked_upgrades(table: LevelTable, free: Choice, *, with_near: bool = True) 
         )
     candidate, level, nbytes = candidate[:at], level[:at], nbytes[:at]
     worth = falling(saved[:at] / np.maximum(nbytes, 1), candidate)
-    order = np.argsort(-worth, kind="stable")
+    order = _best_first(worth)
     return Upgrades(candidate[order], level[order], nbytes[order], worth[order])
+
+
+def _best_first(worth: Floats) -> npt.NDArray[np.int64]:
+    """Places in falling order of worth, as float32 tells it; of equals the first place first.
+
+    Sorted as integers with the place in their lower half, which is five times as fast as by key.
+    """
+    bits = np.minimum(worth, np.finfo(np.float32).max).astype(np.float32).view(np.uint32)
+    keys = (~bits).astype(np.uint64) << np.uint64(32)
+    keys |= np.arange(len(worth), dtype=np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
 def taken(

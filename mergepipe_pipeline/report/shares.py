@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mergepipe_pipeline.execution.lookup import plan_of
-from mergepipe_pipeline.planner.packed_rows import pack_grid
-from mergepipe_pipeline.spec.blocks import BlockGrid, Range, coalesce, total_elems
+from mergepipe_pipeline.spec.blocks import Range, coalesce, total_elems
 from mergepipe_pipeline.spec.pack import TIERS, PackedRange
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
@@ -75,7 +74,7 @@ def level_shares(plan: MergePlan) -> tuple[LevelShare, ...]:
     """
     if not plan.packs:
         return ()
-    elems = pack_grid(BlockGrid(plan.estimates.block_elems)).block_elems
+    elems = plan.estimates.pack_block_elems
     sums = {level: [0, 0, 0] for level in (*TIERS, "stored")}
     for e in (e for layer in plan.layers for task in layer.tasks for e in task.experts):
         size = e.view.stored_nbytes // max(1, e.view.numel)

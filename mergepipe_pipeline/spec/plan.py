@@ -228,7 +228,8 @@ class Estimates:
     in full − base). `reads` are runs of blocks that lie together;
     `seek_nbytes` is what each was taken to cost besides its bytes. `ranking` is the strategy whose
     list was followed: `strategy` itself (so too if None), or one that it found better here. Of the
-    bytes that are read, `expert_bytes_packed` come from packs.
+    bytes that are read, `expert_bytes_packed` come from packs, of which blocks of
+    `pack_block_elems` elements have a level each (0: of no packs).
     """
 
     budget_bytes: int | None
@@ -248,6 +249,7 @@ class Estimates:
     seek_nbytes: int = 0
     ranking: str | None = None
     expert_bytes_packed: int = 0
+    pack_block_elems: int = 0
 
 
 @dataclass(frozen=True, slots=True)

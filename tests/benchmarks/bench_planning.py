@@ -1,11 +1,12 @@
 """Claim: 100 experts of 70B parameters are planned in under 30 s and 4 GiB, in blocks of 1 Mi.
 
-    python -m tests.benchmarks.bench_planning [--experts 100] [--layers 80] [--home FOLDER]
+    python -m tests.benchmarks.bench_planning [--experts 100] [--layers 80] [--packs]
 
 The checkpoints are sparse files (headers only take disk) in the layout of Llama 70B; their
 statistics are synthetic but complete, sketches and samples included, and go through the catalog as
 those of an analysis do. What is timed is the whole command `mergepipe plan`, in a process of its
-own. Making the catalog takes minutes and about 3 GB; it is kept in the folder and used again.
+own. Making the catalog takes minutes and about 3 GB; it is kept in the folder and used again. With
+`--packs` every expert has a pack, of 51 MB beside its frames, which are holes in files.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from mergepipe_pipeline.operators.steps.sparsify import trim_count
+from mergepipe_pipeline.packs.contents import packed_contents
+from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
 from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor
 from mergepipe_pipeline.spec.stats import (
     HIST_SHIFT,
     SAMPLE_WIDTH,
@@ -30,6 +36,7 @@ from mergepipe_pipeline.spec.stats import (
     TensorStats,
     narrowed,
 )
+from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.header import build_header
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -165,6 +172,51 @@ def prepare(home: Warehouse, n_experts: int, layers: int) -> None:
             print(f"\r{n} of {n_experts} experts", end="", file=sys.stderr, flush=True)
 
 
+def pack_all(home: Warehouse, n_experts: int, layers: int) -> None:
+    """A pack of every expert: sizes and residuals of chunks as those of fine-tunes, no frames."""
+    base = Model("base", (home.catalog.get("base").checkpoint,), {})
+    base = replace(base, views={t.name: view_of(t) for t in base.checkpoint.tensors})
+    base_digests = [home.catalog.digests(base.model_id) or {}]
+    shares = np.array([0.001, 0.05, 0.1, 0.1, 0.12, 0.2])
+    left = np.array([0.99, 0.48, 0.084, 0.0096, 0.3, 0.0])
+    for n in range(n_experts):
+        checkpoint = home.catalog.get(f"expert_{n:03d}").checkpoint
+        expert = Model(checkpoint.name, (checkpoint,), base.views)
+        digests = [home.catalog.digests(checkpoint.checkpoint_id) or {}]
+        contents = packed_contents(expert, base, digests, base_digests)
+        pack_id = pack_id_of(contents)
+        if home.packs.path(pack_id).exists():
+            continue
+        rng, stats = np.random.default_rng([9, n]), synthetic(n + 1, llama_70b(layers))
+        tensors, start_byte = [], np.zeros(len(TIERS), np.int64)
+        known = {s.tensor: s for s in stats}
+        for content in contents:
+            s = known[content.name]
+            per_block = BLOCK_ELEMS // CHUNK_ELEMS
+            chunks = -(-s.numel // CHUNK_ELEMS)
+            l2sq = np.repeat(s.block_l2sq / per_block, per_block)[:chunks].astype(np.float32)
+            spread = rng.uniform(0.9, 1.1, (len(TIERS), chunks))
+            nbytes = (2 * CHUNK_ELEMS * shares[:, None] * spread).astype(np.uint32)
+            tensors.append(
+                PackedTensor(
+                    *content,
+                    unit=9e-4,
+                    threshold_bits=0x3A000000,
+                    nbytes=nbytes,
+                    checksums=np.zeros((len(TIERS), 0), np.uint64),
+                    residual_sq=(left[:, None] * l2sq).astype(np.float32),
+                    start_byte=start_byte.copy(),
+                )
+            )
+            start_byte += nbytes.astype(np.int64).sum(axis=1)
+        root = home.packs.path(pack_id)
+        root.mkdir(parents=True)
+        write_index(root, root, TIERS, tensors)
+        for tier, size in zip(TIERS, start_byte.tolist(), strict=True):
+            with open(frames_path(root, tier), "wb") as file:
+                file.truncate(size)
+
+
 def write_recipe(home: Warehouse, method: str, n_experts: int) -> Path:
     """A recipe of all experts."""
     rows = "".join(
@@ -197,9 +249,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--home", default=FOLDER / "planning")
     parser.add_argument("--method", choices=METHODS, action="append")
+    parser.add_argument("--packs", action="store_true", help="give every expert a pack")
     args = parser.parse_args()
     home = Warehouse.at(args.home).ensure()
     prepare(home, args.experts, args.layers)
+    if args.packs:
+        pack_all(home, args.experts, args.layers)
     size = sum(p.stat().st_size for p in home.catalog_dir.rglob("*.parquet"))
     blocks = args.experts * sum(
         BlockGrid(BLOCK_ELEMS).count(int(np.prod(s))) for _, _, s in llama_70b(args.layers)

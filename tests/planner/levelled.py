@@ -11,11 +11,16 @@ from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.level_selection import LevelProblem
 from mergepipe_pipeline.planner.levels import LevelTable
-from mergepipe_pipeline.planner.packed_rows import N_LEVELS, PackedRow, PackPace, RowLevels
-from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.planner.packed_rows import (
+    N_LEVELS,
+    PackedRow,
+    PackGrid,
+    PackPace,
+    RowLevels,
+)
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
 
-GRID = BlockGrid(CHUNK_ELEMS)
+GRID = PackGrid(CHUNK_ELEMS)
 #: Packs are read where they are fewer bytes.
 SLOW_DISK = PackPace(read_bytes_per_s=1.0, decode_elem_s=0.0, merge_elem_s=0.0)
 FAST_DISK = PackPace(read_bytes_per_s=1e12, decode_elem_s=1.0, merge_elem_s=0.0)

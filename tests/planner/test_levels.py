@@ -13,9 +13,14 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.level_selection import select_levels
 from mergepipe_pipeline.planner.levels import LevelTable, packed_input
-from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, packed_row, row_levels
+from mergepipe_pipeline.planner.packed_rows import (
+    NOTHING,
+    ORIGINAL,
+    PackGrid,
+    packed_row,
+    row_levels,
+)
 from mergepipe_pipeline.planner.upgrades import ranked_upgrades
-from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
@@ -161,7 +166,7 @@ def test_blocks_have_the_bytes_and_residuals_of_their_chunks() -> None:
     nbytes = rng.integers(0, 9999, (len(TIERS), 10)).astype(np.uint32)
     residual_sq = rng.random((len(TIERS), 10), dtype=np.float32)
     residual_sq[0, 9] = np.inf
-    found = packed_row(0, "w", 1.0, 7, nbytes, residual_sq, BlockGrid(4 * CHUNK_ELEMS))
+    found = packed_row(0, "w", 1.0, 7, nbytes, residual_sq, PackGrid(4 * CHUNK_ELEMS))
     summed = np.add.reduceat(nbytes, [0, 4, 8], axis=1).astype(np.int64)
     assert np.array_equal(found.nbytes[TIERS.index("L2")], summed[:3].sum(axis=0))
     assert np.array_equal(found.nbytes[TIERS.index("X")], summed[4:].sum(axis=0))
