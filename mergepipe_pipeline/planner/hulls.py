@@ -24,6 +24,18 @@ _ROUNDING = 1e-9
 
 
 @numba.njit(nogil=True, cache=True)
+def _left(whole: float, residual_sq: float, delta_sq: float, exact: bool) -> float:
+    """What a level leaves of `whole`; infinite where its residual is not known."""
+    if not np.isfinite(residual_sq):
+        return np.inf
+    if exact:
+        return 0.0
+    if np.isfinite(delta_sq) and delta_sq > 0:
+        return whole * min(residual_sq / delta_sq, 1.0)
+    return np.inf
+
+
+@numba.njit(nogil=True, cache=True)
 def row_upgrades(
     nbytes: Sizes,
     residual_sq: Halves,
@@ -55,12 +67,8 @@ def row_upgrades(
             continue
         whole = min(worth[b], HUGE) if worth[b] == worth[b] else HUGE
         for k in range(count):
-            size[k], left[k] = nbytes[k, b], np.inf
-            if usable[k] and np.isfinite(residual_sq[k, b]):
-                if exact[k]:
-                    left[k] = 0.0
-                elif np.isfinite(delta_sq[b]) and delta_sq[b] > 0:
-                    left[k] = whole * min(residual_sq[k, b] / delta_sq[b], 1.0)
+            rest = _left(whole, residual_sq[k, b], delta_sq[b], exact[k])
+            size[k], left[k] = nbytes[k, b], rest if usable[k] else np.inf
         size[count], left[count] = stored_nbytes[b], 0.0
         have, spent = whole, 0
         while have > 0:
