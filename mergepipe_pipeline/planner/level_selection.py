@@ -164,10 +164,12 @@ def pinned_levels(q: LevelProblem, constraints: Constraints) -> Levels:
     return levels
 
 
-def upgrades_of(q: LevelProblem, constraints: Constraints, *, with_near: bool = True) -> Upgrades:
-    """The list that a budget goes down."""
+def upgrades_of(
+    q: LevelProblem, constraints: Constraints, *, with_near: bool = True, evenly: bool = True
+) -> Upgrades:
+    """The list that a budget goes down; for a promised error not `evenly`."""
     free = allowed(q.candidates, constraints) & ~constraints.pinned
-    return ranked_upgrades(q.table, free, with_near=with_near)
+    return ranked_upgrades(q.table, free, with_near=with_near, evenly=evenly)
 
 
 def _for_error(q: LevelProblem, constraints: Constraints, error: float) -> Levels:
@@ -185,7 +187,7 @@ def _for_error(q: LevelProblem, constraints: Constraints, error: float) -> Level
     best = np.where(useful, q.table.exact(), np.int8(NOTHING))
     refuse_out_of_reach(q.bound(best), error, allowed_error)
     is_sum = all(s.response == "additive" for s in q.sensitivities.values())
-    upgrades = upgrades_of(q, constraints, with_near=is_sum)
+    upgrades = upgrades_of(q, constraints, with_near=is_sum, evenly=False)
     # The first `low` upgrades are too few, the first `high` enough.
     low, high = -1, len(upgrades.candidate) + 1
     while high - low > 1:

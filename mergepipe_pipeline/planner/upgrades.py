@@ -3,6 +3,11 @@
 An upgrade takes one block of an expert from one level to a better one. Blocks are independent, so
 the steepest parts of their convex hulls first is optimal for every budget that they fill exactly
 (Everett 1963, Lagrange multipliers); what is read of a block is the last of its upgrades.
+
+What is saved is counted in one of two ways. For a promised error it is ‖c·δ‖². For a budget every
+place counts by its elements, what is saved there by its share of the place's own update, and
+experts of like strength go from level to level together: models with some places sharp and others
+blank have a smaller error, and less skill (docs/packs.md).
 """
 
 from __future__ import annotations
@@ -12,17 +17,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.planner.candidates import Choice, Floats, Ints
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.levels import Levels, LevelTable
 from mergepipe_pipeline.planner.packed_rows import N_LEVELS, NOTHING, ORIGINAL
+
+#: Experts whose squared norms in a place are within this factor of the largest count alike there.
+_ALIKE = 16.0
 
 
 @dataclass(frozen=True)
 class Upgrades:
     """Upgrades, the most saved per byte first: `candidate` to `level` for `nbytes` more bytes.
 
-    `worth` is the squared error that each saves per byte.
+    `worth` is what each saves per byte: squared error, or elements times share of their update.
     """
 
     candidate: npt.NDArray[np.int32]
@@ -36,10 +44,13 @@ class Upgrades:
         return Upgrades(self.candidate[cut], self.level[cut], self.nbytes[cut], self.worth[cut])
 
 
-def ranked_upgrades(table: LevelTable, free: Choice, *, with_near: bool = True) -> Upgrades:
+def ranked_upgrades(
+    table: LevelTable, free: Choice, *, with_near: bool = True, evenly: bool = True
+) -> Upgrades:
     """The upgrades of the candidates in `free`; without `with_near` to exact levels only.
 
-    A row that is read whole is one upgrade, of its first candidate.
+    They are ranked by the squared error that they save if not `evenly`. A row that is read whole is
+    one upgrade, of its first candidate.
     """
     from mergepipe_pipeline.planner.chains import falling
     from mergepipe_pipeline.planner.hulls import HUGE, row_upgrades
@@ -51,11 +62,12 @@ def ranked_upgrades(table: LevelTable, free: Choice, *, with_near: bool = True) 
     no_sizes, no_rests = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
     no_levels, at = np.empty(0, np.bool_), 0
     useful = free & ~c.zero
+    whole = _elements(c) if evenly else c.energy
     for row, cut in zip(c.rows, c.row_slices(), strict=True):
         if row.bundle_nbytes is not None:
             if useful[cut].any():
                 candidate[at], level[at] = cut.start, ORIGINAL
-                nbytes[at], saved[at] = row.bundle_nbytes, min(c.gain[cut].sum(), HUGE)
+                nbytes[at], saved[at] = row.bundle_nbytes, min(whole[cut].sum(), HUGE)
                 at += 1
             continue
         of = row.levels
@@ -66,7 +78,7 @@ def ranked_upgrades(table: LevelTable, free: Choice, *, with_near: bool = True) 
             of.exact if of else no_levels,
             c.nbytes[cut],
             table.delta_sq[cut],
-            c.energy[cut],
+            whole[cut],
             useful[cut],
             cut.start,
             at,
@@ -76,7 +88,10 @@ def ranked_upgrades(table: LevelTable, free: Choice, *, with_near: bool = True) 
             saved,
         )
     candidate, level, nbytes = candidate[:at], level[:at], nbytes[:at]
-    worth = falling(saved[:at] / np.maximum(nbytes, 1), candidate)
+    worth = saved[:at] / np.maximum(nbytes, 1)
+    if evenly:
+        worth = _together(c, worth, candidate, level)
+    worth = falling(worth, candidate)
     order = _best_first(worth)
     return Upgrades(candidate[order], level[order], nbytes[order], worth[order])
 
@@ -122,3 +137,30 @@ def taken(
     for cut in table.bundles:
         levels[cut] = np.where(c.zero[cut], NOTHING, levels[cut.start])
     return levels
+
+
+def _elements(c: Candidates) -> Floats:
+    """How many elements each candidate has; 0 where nothing is to be saved."""
+    numel = np.array([row.numel for row in c.rows], np.int64)[c.row]
+    length = np.minimum(numel - c.block * c.grid.block_elems, c.grid.block_elems)
+    return np.where(c.energy > 0, length, 0).astype(np.float64)
+
+
+def _together(
+    c: Candidates, worth: Floats, candidate: npt.NDArray[np.int32], level: Levels
+) -> Floats:
+    """The mean `worth` of all upgrades of a place to one level, times each expert's strength."""
+    step = c.site[candidate] * (1 + ORIGINAL) + level
+    count = np.maximum(np.bincount(step), 1)
+    mean = np.bincount(step, worth) / count
+    together: Floats = mean[step] * _strength(c)[candidate]
+    return together
+
+
+def _strength(c: Candidates) -> Floats:
+    """1 for the expert with the largest ‖c·δ‖² in a place and those not far below it, else less."""
+    largest = np.zeros(c.n_sites)
+    np.maximum.at(largest, c.site, c.energy)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = np.ceil(np.log(c.energy / largest[c.site]) / np.log(_ALIKE))
+    return np.where(np.isnan(steps), 1.0, _ALIKE**steps)  # of what is unknown nothing is less

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -74,11 +75,11 @@ def test_levels_cost_no_more_than_the_budget_and_the_shares_allow(
 
 
 def saved(table: LevelTable, levels: np.ndarray) -> float:
-    """What levels take from the squared error."""
+    """What levels save of blocks of equal length, each by its share of the block's own update."""
     c = table.candidates
     known = table.delta_sq > 0
     left = np.divide(table.residual_sq(levels), table.delta_sq, where=known, out=0 * c.energy)
-    return float((c.energy * (1 - left))[known].sum())
+    return float(CHUNK_ELEMS * (1 - left)[known].sum())
 
 
 @settings(max_examples=40)
@@ -119,7 +120,40 @@ def test_what_a_budget_buys_is_within_one_upgrade_of_the_best_there_is(
             best = max(best, saved(table, levels))
     upgrades = ranked_upgrades(table, np.ones(3, np.bool_))
     largest = float((upgrades.worth * np.maximum(upgrades.nbytes, 1)).max(initial=0.0))
-    assert best - largest - 1e-9 <= saved(table, found) <= best + 1e-9
+    assert best - largest - 1e-6 <= saved(table, found) <= best + 1e-6
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), scale=st.sampled_from([2.0**-10, 1.0, 2.0**10]))
+def test_all_places_and_all_experts_of_like_strength_reach_a_level_before_any_the_next(
+    seed: int, scale: float
+) -> None:
+    levels = levels_of(np.random.default_rng(seed), np.ones(1))
+    scaled = replace(
+        levels, packed=replace(levels.packed, residual_sq=scale * levels.packed.residual_sq)
+    )
+    rows = [
+        Row(
+            tensor=tensor,
+            position=position,
+            name=f"t{tensor}#{position}",
+            numel=CHUNK_ELEMS,
+            itemsize=2,
+            coefficient=coefficient,
+            block_l2sq=np.full(1, l2sq),
+            block_nonzero=np.ones(1, np.int64),
+            levels=of,
+        )
+        for tensor, l2sq, of in ((0, 1.0, levels), (1, scale, scaled))
+        for position, coefficient in enumerate((0.5, 1.5, 0.1))
+    ]
+    table = LevelTable(lay_out(rows, GRID))
+    upgrades = ranked_upgrades(table, np.ones(6, np.bool_))
+    strong = upgrades.candidate % 3 != 2
+    for reached in np.split(upgrades.level[strong], max(1, strong.sum() // 4)):
+        assert len(set(reached.tolist())) == 1
+    # The third is so much weaker that its first level comes after the others'.
+    assert strong[:4].all()
 
 
 @given(table=tables())
