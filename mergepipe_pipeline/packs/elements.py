@@ -29,9 +29,10 @@ Frames = tuple[memoryview, ...]
 class ChunkPart:
     """Elements [start, stop) of a tensor, of one chunk, as they were read.
 
-    `frames` are those of the tiers of `level`, of the whole chunk.
+    `frames` are those of the tiers of `level`, of the whole chunk; `root` is the pack's folder.
     """
 
+    root: str
     tensor: PackedTensor
     level: Level
     start_elem: int
@@ -99,7 +100,9 @@ class ChunkPart:
         return slice(self.start_elem - first, self.stop_elem - first)
 
     def _named(self, error: CorruptionError) -> CorruptionError:
-        error.where = f"{self.level}, tensor {self.tensor.name}, chunk {self._chunk}"
+        error.where = (
+            f"{self.root}, level {self.level}, tensor {self.tensor.name}, chunk {self._chunk}"
+        )
         return error
 
 
@@ -167,7 +170,7 @@ class PackedElements:
         for chunk, of in enumerate(frames, first):
             a = max(start_elem, chunk * CHUNK_ELEMS)
             b = min(stop_elem, (chunk + 1) * CHUNK_ELEMS)
-            yield ChunkPart(self._tensor, level, a, b, of)
+            yield ChunkPart(self._reader.root, self._tensor, level, a, b, of)
 
     def _shared(self, level: Level, chunk: int, n: int) -> Frames:
         """The frames of a chunk of which n elements are asked for, and the others by others."""

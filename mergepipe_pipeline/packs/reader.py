@@ -33,7 +33,7 @@ class PackReader:
         root = Path(source.root)
         self._tensors = Pack(source.pack_id, root, read_index(root)).tensors
         self._files = FrameFiles(root, reading)
-        self._where = source.root
+        self.root = source.root
         self._allowed, self._tally = allowed, tally
 
     def __enter__(self) -> PackReader:
@@ -73,7 +73,7 @@ class PackReader:
         if list(clip(allowed, start, stop)) != [(start, stop)]:
             raise BudgetError(
                 "A read would leave the access set of the plan",
-                where=f"{self._where}, {tier}, tensor {tensor.name}",
+                where=f"{self.root}, {tier}, tensor {tensor.name}",
                 expected=f"elements inside {list(allowed)[:4]}",
                 found=f"[{start}, {stop})",
                 next_step="this is a defect of mergepipe: please report it with the plan",

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.engine.sources import packed_access_set
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import Floats, quantised
 from mergepipe_pipeline.packs.elements import ChunkPart, PackedElements
 from mergepipe_pipeline.packs.reader import PackReader
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level
 from mergepipe_pipeline.storage.reader import Tally
 from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from
 from tests.stored import decode
@@ -54,6 +55,19 @@ def test_windows_of_any_length_in_any_order_read_each_frame_once(
         inside = slice(r.start_elem, r.stop_elem)
         wanted = quantised(delta[inside], tensor.unit, tensor.threshold_bits, r.level)
         assert np.array_equal(found[inside], wanted)
+
+
+@pytest.mark.parametrize("level", ["L1", "X20", "X"])
+def test_a_frame_that_makes_no_sense_is_named_though_its_checksum_is_right(
+    family: PackedFamily, level: Level
+) -> None:
+    (tensor,) = family.tensors
+    frames = tuple(memoryview(bytes(f"{tier} is not a frame", "ascii")) for tier in TIERS_OF[level])
+    part = ChunkPart("/packs/p", tensor, level, CHUNK_ELEMS, 2 * CHUNK_ELEMS, frames)
+    with pytest.raises(CorruptionError) as caught:
+        _delta(part, family)
+    assert caught.value.where == f"/packs/p, level {level}, tensor w, chunk 1"
+    assert "mergepipe verify" in str(caught.value.next_step)
 
 
 def _delta(part: ChunkPart, family: PackedFamily) -> Floats:
