@@ -15,7 +15,6 @@ import numpy as np
 from mergepipe_pipeline.analysis.order import from_top
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
 from mergepipe_pipeline.packs.contents import packed_contents, packed_names
 from mergepipe_pipeline.packs.pace import ENCODE_ELEM_S
 from mergepipe_pipeline.resolution.grid import grid_for
@@ -129,6 +128,9 @@ def _encoded(
     expert: Model, base: Model, view: TensorView, chunk: int, known: TensorStats
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """float64 [tiers]: bytes of a chunk's frames, per byte of the expert."""
+    # It loads Numba, a quarter of a second that who has nothing to estimate does without.
+    from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
+
     first, stop = chunk * CHUNK_ELEMS, min(view.numel, (chunk + 1) * CHUNK_ELEMS)
     mine, theirs = (
         np.frombuffer(_read(model, model.views[view.name], first, stop), BITS_OF[view.dtype])

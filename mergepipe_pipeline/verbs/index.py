@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
@@ -22,9 +23,11 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
-from mergepipe_pipeline.verbs.pack import Packed, pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.verbs.pack import Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,9 @@ def _packed(warehouse: Warehouse, done: IndexedExpert) -> IndexedExpert:
 
     Adapters and deltas have no pack, and need none.
     """
+    # It loads Numba, a quarter of a second that definitions do without.
+    from mergepipe_pipeline.verbs.pack import pack
+
     name, is_full = done.registration.name, done.registration.checkpoint.kind == "full"
     bases = PacksWanted(warehouse).bases_of(name)
     made: list[Packed] = []

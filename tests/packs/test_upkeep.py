@@ -62,6 +62,15 @@ def test_a_flipped_index_is_found_and_repaired(tmp_path: Path, stem: str) -> Non
     assert not root.exists()
 
 
+def test_packing_again_takes_the_place_of_a_damaged_pack(tmp_path: Path) -> None:
+    warehouse, root = packed(tmp_path)
+    flip(next(root.glob("index.*")), 10)
+    assert warehouse.packs.find(root.name) is None
+    assert pack(warehouse, ["e0"])[0].fresh
+    assert verify_all(warehouse).ok
+    assert warehouse.packs.ids() == [root.name]
+
+
 def test_a_damaged_pack_that_stands_for_its_expert_is_left_for_a_person(tmp_path: Path) -> None:
     warehouse = warehouse_of(tmp_path)
     (made,) = pack(warehouse, ["e0"])
