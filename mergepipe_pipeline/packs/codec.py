@@ -17,7 +17,14 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, bitmap_nbytes, restore, split
-from mergepipe_pipeline.packs.frames import Bytes, FrameReader, as_array, refuse, to_frame
+from mergepipe_pipeline.packs.frames import (
+    Bytes,
+    FrameReader,
+    as_array,
+    content_of,
+    refuse,
+    to_frame,
+)
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level, Tier
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
@@ -210,7 +217,7 @@ def _rounded_up(values: npt.NDArray[np.float64]) -> Floats:
 
 
 def _section(frame: memoryview | None, nbytes: int) -> Bytes:
-    return FrameReader(frame, 1).section(nbytes) if frame else _NONE
+    return content_of(frame, nbytes) if frame else _NONE
 
 
 def _delta(expert: Bits, base: Bits, dtype: str) -> Floats:

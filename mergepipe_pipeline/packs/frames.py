@@ -62,12 +62,19 @@ class FrameReader:
         """The next section, whose content has `nbytes` bytes; not to be written to."""
         length = self._lengths.pop(0) if self._lengths else len(self._rest)
         stored, self._rest = self._rest[:length], self._rest[length:]
-        if len(stored) != length or length > nbytes:
-            refuse(f"a section of up to {nbytes} bytes", f"{length}, {len(stored)} are there")
-        if length == nbytes:
-            return as_array(stored)
-        is_zstd = stored[: len(_MAGIC)] == _MAGIC
-        return as_array((_decompressed if is_zstd else _spread)(stored, nbytes))
+        if len(stored) != length:
+            refuse(f"a section of {length} bytes", str(len(stored)))
+        return content_of(stored, nbytes)
+
+
+def content_of(stored: memoryview, nbytes: int) -> Bytes:
+    """The `nbytes` bytes of a section as it is stored; not to be written to. CorruptionError."""
+    if len(stored) >= nbytes:
+        if len(stored) > nbytes:
+            refuse(f"a section of up to {nbytes} bytes", str(len(stored)))
+        return as_array(stored)
+    is_zstd = stored[: len(_MAGIC)] == _MAGIC
+    return as_array((_decompressed if is_zstd else _spread)(stored, nbytes))
 
 
 def as_array(raw: bytes | memoryview) -> Bytes:
