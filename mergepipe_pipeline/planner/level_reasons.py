@@ -21,7 +21,7 @@ def level_account(selection: LevelSelection, budget: Budget) -> Account:
     """Why levels that were selected under `budget` are what they are."""
     q, levels = selection.problem, selection.levels
     c, table, constraints = q.candidates, q.table, q.constraints(budget)
-    upgrades = upgrades_of(q, constraints)
+    upgrades = upgrades_of(q, constraints, evenly=budget.error is None)
     last, bought = _bought(selection, upgrades)
     first = np.zeros(len(c.row), np.int64)
     first[upgrades.candidate[::-1]] = np.arange(len(upgrades.candidate), 0, -1)

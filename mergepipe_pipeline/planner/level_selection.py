@@ -167,7 +167,7 @@ def pinned_levels(q: LevelProblem, constraints: Constraints) -> Levels:
 def upgrades_of(
     q: LevelProblem, constraints: Constraints, *, with_near: bool = True, evenly: bool = True
 ) -> Upgrades:
-    """The list that a budget goes down; for a promised error not `evenly`."""
+    """The list that a budget goes down, `evenly`, or a promised error."""
     free = allowed(q.candidates, constraints) & ~constraints.pinned
     return ranked_upgrades(q.table, free, with_near=with_near, evenly=evenly)
 

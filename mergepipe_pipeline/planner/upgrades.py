@@ -4,10 +4,11 @@ An upgrade takes one block of an expert from one level to a better one. Blocks a
 the steepest parts of their convex hulls first is optimal for every budget that they fill exactly
 (Everett 1963, Lagrange multipliers); what is read of a block is the last of its upgrades.
 
-What is saved is counted in one of two ways. For a promised error it is ‖c·δ‖². For a budget every
-place counts by its elements, what is saved there by its share of the place's own update, and
-experts of like strength go from level to level together: models with some places sharp and others
-blank have a smaller error, and less skill (docs/packs.md).
+What is saved is counted in one of two ways. For a promised error it is ‖c·δ‖². For a budget it is
+what keeps skill (docs/packs.md): models with some places sharp and others blank have a smaller
+error, and less skill. In votes and means a block counts by its elements, whatever the size of its
+deltas, and experts of like strength go from level to level together; in sums it counts by elements
+times rms.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ALIKE = 16.0
 class Upgrades:
     """Upgrades, the most saved per byte first: `candidate` to `level` for `nbytes` more bytes.
 
-    `worth` is what each saves per byte: squared error, or elements times share of their update.
+    `worth` is what each saves per byte: squared error, or as a budget counts it.
     """
 
     candidate: npt.NDArray[np.int32]
@@ -62,7 +63,7 @@ def ranked_upgrades(
     no_sizes, no_rests = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
     no_levels, at = np.empty(0, np.bool_), 0
     useful = free & ~c.zero
-    whole = _elements(c) if evenly else c.energy
+    whole = _evened(c) if evenly else c.energy
     for row, cut in zip(c.rows, c.row_slices(), strict=True):
         if row.bundle_nbytes is not None:
             if useful[cut].any():
@@ -89,8 +90,8 @@ def ranked_upgrades(
         )
     candidate, level, nbytes = candidate[:at], level[:at], nbytes[:at]
     worth = saved[:at] / np.maximum(nbytes, 1)
-    if evenly:
-        worth = _together(c, worth, candidate, level)
+    if evenly and not (is_sum := _is_sum(c)[candidate]).all():
+        worth = np.where(is_sum, worth, _together(c, worth, candidate, level))
     worth = falling(worth, candidate)
     order = _best_first(worth)
     return Upgrades(candidate[order], level[order], nbytes[order], worth[order])
@@ -139,11 +140,20 @@ def taken(
     return levels
 
 
-def _elements(c: Candidates) -> Floats:
-    """How many elements each candidate has; 0 where nothing is to be saved."""
+def _evened(c: Candidates) -> Floats:
+    """What a budget counts each candidate for; 0 where nothing is to be saved."""
     numel = np.array([row.numel for row in c.rows], np.int64)[c.row]
     length = np.minimum(numel - c.block * c.grid.block_elems, c.grid.block_elems)
-    return np.where(c.energy > 0, length, 0).astype(np.float64)
+    known = np.isfinite(c.energy)
+    mean_sq = max(c.energy[known].sum(), 1e-300) / max(length[known].sum(), 1)
+    rms = np.sqrt(c.energy / length / mean_sq)  # relative to all: sums and votes may mix
+    return np.where(c.energy > 0, length * np.where(_is_sum(c), rms, 1.0), 0.0)
+
+
+def _is_sum(c: Candidates) -> Choice:
+    """Candidates whose method adds up deltas."""
+    of_row: Choice = np.array([row.is_sum for row in c.rows], np.bool_)
+    return of_row[c.row]
 
 
 def _together(

@@ -75,11 +75,11 @@ def test_levels_cost_no_more_than_the_budget_and_the_shares_allow(
 
 
 def saved(table: LevelTable, levels: np.ndarray) -> float:
-    """What levels save of blocks of equal length, each by its share of the block's own update."""
+    """What levels save of a sum's blocks of equal length, as a budget counts it."""
     c = table.candidates
     known = table.delta_sq > 0
     left = np.divide(table.residual_sq(levels), table.delta_sq, where=known, out=0 * c.energy)
-    return float(CHUNK_ELEMS * (1 - left)[known].sum())
+    return float(CHUNK_ELEMS * (np.sqrt(c.energy / c.energy.mean()) * (1 - left))[known].sum())
 
 
 @settings(max_examples=40)
@@ -142,6 +142,7 @@ def test_all_places_and_all_experts_of_like_strength_reach_a_level_before_any_th
             coefficient=coefficient,
             block_l2sq=np.full(1, l2sq),
             block_nonzero=np.ones(1, np.int64),
+            is_sum=False,
             levels=of,
         )
         for tensor, l2sq, of in ((0, 1.0, levels), (1, scale, scaled))
