@@ -57,6 +57,7 @@ def resolve_after_stages(
     """The last stage, checked, and the results of those before it, which are merged now."""
 
     models: list[RequestedModel] = []
+    packs: list[str] = []
 
     def plan_stage(stage: ParsedRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
         resolved = resolve_stage(warehouse, stage, pending, **planning)
@@ -64,13 +65,15 @@ def resolve_after_stages(
             warehouse, resolved, progress, unnamed=pending, known=planning.get("known")
         )
         models.extend(plan.request.models)
+        packs.extend(plan.request.packs)
         return plan
 
     if parsed.before:
         resolve(warehouse, parsed, **planning)
     results = run_stages(warehouse, parsed, plan_stage, progress)
     resolved = resolve_stage(warehouse, parsed, results, **planning)
-    return replace(resolved, request=replace(resolved.request, models=tuple(models))), results
+    request = replace(resolved.request, models=tuple(models), packs=tuple(packs))
+    return replace(resolved, request=request), results
 
 
 def plan_resolved(
@@ -89,6 +92,8 @@ def plan_resolved(
         [ensure_digests(warehouse, c, progress) for c in m.checkpoints] for m in inputs.models
     ]
     request = requested(resolved, inputs.models, digests, unnamed or {})
-    plan = replace(inputs.builder(digests).build(), request=request)
+    plan = inputs.builder(digests).build()
+    packs = (*request.packs, *(p.pack_id for p in plan.packs))
+    plan = replace(plan, request=replace(request, packs=packs))
     store_plan(warehouse, plan)
     return plan

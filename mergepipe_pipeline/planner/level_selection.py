@@ -110,7 +110,7 @@ def select_levels(q: LevelProblem, budget: Budget) -> Levels:
         return _for_error(q, constraints, budget.error)
     if (levels := everything_exact(q, constraints)) is not None:
         return levels
-    needed = int(q.table.nbytes(q.table.exact())[allowed(q.candidates, constraints)].sum())
+    needed = int(q.table.nbytes(q.table.cheapest)[allowed(q.candidates, constraints)].sum())
     refuse_without_base(q.candidates, needed, constraints.budget_bytes)
     pinned = pinned_levels(q, constraints)
     return taken(q.table, upgrades_of(q, constraints), constraints, pinned)
@@ -137,13 +137,17 @@ def levels_for(q: LevelProblem, budgets: Iterable[Budget]) -> Iterator[tuple[Bud
 def everything_exact(q: LevelProblem, constraints: Constraints) -> Levels | None:
     """Exact levels of all that is allowed, from packs where that is faster; None if too dear."""
     useful = allowed(q.candidates, constraints)
-    for pace in (q.pace, None):
-        levels = np.where(useful, q.table.exact(pace), np.int8(NOTHING))
-        nbytes = q.table.nbytes(levels)
-        spent = np.bincount(q.candidates.expert, nbytes, len(constraints.caps))
-        if spent.sum() <= constraints.budget_bytes and (spent <= constraints.caps).all():
-            return levels
-    return None
+    cheapest = np.where(useful, q.table.cheapest, np.int8(NOTHING))
+    if not _is_affordable(q, constraints, cheapest):
+        return None
+    faster = np.where(useful, q.table.exact(q.pace), np.int8(NOTHING))
+    return faster if _is_affordable(q, constraints, faster) else cheapest
+
+
+def _is_affordable(q: LevelProblem, constraints: Constraints, levels: Levels) -> bool:
+    """Whether a choice is within the budget and every expert's share."""
+    spent = np.bincount(q.candidates.expert, q.table.nbytes(levels), len(constraints.caps))
+    return bool(spent.sum() <= constraints.budget_bytes and (spent <= constraints.caps).all())
 
 
 def pinned_levels(q: LevelProblem, constraints: Constraints) -> Levels:
@@ -151,7 +155,7 @@ def pinned_levels(q: LevelProblem, constraints: Constraints) -> Levels:
 
     Raises BudgetError if these cost more than there is.
     """
-    levels = np.where(constraints.pinned, q.table.exact(), np.int8(NOTHING))
+    levels = np.where(constraints.pinned, q.table.cheapest, np.int8(NOTHING))
     needed = int(q.table.nbytes(levels).sum())
     if needed > constraints.budget_bytes:
         raise BudgetError(
@@ -184,7 +188,7 @@ def _for_error(q: LevelProblem, constraints: Constraints, error: float) -> Level
     none = np.zeros(len(c.row), np.int8)
     allowed_error = error * _least_update(q, none)
     refuse_unbounded(q.bound(none), error)
-    best = np.where(useful, q.table.exact(), np.int8(NOTHING))
+    best = np.where(useful, q.table.cheapest, np.int8(NOTHING))
     refuse_out_of_reach(q.bound(best), error, allowed_error)
     is_sum = all(s.response == "additive" for s in q.sensitivities.values())
     upgrades = upgrades_of(q, constraints, with_near=is_sum, evenly=False)

@@ -77,6 +77,11 @@ class LevelTable:
             out[cut] = ~exact[levels[cut]]
         return out
 
+    @cached_property
+    def cheapest(self) -> Levels:
+        """Each candidate's exact level of the fewest bytes; zero deltas have none."""
+        return self.exact()
+
     def exact(self, pace: PackPace | None = None) -> Levels:
         """Each candidate's exact level of the fewest bytes; zero deltas have none.
 

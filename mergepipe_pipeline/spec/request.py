@@ -26,7 +26,8 @@ class Request:
     """What overruled the recipe (None: nothing did), and the models of all stages.
 
     `budget` is an amount as in recipes, `block_elems` elements of a block; with `no_packs` the
-    originals were read although there were packs. No id covers it.
+    originals were read although there were packs. `packs` are the ids of those that there were, of
+    all stages. No id covers it.
     """
 
     budget: str | None = None
@@ -34,12 +35,13 @@ class Request:
     block_elems: int | None = None
     models: tuple[RequestedModel, ...] = ()
     no_packs: bool = False
+    packs: tuple[str, ...] = ()
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Request:
         """The request of which `value` is the `asdict`."""
         models = tuple(RequestedModel(**m) for m in value["models"])
-        return Request(**{**value, "models": models})
+        return Request(**{**value, "models": models, "packs": tuple(value.get("packs", ()))})
 
 
 #: Nothing overrules the recipe, no model is known yet.

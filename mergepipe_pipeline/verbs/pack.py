@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +16,7 @@ from mergepipe_pipeline.facts.pack_estimate import pays_back_after
 from mergepipe_pipeline.facts.packing import contents_of, packings_of
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import pack_id_of
-from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.packs.store import TIER_SETS, Pack
 from mergepipe_pipeline.packs.writer import Origin, Packing, write_pack
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import locate_registered, names_here
@@ -101,6 +101,21 @@ def with_levels(warehouse: Warehouse, names: Iterable[str]) -> list[str]:
     """Those of the registered names with full weights, which packs are made of."""
     known = map(warehouse.catalog.get, names)
     return [r.name for r in known if r.checkpoint.kind == "full"]
+
+
+def repack(
+    warehouse: Warehouse, models: tuple[Model, Model], wanted: Collection[str], progress: Progress
+) -> None:
+    """Make those packs of an expert against a base, `models`, whose ids are `wanted`.
+
+    Analyses first what is not known.
+    """
+    contents = contents_of(warehouse, *models, progress)
+    for tiers in TIER_SETS if contents else ():
+        pack_id = pack_id_of(contents, tiers)
+        if pack_id in wanted and warehouse.packs.find(pack_id) is None:
+            packings = packings_of(warehouse, *models, progress)
+            _make(warehouse, models, packings, tiers, progress)
 
 
 def _whole(tiers: Sequence[str]) -> tuple[Tier, ...]:

@@ -7,7 +7,7 @@ the catalog or the action cache of this one believes takes part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +27,17 @@ from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.execution.planning import plan_resolved
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.execution.run_stages import run_stages
-from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.resolution.resolve import resolve_stage
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
 from mergepipe_pipeline.spec.request import Request, RequestedModel
 from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.profile import store_seek
+from mergepipe_pipeline.verbs.pack import repack
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -163,9 +164,20 @@ def _plan(
             block_elems=request.block_elems,
             no_packs=request.no_packs,
         )
+        _repack(scratch, resolved, request.packs, progress)
         return plan_resolved(scratch, resolved, progress, unnamed=results)
 
     return plan_stage(parsed, run_stages(scratch, parsed, plan_stage, progress))
+
+
+def _repack(
+    scratch: Warehouse, resolved: ResolvedRecipe, wanted: Sequence[str], progress: Progress | None
+) -> None:
+    """Make the packs anew that the merge chose its levels of."""
+    pairs = {(i.model, t.base.model) for t in resolved.recipe.tensors if t.base for i in t.inputs}
+    for expert, base in sorted(pairs) if wanted else ():
+        models = resolved.models[expert], resolved.models[base]
+        repack(scratch, models, wanted, progress or Silent())
 
 
 def _inputs(

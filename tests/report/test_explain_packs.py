@@ -9,6 +9,7 @@ import pytest
 
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.report.comparison import full_plan_id
 from mergepipe_pipeline.report.explain_tables import expert_records
 from mergepipe_pipeline.report.shares import level_shares, shares
@@ -17,6 +18,7 @@ from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.timing.forecast import packed_of, work_of, work_of_plan
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.curve import curve, curve_of_plan
+from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.planner.test_level_promises import UNPACKED, home, inputs_of, recipe
 
@@ -120,6 +122,17 @@ def test_a_plan_that_approximates_belongs_to_the_full_merge_that_it_approximates
 ) -> None:
     assert any(e.packed and e.packed.approximate for e in inputs_of(plan))
     assert full_plan_id(plan) == make_plan(home, RAW).plan_id
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+def test_a_merge_of_approximated_experts_is_made_again_from_packs_made_again(
+    home: Warehouse, method: str
+) -> None:
+    own = {"weight": 0.4} | ({"density": 0.5} if method == "ties" else {})
+    raw = recipe(method, [0, 2, UNPACKED], {}, **own)
+    made = run_plan(home, make_plan(home, raw, budget="20%", block_elems=8192))
+    assert made.plan.estimates.error_bound != 0
+    assert replay(home, made.snapshot.snapshot_id).snapshot_id == made.snapshot.snapshot_id
 
 
 def test_a_plan_whose_packs_are_gone_is_told_to_be_packed_again(
