@@ -72,6 +72,7 @@ def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[s
         "strategy": e.strategy,
         "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
         "expert GiB planned": gib(e.expert_bytes_planned),
+        **({"expert GiB from packs": gib(e.expert_bytes_packed)} if plan.packs else {}),
         "expert GiB in all": gib(e.expert_bytes_total),
         "expert GiB saved": gib(saved),
         **error_metadata(plan),
