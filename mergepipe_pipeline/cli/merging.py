@@ -70,8 +70,8 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     console.warn(found.warnings)
     stages = list(zip(found.stages, found.packed, strict=True))
     *before, last = (_stage_json(*stage) for stage in stages)
-    packs = [asdict(p) for p in found.packs]
-    shown = {**last, "time": found.forecast.to_json(), "packs": packs}
+    estimates = [asdict(p) for p in found.estimates]
+    shown = {**last, "time": found.forecast.to_json(), "pack_estimates": estimates}
     if before:
         shown["stages"] = [*before, last]
     lines = [line for stage in stages for line in _stage_lines(*stage)]
@@ -79,7 +79,7 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
         shown,
         *lines,
         f"  time                {time_text(shown['time'])}",
-        *estimate_lines(found.packs, "  packs               "),
+        *estimate_lines(found.estimates, "  packs               "),
     )
 
 

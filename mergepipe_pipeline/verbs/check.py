@@ -21,14 +21,14 @@ from mergepipe_pipeline.warehouse import Warehouse
 class Check:
     """A recipe that can run: its stages, the last one last, and how long it will take here.
 
-    `packed` says of each stage what its experts' packs spare, None without packs; `packs` are about
-    what packs of its analysed experts would take and save, where they have none.
+    `packed` says of each stage what its experts' packs spare, None without packs. `estimates` say
+    about what packs of analysed experts would take and save, where they have none.
     """
 
     stages: tuple[ResolvedRecipe, ...]
     forecast: Forecast
     packed: tuple[PackedCost | None, ...]
-    packs: tuple[PackEstimate, ...] = ()
+    estimates: tuple[PackEstimate, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -45,5 +45,5 @@ def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Plannin
     last = resolve(warehouse, parsed, **planning)
     stages = (*last.before, last)
     packed = tuple(packed_of(warehouse, stage) for stage in stages)
-    packs = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}
-    return Check(stages, forecast(warehouse, last), packed, tuple(packs.values()))
+    estimates = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}
+    return Check(stages, forecast(warehouse, last), packed, tuple(estimates.values()))
