@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from mergepipe_pipeline.catalog.seals import said
 from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S
@@ -75,11 +77,14 @@ def find_packs(
     blocks = pack_grid(grid, n_elems)
     sources: list[PackSource] = []
     rows: dict[Numbers, Mapping[Pair, PackedRow]] = {}
-    for served in _served(warehouse, models, merged):
-        found = _rows(served, len(sources), blocks)
-        if found:
-            sources.append(served.pack.source)
-            rows[served.numbers] = found
+    there = list(_served(warehouse, models, merged))
+    with Workers(threads.CATALOG) as workers:
+        each = workers.map(partial(_rows, grid=blocks), there)
+        for served, found in zip(there, each, strict=True):
+            if found:
+                number = len(sources)
+                rows[served.numbers] = {p: replace(row, pack=number) for p, row in found.items()}
+                sources.append(served.pack.source)
     if not rows:
         return None
     return Packs(sources=tuple(sources), grid=blocks, rows=rows, pace=pace_of(warehouse))
@@ -155,14 +160,14 @@ def _digests(warehouse: Warehouse, model: Model) -> Digests | None:
     return known if len(known) == len(found) else None
 
 
-def _rows(served: _Served, number: int, grid: PackGrid) -> dict[Pair, PackedRow]:
-    """What pack number `number` offers to the pairs of tensors that it serves."""
+def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
+    """What a pack, as number 0, offers to the pairs of tensors that it serves."""
     rows: dict[Pair, PackedRow] = {}
     try:
         for row, nbytes, residual_sq in served.pack.sizes():
             pairs = served.of(row.content)
             if pairs:
-                known = number, row.content.name, row.unit, row.threshold_bits
+                known = 0, row.content.name, row.unit, row.threshold_bits
                 rows |= dict.fromkeys(pairs, packed_row(*known, nbytes, residual_sq, grid))
     except CorruptionError as error:
         said(served.pack.root, error)
