@@ -207,7 +207,7 @@ def _score_all(warehouse: Warehouse, family: Family, say: Say) -> list[Scored]:
     rows = [Scored("base", score(family.base))]
     rows += [Scored(f"expert {name}", score(path)) for name, path in family.experts.items()]
     base = _tensors(family.base)
-    full, whole = _merge(warehouse, "ties, all bytes", None)
+    full, whole = _merge(warehouse, "ties, exact by packs", None)
     rows.append(replace(whole, relative_error=0.0))
     update = _distance(full, base)
     for budget in BUDGETS:
