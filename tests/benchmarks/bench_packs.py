@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--family", type=Path, help="a folder with base and expert_*")
     parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
     parser.add_argument("-k", type=int, help="experts: 10 for --error, 20 for --time")
+    parser.add_argument("--rounds", type=int, default=3, help="of --time")
     args = parser.parse_args()
     home: Path = args.home.resolve()
 
@@ -143,7 +144,7 @@ def main() -> None:
         table(told(errors(home, family(k), k)), relative=False)
     if args.time:
         k = args.k or 20
-        times(home, family(k), k)
+        times(home, family(k), k, args.rounds)
 
 
 def told(found: Iterator[Cell]) -> list[Cell]:

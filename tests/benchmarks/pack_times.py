@@ -21,7 +21,6 @@ from tests.benchmarks import limit
 from tests.benchmarks.cases import CASES, MERGEPIPE, Family, write_recipe
 from tests.benchmarks.measure import Measurement, run, weight_files
 
-ROUNDS = 3
 #: A recipe's case and the options of `merge`.
 _ASKED = (
     ("originals", ("--no-packs",)),
@@ -58,12 +57,12 @@ class _Arena:
 
     def forget(self) -> None:
         """Leave the catalog and the packs alone."""
-        for folder in (self.home.objects_dir, self.home.actions_dir, self.home.snapshots_dir):
+        for folder in (self.home.objects_dir, self.home.actions_dir, self.home.root / "snapshots"):
             shutil.rmtree(folder)
         self.home.ensure()
 
 
-def times(folder: Path, family: Path, k: int, rounds: int = ROUNDS) -> None:
+def times(folder: Path, family: Path, k: int, rounds: int) -> None:
     """Analyse, pack, then merge in rounds; print every measurement, then medians."""
     folder.mkdir(parents=True, exist_ok=True)
     home = folder / "timed"
