@@ -111,7 +111,7 @@ def _kept_at_random(window: DeltaWindow, task: TensorTask) -> float:
     limit = keep_below(float(dict(expert.params)["density"]))
     if not limit:
         return 0.0
-    sums = np.zeros(-(-window.n // CHUNK_ELEMS))
+    sums = np.zeros((2, -(-window.n // CHUNK_ELEMS)))
     key = stream_key(task.seed, expert.position, task.name)
     which = (key, window.start_elem, np.uint32(limit - 1), sums)
     if window.dtype == "BF16":
@@ -119,7 +119,7 @@ def _kept_at_random(window: DeltaWindow, task: TensorTask) -> float:
         kept_l1_bfloat16(values, np.frombuffer(window.base_raw, np.uint16), *which)
     else:
         kept_l1(window.delta, *which)
-    return math.fsum(sums.tolist())
+    return math.fsum(sums[0].tolist())
 
 
 def _sparsify(window: Window, kind: Fact) -> None:

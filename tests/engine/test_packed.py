@@ -81,9 +81,15 @@ def plan_for(
     (task,) = plan.layers[0].tasks
     open_rule = TrimRule(int(np.float32(1e-3).view(np.uint32)), 0, 5, C)
     outliers = TrimRule(int(np.float32(3e-3).view(np.uint32)), 100)
-    l1 = 80.0 if operator.startswith("dare") else None
+    l1s = [
+        float(np.abs(values - family.base).sum(dtype=np.float64))
+        if operator.startswith("dare")
+        else None
+        for values in family.experts
+    ]
     experts = tuple(
-        replace(e, trim=open_rule, outliers=outliers, scale=1.7, l1=l1) for e in task.experts
+        replace(e, trim=open_rule, outliers=outliers, scale=1.7, l1=l1)
+        for e, l1 in zip(task.experts, l1s, strict=False)
     )
     facts = FACTS.get(operator, facts)
     layer = replace(plan.layers[0], tasks=(replace(task, experts=experts, facts=facts),))

@@ -1,4 +1,4 @@
-"""What a random drop leaves of a delta, summed in one compiled pass: its L1 norm.
+"""What a random drop leaves of a delta, summed in one compiled pass: its L1 norm, and all of it.
 
 0.4 ns per element of bfloat16 in cache. The same sums for any windows that start at a multiple of
 CHUNK_ELEMS: `analysis` takes them for a plan, the engine for what a plan leaves open.
@@ -36,17 +36,17 @@ def l1_scale(l1: float, kept: float) -> float:
 def kept_l1(
     delta: npt.NDArray[np.float32], key: np.uint64, start_elem: int, last: np.uint32, sums: Sums
 ) -> None:
-    """Fill `sums` [chunks] with Σ|δ| of what a random drop leaves of `delta`, chunk by chunk.
+    """Fill `sums` [2, chunks] with Σ|δ| of what a random drop leaves of `delta`, and of all of it.
 
     `delta` is float32 [chunks · CHUNK_ELEMS], zero past the tensor's end. Kept are elements with
     numbers up to `last` in the stream `key` of `operators.steps.random`; the first is element
     `start_elem` of its tensor.
     """
     numbers = np.empty(CHUNK_ELEMS, np.uint32)
-    for chunk in range(len(sums)):
+    for chunk in range(sums.shape[1]):
         start = chunk * CHUNK_ELEMS
         fill_uniforms(key, start_elem + start, numbers)
-        sums[chunk] = _kept_of_chunk(delta[start : start + CHUNK_ELEMS], numbers, last)
+        _add_up(delta[start : start + CHUNK_ELEMS], numbers, last, sums[:, chunk])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -61,12 +61,12 @@ def kept_l1_bfloat16(
     """As `kept_l1`, for δ = expert − base of n bfloat16 elements by their bits, uint16 [n]."""
     numbers = np.empty(CHUNK_ELEMS, np.uint32)
     delta, room = np.zeros(CHUNK_ELEMS, np.float32), np.zeros(CHUNK_ELEMS, np.float32)
-    for chunk in range(len(sums)):
+    for chunk in range(sums.shape[1]):
         start = chunk * CHUNK_ELEMS
         stop = min(start + CHUNK_ELEMS, len(expert))
         subtract(expert[start:stop], base[start:stop], delta, room)
         fill_uniforms(key, start_elem + start, numbers)
-        sums[chunk] = _kept_of_chunk(delta, numbers, last)
+        _add_up(delta, numbers, last, sums[:, chunk])
 
 
 @numba.njit(inline="always")
@@ -84,15 +84,17 @@ def subtract(expert: Any, base: Any, delta: Any, room: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _kept_of_chunk(
-    delta: npt.NDArray[np.float32], numbers: npt.NDArray[np.uint32], last: np.uint32
-) -> float:
-    lanes = np.zeros(LANES)  # float64: lane l adds up elements l, l + LANES, …
+def _add_up(
+    delta: npt.NDArray[np.float32], numbers: npt.NDArray[np.uint32], last: np.uint32, sums: Sums
+) -> None:
+    """Fill `sums` [2] of one chunk; all of it in the order in which an analysis takes its norm."""
+    kept, whole = np.zeros(LANES), np.zeros(LANES)  # lane l adds up elements l, l + LANES, …
     for at in range(0, CHUNK_ELEMS, LANES):
         for lane in range(LANES):
-            kept = np.float32(1) if numbers[at + lane] <= last else np.float32(0)
-            lanes[lane] += abs(delta[at + lane]) * kept
-    total = 0.0
+            size = abs(delta[at + lane])
+            kept[lane] += size * (np.float32(1) if numbers[at + lane] <= last else np.float32(0))
+            whole[lane] += size
+    sums[:] = 0
     for lane in range(LANES):
-        total += lanes[lane]
-    return total
+        sums[0] += kept[lane]
+        sums[1] += whole[lane]

@@ -1,0 +1,78 @@
+"""The pass before a DARE merge reads what was analysed, or refuses it by the delta's norm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.contents.input_segments import plan_inputs
+from mergepipe_pipeline.engine.rescale import RescalePrepass
+from mergepipe_pipeline.engine.sources import SourcePool
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.warehouse import Warehouse
+
+pytestmark = pytest.mark.usefixtures("baselines")
+
+
+@pytest.fixture
+def plan(home: Warehouse, recipe_text: Callable[..., str]) -> MergePlan:
+    """A full DARE merge, whose factors are open."""
+    text = recipe_text("dare_ties", "{density: 0.5}")
+    return make_plan(home, parse(text, name="test", where="test"))
+
+
+def scales(home: Warehouse, plan: MergePlan) -> list[list[float]]:
+    """The factors that the pass finds for every task."""
+    tasks = [task for layer in plan.layers for task in layer.tasks]
+    known = plan_inputs(home, plan, plan.layers)
+    with SourcePool(plan, known) as sources, RescalePrepass(sources, 2) as prepass:
+        return [[e.scale for e in prepass.rescaled(task).experts] for task in tasks]
+
+
+def test_any_flipped_bit_of_an_expert_is_refused_by_the_norm_of_its_delta(
+    home: Warehouse, plan: MergePlan
+) -> None:
+    right = scales(home, plan)
+    opened = [e for layer in plan.layers for t in layer.tasks for e in t.experts if e.l1]
+    assert opened
+
+    @settings(max_examples=6)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        e = data.draw(st.sampled_from(opened))
+        entry = e.view.stored[0].entry
+        path = Path(plan.sources[e.view.stored[0].source].root) / entry.file
+        byte = entry.start_byte + data.draw(st.integers(0, entry.nbytes - 1))
+        flip = 1 << data.draw(st.integers(0, 7))
+        with _flipped(path, byte, flip), pytest.raises(CorruptionError, match="L1 norm"):
+            scales(home, plan)
+
+    check()
+    assert scales(home, plan) == right
+
+
+class _flipped:
+    """A byte with other bits; size and times stay."""
+
+    def __init__(self, path: Path, byte: int, flip: int) -> None:
+        self._path, self._byte, self._flip = path, byte, flip
+
+    def __enter__(self) -> None:
+        found = self._path.stat()
+        with self._path.open("r+b") as file:
+            file.seek(self._byte)
+            (value,) = file.read(1)
+            file.seek(self._byte)
+            file.write(bytes([value ^ self._flip]))
+        os.utime(self._path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+    def __exit__(self, *_: object) -> None:
+        self.__enter__()
