@@ -144,17 +144,21 @@ class _Flow:
         done = self._verb(*args)
         if done.code:
             return
-        found = json.loads(done.out)["snapshot_id"]
+        told = json.loads(done.out)
+        found = told["snapshot_id"]
         self._published = found if "--publish" in more else ""
-        if found != self._ours.ids[expected] and found != self._fresh(args):
+        packed = told["strategy"] == "packs"
+        if found != self._ours.ids[expected] and found != self._fresh(args, packed=packed):
             self._add("wrong", f"{' '.join(args)} gives {found}, not {self._ours.ids[expected]}")
 
-    def _fresh(self, args: tuple[str, ...]) -> str:
-        """What the inputs as they are now give in an empty warehouse on this machine."""
+    def _fresh(self, args: tuple[str, ...], *, packed: bool) -> str:
+        """What the inputs as they are now give in a new warehouse, which has the pack or none."""
         place = self._folder / "fresh"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         _profile(place / "w")
+        if packed:
+            _pack(self._ours.world, place, self._folder / "logs")
         done = child.run([*args, "--home", str(place / "w")], self._folder / "logs")
         return "" if done.code else str(json.loads(done.out)["snapshot_id"])
 
@@ -187,7 +191,7 @@ def _prepare(folder: Path) -> Undisturbed:
     place.mkdir()
     for name in ("base", "expert_00", "expert_01", "adapter"):
         _ok(child.run(["register", str(world / name), "--home", f"{place}/w"], folder))
-    _ok(child.run(["pack", "expert_00", "--base", "base", "--home", f"{place}/w"], folder))
+    _pack(world, place, folder)
     ids = {name: _id_of(place, folder, world, name, "--publish") for name in RECIPES}
     _ok(child.run(["publish", ids["other"], "--ref", "full", "--home", f"{place}/w"], folder))
     standing = (world / "full.yml").read_text().replace(f"{world}/", "")  # by registered names
@@ -203,6 +207,13 @@ def _prepare(folder: Path) -> Undisturbed:
     state: State = child.call(state_of, after)
     assert not state.damage, state.damage
     return Undisturbed(world, place, ids, state)
+
+
+def _pack(world: Path, place: Path, logs: Path) -> None:
+    """Let one of the experts have a pack."""
+    for name in ("base", "expert_00"):
+        _ok(child.run(["register", str(world / name), "--home", f"{place}/w"], logs))
+    _ok(child.run(["pack", "expert_00", "--base", "base", "--home", f"{place}/w"], logs))
 
 
 def _id_of(place: Path, folder: Path, world: Path, recipe: str, *more: str) -> str:
