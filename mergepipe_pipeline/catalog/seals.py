@@ -195,7 +195,11 @@ def drop(path: Path, error: CorruptionError, seen: tuple[int, int] | None) -> No
             _said.discard(path)
 
 
-def said(path: Path, error: CorruptionError) -> None:
+#: What is to be done about a damaged file of facts.
+_FOUND_AGAIN = "nothing; it is left out, and what it told is found again where it is needed"
+
+
+def said(path: Path, error: CorruptionError, next_step: str = _FOUND_AGAIN) -> None:
     """Warn of a damaged file that is left out, once."""
     if path in _said:
         return
@@ -205,6 +209,6 @@ def said(path: Path, error: CorruptionError) -> None:
         where=error.where,
         expected=error.expected,
         found=error.found,
-        next_step="nothing; it is left out, and what it told is found again where it is needed",
+        next_step=next_step,
     )
     _LOG.warning("%s", told)

@@ -38,7 +38,7 @@ class Job:
         self.task, self.sources = task, sources
         known, experts = sources.known, task.experts
         expert = sources.expert_before if before else sources.expert
-        below = sources.base_before if before else sources.base
+        base_readers = sources.base_before if before else sources.base
         self.operator: Operator | None = OPERATORS.get(task.operator)
         #: Bytes per stored element of each expert, and of the base at the end.
         self.sizes = [itemsize(e.view.dtype) for e in task.experts]
@@ -48,7 +48,7 @@ class Job:
             for e in task.experts
         ]
         low_rank = task.base and task.base.view.low_rank
-        self.base_update = LowRankUpdate(below, low_rank, known) if low_rank else None
+        self.base_update = LowRankUpdate(base_readers, low_rank, known) if low_rank else None
         base = task.base
         #: Per expert, what it gets of a pack.
         self.packed = [sources.packed(e, before=before) for e in experts]

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mergepipe_pipeline.catalog.seals import said
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S
-from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.packs.store import Pack, said_damaged
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
     PackGrid,
@@ -170,6 +169,6 @@ def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
                 known = 0, row.content.name, row.unit, row.threshold_bits
                 rows |= dict.fromkeys(pairs, packed_row(*known, nbytes, residual_sq, grid))
     except CorruptionError as error:
-        said(served.pack.root, error)
+        said_damaged(served.pack.root, error)
         return {}
     return rows

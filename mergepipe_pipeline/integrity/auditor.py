@@ -18,6 +18,7 @@ SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage", "inputs")
 #: What reading a file raises that is not what it should be.
 UNREADABLE = (OSError, LookupError, TypeError, ValueError, AttributeError)
 T = TypeVar("T")
+_REMADE = "what it told is made again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,23 @@ class Auditor:
         self.nbytes = 0
 
     def check(
-        self, scope: Scope, path: Path, act: Callable[[], T], *, is_derivable: bool = False
+        self,
+        scope: Scope,
+        path: Path,
+        act: Callable[[], T],
+        *,
+        is_derivable: bool = False,
+        remade: str = _REMADE,
     ) -> T | None:
-        """What `act` gives; None if it raises, which is a finding about the file at `path`."""
+        """What `act` gives; None if it raises, which is a finding about the file at `path`.
+
+        `remade` says how what is derivable comes back once `repair` has taken it away.
+        """
         try:
             _refuse_odd(path)
             found = act()
         except MergePipeError as error:
-            self.report(scope, path, error, is_derivable=is_derivable)
+            self.report(scope, path, error, is_derivable=is_derivable, remade=remade)
             return None
         except UNREADABLE as error:
             if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
@@ -80,7 +90,7 @@ class Auditor:
                 found=f"{type(error).__name__}: {error}",
                 next_step="restore it, or remove it",
             )
-            self.report(scope, path, odd, is_derivable=is_derivable)
+            self.report(scope, path, odd, is_derivable=is_derivable, remade=remade)
             return None
         finally:
             with self._lock:
@@ -88,10 +98,16 @@ class Auditor:
         return found
 
     def report(
-        self, scope: Scope, path: Path, error: MergePipeError, *, is_derivable: bool = False
+        self,
+        scope: Scope,
+        path: Path,
+        error: MergePipeError,
+        *,
+        is_derivable: bool = False,
+        remade: str = _REMADE,
     ) -> None:
-        """Add a finding about the file at `path`."""
-        next_step = "`mergepipe repair` takes it away; what it told is made again"
+        """Add a finding about the file at `path`; `remade` as for `check`."""
+        next_step = f"`mergepipe repair` takes it away; {remade}"
         found = Finding(
             scope,
             error.what,

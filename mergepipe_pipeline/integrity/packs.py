@@ -23,6 +23,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 #: Chunks that are read at once.
 _CHUNKS_AT_ONCE = 64
 
+_REMADE = "`mergepipe pack` makes it again"
+
 
 def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
     """The ids of packs of experts whose files were moved away; of all if a record is damaged."""
@@ -48,6 +50,7 @@ def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
             path,
             partial(_read_all, warehouse, pack_id),
             is_derivable=pack_id not in away,
+            remade=_REMADE,
         )
     for checkpoint_id in warehouse.replaced.ids():
         path = warehouse.replaced.path(checkpoint_id)
@@ -75,7 +78,11 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
             def check(tier: Tier, pack: Pack = pack, files: FrameFiles = files) -> int:
                 path, act = frames_path(pack.root, tier), partial(_read_tier, pack, files, tier)
                 nbytes = audit.check(
-                    "digests", pack.root, act, is_derivable=pack.pack_id not in away
+                    "digests",
+                    pack.root,
+                    act,
+                    is_derivable=pack.pack_id not in away,
+                    remade=_REMADE,
                 )
                 if nbytes is not None:
                     audit.done(path, nbytes)

@@ -63,10 +63,10 @@ class Decoder:
         start_elem, stop_elem = first * CHUNK_ELEMS, min(stop * CHUNK_ELEMS, base.numel)
         raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
-        below = np.frombuffer(raw, BITS_OF[base.dtype])
-        found = np.empty_like(below)
+        theirs = np.frombuffer(raw, BITS_OF[base.dtype])
+        found = np.empty_like(theirs)
         frames = (self._files.read(tensor, tier, first, stop) for tier in ("X20", "X"))
         for number, (x20, x) in enumerate(zip(*frames, strict=True)):
             part = slice(number * CHUNK_ELEMS, (number + 1) * CHUNK_ELEMS)
-            decode_exact(x20, x, below[part], found[part])
+            decode_exact(x20, x, theirs[part], found[part])
         return found.data.cast("B")

@@ -55,13 +55,13 @@ class ChunkPart:
         Raises CorruptionError.
         """
         kind, (x20, *x) = BITS_OF[self.tensor.dtype], self.frames
-        mine, below = np.frombuffer(out, kind), np.frombuffer(base, kind)
+        mine, theirs = np.frombuffer(out, kind), np.frombuffer(base, kind)
         if self._is_whole:
-            self._exact(x20, x, below, mine)
+            self._exact(x20, x, theirs, mine)
             return
         # Other elements of the chunk come out wrong, and nobody looks at them.
         padded, whole = np.zeros(self._n, kind), np.empty(self._n, kind)
-        padded[self._inside] = below
+        padded[self._inside] = theirs
         self._exact(x20, x, padded, whole)
         mine[:] = whole[self._inside]
 

@@ -105,6 +105,11 @@ class _Tensors(Mapping[str, PackedTensor]):
         )
 
 
+def said_damaged(path: Path, error: CorruptionError) -> None:
+    """Warn of a damaged pack that is left out, once."""
+    said(path, error, "run `mergepipe pack` again; until then merges read the expert itself")
+
+
 class PackStore:
     """The folder `packs` of a warehouse."""
 
@@ -136,7 +141,7 @@ class PackStore:
         try:
             return self.open(pack_id)
         except CorruptionError as error:
-            said(path, error)
+            said_damaged(path, error)
             return None
 
     def best(self, contents: Sequence[TensorContent]) -> Pack | None:

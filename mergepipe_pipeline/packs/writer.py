@@ -6,9 +6,8 @@ in the order of tensors and chunks, whatever thread made them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.errors import CorruptionError, StorageFullError
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import BITS_OF, EncodedChunk, decode_exact, encode_chunk
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
@@ -28,7 +27,7 @@ from mergepipe_pipeline.packs.index import frames_path, write_index
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
 from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.spec.view import TensorView
-from mergepipe_pipeline.storage.atomic import FULL
+from mergepipe_pipeline.storage.atomic import full_disk_named
 from mergepipe_pipeline.tensors.stored import Readers, read_stored
 from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
@@ -83,7 +82,7 @@ def write_pack(
     not what was analysed, CheckpointChangedError, StorageFullError.
     """
     written: list[PackedTensor] = []
-    with ExitStack() as stack, _full_disk_named(staged):
+    with ExitStack() as stack, full_disk_named(staged):
         opened = ((t, frames_path(staged, t).open("wb")) for t in tiers)
         files = {tier: stack.enter_context(file) for tier, file in opened}
         workers = stack.enter_context(Workers(threads.analysis()))
@@ -225,18 +224,3 @@ def _append(
 
 def _elems(job: _Job) -> int:
     return min(job.stop * CHUNK_ELEMS, job.packing.expert.numel) - job.first * CHUNK_ELEMS
-
-
-@contextmanager
-def _full_disk_named(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        raise StorageFullError(
-            "The disk is full",
-            where=str(folder),
-            found=os.strerror(error.errno or 0),
-            next_step="free space and run the same command again; packs that are done are kept",
-        ) from error

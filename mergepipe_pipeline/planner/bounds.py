@@ -7,7 +7,9 @@ Blocks are disjoint, so squares add over sites (the same elements of one merged 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -37,7 +39,7 @@ class Sensitivity:
 
 
 #: What each argument is called.
-NOTES: dict[Response, str] = {
+_NOTES: dict[Response, str] = {
     "additive": "triangle inequality",
     "vote": "reach of the sign votes",
     "mean": "reach of the means",
@@ -48,18 +50,25 @@ def error_bound(c: Candidates, chosen: Choice, sensitivities: dict[int, Sensitiv
     """The bound for one plan; `sensitivities` by number of the output tensor."""
     if (chosen | c.zero).all():
         return Bound(0.0, "nothing is omitted")
+    omitted = ((group, group.omitted(chosen)) for group in c.groups())
+    return total_bound(
+        (sensitivity, partial(_of_group, group, sensitivity, left))
+        for group, left in omitted
+        if left.any()
+        for sensitivity in (sensitivities[group.tensor],)
+    )
+
+
+def total_bound(parts: Iterable[tuple[Sensitivity, Callable[[], float]]]) -> Bound:
+    """The bound over output tensors of which something is left out, given the square of each."""
     square, notes = 0.0, set()
-    for group in c.groups():
-        left: Choice = group.omitted(chosen)
-        if not left.any():
-            continue
-        sensitivity = sensitivities[group.tensor]
+    for sensitivity, squared in parts:
         if sensitivity.response == "unbounded":
             return Bound(None, "what is read in one place changes the result in others")
         if sensitivity.has_divisor_zero:
             return Bound(None, "a normalised sign vote with negative weights has no bound")
-        notes.add(NOTES[sensitivity.response])
-        square += _of_group(group, sensitivity, left)
+        notes.add(_NOTES[sensitivity.response])
+        square += squared()
     if not math.isfinite(square):
         return Bound(None, "an expert holds NaN or infinity where something is left out")
     return Bound(math.sqrt(square), " and ".join(sorted(notes)))

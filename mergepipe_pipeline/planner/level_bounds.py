@@ -7,12 +7,12 @@ of one expert at one place, at most the larger of δ and δ̂ is then missing or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
-from mergepipe_pipeline.planner.bounds import NOTES, Bound, Sensitivity
+from mergepipe_pipeline.planner.bounds import Bound, Sensitivity, total_bound
 from mergepipe_pipeline.planner.candidates import Choice, Floats, Group
 from mergepipe_pipeline.planner.levels import Levels, LevelTable
 
@@ -25,21 +25,13 @@ def level_bound(
     if not residual.any():
         return Bound(0.0, "nothing is omitted")
     is_near = table.is_near(levels) & (residual > 0)
-    square, notes = 0.0, set()
-    for group in table.candidates.groups():
-        rest: Floats = group.table(residual)
-        if not rest.any():
-            continue
-        sensitivity = sensitivities[group.tensor]
-        if sensitivity.response == "unbounded":
-            return Bound(None, "what is read in one place changes the result in others")
-        if sensitivity.has_divisor_zero:
-            return Bound(None, "a normalised sign vote with negative weights has no bound")
-        notes.add(NOTES[sensitivity.response])
-        square += _of_group(group, sensitivity, rest, group.table(is_near))
-    if not math.isfinite(square):
-        return Bound(None, "an expert holds NaN or infinity where something is left out")
-    return Bound(math.sqrt(square), " and ".join(sorted(notes)))
+    rests = ((group, group.table(residual)) for group in table.candidates.groups())
+    return total_bound(
+        (sensitivity, partial(_of_group, group, sensitivity, rest, group.table(is_near)))
+        for group, rest in rests
+        if rest.any()
+        for sensitivity in (sensitivities[group.tensor],)
+    )
 
 
 def _of_group(group: Group, sensitivity: Sensitivity, rest: Floats, is_near: Choice) -> float:

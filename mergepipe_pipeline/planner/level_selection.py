@@ -25,7 +25,7 @@ from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL, PackPace
 from mergepipe_pipeline.planner.predict import STATED_ERRORS
 from mergepipe_pipeline.planner.selection import refuse_out_of_reach, refuse_unbounded
 from mergepipe_pipeline.planner.simulation import PARTS
-from mergepipe_pipeline.planner.strategies import allowed, refuse_without_base
+from mergepipe_pipeline.planner.strategies import allowed, refuse_dear, refuse_without_base
 from mergepipe_pipeline.planner.upgrades import Upgrades, ranked_upgrades, taken
 from mergepipe_pipeline.spec.plan import Estimates
 from mergepipe_pipeline.spec.recipe import Budget
@@ -156,15 +156,7 @@ def pinned_levels(q: LevelProblem, constraints: Constraints) -> Levels:
     Raises BudgetError if these cost more than there is.
     """
     levels = np.where(constraints.pinned, q.table.cheapest, np.int8(NOTHING))
-    needed = int(q.table.nbytes(levels).sum())
-    if needed > constraints.budget_bytes:
-        raise BudgetError(
-            "The budget does not cover what the recipe pins",
-            where="budget, pin",
-            expected=f"at least {needed} bytes",
-            found=f"{constraints.budget_bytes} bytes",
-            next_step="raise the budget, or pin less",
-        )
+    refuse_dear(int(q.table.nbytes(levels).sum()), constraints)
     return levels
 
 

@@ -86,9 +86,12 @@ def refuse_without_base(c: Candidates, needed: int, budget_bytes: int) -> None:
 
 
 def refuse_dear_pins(c: Candidates, constraints: Constraints) -> None:
-    """Raise BudgetError where what is pinned costs more than there is."""
-    pinned = constraints.pinned & ~c.zero
-    needed = int(c.nbytes[pinned].sum())
+    """Raise BudgetError where the blocks that are pinned cost more than there is."""
+    refuse_dear(int(c.nbytes[constraints.pinned & ~c.zero].sum()), constraints)
+
+
+def refuse_dear(needed: int, constraints: Constraints) -> None:
+    """Raise BudgetError where what is pinned, `needed` bytes, costs more than there is."""
     if needed > constraints.budget_bytes:
         raise BudgetError(
             "The budget does not cover what the recipe pins",

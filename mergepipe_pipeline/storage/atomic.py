@@ -39,7 +39,7 @@ def write_atomic(path: str | Path, data: bytes | Iterable[bytes]) -> None:
     Raises StorageFullError.
     """
     final = Path(path)
-    with _full_disk_named(final), _temp_file(final, data) as temp:
+    with full_disk_named(final), _temp_file(final, data) as temp:
         _step("replace")
         os.replace(temp, final)
         _fsync_dir(final.parent)
@@ -48,7 +48,7 @@ def write_atomic(path: str | Path, data: bytes | Iterable[bytes]) -> None:
 def create_exclusive(path: str | Path, data: bytes) -> None:
     """Create `path` with `data`; of several writers one wins, the others get FileExistsError."""
     final = Path(path)
-    with _full_disk_named(final), _temp_file(final, data) as temp:
+    with full_disk_named(final), _temp_file(final, data) as temp:
         _step("link")
         os.link(temp, final)
         _fsync_dir(final.parent)
@@ -62,7 +62,7 @@ def locked_file(path: str | Path, data: bytes) -> Iterator[None]:
     """
     final = Path(path)
     with ExitStack() as stack:
-        with _full_disk_named(final):
+        with full_disk_named(final):
             handle, name = _locked_temp(final)
             stack.callback(os.close, handle)
             for made in (Path(name), final):
@@ -78,7 +78,7 @@ def locked_file(path: str | Path, data: bytes) -> Iterator[None]:
 def adopt_file(temp: str | Path, final: str | Path) -> None:
     """Give a finished file its final name, durably; replaces an equal one."""
     final = Path(final)
-    with _full_disk_named(final):
+    with full_disk_named(final):
         make_dirs(final.parent)
         _fsync_file(Path(temp))
         _step("adopt")
@@ -89,7 +89,7 @@ def adopt_file(temp: str | Path, final: str | Path) -> None:
 def rename(path: str | Path, to: str | Path) -> Path:
     """Give a file or folder, whatever is in it, a name that nothing has; gives the new path."""
     path, to = Path(path), Path(to)
-    with _full_disk_named(to):
+    with full_disk_named(to):
         make_dirs(to.parent)
         _step("rename")
         os.rename(path, to)
@@ -105,7 +105,7 @@ def publish_dir(staged: str | Path, final: str | Path) -> bool:
     exists and is not empty: then the same result is there already.
     """
     staged, final = Path(staged), Path(final)
-    with _full_disk_named(final):
+    with full_disk_named(final):
         for folder, _, files in os.walk(staged, topdown=False):
             for name in files:
                 _fsync_file(Path(folder) / name)
@@ -168,7 +168,7 @@ def make_dirs(*folders: str | Path) -> None:
 
 def link_file(source: str | Path, target: str | Path) -> None:
     """A second name for the same bytes; a copy where the file system has no links across it."""
-    with _full_disk_named(Path(target)):
+    with full_disk_named(Path(target)):
         _step("link")
         try:
             os.link(source, target)
@@ -180,7 +180,7 @@ def link_file(source: str | Path, target: str | Path) -> None:
 
 def copy_file(source: str | Path, target: str | Path) -> None:
     """An independent copy; the kernel shares or copies the blocks where it can."""
-    with _full_disk_named(Path(target)):
+    with full_disk_named(Path(target)):
         _step("copy")
         _copy_bytes(source, target)
         os.chmod(target, 0o644)
@@ -262,7 +262,8 @@ def _step(name: str) -> None:
 
 
 @contextmanager
-def _full_disk_named(path: Path) -> Iterator[None]:
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Raise StorageFullError naming the path where writing there finds the disk full."""
     try:
         yield
     except OSError as error:
