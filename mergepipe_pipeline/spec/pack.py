@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS
+
+if TYPE_CHECKING:  # commands that read plans start without NumPy
+    import numpy as np
+    import numpy.typing as npt
 
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
 CODEC_VERSION = "1"

@@ -154,6 +154,22 @@ def test_loading_never_imports_torch(module: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_command_about_results_starts_without_numpy(tmp_path: Path) -> None:
+    code = """
+import sys
+from mergepipe_pipeline.cli.main import main
+try:
+    main(sys.argv[1:], standalone_mode=False)
+except SystemExit:
+    pass
+sys.exit("numpy" in sys.modules)
+"""
+    args = ["history", "none", "--home", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert "none" in done.stderr  # it ran, and found no such ref
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_command_has_help_and_json() -> None:
     for name, command in main.commands.items():
         assert command.help, name
