@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -83,25 +84,28 @@ class RescalePrepass:
 
     def _kept(self, task: TensorTask) -> list[float]:
         """Per expert, the L1 norm of what its drop leaves; 0 where it is not needed."""
-        parts: list[list[Sums]] = [[] for _ in task.experts]
         job = Job(task, self._sources, before=True)
         told = [_is_told_by_norm(job, number) for number in range(len(task.experts))]
+        norms = self._norms(job, told)
+        for number, (_, whole) in enumerate(norms):
+            if told[number] and _is_other_norm(task.experts[number], whole):
+                # The second reading compares every byte, so that the error names the elements.
+                self._norms(Job(task, self._sources, before=True), [False] * len(norms))
+                _refuse_other_norm(job, number, whole)
+        return [kept for kept, _ in norms]
+
+    def _norms(self, job: Job, told: Sequence[bool]) -> list[tuple[float, float]]:
+        """Per expert, the L1 norms of what its drop leaves and of its whole delta."""
+        parts: list[list[Sums]] = [[] for _ in told]
         windows = (
             _PrepassWindow(job, told, start, stop)
-            for start, stop in cut(prod(task.shape), _WINDOW_ELEMS)
+            for start, stop in cut(prod(job.task.shape), _WINDOW_ELEMS)
         )
         for found in self._workers.map(self._run_window, windows, depth=self._threads):
             for part, sums in zip(parts, found, strict=True):
                 part.append(sums)
         job.finish()
-        norms = [
-            [math.fsum(x for sums in part for x in sums[row].tolist()) for row in range(2)]
-            for part in parts
-        ]
-        for number, (_, whole) in enumerate(norms):
-            if told[number]:
-                _refuse_other_norm(job, number, whole)
-        return [kept for kept, _ in norms]
+        return [(_total(part, row=0), _total(part, row=1)) for part in parts]
 
     def _run_window(self, window: _PrepassWindow) -> list[Sums]:
         with self._buffers.lent() as buffers:
@@ -174,10 +178,16 @@ def _is_told_by_norm(job: Job, number: int) -> bool:
     return is_read and is_stored and job.verify[number] is not None
 
 
-def _refuse_other_norm(job: Job, number: int, whole: float) -> None:
+def _total(parts: Sequence[Sums], *, row: int) -> float:
+    return math.fsum(x for sums in parts for x in sums[row].tolist())
+
+
+def _is_other_norm(e: ExpertInput, whole: float) -> bool:
+    return e.l1 is not None and abs(whole - e.l1) > _NORM_ERROR * e.l1
+
+
+def _refuse_other_norm(job: Job, number: int, whole: float) -> NoReturn:
     e = job.task.experts[number]
-    if e.l1 is None or abs(whole - e.l1) <= _NORM_ERROR * e.l1:
-        return
     raise CorruptionError(
         "An input's bytes are not those that were analysed",
         where=f"tensor {job.task.name}, expert {e.position} of the recipe, or its base",
