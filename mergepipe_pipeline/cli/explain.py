@@ -278,7 +278,7 @@ def _expert_lines(story: ExpertStory) -> list[str]:
             c.layer,
             size(c.nbytes_total),
             percent(c.share_of_bytes),
-            percent(c.share_of_energy),
+            percent(c.share_of_sq_norm),
             "-" if c.change is None else f"{c.change:.3g}",
             percent(c.part),
         )

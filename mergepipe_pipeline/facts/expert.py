@@ -16,7 +16,7 @@ from mergepipe_pipeline.catalog.catalog import Fact
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.facts.expert_stats import ensure_stats
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
-from mergepipe_pipeline.planner.energy import Kept, kept_energy, kurtosis
+from mergepipe_pipeline.planner.kept_sq_norm import Kept, kept_sq_norm, kurtosis
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
@@ -109,8 +109,8 @@ class ExpertFacts:
         elif rescaled and kind != "none":
             self._add_scales(kind, rescaled, tables)
 
-    def add_energies(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
-        """Add what rules keep of the energy, and of random drops how heavy the deltas' tails are.
+    def add_sq_norms(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+        """Add what rules keep of the squared norm, and of random drops how heavy the tails are.
 
         After `add`, for whoever weighs a part of a merge.
         """
@@ -118,7 +118,7 @@ class ExpertFacts:
             known = self._with_histograms.by_pair[s.pair]
             if kind in ("trim", "band"):
                 rules = tables.trims.get(s.place), tables.outliers.get(s.place)
-                tables.kept[s.place] = kept_energy(known, self._grid, *rules)
+                tables.kept[s.place] = kept_sq_norm(known, self._grid, *rules)
             else:
                 tables.kurtosis[s.place] = kurtosis(known)
 

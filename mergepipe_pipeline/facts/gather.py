@@ -238,10 +238,10 @@ def _facts(
 ) -> FactTables:
     """Facts of single experts that the operators ask for.
 
-    Energies weigh parts of a merge, and tell how large a sum's update is; other updates are tried
-    on samples.
+    Squared norms weigh parts of a merge, and tell how large a sum's update is; other updates are
+    tried on samples.
     """
-    with_energies = not in_full or "additive" in _responses(recipe)
+    with_sq_norms = not in_full or "additive" in _responses(recipe)
     wanted = _asked_of_experts(recipe, models, merged, chosen)
     tables = FactTables()
     loads: list[Load] = [
@@ -250,13 +250,13 @@ def _facts(
         )
         for expert, base, _ in wanted
     ]
-    known = prefetch(loads) if with_energies else iter(loads)
+    known = prefetch(loads) if with_sq_norms else iter(loads)
     for ((expert, base, fact), places), load in zip(wanted.items(), known, strict=True):
         of = models[expert], models[base], stats[expert, base]
         finder = ExpertFacts(warehouse, *of, load, progress)
         finder.add(fact, places, tables, in_full=in_full)
-        if with_energies:
-            finder.add_energies(fact, places, tables)
+        if with_sq_norms:
+            finder.add_sq_norms(fact, places, tables)
     return tables
 
 

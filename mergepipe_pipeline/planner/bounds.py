@@ -91,15 +91,15 @@ def _of_means(group: Group, reach: Floats, touched: Choice, left: Choice) -> flo
 
     Where nothing is read the error is the full mean. Elsewhere it is the difference of two means:
     no more than the larger, or than that of means m and n of disjoint sets of deltas, for which
-    (m − n)² ≤ 2m² + 2n² ≤ 2Σx². All blocks of an expert together keep at most its `kept_energy`.
+    (m − n)² ≤ 2m² + 2n² ≤ 2Σx². All blocks of an expert together keep at most its `kept_sq_norm`.
     """
-    energy = np.square(group.table(group.candidates.norm)[touched])
-    is_part = (~left & (energy > 0)).any(axis=1)
+    sq_norm = np.square(group.table(group.candidates.norm)[touched])
+    is_part = (~left & (sq_norm > 0)).any(axis=1)
     total = 0.0
     for i, row in enumerate(group.rows):
-        cap = row.kept_energy
+        cap = row.kept_sq_norm
         for factor, here in ((2, is_part), (1, ~is_part)):
-            part = min(cap, float(energy[here, i].sum()))
+            part = min(cap, float(sq_norm[here, i].sum()))
             total += reach[i] ** 2 * factor * part
             cap -= part
     return total

@@ -30,8 +30,8 @@ class Row:
 
     `tensor` and `position` number the output tensor and the expert; `coefficient` is the effective
     cᵢ of δᵢ. `block_*` have one entry per block of the grid, or are None without a base to differ
-    from; `block_energy` is the expected part of ‖δ‖² that a sparsifying method keeps, and
-    `kept_energy` what all blocks together can keep at most. `keep` is the probability with which a
+    from; `block_sq_norm` is the expected part of ‖δ‖² that a sparsifying method keeps, and
+    `kept_sq_norm` what all blocks together can keep at most. `keep` is the probability with which a
     random drop keeps an element, `kurtosis` N·Σδ⁴/(Σδ²)². `is_sum`: the merge adds c·δ, or what a
     random drop leaves of it. `bundle_nbytes`: the row can only be read whole, for so many bytes
     (an adapter's factors); None where each block has its own. `levels`: what a pack has of it.
@@ -46,8 +46,8 @@ class Row:
     block_l2sq: Floats | None
     block_nonzero: Ints | None
     block_sketch: npt.NDArray[np.uint16] | None = None
-    block_energy: Floats | None = None
-    kept_energy: float = np.inf
+    block_sq_norm: Floats | None = None
+    kept_sq_norm: float = np.inf
     keep: float = 1.0
     kurtosis: float = 3.0
     is_sum: bool = True
@@ -59,9 +59,9 @@ class Row:
 class Curve:
     """How a tensor's error falls as more of what the experts change is read, as simulated.
 
-    With a share `share[n]` of the energy read (ascending from 0 to 1), `left[n]` of the squared
-    update is wrong (1 for nothing read, 0 in the end; more than 1 where a part is worse than
-    nothing). The squared update is `factor` times the energy.
+    With a share `share[n]` of the squared norm read (ascending from 0 to 1), `left[n]` of the
+    squared update is wrong (1 for nothing read, 0 in the end; more than 1 where a part is worse
+    than nothing). The squared update is `factor` times the squared norm.
     """
 
     share: Floats
@@ -108,7 +108,7 @@ class Candidates:
     first_site: Ints
     nbytes: Ints
     norm: Floats
-    energy: Floats
+    sq_norm: Floats
     coefficient: Floats
     zero: Choice
     unit: Ints
@@ -212,8 +212,8 @@ class Group:
 
     @cached_property
     def kept(self) -> Floats:
-        """[sites, E]: the expected share of the energy that a sparsifying method keeps."""
-        whole, kept = np.square(self.size), self.table(self.candidates.energy)
+        """[sites, E]: the expected share of the squared norm that a sparsifying method keeps."""
+        whole, kept = np.square(self.size), self.table(self.candidates.sq_norm)
         known = (whole > 0) & np.isfinite(whole) & np.isfinite(kept)
         return np.divide(kept, whole, where=known, out=np.ones_like(whole))
 
@@ -255,7 +255,7 @@ def lay_out(
         first_site=first_site,
         nbytes=nbytes,
         norm=np.sqrt(l2sq),
-        energy=_kept_energy(rows, first, counts, l2sq, coefficient),
+        sq_norm=_kept_sq_norm(rows, first, counts, l2sq, coefficient),
         zero=zero,
         coefficient=coefficient,
         unit=unit,
@@ -288,17 +288,17 @@ def _changes(rows: Sequence[Row], first: Ints, counts: Ints) -> tuple[Floats, Ch
     return l2sq, zero
 
 
-def _kept_energy(
+def _kept_sq_norm(
     rows: Sequence[Row], first: Ints, counts: Ints, l2sq: Floats, coefficient: Floats
 ) -> Floats:
     """c²·‖δ‖² of each candidate, of what a sparsifying method keeps; not scaled where unknown."""
-    energy = l2sq.copy()  # [candidates]
+    sq_norm = l2sq.copy()  # [candidates]
     for r, a, n in zip(rows, first, counts, strict=True):
-        if r.block_energy is not None:
-            energy[a : a + n] = r.block_energy
+        if r.block_sq_norm is not None:
+            sq_norm[a : a + n] = r.block_sq_norm
     known = np.repeat([r.block_l2sq is not None for r in rows], counts).astype(np.bool_)
-    np.multiply(energy, np.square(coefficient), out=energy, where=known)
-    return energy
+    np.multiply(sq_norm, np.square(coefficient), out=sq_norm, where=known)
+    return sq_norm
 
 
 def _costs(rows: Sequence[Row], grid: BlockGrid, row: Ints, block: Ints) -> tuple[Ints, Ints]:

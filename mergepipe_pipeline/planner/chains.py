@@ -29,7 +29,7 @@ def additive_chains(
     """A good order of items for sums, by what they leave of ‖Σ omitted cδ‖².
 
     `size` [sites, E] is c·‖δ‖ with c's sign, `cosine` [sites, E, E], `nbytes` [sites, E] (0:
-    nothing to read). Of its energy a delta keeps the share `kept` [sites, E], and of an inner
+    nothing to read). Of its squared norm a delta keeps the share `kept` [sites, E], and of an inner
     product the product of both shares: exactly so, on average, where it drops at random. Fills
     `order` [sites, E] with expert numbers (−1 after the last) and `residual` [sites, E + 1] with
     what is left after so many items.

@@ -106,9 +106,9 @@ def keep(
     l2sq: float,
     limits: tuple[float, float],
     kept_bins: tuple[int, int],
-    energy: Floats,
+    sq_norm: Floats,
 ) -> float:
-    """Fill `energy` [blocks] with what is kept of δ's from `limits[0]` up to `limits[1]`.
+    """Fill `sq_norm` [blocks] with what is kept of δ's from `limits[0]` up to `limits[1]`.
 
     `counts` of δ's lie in histogram bins `bins`, whose magnitudes start at `lower` and have their
     middle at `middle` (both by bin). Blocks are taken to have the tensor's distribution, stretched
@@ -131,21 +131,21 @@ def keep(
     for b in range(len(block_l2sq)):
         own = np.sqrt(block_l2sq[b] / min(block_elems, numel - b * block_elems))
         stretch = mean / own if own > 0 else 1.0
-        energy[b] = 0.0
+        sq_norm[b] = 0.0
         if block_max_abs[b] >= limits[0]:
-            energy[b] = block_l2sq[b] * _share(edges, above, limits, stretch)
-        total += energy[b]
+            sq_norm[b] = block_l2sq[b] * _share(edges, above, limits, stretch)
+        total += sq_norm[b]
     # What blocks differ in besides their size shows in the sum, which the histogram knows.
     wanted = min(most, l2sq * _share(edges, above, limits, 1.0))
     scale = wanted / total if total > 0 else 1.0
     for b in range(len(block_l2sq)):
-        energy[b] = min(block_l2sq[b], energy[b] * scale)
+        sq_norm[b] = min(block_l2sq[b], sq_norm[b] * scale)
     return most
 
 
 @numba.njit(nogil=True, cache=True)
 def _share(edges: Floats, above: Floats, limits: tuple[float, float], stretch: float) -> float:
-    """The share of the energy between both limits, stretched."""
+    """The share of the squared norm between both limits, stretched."""
     low, high = limits
     return max(_above(edges, above, low * stretch) - _above(edges, above, high * stretch), 0.0)
 

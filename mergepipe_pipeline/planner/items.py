@@ -98,11 +98,11 @@ def _chain(group: Group, nbytes: Ints) -> tuple[Ints, Floats]:
             into = (nbytes[batch], order[batch], residual[batch])
             additive_chains(size[batch], group.kept[batch], cosine, *into)
         return order, residual
-    energy = np.where(nbytes, group.table(c.energy), 0.0)
-    worth = energy / np.maximum(nbytes, 1)
+    sq_norm = np.where(nbytes, group.table(c.sq_norm), 0.0)
+    worth = sq_norm / np.maximum(nbytes, 1)
     order = np.argsort(-np.where(nbytes, worth, -1.0), axis=1, kind="stable")
-    bought = np.cumsum(np.take_along_axis(energy, order, axis=1), axis=1)
-    total = group.table(c.energy).sum(axis=1, keepdims=True)
+    bought = np.cumsum(np.take_along_axis(sq_norm, order, axis=1), axis=1)
+    total = group.table(c.sq_norm).sum(axis=1, keepdims=True)
     before = total - bought[:, -1:]
     share = np.hstack([before, before + bought]) / np.where(total > 0, total, 1.0)
     share = np.where(total > 0, np.clip(share, 0, 1), 1.0)

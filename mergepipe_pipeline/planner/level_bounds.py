@@ -53,15 +53,15 @@ def _of_group(group: Group, sensitivity: Sensitivity, rest: Floats, is_near: Cho
     return _of_means(group, sensitivity.reach, rest, is_near, np.square(either))
 
 
-def _of_means(group: Group, reach: Floats, rest: Floats, is_near: Choice, energy: Floats) -> float:
+def _of_means(group: Group, reach: Floats, rest: Floats, is_near: Choice, sq_norm: Floats) -> float:
     """As in `bounds`; what is approximated is not limited by what the experts themselves keep."""
-    is_part: Choice = np.any((rest == 0) & (energy > 0) | is_near, axis=1)
+    is_part: Choice = np.any((rest == 0) & (sq_norm > 0) | is_near, axis=1)
     total = 0.0
     for i, row in enumerate(group.rows):
-        cap = row.kept_energy
+        cap = row.kept_sq_norm
         for factor, here in ((2, is_part), (1, ~is_part)):
-            near = float(energy[here & is_near[:, i], i].sum())
-            other = min(cap, float(energy[here & ~is_near[:, i], i].sum()))
+            near = float(sq_norm[here & is_near[:, i], i].sum())
+            other = min(cap, float(sq_norm[here & ~is_near[:, i], i].sum()))
             total += reach[i] ** 2 * factor * (near + other)
             cap -= other
     return total

@@ -83,11 +83,11 @@ def _coarsened(row: Row, blocks: int) -> Row:
         return row
     assert row.block_nonzero is not None
     starts = np.arange(0, len(row.block_l2sq), blocks)
-    energy = row.block_energy
+    sq_norm = row.block_sq_norm
     return replace(
         row,
         block_l2sq=np.add.reduceat(row.block_l2sq, starts),
         block_nonzero=np.add.reduceat(row.block_nonzero, starts),
-        block_energy=None if energy is None else np.add.reduceat(energy, starts),
+        block_sq_norm=None if sq_norm is None else np.add.reduceat(sq_norm, starts),
         block_sketch=None,
     )

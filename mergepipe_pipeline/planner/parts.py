@@ -17,7 +17,7 @@ from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.planner.bounds import Sensitivity
 from mergepipe_pipeline.planner.candidates import Candidates, Row, lay_out
 from mergepipe_pipeline.planner.constraints import is_kept
-from mergepipe_pipeline.planner.energy import Kept
+from mergepipe_pipeline.planner.kept_sq_norm import Kept
 from mergepipe_pipeline.planner.simulation import Simulate, Simulation, Simulations
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.model import Model
@@ -182,8 +182,8 @@ class Parts:
                     block_l2sq=s.block_l2sq if s else None,
                     block_nonzero=s.block_nonzero if s else None,
                     block_sketch=s.block_sketch if s and len(s.block_sketch) else None,
-                    block_energy=kept.block_energy if kept else None,
-                    kept_energy=kept.most if kept else np.inf,
+                    block_sq_norm=kept.block_sq_norm if kept else None,
+                    kept_sq_norm=kept.most if kept else np.inf,
                     keep=keep,
                     kurtosis=self._facts.kurtosis.get(place, 3.0),
                     is_sum=is_sum,

@@ -141,12 +141,12 @@ def _add_left_out(group: Group, omitted: Mapping[int, Choice], sums: _Sums) -> N
         kept = group.kept[batch]
         for n, left in omitted.items():
             size = np.where(left[batch], group.size[batch], 0.0)
-            energy, mean = np.square(size) * kept, size * kept
+            sq_norm, mean = np.square(size) * kept, size * kept
             known, variance = np.zeros(len(size)), np.zeros(len(size))
             quadratic(cosine, mean, known, variance)
             # What is kept on average; what a random drop makes of it is orthogonal to the rest.
-            sums.squares[n] += float((known + (energy - np.square(mean)).sum(axis=1)).sum())
-            sums.variances[n] += (variance + _of_drops(group, batch, energy, known)).sum()
+            sums.squares[n] += float((known + (sq_norm - np.square(mean)).sum(axis=1)).sum())
+            sums.variances[n] += (variance + _of_drops(group, batch, sq_norm, known)).sum()
 
 
 def _margin(square: float, variance: float) -> float:
@@ -156,16 +156,16 @@ def _margin(square: float, variance: float) -> float:
     return max(above, math.sqrt(square) - math.sqrt(max(square - off, 0.0)))
 
 
-def _of_drops(group: Group, batch: slice, energy: Floats, known: Floats) -> Floats:
+def _of_drops(group: Group, batch: slice, sq_norm: Floats, known: Floats) -> Floats:
     """Variance per site that random drops give at most; `known` is the square of their mean."""
     keep = np.array([r.keep for r in group.rows])
     if (keep == 1).all():
-        return np.zeros(len(energy))
+        return np.zeros(len(sq_norm))
     block, numel = group.candidates.grid.block_elems, max(r.numel for r in group.rows)
     sites = np.arange(group.n_sites)[batch]
     lengths = np.minimum(block, numel - block * sites)
-    spread = (energy * (1 - keep)).sum(axis=1)
-    own = (np.square(energy) * (1 - keep) / np.maximum(keep, _TINY)).sum(axis=1)
+    spread = (sq_norm * (1 - keep)).sum(axis=1)
+    own = (np.square(sq_norm) * (1 - keep) / np.maximum(keep, _TINY)).sum(axis=1)
     peak = max(r.kurtosis for r in group.rows)
     mixed = 4 * np.maximum(known, 0.0) * spread + 2 * np.square(spread)
     variance: Floats = peak / lengths * (mixed + own)
@@ -173,9 +173,9 @@ def _of_drops(group: Group, batch: slice, energy: Floats, known: Floats) -> Floa
 
 
 def _simulated(group: Group, omitted: Choice, curve: Curve) -> float:
-    energy: Floats = group.table(group.candidates.energy)
-    total = energy.sum(axis=1)
-    left = np.where(omitted, energy, 0.0).sum(axis=1)
+    sq_norm: Floats = group.table(group.candidates.sq_norm)
+    total = sq_norm.sum(axis=1)
+    left = np.where(omitted, sq_norm, 0.0).sum(axis=1)
     known = total > 0
     share = 1 - left[known] / total[known]
     return float((curve.factor * total[known] * np.interp(share, curve.share, curve.left)).sum())

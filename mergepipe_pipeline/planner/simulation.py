@@ -40,14 +40,14 @@ _SHARES = 33
 
 @dataclass(frozen=True)
 class SimulatedCurve:
-    """One output tensor's curve as tried on `n` sampled elements; `energy` is theirs, as kept.
+    """One output tensor's curve as tried on `n` sampled elements; `sq_norm` is theirs, as kept.
 
     Without `has_shape` only its height is known, and nothing between its ends.
     """
 
     curve: Curve
     n: int
-    energy: float
+    sq_norm: float
     has_shape: bool = True
 
 
@@ -98,13 +98,13 @@ class Simulation:
     def simulated_curve(self, *, shape: bool = True) -> SimulatedCurve | None:
         """The curve; None where the samples show no update at all.
 
-        Experts are read in the order of their energy, as a site's are. Without `shape` only
+        Experts are read in the order of their squared norm, as a site's are. Without `shape` only
         nothing and everything are tried.
         """
         if not self._tells:
             return None
-        samples, energy = self._samples(), self._energies
-        order = np.argsort(-energy, kind="stable")
+        samples, sq_norm = self._samples(), self._sq_norms
+        order = np.argsort(-sq_norm, kind="stable")
         counts = _counts(len(order)) if shape else [0, len(order)]
         lefts = []
         for count in counts[:-1]:
@@ -112,17 +112,17 @@ class Simulation:
             some[order[:count]] = samples[order[:count]]
             lefts.append(self._wrong(some).mean())
         lefts.append(0.0)
-        sampled = sum(r.coefficient**2 * float(_energy(r)[self._kept].sum()) for r in self._rows)
+        sampled = sum(r.coefficient**2 * float(_sq_norm(r)[self._kept].sum()) for r in self._rows)
         if not sampled > 0 or not np.isfinite(lefts).all():
             return None
-        bought = np.concatenate([[0.0], np.cumsum(energy[order])])[counts] / energy.sum()
+        bought = np.concatenate([[0.0], np.cumsum(sq_norm[order])])[counts] / sq_norm.sum()
         curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled)
         return SimulatedCurve(curve, samples.shape[1], sampled, shape)
 
     @cached_property
-    def _energies(self) -> Floats:
+    def _sq_norms(self) -> Floats:
         """(c·‖δ‖)² of each expert, as kept."""
-        return np.array([r.coefficient**2 * _energy(r).sum() for r in self._rows])
+        return np.array([r.coefficient**2 * _sq_norm(r).sum() for r in self._rows])
 
     @cached_property
     def _full(self) -> Samples:
@@ -132,7 +132,7 @@ class Simulation:
     @cached_property
     def _tells(self) -> bool:
         """Whether the samples show an update, in numbers."""
-        if not 0 < self._energies.sum() < np.inf:
+        if not 0 < self._sq_norms.sum() < np.inf:
             return False
         return bool(0 < self._weighed(self._full).mean() < np.inf)
 
@@ -192,8 +192,8 @@ def pooled(simulated: Mapping[int, SimulatedCurve]) -> dict[int, Curve]:
     found = list(simulated.values())
     shares = np.linspace(0, 1, _SHARES)
     lefts = [np.interp(shares, r.curve.share, r.curve.left) for r in found]
-    factor = np.average([r.curve.factor for r in found], weights=[r.energy for r in found])
-    weights = [r.curve.factor * r.energy * r.has_shape for r in found]
+    factor = np.average([r.curve.factor for r in found], weights=[r.sq_norm for r in found])
+    weights = [r.curve.factor * r.sq_norm * r.has_shape for r in found]
     left = np.average(lefts, axis=0, weights=weights)
     out = {}
     for number, r, own in zip(simulated, found, lefts, strict=True):
@@ -207,9 +207,9 @@ def pooled(simulated: Mapping[int, SimulatedCurve]) -> dict[int, Curve]:
     return out
 
 
-def _energy(row: Row) -> Floats:
-    if row.block_energy is not None:
-        return row.block_energy
+def _sq_norm(row: Row) -> Floats:
+    if row.block_sq_norm is not None:
+        return row.block_sq_norm
     assert row.block_l2sq is not None
     return row.block_l2sq
 

@@ -63,7 +63,7 @@ def ranked_upgrades(
     no_sizes, no_rests = np.empty((0, 0), np.uint32), np.empty((0, 0), np.float32)
     no_levels, at = np.empty(0, np.bool_), 0
     useful = free & ~c.zero
-    whole = _evened(c) if evenly else c.energy
+    whole = _evened(c) if evenly else c.sq_norm
     for row, cut in zip(c.rows, c.row_slices(), strict=True):
         if row.bundle_nbytes is not None:
             if useful[cut].any():
@@ -144,10 +144,10 @@ def _evened(c: Candidates) -> Floats:
     """What a budget counts each candidate for; 0 where nothing is to be saved."""
     numel = np.array([row.numel for row in c.rows], np.int64)[c.row]
     length = np.minimum(numel - c.block * c.grid.block_elems, c.grid.block_elems)
-    known = np.isfinite(c.energy)
-    mean_sq = max(c.energy[known].sum(), 1e-300) / max(length[known].sum(), 1)
-    rms = np.sqrt(c.energy / length / mean_sq)  # relative to all: sums and votes may mix
-    return np.where(c.energy > 0, length * np.where(_is_sum(c), rms, 1.0), 0.0)
+    known = np.isfinite(c.sq_norm)
+    mean_sq = max(c.sq_norm[known].sum(), 1e-300) / max(length[known].sum(), 1)
+    rms = np.sqrt(c.sq_norm / length / mean_sq)  # relative to all: sums and votes may mix
+    return np.where(c.sq_norm > 0, length * np.where(_is_sum(c), rms, 1.0), 0.0)
 
 
 def _is_sum(c: Candidates) -> Choice:
@@ -170,7 +170,7 @@ def _together(
 def _strength(c: Candidates) -> Floats:
     """1 for the expert with the largest ‖c·δ‖² in a place and those not far below it, else less."""
     largest = np.zeros(c.n_sites)
-    np.maximum.at(largest, c.site, c.energy)
+    np.maximum.at(largest, c.site, c.sq_norm)
     with np.errstate(divide="ignore", invalid="ignore"):
-        steps = np.ceil(np.log(c.energy / largest[c.site]) / np.log(_ALIKE))
+        steps = np.ceil(np.log(c.sq_norm / largest[c.site]) / np.log(_ALIKE))
     return np.where(np.isnan(steps), 1.0, _ALIKE**steps)  # of what is unknown nothing is less

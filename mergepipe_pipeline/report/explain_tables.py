@@ -53,7 +53,7 @@ def contribution_records(found: Sequence[Contribution]) -> list[dict[str, Any]]:
         {
             **asdict(c),
             "share_of_bytes": c.share_of_bytes,
-            "share_of_energy": c.share_of_energy,
+            "share_of_energy": c.share_of_sq_norm,
             "part": c.part,
             "change": c.change,
         }
@@ -108,7 +108,7 @@ def contributions_picture(story: ExpertStory) -> bytes:
     values = [
         [
             100 * (v if v is not None else np.nan)
-            for v in (c.share_of_bytes, c.share_of_energy, c.part)
+            for v in (c.share_of_bytes, c.share_of_sq_norm, c.part)
         ]
         for c in story.contributions
     ]

@@ -69,7 +69,7 @@ class Appearance:
 class Contribution:
     """One expert in one layer of a plan: bytes, and Σ‖c·δ‖² of it and of what was read.
 
-    Of sparsifying methods the part that they keep. `others_energy` is what was read of the other
+    Of sparsifying methods the part that they keep. `others_sq_norm` is what was read of the other
     experts. None where there is no base to differ from.
     """
 
@@ -77,9 +77,9 @@ class Contribution:
     layer: str
     nbytes_total: int
     nbytes_bought: int
-    energy: float | None
-    energy_bought: float | None
-    others_energy: float | None
+    sq_norm: float | None
+    sq_norm_bought: float | None
+    others_sq_norm: float | None
 
     @property
     def share_of_bytes(self) -> float:
@@ -87,24 +87,24 @@ class Contribution:
         return self.nbytes_bought / max(1, self.nbytes_total)
 
     @property
-    def share_of_energy(self) -> float | None:
+    def share_of_sq_norm(self) -> float | None:
         """Energy read of this expert's; 1 where it changes nothing."""
-        if self.energy is None or self.energy_bought is None:
+        if self.sq_norm is None or self.sq_norm_bought is None:
             return None
-        return self.energy_bought / self.energy if self.energy > 0 else 1.0
+        return self.sq_norm_bought / self.sq_norm if self.sq_norm > 0 else 1.0
 
     @property
     def part(self) -> float | None:
-        """Its part of all that was read for the layer, by energy; 0 where nothing was."""
-        if self.energy_bought is None or self.others_energy is None:
+        """Its part of all that was read for the layer, by squared norm; 0 where nothing was."""
+        if self.sq_norm_bought is None or self.others_sq_norm is None:
             return None
-        together = self.energy_bought + self.others_energy
-        return self.energy_bought / together if together > 0 else 0.0
+        together = self.sq_norm_bought + self.others_sq_norm
+        return self.sq_norm_bought / together if together > 0 else 0.0
 
     @property
     def change(self) -> float | None:
         """Estimated ‖c·δ‖₂ that it contributes."""
-        return None if self.energy_bought is None else math.sqrt(self.energy_bought)
+        return None if self.sq_norm_bought is None else math.sqrt(self.sq_norm_bought)
 
 
 @dataclass(frozen=True)
@@ -261,24 +261,24 @@ def contributions(solved: SolvedProblem) -> list[Contribution]:
     tensor = np.array([row.tensor for row in c.rows], np.int64)[c.row]
     width = len(solved.experts)
     cell = of_layer[tensor] * width + c.expert
-    known = bool(np.isfinite(c.energy).all())
+    known = bool(np.isfinite(c.sq_norm).all())
 
     def total(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         sums = np.bincount(cell, values, len(names) * width)
         return sums.astype(np.float64).reshape(len(names), width)
 
     nbytes, bought = total(c.nbytes), total(table.nbytes(levels))
-    # What is approximated has the share of the energy that is not left.
+    # What is approximated has the share of the squared norm that is not left.
     whole = np.where(table.delta_sq > 0, table.delta_sq, 1.0)
     share = 1 - np.minimum(table.residual_sq(levels) / whole, 1) if known else 1.0
-    energy, kept = total(c.energy), total(c.energy * share)
+    sq_norm, kept = total(c.sq_norm), total(c.sq_norm * share)
     return [
         Contribution(
             solved.experts[y],
             names[x],
             int(nbytes[x, y]),
             int(bought[x, y]),
-            float(energy[x, y]) if known else None,
+            float(sq_norm[x, y]) if known else None,
             float(kept[x, y]) if known else None,
             float(kept[x].sum() - kept[x, y]) if known else None,
         )

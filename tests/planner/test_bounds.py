@@ -90,7 +90,7 @@ def test_a_mean_errs_less_than_its_bound(seed: int, vote: bool, density: float) 
         return reach * total / np.where(divisor == 0, 1.0, divisor)
 
     caps = np.square(kept).sum(axis=(1, 2))
-    rows = [replace(r, kept_energy=float(e)) for r, e in zip(c.rows, caps, strict=True)]
+    rows = [replace(r, kept_sq_norm=float(e)) for r, e in zip(c.rows, caps, strict=True)]
     c = lay_out(rows, GRID)
     bound = error_bound(c, choice, sensitivities(c, "vote" if vote else "mean", reach)).value
     assert bound is not None

@@ -103,7 +103,7 @@ def test_only_what_changes_something_and_is_not_chosen_is_omitted(
     assert not (choice | c.zero)[np.concatenate(found)].any()
 
 
-def test_a_row_of_which_all_is_kept_keeps_all_of_its_energy() -> None:
-    half = replace(row(4.0, 1.0, position=1), block_energy=np.array([2.0, 0.0]))
+def test_a_row_of_which_all_is_kept_keeps_all_of_its_sq_norm() -> None:
+    half = replace(row(4.0, 1.0, position=1), block_sq_norm=np.array([2.0, 0.0]))
     (group,) = lay_out([row(4.0, 0.0), half], GRID).groups()
     assert group.kept.tolist() == [[1.0, 0.5], [1.0, 0.0]]

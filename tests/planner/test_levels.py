@@ -78,8 +78,8 @@ def saved(table: LevelTable, levels: np.ndarray) -> float:
     """What levels save of a sum's blocks of equal length, as a budget counts it."""
     c = table.candidates
     known = table.delta_sq > 0
-    left = np.divide(table.residual_sq(levels), table.delta_sq, where=known, out=0 * c.energy)
-    return float(CHUNK_ELEMS * (np.sqrt(c.energy / c.energy.mean()) * (1 - left))[known].sum())
+    left = np.divide(table.residual_sq(levels), table.delta_sq, where=known, out=0 * c.sq_norm)
+    return float(CHUNK_ELEMS * (np.sqrt(c.sq_norm / c.sq_norm.mean()) * (1 - left))[known].sum())
 
 
 @settings(max_examples=40)

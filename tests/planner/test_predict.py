@@ -114,7 +114,7 @@ def test_what_a_random_drop_leaves_is_predicted_within_the_margin(keep: float, r
             replace(
                 row(float(np.square(deltas[i]).sum()), position=i),
                 coefficient=weight / keep,
-                block_energy=keep * np.square(deltas[i]).sum(axis=1),
+                block_sq_norm=keep * np.square(deltas[i]).sum(axis=1),
                 keep=keep,
                 block_sketch=exact(deltas)[i],
             )

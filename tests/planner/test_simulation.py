@@ -22,7 +22,7 @@ from mergepipe_pipeline.planner.simulation import (
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, narrowed, widened
 from tests.oracles import elected
-from tests.planner.test_energy import statistics
+from tests.planner.test_kept_sq_norm import statistics
 
 GRID = BlockGrid(4096)
 Deltas = npt.NDArray[np.float32]
@@ -104,14 +104,14 @@ def test_a_vote_errs_as_rehearsed_when_whole_experts_are_left_out(
     curve = curve_of(deltas, weights, voted(weights, least))
     assert curve is not None
     full = voted(weights, least)(deltas).astype(np.float64)
-    energy = (np.square(weights[:, None] * deltas.astype(np.float64))).sum(axis=1)
+    sq_norm = (np.square(weights[:, None] * deltas.astype(np.float64))).sum(axis=1)
     update = np.square(full).sum()
-    assert curve.factor * energy.sum() == pytest.approx(update, rel=0.1)
+    assert curve.factor * sq_norm.sum() == pytest.approx(update, rel=0.1)
     for count in range(5):
         some = deltas.copy()
         some[count:] = 0
         left = np.square(full - voted(weights, least)(some)).sum() / update
-        share = energy[:count].sum() / energy.sum()
+        share = sq_norm[:count].sum() / sq_norm.sum()
         assert np.interp(share, curve.share, curve.left) == pytest.approx(left, rel=0.1, abs=0.02)
 
 
@@ -195,7 +195,7 @@ def test_a_stage_draws_curves_when_they_are_asked_for_and_replays_by_number() ->
 
 
 def simulated_curve(n: int, left: float, factor: float) -> SimulatedCurve:
-    """A tensor of which this is left with half of the energy read, tried on n elements."""
+    """A tensor of which this is left with half of the squared norm read, tried on n elements."""
     curve = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, left, 0.0]), factor)
     return SimulatedCurve(curve, n, float(n))
 

@@ -110,7 +110,7 @@ def test_a_plan_of_other_statistics_is_told_as_such(
     assert not explain_tensor(home, plan.plan_id, UP).is_current
 
 
-def test_what_an_expert_contributed_is_its_bytes_and_energy_per_layer(
+def test_what_an_expert_contributed_is_its_bytes_and_sq_norm_per_layer(
     home: Warehouse, family: Path, recipe_text: Text
 ) -> None:
     text = recipe_text("task_arithmetic", parameters="{normalize: false}", extra="block_size: 4096")
@@ -124,14 +124,14 @@ def test_what_an_expert_contributed_is_its_bytes_and_energy_per_layer(
         c = found[layer.name]
         share = by_layer[layer.name]
         assert (c.nbytes_total, c.nbytes_bought) == (share.nbytes_total, share.nbytes_read)
-        energy = bought = 0.0
+        sq_norm = bought = 0.0
         for task in layer.tasks:
             delta = 0.25 * (mine[task.name].double() - base[task.name].double()).flatten().numpy()
-            energy += float(np.square(delta).sum())
+            sq_norm += float(np.square(delta).sum())
             ranges = task.experts[2].covered
             bought += sum(float(np.square(delta[a:b]).sum()) for a, b in ranges)
-        assert c.energy == pytest.approx(energy, rel=1e-6)
-        assert c.energy_bought == pytest.approx(bought, rel=1e-6)
+        assert c.sq_norm == pytest.approx(sq_norm, rel=1e-6)
+        assert c.sq_norm_bought == pytest.approx(bought, rel=1e-6)
         assert c.change == pytest.approx(bought**0.5, rel=1e-6)
     parts = [r["part"] for r in contribution_records(story.contributions)]
     assert all(0 <= part <= 1 for part in parts)

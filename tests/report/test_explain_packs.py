@@ -67,15 +67,15 @@ def test_each_block_of_a_tensor_is_told_at_its_level_with_its_place_in_the_list(
     assert set(told["e0"]) == {r.level for r in packed.ranges}
 
 
-def test_an_expert_contributes_what_its_levels_have_of_its_energy(
+def test_an_expert_contributes_what_its_levels_have_of_its_sq_norm(
     home: Warehouse, plan: MergePlan
 ) -> None:
     story = explain_expert(home, "e0", plan.plan_id)
     assert sum(c.nbytes_bought for c in story.contributions) == sum(
         s.nbytes_read for s in shares(plan, "expert") if s.expert == "e0"
     )
-    assert all(0 <= (c.share_of_energy or 0) <= 1 for c in story.contributions)
-    assert max(c.share_of_energy or 0 for c in story.contributions) > 0.3
+    assert all(0 <= (c.share_of_sq_norm or 0) <= 1 for c in story.contributions)
+    assert max(c.share_of_sq_norm or 0 for c in story.contributions) > 0.3
 
 
 def test_the_curve_draws_packs_beside_blocks_and_below_them(home: Warehouse) -> None:

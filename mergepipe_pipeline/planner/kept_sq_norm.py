@@ -1,4 +1,4 @@
-"""What a sparsifying method keeps of a delta's energy, from a tensor's histogram of magnitudes.
+"""The part of a delta's squared norm that sparsifying keeps, from a histogram of magnitudes.
 
 A threshold belongs to the whole tensor; blocks are taken to have the tensor's distribution,
 stretched to their own size.
@@ -20,13 +20,13 @@ from mergepipe_pipeline.spec.stats import HIST_SHIFT, TensorStats
 
 @dataclass(frozen=True)
 class Kept:
-    """`block_energy` [blocks]: the expected part of Σδ² that is kept; `most`: an upper limit."""
+    """`block_sq_norm` [blocks]: the expected part of Σδ² that is kept; `most`: an upper limit."""
 
-    block_energy: Floats
+    block_sq_norm: Floats
     most: float
 
 
-def kept_energy(
+def kept_sq_norm(
     stats: TensorStats, grid: BlockGrid, trim: TrimRule | None, outliers: TrimRule | None
 ) -> Kept:
     """What is kept of δ above threshold `trim` and not above `outliers` (None: no threshold)."""
@@ -34,7 +34,7 @@ def kept_energy(
         return Kept(stats.block_l2sq, stats.l2sq if stats.l2sq == 0 else np.inf)
     from mergepipe_pipeline.planner.compiled import keep
 
-    energy = np.empty(len(stats.block_l2sq))
+    sq_norm = np.empty(len(stats.block_l2sq))
     bins = stats.hist_bins
     lowest = trim.threshold_bits >> HIST_SHIFT if trim else 0
     highest = outliers.threshold_bits >> HIST_SHIFT if outliers else int(bins[-1])
@@ -49,9 +49,9 @@ def kept_energy(
         stats.l2sq,
         (_magnitude(trim, 0.0), _magnitude(outliers, np.inf)),
         (lowest, highest),
-        energy,
+        sq_norm,
     )
-    return Kept(energy, most)
+    return Kept(sq_norm, most)
 
 
 def kurtosis(stats: TensorStats) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.planner.energy import kept_energy, kurtosis
+from mergepipe_pipeline.planner.kept_sq_norm import kept_sq_norm, kurtosis
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats
@@ -81,7 +81,7 @@ def parts(delta: Deltas, density: float, outliers: float) -> tuple[TrimRule, Tri
     density=st.floats(0.001, 1),
     kind=st.sampled_from(["normal", "heavy", "few values", "sparse", "tiny"]),
 )
-def test_no_sparsified_delta_has_more_energy_than_the_most(
+def test_no_sparsified_delta_has_more_sq_norm_than_the_most(
     seed: int, n: int, density: float, kind: str
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -97,15 +97,15 @@ def test_no_sparsified_delta_has_more_energy_than_the_most(
     trim, above, band = parts(delta, density, 0.05)
     kept = rule(delta, max(1, int(density * n)))
     for found, exact in (
-        (kept_energy(stats, GRID, kept[0], None), np.where(kept[1], delta, 0)),
-        (kept_energy(stats, GRID, trim, above), band),
-        (kept_energy(stats, GRID, None, None), delta),
+        (kept_sq_norm(stats, GRID, kept[0], None), np.where(kept[1], delta, 0)),
+        (kept_sq_norm(stats, GRID, trim, above), band),
+        (kept_sq_norm(stats, GRID, None, None), delta),
     ):
         true = np.square(exact.astype(np.float64)).sum()
         assert true <= found.most * (1 + 1e-9)
         assert found.most <= stats.l2sq * (1 + 1e-6)
-        assert (found.block_energy >= 0).all()
-        assert (found.block_energy <= stats.block_l2sq * (1 + 1e-9)).all()
+        assert (found.block_sq_norm >= 0).all()
+        assert (found.block_sq_norm <= stats.block_l2sq * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize("density", [0.05, 0.2, 0.6])
@@ -113,7 +113,7 @@ def test_no_sparsified_delta_has_more_energy_than_the_most(
 def test_blocks_keep_about_what_a_trim_leaves_them(density: float, spread: float) -> None:
     delta = normal(3, 24.5, spread=spread)
     trim, kept = rule(delta, int(density * len(delta)))
-    found = kept_energy(statistics(delta), GRID, trim, None).block_energy
+    found = kept_sq_norm(statistics(delta), GRID, trim, None).block_sq_norm
     exact = statistics(np.where(kept, delta, np.float32(0))).block_l2sq
     assert found.sum() == pytest.approx(exact.sum(), rel=0.02)
     assert np.corrcoef(found, exact)[0, 1] > 0.99 or spread == 0
@@ -122,22 +122,23 @@ def test_blocks_keep_about_what_a_trim_leaves_them(density: float, spread: float
 def test_blocks_keep_about_what_a_band_leaves_them() -> None:
     delta = normal(4, 16)
     trim, above, band = parts(delta, 0.3, 0.02)
-    found = kept_energy(statistics(delta), GRID, trim, above)
-    assert found.block_energy.sum() == pytest.approx(statistics(band).l2sq, rel=0.02)
+    found = kept_sq_norm(statistics(delta), GRID, trim, above)
+    assert found.block_sq_norm.sum() == pytest.approx(statistics(band).l2sq, rel=0.02)
 
 
 def test_without_thresholds_all_is_kept_and_of_nothing_nothing() -> None:
     delta = normal(5, 2)
     stats = statistics(delta)
-    np.testing.assert_allclose(kept_energy(stats, GRID, None, None).block_energy, stats.block_l2sq)
+    whole = kept_sq_norm(stats, GRID, None, None).block_sq_norm
+    np.testing.assert_allclose(whole, stats.block_l2sq)
     nothing = statistics(np.zeros(5000, np.float32))
-    assert kept_energy(nothing, GRID, TrimRule(0, 0), None).most == 0
+    assert kept_sq_norm(nothing, GRID, TrimRule(0, 0), None).most == 0
 
 
 def test_a_block_below_the_threshold_keeps_nothing() -> None:
     delta = np.concatenate([normal(6, 1), normal(7, 1) * np.float32(1e-3)])
     trim, _ = rule(delta, 1000)
-    assert kept_energy(statistics(delta), GRID, trim, None).block_energy[1] == 0
+    assert kept_sq_norm(statistics(delta), GRID, trim, None).block_sq_norm[1] == 0
 
 
 def test_the_kurtosis_is_three_for_normal_deltas_and_more_where_few_change() -> None:
