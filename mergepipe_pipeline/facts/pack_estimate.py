@@ -72,24 +72,35 @@ def estimate_pack(
     nbytes = sum(v.stored_nbytes for v in views)
     sizes = dict(zip(TIERS, (rates * nbytes).astype(int).tolist(), strict=True))
     n_elems = sum(v.numel for v in views)
-    rate = _read_bytes_per_s(warehouse)
-    seconds = max(n_elems * ENCODE_ELEM_S / threads.analysis(), 2 * nbytes / rate)
+    saved_nbytes = nbytes - sizes["X20"] - sizes["X"]
     return PackEstimate(
         expert.name,
         base.name,
         sizes,
         nbytes,
         expert.checkpoint.nbytes,
-        seconds,
-        pays_back_after(warehouse, seconds, nbytes - sizes["X20"] - sizes["X"]),
+        _packing_s(warehouse, n_elems, nbytes),
+        pays_back_after(warehouse, n_elems, nbytes, saved_nbytes),
     )
 
 
-def pays_back_after(warehouse: Warehouse, seconds: float, saved_nbytes: int) -> int | None:
-    """Exact merges whose reads, each shorter by `saved_nbytes`, save `seconds`; None if none do."""
+def pays_back_after(
+    warehouse: Warehouse, n_elems: int, nbytes: int, saved_nbytes: int
+) -> int | None:
+    """Exact merges that, each reading `saved_nbytes` less, save the seconds that packing takes.
+
+    Packing `n_elems` elements in `nbytes`, by what it usually takes: a first run compiles kernels.
+    None if no merge reads less.
+    """
     if saved_nbytes <= 0:
         return None
+    seconds = _packing_s(warehouse, n_elems, nbytes)
     return max(1, ceil(seconds * _read_bytes_per_s(warehouse) / saved_nbytes))
+
+
+def _packing_s(warehouse: Warehouse, n_elems: int, nbytes: int) -> float:
+    read_s = 2 * nbytes / _read_bytes_per_s(warehouse)  # the expert and its base
+    return max(n_elems * ENCODE_ELEM_S / threads.analysis(), read_s)
 
 
 def _read_bytes_per_s(warehouse: Warehouse) -> float:

@@ -43,7 +43,7 @@ class Packed:
     """An expert's pack: bytes per tier, beside the expert's own.
 
     `fresh`: it was made now, in `seconds`; `taken_over` of its tensors came from older packs.
-    `pays_back_after`: exact merges after which it has saved the seconds it took; None if never.
+    `pays_back_after`: exact merges after which it has saved what packing takes; None if never.
     """
 
     name: str
@@ -92,8 +92,10 @@ def pack(
         based = [n for n in names_here(warehouse) if warehouse.catalog.get(n).base]
         names = with_levels(warehouse, based)
     pairs = [_pair(warehouse, name, base) for name in names]
-    for below in dict.fromkeys(b for _, b in pairs):
-        analyze(warehouse, [n for n, b in pairs if b == below], base=below, progress=progress)
+    for base_name in dict.fromkeys(b for _, b in pairs):
+        analyze(
+            warehouse, [n for n, b in pairs if b == base_name], base=base_name, progress=progress
+        )
     return tuple(_packed(warehouse, *pair, chosen, progress or Silent()) for pair in pairs)
 
 
@@ -136,8 +138,8 @@ def _whole(tiers: Sequence[str]) -> tuple[Tier, ...]:
 def _pair(warehouse: Warehouse, name: str, base: str | None) -> tuple[str, str]:
     """The registered names of an expert and of its base. Raises MergePipeError without one."""
     registration = locate_registered(warehouse, name)
-    below = base or registration.base
-    if below is None:
+    base_name = base or registration.base
+    if base_name is None:
         raise MergePipeError(
             "An expert is packed against its base, and none is known",
             where=registration.name,
@@ -153,14 +155,14 @@ def _pair(warehouse: Warehouse, name: str, base: str | None) -> tuple[str, str]:
             found=f"one of kind {registration.checkpoint.kind}",
             next_step="leave it out",
         )
-    return registration.name, locate_registered(warehouse, below).name
+    return registration.name, locate_registered(warehouse, base_name).name
 
 
 def _packed(
     warehouse: Warehouse, name: str, base: str, tiers: Sequence[Tier], progress: Progress
 ) -> Packed:
-    expert, below = open_pair(warehouse, name, base)
-    contents = contents_of(warehouse, expert, below, progress)
+    expert, base_model = open_pair(warehouse, name, base)
+    contents = contents_of(warehouse, expert, base_model, progress)
     if not contents:
         raise IncompatibleCheckpointsError(
             "Nothing of this expert can be packed",
@@ -173,9 +175,9 @@ def _packed(
     known, taken_over, seconds = warehouse.packs.find(pack_id), 0, 0.0
     is_fresh = known is None
     if known is None:
-        packings = packings_of(warehouse, expert, below, progress)
+        packings = packings_of(warehouse, expert, base_model, progress)
         began_s = time.monotonic()
-        taken_over = _make(warehouse, (expert, below), packings, tiers, progress)
+        taken_over = _make(warehouse, (expert, base_model), packings, tiers, progress)
         seconds = time.monotonic() - began_s
         known = warehouse.packs.open(pack_id)
     sizes = dict(zip(TIERS, known.index.tier_nbytes.tolist(), strict=True))
@@ -189,16 +191,20 @@ def _packed(
         len(contents),
         taken_over,
         seconds,
-        pays_back_after(warehouse, seconds, _saved_nbytes(known, contents)) if is_fresh else None,
+        _pays_back_after(warehouse, known, contents) if is_fresh else None,
     )
 
 
-def _saved_nbytes(known: Pack, contents: Sequence[TensorContent]) -> int:
-    """Bytes that an exact merge reads less of a pack than of the original; 0 without tier X."""
+def _pays_back_after(
+    warehouse: Warehouse, known: Pack, contents: Sequence[TensorContent]
+) -> int | None:
+    """Exact merges that save what packing takes; None without tier X, which they need."""
     if "X" not in known.tiers:
-        return 0
-    stored = sum(prod(c.shape) * itemsize(c.dtype) for c in contents)
-    return stored - int(sum(known.index.tier_nbytes[TIERS.index(t)] for t in TIERS_OF["X"]))
+        return None
+    sizes = [(prod(c.shape), itemsize(c.dtype)) for c in contents]
+    nbytes = sum(n * size for n, size in sizes)
+    exact_nbytes = int(sum(known.index.tier_nbytes[TIERS.index(t)] for t in TIERS_OF["X"]))
+    return pays_back_after(warehouse, sum(n for n, _ in sizes), nbytes, nbytes - exact_nbytes)
 
 
 def _make(
