@@ -1,10 +1,14 @@
 """Claim: no plan's error bound is violated, and sums err by no more than the margin they state.
 
-    python -m tests.benchmarks.bench_bound [--recipes 50] [--seed 0] [--preset tiny]
+    python -m tests.benchmarks.bench_bound [--recipes 50] [--seed 0] [--preset tiny] [--packs]
 
 Recipes are drawn at random: method, experts, weights, densities, budget and strategy. Each is
 merged in float32 under its budget and in full, and the error measured tensor by tensor. Times
 nothing. Margins are four standard errors of the sketches.
+
+With `--packs` all experts but one are packed and plans buy levels. Then each merge must also read
+what its plan says and no more than its budget, and merges of plans with other block sizes, in
+other windows and with another number of threads must have its snapshot's id.
 """
 
 from __future__ import annotations
@@ -16,6 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.benchmarks import FOLDER
 from tests.benchmarks.bench_budget import STRATEGIES, distance, forget, run
@@ -32,6 +42,12 @@ METHODS = (
     "della",
 )
 _EXPERTS = 6
+#: Block sizes of plans in elements, and the engine's windows and threads.
+_WAYS = (
+    (4096, EngineOptions(threads=1)),
+    (1 << 16, EngineOptions(threads=2, window_elems=5000)),
+    (1 << 17, EngineOptions(threads=4, window_elems=1 << 18)),
+)
 
 
 def drawn(random: random.Random, base: Path, experts: Sequence[Path]) -> str:
@@ -53,23 +69,54 @@ def drawn(random: random.Random, base: Path, experts: Sequence[Path]) -> str:
     )
 
 
+def pack_all_but_one(home: Warehouse, base: Path, experts: Sequence[Path]) -> None:
+    """Register a family and pack its experts; the last stays as it is."""
+    register(home, base, "base")
+    names = [register(home, e, e.name, "base").name for e in experts]
+    pack(home, names[:-1])
+
+
+def refuse_other_bits(home: Warehouse, text: str, budget: str) -> int:
+    """Merge one recipe in several ways; how many. Ends the program where they do not agree."""
+    ids = set()
+    for block_elems, options in _WAYS:
+        plan = make_plan(
+            home, parse(text, name="bench", where="bench"), budget=budget, block_elems=block_elems
+        )
+        outcome = run_plan(home, plan, options=options, fresh=True)
+        e, read = plan.estimates, outcome.summary()["expert_bytes_read"]
+        if not read == e.expert_bytes_planned <= (e.budget_bytes or 0):
+            raise SystemExit(f"{read} bytes read, {e.expert_bytes_planned} planned:\n{text}")
+        ids.add(outcome.snapshot.snapshot_id)
+    forget(home, Path(outcome.snapshot.path))
+    if len(ids) > 1:
+        raise SystemExit(f"{budget}: snapshots {sorted(ids)} of one recipe:\n{text}")
+    return len(_WAYS)
+
+
 def main() -> None:
     """One line per recipe, then how many kept their promises."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
+    parser.add_argument("--packs", action="store_true", help="plans buy levels of packs")
     parser.add_argument("--families", type=Path, default=FOLDER)
     args = parser.parse_args()
     family = cached_family(args.families, args.preset, _EXPERTS)
     experts = sorted(family.resolve().glob("expert_*"))[:_EXPERTS]
     draw, bounded, stated, within = random.Random(args.seed), 0, 0, 0
-    worst = 0.0
+    worst, others = 0.0, 0
     with TemporaryDirectory(dir=args.families) as folder:
         home = Warehouse.at(folder).ensure()
+        if args.packs:
+            pack_all_but_one(home, family.resolve() / "base", experts)
         for number in range(args.recipes):
             text = drawn(draw, family.resolve() / "base", experts)
             budget, strategy = f"{draw.randint(2, 80)}%", draw.choice(STRATEGIES)
+            if args.packs:
+                strategy = "packs"
+                others += refuse_other_bits(home, text, budget)
             full, _ = run(home, text, None, "full")
             kept = full.with_name("full")
             full.rename(kept)
@@ -94,6 +141,8 @@ def main() -> None:
             shutil.rmtree(kept)
     print(f"{bounded} bounds, none violated, at most {worst:.0%} used")
     print(f"{stated} stated margins, {within} kept")
+    if args.packs:
+        print(f"{others} merges read as planned, within their budgets, and gave equal ids")
 
 
 if __name__ == "__main__":
