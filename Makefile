@@ -38,10 +38,7 @@ demo: venv
 	$(BIN)/mergepipe demo --home $(DEMO_HOME)
 
 ui: venv
-	mkdir -p $(DEMO_HOME)/dagster
-	cp -n dagster.yaml $(DEMO_HOME)/dagster/ 2>/dev/null || true
-	MERGEPIPE_HOME=$(DEMO_HOME) DAGSTER_HOME=$(DEMO_HOME)/dagster \
-		$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1 -p $(UI_PORT)
+	DAGSTER_HOME= $(BIN)/mergepipe ui --home $(DEMO_HOME) --port $(UI_PORT)
 
 test: venv lint types layers pytest
 

@@ -47,5 +47,5 @@ def demo(console: Console) -> None:
         f"when the last expert landed: {result.layers_reused} layers reused, "
         f"{result.layers_executed} merged anew",
         f"done in {result.seconds:.0f} s; everything is in {result.warehouse}",
-        "see the runs and the lineage in Dagster: make ui, then http://127.0.0.1:3000",
+        f"see the runs and the lineage in Dagster: mergepipe ui --home {result.warehouse}",
     )

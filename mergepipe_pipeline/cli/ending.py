@@ -110,7 +110,7 @@ def as_error(error: Exception) -> MergePipeError:
             "A file is nested too deeply", found=told, next_step="look at JSON and YAML files"
         )
     return DefectError(
-        "mergepipe meets what it does not foresee",
+        "An unexpected error ended the command",
         where=_place(error),
         found=f"{type(error).__name__}: {told}" if told else type(error).__name__,
         next_step=f"this is a defect of mergepipe: run again with {TRACEBACK}=1, and report what "

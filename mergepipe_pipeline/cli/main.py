@@ -28,6 +28,7 @@ from mergepipe_pipeline.cli.operators import ops
 from mergepipe_pipeline.cli.packs import pack, unpack
 from mergepipe_pipeline.cli.replay import replay
 from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback
+from mergepipe_pipeline.cli.ui import ui
 from mergepipe_pipeline.cli.verify import repair, verify
 
 
@@ -63,6 +64,7 @@ for command in (
     sql,
     calibrate,
     gc,
+    ui,
     demo,
 ):
     main.add_command(command)

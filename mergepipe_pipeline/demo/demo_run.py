@@ -30,6 +30,7 @@ from mergepipe_pipeline.demo.family import (
     build_family,
 )
 from mergepipe_pipeline.demo.skills import SKILLS, score
+from mergepipe_pipeline.deploy.instance import prepare_instance
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
@@ -134,10 +135,7 @@ def _write_recipes(warehouse: Warehouse) -> None:
 @contextmanager
 def _dagster(warehouse: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """A process with the real Dagster definitions; each call lets its sensors run once."""
-    warehouse.dagster_home.mkdir(exist_ok=True)
-    settings = Path(__file__).resolve().parents[2] / "dagster.yaml"
-    if settings.exists():
-        shutil.copy(settings, warehouse.dagster_home / "dagster.yaml")
+    prepare_instance(warehouse)
     env = {
         **os.environ,
         "MERGEPIPE_HOME": str(warehouse.root),
@@ -197,7 +195,7 @@ def _land(
             "A Dagster run failed",
             where=name,
             found=json.dumps(runs),
-            next_step=f"read {warehouse.root / 'dagster.log'}, or open the UI: make ui",
+            next_step=f"read {warehouse.root / 'dagster.log'}, or open the UI: mergepipe ui",
         )
     return {"name": name, "runs": runs}
 

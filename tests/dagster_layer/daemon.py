@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import dagster as dg
 import yaml
@@ -36,10 +36,16 @@ _DAEMON = (sys.executable, "-m", "dagster._daemon", "run", *_WORKSPACE)
 
 
 class Daemon:
-    """Starts, kills and asks one daemon; `ui` starts `dg dev` on a free port instead."""
+    """Starts, kills and asks one daemon; `ui` starts it with the UI on a free port: by `dg dev`, or
+    by `mergepipe ui`.
+    """
 
     def __init__(
-        self, home: Warehouse, *, ui: bool = False, environment: dict[str, str] | None = None
+        self,
+        home: Warehouse,
+        *,
+        ui: Literal["dg", "mergepipe"] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.home, self.folder, self._ui = home, home.root / "dagster", ui
         self.folder.mkdir(exist_ok=True)
@@ -61,7 +67,7 @@ class Daemon:
 
     def settle(self, changes: dict[str, dict[str, Any]]) -> None:
         """Write dagster.yaml: the repository's, with sections changed. Before `start` only."""
-        settings = yaml.safe_load((REPOSITORY / "dagster.yaml").read_text())
+        settings = yaml.safe_load((REPOSITORY / "mergepipe_pipeline" / "dagster.yaml").read_text())
         for section, values in changes.items():
             settings[section] = {**settings.get(section, {}), **values}
         (self.folder / "dagster.yaml").write_text(yaml.safe_dump(settings))
@@ -74,7 +80,7 @@ class Daemon:
     def start(self) -> None:
         """Start the processes; what they say goes to `log`."""
         address = ("--host", "127.0.0.1", "--port", str(self.port))
-        command = (*dev_command(), *address) if self._ui else _DAEMON
+        command = (*_WITH_UI[self._ui](), *address) if self._ui else _DAEMON
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -176,7 +182,9 @@ class Daemon:
 
 
 @contextmanager
-def running_daemon(home: Warehouse, *, ui: bool = False, **environment: str) -> Iterator[Daemon]:
+def running_daemon(
+    home: Warehouse, *, ui: Literal["dg", "mergepipe"] | None = None, **environment: str
+) -> Iterator[Daemon]:
     """A daemon that runs; none of its processes outlives the context."""
     daemon = Daemon(home, ui=ui, environment=environment)
     daemon.runs()  # makes the storage: processes that do so at once stand in each other's way
@@ -213,6 +221,14 @@ def dev_command() -> tuple[str, ...]:
     if program is None:
         return (sys.executable, "-m", "dagster", "dev", *_WORKSPACE)
     return (program, "dev", "--target-path", str(REPOSITORY))
+
+
+def ui_command() -> tuple[str, ...]:
+    """`mergepipe ui`, as an installed package starts it."""
+    return (sys.executable, "-m", "mergepipe_pipeline.cli.main", "ui")
+
+
+_WITH_UI = {"dg": dev_command, "mergepipe": ui_command}
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ import dagster as dg
 from dagster._core.definitions.run_request import InstigatorType
 from dagster._core.run_coordinator import QueuedRunCoordinator
 
-FILE = Path(__file__).parents[2] / "dagster.yaml"
+FILE = Path(__file__).parents[2] / "mergepipe_pipeline" / "dagster.yaml"
 
 
 def test_the_instance_queues_limits_monitors_and_forgets(tmp_path: Path) -> None:

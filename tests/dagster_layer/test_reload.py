@@ -37,7 +37,7 @@ def test_a_new_recipe_appears_on_any_port_and_an_edited_one_is_merged_once(
         drop(name)
         index_arrival(home, name)
     shown = {"new/plan", "new/layers", "new/release"}
-    with running_daemon(home, ui=True) as daemon:
+    with running_daemon(home, ui="dg") as daemon:
         daemon.wait_for("a look at recipes", lambda: daemon.skips("recipe_sensor"))
         home.recipe_path("new").write_text(sum_of("base", "expert_00"))
         daemon.wait_for("a merge", lambda: daemon.runs("merge_new", Status.SUCCESS))

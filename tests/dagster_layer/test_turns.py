@@ -134,7 +134,7 @@ def queue(home: Warehouse, card: RecipeFile, tmp_path: Path) -> Iterator[Queue]:
     """An empty queue for recipes n, o and p."""
     for name in "op":
         shutil.copy(home.recipe_path("n"), home.recipe_path(name))
-    shutil.copy(REPOSITORY / "dagster.yaml", tmp_path)
+    shutil.copy(REPOSITORY / "mergepipe_pipeline" / "dagster.yaml", tmp_path)
     with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
         make_pools_known(instance)
         yield Queue(home, instance)
@@ -168,7 +168,7 @@ def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
 def test_the_first_ticks_of_an_instance_make_the_pools_known_before_a_run_needs_one(
     home: Warehouse, card: RecipeFile, tmp_path: Path
 ) -> None:
-    shutil.copy(REPOSITORY / "dagster.yaml", tmp_path)
+    shutil.copy(REPOSITORY / "mergepipe_pipeline" / "dagster.yaml", tmp_path)
     shutil.copytree(home.inbox / "base", home.inbox / "landed")
     resource = MergePipe(home=str(home.root), inbox_quiet_s=0)
     for sensor in ("inbox_sensor", "recipe_sensor"):

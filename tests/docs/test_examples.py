@@ -40,7 +40,7 @@ def test_the_dagster_example_indexes_what_lands_and_releases_its_merge(
     monkeypatch.setenv("MERGEPIPE_HOME", str(home))
     monkeypatch.setenv("DAGSTER_HOME", str(home / "dagster"))
     (home / "dagster").mkdir()
-    shutil.copy(ROOT / "dagster.yaml", home / "dagster")
+    shutil.copy(ROOT / "mergepipe_pipeline" / "dagster.yaml", home / "dagster")
     assert look.text.splitlines()[-1] == "echo | python -m mergepipe_pipeline.tick"
     monkeypatch.setattr("sys.stdin", StringIO("\n"))
     capsys.readouterr()

@@ -53,7 +53,7 @@ class Deployment:
     ) -> None:
         self.home, self.dagster_home, self._log = home, home.dagster_home, log
         self.dagster_home.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "dagster.yaml", self.dagster_home)
+        shutil.copy(ROOT / "mergepipe_pipeline" / "dagster.yaml", self.dagster_home)
         self._port, self._kinds = port, cycle(kinds)
         self._mark = f"MERGEPIPE_HOME={home.root}"
         mine = {"MERGEPIPE_HOME": str(home.root), "DAGSTER_HOME": str(self.dagster_home)}

@@ -98,10 +98,10 @@ def _write_recipe(
 
 @contextmanager
 def running(home: Warehouse, nan: str = NAN, **environment: str) -> Iterator[Daemon]:
-    """`dagster dev` over the deployment, once one recipe is released and the other has failed."""
+    """`mergepipe ui` over the deployment, once one recipe is released and the other has failed."""
     fill(home, nan)
     owners = {"MERGEPIPE_OWNERS": "team:models"}
-    with running_daemon(home, ui=True, **owners, **environment) as daemon:
+    with running_daemon(home, ui="mergepipe", **owners, **environment) as daemon:
         daemon.wait_for(
             "a release and a refusal",
             lambda: (

@@ -1,0 +1,29 @@
+"""The files of a warehouse's Dagster instance: its settings, and what code it loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: The settings that an instance begins with; each says what it does.
+SETTINGS = Path(__file__).resolve().parents[1] / "dagster.yaml"
+#: As the repository's workspace.yaml, so that sensors keep their state whoever starts them.
+_WORKSPACE = """load_from:
+  - python_module:
+      module_name: mergepipe_pipeline.definitions
+      location_name: mergepipe
+"""
+
+
+def prepare_instance(warehouse: Warehouse) -> Path:
+    """Make the instance's folder and settings unless they are there. Returns a workspace file."""
+    home = warehouse.dagster_home
+    home.mkdir(parents=True, exist_ok=True)
+    if not (home / SETTINGS.name).exists():
+        shutil.copy(SETTINGS, home)
+    workspace = home / "workspace.yaml"
+    write_atomic(workspace, _WORKSPACE.encode())
+    return workspace
