@@ -120,17 +120,19 @@ def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | No
         return None
     nbytes = np.zeros(len(levels), np.int64)
     at_levels(levels, of.packed.nbytes, _NONE, nbytes)
-    starts = np.flatnonzero(np.diff(levels, prepend=-1)).tolist()
+    starts = np.flatnonzero(np.diff(levels, prepend=-1))
+    elems = np.minimum(np.append(starts, len(levels)) * block_elems, row.numel).tolist()
+    runs = zip(
+        pairwise(elems),
+        levels[starts].tolist(),
+        np.add.reduceat(nbytes, starts).tolist(),
+        strict=True,
+    )
+    exact = of.exact.tolist()
     ranges = tuple(
-        PackedRange(
-            start_elem=start * block_elems,
-            stop_elem=min(row.numel, stop * block_elems),
-            level=TIERS[levels[start] - 1],
-            nbytes=int(nbytes[start:stop].sum()),
-            is_exact=bool(of.exact[levels[start] - 1]),
-        )
-        for start, stop in pairwise([*starts, len(levels)])
-        if NOTHING < levels[start] < ORIGINAL
+        PackedRange(start, stop, TIERS[level - 1], run_nbytes, exact[level - 1])
+        for (start, stop), level, run_nbytes in runs
+        if NOTHING < level < ORIGINAL
     )
     return PackedInput(of.packed.pack, of.packed.tensor, of.packed.unit, ranges)
 
