@@ -190,6 +190,18 @@ class ResourceError(MergePipeError):
     exit_code = 24
 
 
+class EvaluationError(MergePipeError):
+    """An evaluator fails, or does not give what a gate asks for."""
+
+    exit_code = 27
+
+
+class GateError(MergePipeError):
+    """A release gate refuses a snapshot: its metrics are not what the recipe asks for."""
+
+    exit_code = 28
+
+
 class DefectError(MergePipeError):
     """An exception that nobody foresaw left a verb."""
 

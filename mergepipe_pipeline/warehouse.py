@@ -73,6 +73,7 @@ class Warehouse:
             self.releases,
             self.leases_dir,
             self.stages,
+            self.evaluations,
         )
         return self
 
@@ -178,6 +179,10 @@ class Warehouse:
         """Record of a standing recipe's last release."""
         return self.releases / f"{recipe}.released.json"
 
+    def refusal_path(self, recipe: str) -> Path:
+        """Record of the candidate of a standing recipe that its gate refused last."""
+        return self.releases / f"{recipe}.refused.json"
+
     def audit_path(self, recipe: str) -> Path:
         """Record of the last audit of a standing recipe's snapshot."""
         return self.releases / f"{recipe}.audited.json"
@@ -196,6 +201,15 @@ class Warehouse:
     def snapshots(self) -> Path:
         """Committed snapshots by id."""
         return self.root / "snapshots"
+
+    @property
+    def evaluations(self) -> Path:
+        """What was measured of snapshots, a folder for each."""
+        return self.root / "evaluations"
+
+    def evaluation_path(self, snapshot_id: str, evaluator_id: str) -> Path:
+        """Record of what one evaluator measured of a snapshot; its log lies beside it."""
+        return self.evaluations / snapshot_id / f"{evaluator_id}.json"
 
     @property
     def refs_dir(self) -> Path:
@@ -249,6 +263,7 @@ class Warehouse:
             self.releases,
             self.leases_dir,
             self.stages,
+            self.evaluations,
         ):
             yield from sorted(folder.rglob(".*.tmp"))
 

@@ -19,6 +19,7 @@ from mergepipe_pipeline.recipe.checks import (
     check_slices,
     find_method,
 )
+from mergepipe_pipeline.recipe.evaluate import read_evaluate, read_gate
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
 from mergepipe_pipeline.recipe.recipe_warnings import joined_base, recipe_warnings
@@ -43,6 +44,7 @@ from mergepipe_pipeline.recipe.structure import (
 )
 from mergepipe_pipeline.recipe.tokens import check_chat_template, parse_tokenizer
 from mergepipe_pipeline.recipe.yaml_text import Document, read_documents, read_yaml
+from mergepipe_pipeline.spec.evaluation import Evaluator, Gate
 from mergepipe_pipeline.spec.operator import OperatorSchema
 from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
 
@@ -151,6 +153,8 @@ class _Keys:
     budget: Budget
     tokenizer: TokenizerRecipe | None
     chat_template: str | None
+    evaluator: Evaluator | None
+    gate: Gate | None
     schema: OperatorSchema | None
     warnings: tuple[str, ...]
 
@@ -186,6 +190,8 @@ def _parsed_recipe(
         block_elems=yaml.block_size,
         tokenizer=keys.tokenizer,
         chat_template=keys.chat_template,
+        evaluator=keys.evaluator,
+        gate=keys.gate,
         stage=yaml.name or yaml.out_path,
         warnings=keys.warnings,
         lines=document.lines,
@@ -215,6 +221,8 @@ def _read_keys(
         budget=budget,
         tokenizer=tokenizer,
         chat_template=chat_template,
+        evaluator=read_evaluate(value.get("evaluate"), problems),
+        gate=read_gate(value.get("gate"), value.get("evaluate"), problems),
         schema=schema,
         warnings=tuple(dict.fromkeys(warnings)),
     )

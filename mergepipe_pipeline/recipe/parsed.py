@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mergepipe_pipeline.recipe.problems import Lines
 from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice, levels
+from mergepipe_pipeline.spec.evaluation import Evaluator, Gate
 from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
 
 
@@ -18,7 +19,8 @@ class ParsedRecipe:
     (None also where slices have different bases). `stage` is its `name:`; `stages_used` are the
     names of earlier stages whose results stand among the references, and `before` those stages.
     `dtype` and `out_dtype` are safetensors codes; `chat_template` is a template's text, `auto`, or
-    the name of a known one. `schedule` is None where nobody asks for one.
+    the name of a known one. `schedule` is None where nobody asks for one. A `gate`
+    has an `evaluator`.
     """
 
     name: str
@@ -44,6 +46,8 @@ class ParsedRecipe:
     stage: str | None
     warnings: tuple[str, ...]
     lines: Lines = field(repr=False, compare=False)
+    evaluator: Evaluator | None = None
+    gate: Gate | None = None
     stages_used: tuple[str, ...] = ()
     before: tuple[ParsedRecipe, ...] = field(default=(), hash=False)
 

@@ -186,6 +186,8 @@ class RecipeYaml(_Strict):
     tokenizer: Any = None
     chat_template: Any = None
     budget: Any = None
+    evaluate: Any = None
+    gate: Any = None
     strategy: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     ref: Ref | None = None

@@ -18,7 +18,7 @@ from mergepipe_pipeline.recipe.schema import ref_problem
 from mergepipe_pipeline.recipe.yaml_text import Document
 
 #: Keys about the whole of a file, which its last document gives.
-_OF_THE_WHOLE = ("budget", "ref", "schedule", "trigger", "timezone")
+_OF_THE_WHOLE = ("budget", "ref", "schedule", "trigger", "timezone", "evaluate", "gate")
 _REFERENCE_KEYS = frozenset({"model", "base_model", "tokenizer_source", "source"})
 
 

@@ -1,0 +1,67 @@
+"""Whether a snapshot passes a gate: its metrics against thresholds, and against what is live."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from mergepipe_pipeline.errors import EvaluationError
+from mergepipe_pipeline.spec.evaluation import (
+    RELATIVE,
+    Evaluation,
+    Finding,
+    Gate,
+    Threshold,
+    Verdict,
+)
+
+
+def judge(gate: Gate, candidate: Evaluation, live: Evaluation | None) -> Verdict:
+    """What the gate says of a snapshot; without a live one, relative thresholds are met.
+
+    Raises EvaluationError for a metric that an evaluation does not give.
+    """
+    findings = tuple(_finding(t, candidate, live) for t in gate.thresholds)
+    return Verdict(candidate.snapshot_id, None if live is None else live.snapshot_id, findings)
+
+
+def _finding(threshold: Threshold, candidate: Evaluation, live: Evaluation | None) -> Finding:
+    value = _metric(threshold.metric, candidate)
+    if threshold.comparison not in RELATIVE:
+        return Finding(threshold, value, None, is_met(threshold, value, None))
+    before = None if live is None else _metric(threshold.metric, live)
+    return Finding(threshold, value, before, is_met(threshold, value, before))
+
+
+def _metric(name: str, evaluation: Evaluation) -> float:
+    if name not in evaluation.metrics:
+        raise EvaluationError(
+            "A gate asks for a metric that its evaluator does not give",
+            where=f"gate.{name}, snapshot {evaluation.snapshot_id}",
+            expected=f"one of {', '.join(evaluation.metrics)}",
+            found=name,
+            next_step="correct `gate:` in the recipe, or let the evaluator print the metric",
+        )
+    return evaluation.metrics[name]
+
+
+def is_met(threshold: Threshold, value: float, live: float | None) -> bool:
+    """Whether a value keeps to a threshold, its limit included.
+
+    Numbers count as they are written: 0.6 is a drop of 0.01 from 0.61, though not in binary.
+    """
+    found, allowed = _exact(value), _exact(threshold.value)
+    if threshold.comparison == "min":
+        return found >= allowed
+    if threshold.comparison == "max":
+        return found <= allowed
+    if live is None:
+        return True
+    before = _exact(live)
+    if threshold.is_share:
+        allowed *= abs(before)
+    change = found - before
+    return -change <= allowed if threshold.comparison == "max_drop" else change <= allowed
+
+
+def _exact(number: float) -> Decimal:
+    return Decimal(repr(number))

@@ -1,0 +1,209 @@
+"""What a recipe says of its result's quality: `evaluate:`, how it is measured, and `gate:`, what a
+release asks for.
+
+Reads the text alone; whether files and programs are there is seen where they are used.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import cast
+
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
+from mergepipe_pipeline.spec.evaluation import (
+    RELATIVE,
+    Comparison,
+    Evaluator,
+    Gate,
+    Perplexity,
+    Threshold,
+)
+
+_KINDS = ("command", "python", "perplexity")
+_KEYS = (*_KINDS, "timeout", "retries")
+_PERPLEXITY_KEYS = ("text", "field", "max_tokens")
+_COMPARISONS: tuple[Comparison, ...] = ("min", "max", *RELATIVE)
+#: What the built-in evaluator measures.
+_BUILT_IN = ("perplexity", "loss", "tokens")
+#: The key of a gate beside its metrics, and its values.
+_ON_FAILURE, _AFTER = "on_failure", ("none", "bisect")
+
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_SHARE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,12})?)\s*%", re.ASCII)
+_MOST_S, _MOST_RETRIES, _MOST_TOKENS = 7 * 86400, 10, 1 << 40
+
+
+def read_evaluate(value: object, problems: Problems) -> Evaluator | None:
+    """The `evaluate:` of a recipe; None without one, or with every problem added at its place."""
+    path: KeyPath = ("evaluate",)
+    known = len(problems)
+    keys = _mapping(value, _KEYS, path, problems, "{command: [python, eval.py]}")
+    if keys is None:
+        return None
+    given = [k for k in _KINDS if keys.get(k) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        problems.add(path, f"expected one of {', '.join(_KINDS)}, found {found}")
+        return None
+    command = _command(keys.get("command"), (*path, "command"), problems)
+    python = _entry(keys.get("python"), (*path, "python"), problems)
+    perplexity = _perplexity(keys.get("perplexity"), (*path, "perplexity"), problems)
+    timeout_s = _between(keys, "timeout", 600, (0, _MOST_S), path, problems)
+    retries = _between(keys, "retries", 1, (0, _MOST_RETRIES), path, problems, whole=True)
+    if timeout_s == 0:
+        problems.add((*path, "timeout"), "expected seconds above 0, found 0")
+    if len(problems) > known:
+        return None
+    return Evaluator(command, python, perplexity, timeout_s, int(retries))
+
+
+def read_gate(value: object, evaluate: object, problems: Problems) -> Gate | None:
+    """The `gate:` of a recipe, whose `evaluate:` is the other value; None as `read_evaluate`."""
+    path: KeyPath = ("gate",)
+    known = len(problems)
+    if value is None:
+        return None
+    if evaluate is None:
+        problems.add(path, "there is no `evaluate:` that could measure what it asks for")
+    if not isinstance(value, dict):
+        problems.add(path, f"expected a mapping like {{accuracy: {{min: 0.6}}}}, {_found(value)}")
+        return None
+    after = value.get(_ON_FAILURE, _AFTER[0])
+    if after not in _AFTER:
+        near = suggest(str(after), _AFTER)
+        text = f"expected one of {', '.join(_AFTER)}, {_found(after)}{near}"
+        problems.add((*path, _ON_FAILURE), text)
+    metrics = {name: asked for name, asked in value.items() if name != _ON_FAILURE}
+    if not metrics:
+        problems.add(path, "expected at least one metric with a threshold, found none")
+    is_built_in = isinstance(evaluate, dict) and evaluate.get("perplexity") is not None
+    thresholds: list[Threshold] = []
+    for name, asked in metrics.items():
+        if is_built_in and name not in _BUILT_IN:
+            near = suggest(name, _BUILT_IN) or f"; it gives {', '.join(_BUILT_IN)}"
+            problems.add((*path, name), f"the built-in evaluator has no such metric{near}")
+        thresholds += _thresholds(name, asked, (*path, name), problems)
+    return Gate(tuple(thresholds), after) if len(problems) == known else None
+
+
+def _thresholds(metric: str, value: object, path: KeyPath, problems: Problems) -> list[Threshold]:
+    keys = _mapping(value, _COMPARISONS, path, problems, "{min: 0.6}")
+    if keys is None:
+        return []
+    if not keys:
+        problems.add(path, f"expected at least one of {', '.join(_COMPARISONS)}, found none")
+    found = []
+    for key, asked in keys.items():
+        if key in _COMPARISONS:
+            threshold = _threshold(metric, cast(Comparison, key), asked)
+            if threshold is None:
+                form = "0.01 or 2%, at least 0" if key in RELATIVE else "0.6"
+                problems.add((*path, key), f"expected a number like {form}, {_found(asked)}")
+            else:
+                found.append(threshold)
+    limits = {t.comparison: t.value for t in found}
+    if limits.get("min", -math.inf) > limits.get("max", math.inf):
+        problems.add((*path, "min"), "it is above `max:`, so that nothing could pass")
+    return found
+
+
+def _threshold(metric: str, key: Comparison, value: object) -> Threshold | None:
+    is_relative = key in RELATIVE
+    if isinstance(value, str):
+        share = _SHARE.fullmatch(value.strip())
+        if share is None or not is_relative:
+            return None
+        return Threshold(metric, key, float(Decimal(share[1]) / 100), is_share=True)
+    number = _number(value)
+    if number is None or (is_relative and number < 0):
+        return None
+    return Threshold(metric, key, number)
+
+
+def _command(value: object, path: KeyPath, problems: Problems) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not value:
+        text = f"expected a list like [python, eval.py], {_found(value)}"
+        hint = "; no shell reads it" if isinstance(value, str) else ""
+        problems.add(path, text + hint)
+        return ()
+    for i, word in enumerate(value):
+        if not isinstance(word, str) or "\0" in word or not (word or i):
+            problems.add((*path, i), f"expected a text (numbers in quotes), {_found(word)}")
+    return tuple(map(str, value))
+
+
+def _entry(value: object, path: KeyPath, problems: Problems) -> str | None:
+    if value is None or (isinstance(value, str) and _ENTRY.fullmatch(value)):
+        return value
+    problems.add(path, f"expected package.module:function, {_found(value)}")
+    return None
+
+
+def _perplexity(value: object, path: KeyPath, problems: Problems) -> Perplexity | None:
+    if value is None:
+        return None
+    keys = _mapping(value, _PERPLEXITY_KEYS, path, problems, "{text: notes.jsonl}")
+    if keys is None:
+        return None
+    texts = {"field": "text", **{k: v for k, v in keys.items() if v is not None}}
+    for key in ("text", "field"):
+        text = texts.get(key)
+        if not isinstance(text, str) or not text or "\0" in text:
+            what = "a file of text or JSON Lines" if key == "text" else "the name of a field"
+            problems.add((*path, key), f"expected {what}, {_found(text)}")
+    most = _between(keys, "max_tokens", 20_000, (2, _MOST_TOKENS), path, problems, whole=True)
+    return Perplexity(str(texts.get("text")), str(texts["field"]), int(most))
+
+
+def _between(
+    keys: Mapping[str, object],
+    key: str,
+    default: float,
+    limits: tuple[float, float],
+    path: KeyPath,
+    problems: Problems,
+    *,
+    whole: bool = False,
+) -> float:
+    """The number under a key, within the limits; the default where there is none."""
+    value = keys.get(key)
+    if value is None:
+        return default
+    number = _number(value)
+    if number is not None and limits[0] <= number <= limits[1] and not (whole and number % 1):
+        return number
+    kind = "a whole number" if whole else "seconds"
+    text = f"expected {kind} from {limits[0]:g} to {limits[1]:.12g}, {_found(value)}"
+    problems.add((*path, key), text)
+    return default
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _mapping(
+    value: object, known: Sequence[str], path: KeyPath, problems: Problems, example: str
+) -> Mapping[str, object] | None:
+    """The value if it is a mapping, None if it is not; adds a problem for each unknown key."""
+    if value is None and len(path) == 1:
+        return None
+    if not isinstance(value, dict):
+        problems.add(path, f"expected a mapping like {example}, {_found(value)}")
+        return None
+    for key in value:
+        if key not in known:
+            near = suggest(key, known) or f"; known are {', '.join(known)}"
+            problems.add((*path, key), f"unknown key `{key}`{near}")
+    return value
+
+
+def _found(value: object) -> str:
+    return f"found {shown(value)}"

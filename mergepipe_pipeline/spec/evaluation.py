@@ -1,0 +1,155 @@
+"""How good a snapshot is: what measures it, what was measured, and what a release asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+#: What an evaluator prints: finite numbers by name.
+Metrics = Mapping[str, float]
+
+Comparison = Literal["min", "max", "max_drop", "max_rise"]
+#: Comparisons with what the ref names at present.
+RELATIVE: tuple[Comparison, ...] = ("max_drop", "max_rise")
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """The evaluator that is built in: the perplexity of a text under the merged model.
+
+    `text` is a file, `field` the key of each document where its lines are JSON; at most
+    `max_tokens` tokens are read.
+    """
+
+    text: str
+    field: str = "text"
+    max_tokens: int = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """What measures a snapshot: one of a command, a Python function (`module:name`), perplexity.
+
+    Paths are relative to the recipe's file. What fails, or takes longer than `timeout_s` seconds,
+    is tried `retries` times more.
+    """
+
+    command: tuple[str, ...] = ()
+    python: str | None = None
+    perplexity: Perplexity | None = None
+    timeout_s: float = 600.0
+    retries: int = 1
+
+    @property
+    def told(self) -> str:
+        """The evaluator in a few words."""
+        if self.perplexity is not None:
+            return f"perplexity of {self.perplexity.text}"
+        return self.python or " ".join(self.command)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluator measured of a snapshot.
+
+    `evaluator_id` is a digest of the evaluator and of the files it names, `evaluator` says it in
+    words. `seconds` is wall time, `created` a time in UTC.
+    """
+
+    snapshot_id: str
+    evaluator_id: str
+    evaluator: str
+    metrics: Metrics
+    seconds: float
+    created: str
+    log_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """What a metric must keep to: `value`, or that share of the live value if `is_share`."""
+
+    metric: str
+    comparison: Comparison
+    value: float
+    is_share: bool = False
+
+    @property
+    def told(self) -> str:
+        """The threshold in words: `at least 0.6`, `a rise of at most 2 %`."""
+        number = figure(100 * self.value) + " %" if self.is_share else figure(self.value)
+        lead = {"min": "at least", "max": "at most"}
+        lead |= {"max_drop": "a drop of at most", "max_rise": "a rise of at most"}
+        return f"{lead[self.comparison]} {number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a recipe asks of a snapshot before it is released, and what follows a refusal."""
+
+    thresholds: tuple[Threshold, ...]
+    on_failure: Literal["none", "bisect"] = "none"
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether any threshold compares with what is live."""
+        return any(t.comparison in RELATIVE for t in self.thresholds)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How one threshold was met; `live` is None where nothing is compared."""
+
+    threshold: Threshold
+    value: float
+    live: float | None
+    passed: bool
+
+    @property
+    def told(self) -> str:
+        """The metric, its value, the threshold and the live value, in one sentence."""
+        head = f"{self.threshold.metric} is {figure(self.value)}"
+        if self.live is not None:
+            head += f", {figure(self.live)} live"
+        if not self.passed:
+            return f"{head}; the gate asks for {self.threshold.told}"
+        if self.threshold.comparison in RELATIVE and self.live is None:
+            return f"{head} ({self.threshold.told} passes: nothing is live yet)"
+        return f"{head} ({self.threshold.told})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a gate says of a snapshot, beside what its ref names (None: nothing yet)."""
+
+    snapshot_id: str
+    live_snapshot_id: str | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every threshold is met."""
+        return all(f.passed for f in self.findings)
+
+    @property
+    def told(self) -> str:
+        """What is wrong, or that nothing is, in one sentence."""
+        return "; ".join(f.told for f in self.findings if f.passed == self.passed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON material; `from_json` gives an equal verdict back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Verdict:
+        """The verdict stored by `to_json`."""
+        findings = tuple(
+            Finding(**{**f, "threshold": Threshold(**f["threshold"])}) for f in value["findings"]
+        )
+        return Verdict(value["snapshot_id"], value["live_snapshot_id"], findings)
+
+
+def figure(number: float) -> str:
+    """A number for people, to ten digits."""
+    return f"{number:.10g}"
