@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from functools import reduce
 from importlib import import_module
+from typing import Any
 
 
 def main(entry: str, snapshot: str) -> None:
     """Call the function with the snapshot's path, and print the mapping that it returns."""
     module, _, name = entry.partition(":")
-    function = reduce(getattr, name.split("."), import_module(module))
+    function: Any = import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
     found = function(snapshot)
     if not isinstance(found, Mapping):
         sys.exit(f"{entry} returns {type(found).__name__}; expected a mapping of names to numbers")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,9 +28,8 @@ def evaluator_id(evaluator: Evaluator, folder: Path) -> str:
 
     Time-out and retries are no part of it. Raises EvaluationError for a file that cannot be read.
     """
-    said = [evaluator.command, evaluator.python]
-    if (text := evaluator.perplexity) is not None:
-        said += [[text.text, text.field, text.max_tokens]]
+    text = evaluator.perplexity
+    said = [evaluator.command, evaluator.python, None if text is None else asdict(text)]
     files = []
     for name in _files(evaluator, folder):
         try:

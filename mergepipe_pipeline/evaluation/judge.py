@@ -18,6 +18,8 @@ from mergepipe_pipeline.spec.evaluation import (
 def judge(gate: Gate, candidate: Evaluation, live: Evaluation | None) -> Verdict:
     """What the gate says of a snapshot; without a live one, relative thresholds are met.
 
+    Absolute ones tell the live value, too, where it is known.
+
     Raises EvaluationError for a metric that an evaluation does not give.
     """
     findings = tuple(_finding(t, candidate, live) for t in gate.thresholds)
@@ -25,10 +27,11 @@ def judge(gate: Gate, candidate: Evaluation, live: Evaluation | None) -> Verdict
 
 
 def _finding(threshold: Threshold, candidate: Evaluation, live: Evaluation | None) -> Finding:
-    value = _metric(threshold.metric, candidate)
-    if threshold.comparison not in RELATIVE:
-        return Finding(threshold, value, None, is_met(threshold, value, None))
-    before = None if live is None else _metric(threshold.metric, live)
+    value, before = _metric(threshold.metric, candidate), None
+    if live is not None and threshold.comparison in RELATIVE:
+        before = _metric(threshold.metric, live)
+    elif live is not None:
+        before = live.metrics.get(threshold.metric)
     return Finding(threshold, value, before, is_met(threshold, value, before))
 
 

@@ -14,7 +14,7 @@ _LONGEST_NAME = 100
 _SHOWN_CHARS = 120
 
 
-class NoMetricsError(ValueError):
+class NoMetricsError(Exception):
     """An output that ends in no metrics; the message says why."""
 
 

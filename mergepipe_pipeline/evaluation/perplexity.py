@@ -58,8 +58,8 @@ def perplexity(
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(snapshot, dtype="auto", local_files_only=True)
-    model.to(device).eval()
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load(snapshot, dtype="auto", local_files_only=True).to(device).eval()
     context = getattr(model.config, "max_position_embeddings", None) or _MOST_WINDOW
     total, predicted = 0.0, 0
     with torch.inference_mode():

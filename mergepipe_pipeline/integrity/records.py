@@ -19,6 +19,8 @@ from mergepipe_pipeline.catalog import formats
 from mergepipe_pipeline.catalog.file_checks import verify_sealed
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.evaluation.store import read as read_evaluation
+from mergepipe_pipeline.evaluation.store import records
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
@@ -73,6 +75,8 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         audit.check("structure", path, partial(_unsealed, path))
     for path in _files(warehouse.stages, "*.json"):  # without its mark a stage is kept as a result
         audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
+    for path in records(warehouse):
+        audit.check("structure", path, partial(read_evaluation, path), is_derivable=True)
     audit.check("structure", warehouse.profile_path, partial(load_profile, warehouse.profile_path))
     for folder in snapshot_folders(warehouse):
         load = partial(load_snapshot, warehouse.snapshots, folder.name)

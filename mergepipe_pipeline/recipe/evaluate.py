@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import cast
 
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
 from mergepipe_pipeline.spec.evaluation import (
@@ -98,7 +97,7 @@ def _thresholds(metric: str, value: object, path: KeyPath, problems: Problems) -
     found = []
     for key, asked in keys.items():
         if key in _COMPARISONS:
-            threshold = _threshold(metric, cast(Comparison, key), asked)
+            threshold = _threshold(metric, key, asked)
             if threshold is None:
                 form = "0.01 or 2%, at least 0" if key in RELATIVE else "0.6"
                 problems.add((*path, key), f"expected a number like {form}, {_found(asked)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 #: What an evaluator prints: finite numbers by name.
@@ -99,7 +99,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How one threshold was met; `live` is None where nothing is compared."""
+    """How one threshold was met; `live` is None where it is not known."""
 
     threshold: Threshold
     value: float
@@ -137,13 +137,9 @@ class Verdict:
         """What is wrong, or that nothing is, in one sentence."""
         return "; ".join(f.told for f in self.findings if f.passed == self.passed)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON material; `from_json` gives an equal verdict back."""
-        return asdict(self)
-
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Verdict:
-        """The verdict stored by `to_json`."""
+        """The verdict of which `value` is the `asdict`."""
         findings = tuple(
             Finding(**{**f, "threshold": Threshold(**f["threshold"])}) for f in value["findings"]
         )

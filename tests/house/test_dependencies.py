@@ -43,6 +43,7 @@ def imported(files: Iterable[Path]) -> set[str]:
 
 EVERYWHERE = {file for folder in OURS for file in (ROOT / folder).rglob("*.py")}
 DEMO = {file for file in EVERYWHERE if (ROOT / "mergepipe_pipeline/demo") in file.parents}
+DEMO |= {ROOT / "mergepipe_pipeline/evaluation/perplexity.py"}  # which names the extra, too
 CORE = declared(PROJECT["dependencies"])
 EXTRAS = {name: declared(texts) for name, texts in PROJECT["optional-dependencies"].items()}
 

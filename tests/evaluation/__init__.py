@@ -1,0 +1,1 @@
+"""Evaluators, verdicts and gates."""
