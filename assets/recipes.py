@@ -1,5 +1,7 @@
 """The asset family of one recipe: conflicts → plan → merge → snapshot → release, and a report.
 
+Between snapshot and release stands an evaluation where the recipe asks for one.
+
 A factory: each recipe file of the warehouse gives its own chain, whose edge to `expert_index` names
 exactly the checkpoints it uses, so that lineage and staleness in the UI are the truth.
 """
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
+from assets.evaluation import before_release, build_evaluation
 from assets.experts import expert_index
 from assets.failures import told
 from assets.freshness import release_freshness
@@ -66,6 +69,7 @@ def build_recipe_assets(card: RecipeFile) -> list[dg.AssetsDefinition | dg.Asset
         *build_merge(card),
         _snapshot(card),
         _audit(card),
+        *build_evaluation(card),
         _release(card),
         _report(card),
     ]
@@ -253,13 +257,15 @@ def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
 def _release(card: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
         key=[card.name, "release"],
-        deps=[[card.name, "snapshot"]],
+        deps=[before_release(card)],
         freshness_policy=release_freshness(card),
         **labels(card, "json"),
     )
     @told
     def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Publishes the snapshot under the recipe's ref, which readers load, after auditing it.
+
+        A recipe's gate decides here, too, whoever starts this alone.
 
         `mergepipe rollback` brings back the version before.
         """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergepipe_pipeline.cli.common import Console, size, table, verb
+from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.cli.packs import pack_lines
 
 if TYPE_CHECKING:
@@ -111,7 +112,14 @@ def ls(console: Console) -> None:
         for c in listing.checkpoints
     ]
     snapshots = [
-        (s["snapshot_id"][:16], s["method"], size(s["nbytes"]), ", ".join(s["inputs"]))
+        (
+            s["snapshot_id"][:16],
+            s["method"],
+            size(s["nbytes"]),
+            ", ".join(s["inputs"]),
+            "; ".join(metrics_text(e["metrics"]) for e in s["evaluations"]) or "-",
+            "refused" if s["refused"] else "-",
+        )
         for s in listing.snapshots
     ]
     refs = [(r["ref"], r["version"], r["snapshot_id"][:16], r["reason"]) for r in listing.refs]
@@ -121,7 +129,7 @@ def ls(console: Console) -> None:
             ("checkpoint", "version", "base", "tensors", "size", "analysed", "path"), checkpoints
         ),
         "",
-        *table(("snapshot", "method", "size", "inputs"), snapshots),
+        *table(("snapshot", "method", "size", "inputs", "metrics", "gate"), snapshots),
         "",
         *table(("ref", "version", "snapshot", "reason"), refs),
         *_damaged_lines(listing.damaged),

@@ -10,6 +10,7 @@ import click
 
 from mergepipe_pipeline.cli.common import Console, percent, size, table, verb, write_csv, write_file
 from mergepipe_pipeline.cli.compare import comparison_lines
+from mergepipe_pipeline.cli.evaluation import evaluation_lines, evaluation_records
 from mergepipe_pipeline.cli.merging import bound_text, error_text, packed_lines, strategy_text
 from mergepipe_pipeline.cli.packs import estimate_lines
 
@@ -306,18 +307,21 @@ def _snapshot(console: Console, what: str) -> Answer:
 
     story = explain_snapshot(console.warehouse, what)
     records = snapshot_records(story)
+    measured = evaluation_records(console.warehouse, story.snapshot.snapshot_id)
     shown = {
         "snapshot_id": story.snapshot.snapshot_id,
         "plan_id": story.snapshot.manifest.plan_id,
         "recipe": story.provenance["recipe_name"],
         "figures": records,
         "layers": layer_records(story.comparison) if story.comparison else None,
+        "evaluations": measured,
     }
 
     def picture() -> bytes:
         return bytes_picture(plan_of(console.warehouse, story.snapshot.manifest.plan_id))
 
-    return Answer(shown, _snapshot_lines(story, records), records, picture)
+    lines = [*_snapshot_lines(story, records), *evaluation_lines(measured)]
+    return Answer(shown, lines, records, picture)
 
 
 def _snapshot_lines(story: SnapshotStory, records: list[dict[str, Any]]) -> list[str]:

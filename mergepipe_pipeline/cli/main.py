@@ -21,6 +21,7 @@ from mergepipe_pipeline.cli.curve import curve
 from mergepipe_pipeline.cli.demo import demo
 from mergepipe_pipeline.cli.diff import diff
 from mergepipe_pipeline.cli.ending import Stopped, as_error, stop_by_signals, traced
+from mergepipe_pipeline.cli.evaluation import evaluate, promote
 from mergepipe_pipeline.cli.explain import explain
 from mergepipe_pipeline.cli.land import land
 from mergepipe_pipeline.cli.merging import check, merge, plan
@@ -51,6 +52,8 @@ for command in (
     curve,
     plan,
     merge,
+    evaluate,
+    promote,
     publish,
     history,
     rollback,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, verb
+from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.cli.packs import estimate_lines
 
 if TYPE_CHECKING:
@@ -241,7 +242,11 @@ def merge(
     fresh: bool,
     **planning: Any,
 ) -> None:
-    """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet."""
+    """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet.
+
+    A recipe with `evaluate:` measures the result; with `gate:`, what does not pass gets neither
+    folder nor ref.
+    """
     from mergepipe_pipeline.engine.options import EngineOptions
     from mergepipe_pipeline.verbs.merge import merge as run
 
@@ -261,6 +266,10 @@ def merge(
         **planning,
     )
     lines = _merged_lines(merged.outcome)
+    if merged.judged is not None:
+        lines.append(f"  metrics       {metrics_text(merged.judged.evaluation.metrics)}")
+    if merged.judged is not None and merged.judged.verdict is not None:
+        lines.append(f"  gate          passed: {merged.judged.verdict.told}")
     if merged.folder is not None:
         lines.append(f"  folder        {merged.folder}")
     if merged.ref is not None:

@@ -97,6 +97,12 @@ def names_read(warehouse: Warehouse) -> set[str]:
     return {name for path in _files(warehouse) for name in _read(path).members}
 
 
+def standing_recipes(warehouse: Warehouse) -> list[ParsedRecipe]:
+    """The recipes of the warehouse that can be read, whether or not their models are there."""
+    found = (_read(path).parsed for path in _files(warehouse))
+    return [parsed for parsed in found if parsed is not None]
+
+
 def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
     """What the recipes that can be read merge each of their models into, by name."""
     found: dict[str, set[str]] = {}

@@ -9,6 +9,7 @@ from mergepipe_pipeline.errors import (
     BudgetError,
     CheckpointError,
     CorruptionError,
+    GateError,
     IncompatibleCheckpointsError,
     InputChangedError,
     MergePipeError,
@@ -30,6 +31,7 @@ _LASTING: tuple[type[MergePipeError], ...] = (
     IncompatibleCheckpointsError,
     BudgetError,
     OperatorError,
+    GateError,
 )
 _LASTING_NAMES = frozenset(c.__name__ for c in _LASTING)
 

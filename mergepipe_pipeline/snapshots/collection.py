@@ -106,7 +106,7 @@ def _idle_stages(
 ) -> list[Snapshot]:
     if marks is None:
         return []
-    stages = marks.stages()
+    stages = marks.unwanted()
     return [
         s
         for s in whole

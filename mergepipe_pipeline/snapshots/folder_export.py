@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.snapshots.model_folder import CARD, measured_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, staging_name
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
@@ -23,14 +25,19 @@ from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_folder, probed
 
 RECIPE_FILE = "mergepipe_recipe.yml"
+#: The key of an exported provenance that holds what was measured.
+_MEASURED = "evaluations"
 
 #: Differences that an error names.
 _MOST_NAMED = 5
 
 
-def export_snapshot(snapshot: Snapshot, out: Path) -> None:
+def export_snapshot(
+    snapshot: Snapshot, out: Path, evaluations: Sequence[Mapping[str, Any]] = ()
+) -> None:
     """Make `out` a copy of the snapshot with the recipe beside it, by one rename at the end.
 
+    `evaluations`, what was measured of it, go to the copy's provenance and card.
     A folder that holds the same snapshot, whole, is left as it is; one that differs in a file or
     holds anything else is refused with MergePipeError. Raises CorruptionError if a file of the
     snapshot is damaged (then nothing appears at `out`), StorageFullError.
@@ -38,12 +45,16 @@ def export_snapshot(snapshot: Snapshot, out: Path) -> None:
     if _is_there(snapshot, out):
         return
     folder = Path(snapshot.path)
-    provenance, recipe = _provenance(folder)
+    provenance = _provenance(folder)
+    if evaluations:
+        provenance[_MEASURED] = list(evaluations)
     with _staging_beside(out) as staged:
         for name, sha256 in _digests(snapshot).items():
             _copy(folder / name, staged / name, sha256)
-        write_atomic(staged / PROVENANCE, provenance)
-        write_atomic(staged / RECIPE_FILE, recipe)
+        if evaluations and (card := staged / CARD).is_file():
+            write_atomic(card, measured_card(card.read_bytes(), evaluations))
+        write_atomic(staged / PROVENANCE, seal(provenance))
+        write_atomic(staged / RECIPE_FILE, _recipe(provenance))
         if not publish_dir(staged, out):
             _is_there(snapshot, out)
 
@@ -58,11 +69,14 @@ def _digests(snapshot: Snapshot) -> dict[str, str]:
     }
 
 
-def _provenance(folder: Path) -> tuple[bytes, bytes]:
-    """The folder's provenance, and the recipe that it holds. Raises CorruptionError."""
+def _provenance(folder: Path) -> dict[str, Any]:
+    """The folder's provenance. Raises CorruptionError."""
     path = _present(folder / PROVENANCE)
-    data = path.read_bytes()
-    return data, str(unseal(data, str(path)).get("recipe", "")).encode()
+    return unseal(path.read_bytes(), str(path))
+
+
+def _recipe(provenance: Mapping[str, Any]) -> bytes:
+    return str(provenance.get("recipe", "")).encode()
 
 
 def _copy(source: Path, target: Path, sha256: str) -> None:
@@ -95,7 +109,7 @@ def _is_there(snapshot: Snapshot, out: Path) -> bool:
             found=existing,
             next_step="choose another --out, or remove the folder",
         )
-    wrong = list(_differences(_digests(snapshot), out))
+    wrong = list(_differences(snapshot, out))
     if wrong:
         more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise MergePipeError(
@@ -108,11 +122,15 @@ def _is_there(snapshot: Snapshot, out: Path) -> bool:
     return True
 
 
-def _differences(digests: Mapping[str, str], out: Path) -> Iterator[str]:
+def _differences(snapshot: Snapshot, out: Path) -> Iterator[str]:
     """Each file that is missing, edited, or not of the snapshot."""
-    expected = dict(digests)
+    expected = _digests(snapshot)
     try:
-        expected[RECIPE_FILE] = sha256_hex(_provenance(out)[1])
+        provenance = _provenance(out)
+        expected[RECIPE_FILE] = sha256_hex(_recipe(provenance))
+        if CARD in expected and (measured := provenance.get(_MEASURED)):
+            card = _present(Path(snapshot.path) / CARD).read_bytes()
+            expected[CARD] = sha256_hex(measured_card(card, measured))
     except CorruptionError:  # then the recipe has nothing to be compared with
         if (out / PROVENANCE).is_file():
             yield f"{PROVENANCE} is edited"

@@ -2,12 +2,14 @@
 
 A snapshot without a mark is a result. `stage` is written once, for a snapshot that a stage has just
 made; `result` replaces it when somebody merges the same as a result, and stays. A result keeps its
-mark, whichever of the two comes last.
+mark, whichever of the two comes last. `refused` replaces each of them when a gate refuses the
+snapshot, with the recipe and the reason, until a gate lets it pass or somebody merges it again.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.atomic import create_exclusive, remove_tree, write_atomic
 
 _STAGE, _RESULT = ({"made_as": made_as} for made_as in ("stage", "result"))
+_REFUSED = "refused"
 
 
 class Marks:
@@ -31,8 +34,7 @@ class Marks:
         """
         path = self.path_of(snapshot_id)
         if not is_stage:
-            if self._read(path) != _RESULT:
-                write_atomic(path, seal(_RESULT))
+            self.accept(snapshot_id)
         elif is_new and not path.exists():
             with suppress(FileExistsError):
                 create_exclusive(path, seal(_STAGE))
@@ -40,9 +42,29 @@ class Marks:
             with suppress(FileNotFoundError):
                 os.utime(path)
 
-    def stages(self) -> set[str]:
-        """The ids of snapshots that are stages and nobody's result."""
-        return {p.stem for p in self._folder.glob("*.json") if self._read(p) == _STAGE}
+    def accept(self, snapshot_id: str) -> None:
+        """Remember that a snapshot is a result that somebody asked for."""
+        path = self.path_of(snapshot_id)
+        if self._read(path) != _RESULT:
+            write_atomic(path, seal(_RESULT))
+
+    def refuse(self, snapshot_id: str, recipe: str, reason: str) -> None:
+        """Remember that the gate of a recipe refuses a snapshot, and why."""
+        mark = {"made_as": _REFUSED, "recipe": recipe, "reason": reason}
+        write_atomic(self.path_of(snapshot_id), seal(mark))
+
+    def unwanted(self) -> set[str]:
+        """The ids of snapshots that are nobody's result: stages, and what a gate refused."""
+        return {i for i, mark in self._all() if mark.get("made_as") in ("stage", _REFUSED)}
+
+    def refusals(self) -> dict[str, str]:
+        """Why snapshots were refused, in a sentence that names the recipe, by snapshot id."""
+        refused = ((i, mark) for i, mark in self._all() if mark.get("made_as") == _REFUSED)
+        return {i: f"by {mark['recipe']}: {mark['reason']}" for i, mark in refused}
+
+    def _all(self) -> Iterator[tuple[str, dict[str, str]]]:
+        for path in self._folder.glob("*.json"):
+            yield path.stem, self._read(path) or {}
 
     def forget(self, snapshot_id: str) -> None:
         """Remove the mark of a snapshot that is gone."""

@@ -6,7 +6,8 @@ Deterministic: no time, no host, no path, since the manifest covers them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mergepipe_pipeline.dtypes import TORCH_NAME
 from mergepipe_pipeline.errors import CheckpointChangedError
@@ -14,6 +15,9 @@ from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.snapshot import LineageEntry, OperatorCount, ShardEntry
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.text import markdown
+
+#: The file name of a model's card.
+CARD = "README.md"
 
 
 def shard_name(number: int, count: int) -> str:
@@ -89,3 +93,14 @@ def model_card(
         "",
     ]
     return "\n".join(front + body).encode()
+
+
+def measured_card(card: bytes, evaluations: Sequence[Mapping[str, Any]]) -> bytes:
+    """The card with a table of what evaluators measured, as `spec.evaluation` says it as JSON."""
+    rows = [
+        f"| {markdown(name)} | {value:.10g} | {markdown(e['evaluator'])} | {e['created']} |"
+        for e in evaluations
+        for name, value in e["metrics"].items()
+    ]
+    lines = ["## Metrics", "", "| metric | value | measured by | at |", "|---|---|---|---|", *rows]
+    return card + "\n".join(["", *lines, ""]).encode()

@@ -13,6 +13,7 @@ from mergepipe_pipeline.facts.packs import PackedCost
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe, resolve
 from mergepipe_pipeline.timing.forecast import Forecast, forecast, packed_of
+from mergepipe_pipeline.verbs.gate import refuse_unready
 from mergepipe_pipeline.verbs.pack_estimates import estimates_of_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -40,8 +41,10 @@ class Check:
 def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Planning]) -> Check:
     """Look at a recipe and all its inputs; writes nothing.
 
-    Raises the one problem as itself, several as a RecipeError that lists them all.
+    Raises the one problem as itself, several as a RecipeError that lists them all, and
+    EvaluationError for an evaluator whose files are not there.
     """
+    refuse_unready(parsed.evaluator, planning.get("relative_to"))
     last = resolve(warehouse, parsed, **planning)
     stages = (*last.before, last)
     packed = tuple(packed_of(warehouse, stage) for stage in stages)

@@ -41,6 +41,7 @@ from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.conflicts import conflicts
+from mergepipe_pipeline.verbs.gate import judge_candidate, refuse, refused_before
 from mergepipe_pipeline.verbs.index import content_of
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
@@ -89,6 +90,9 @@ def due(warehouse: Warehouse, card: RecipeFile) -> Due | str:
     last = last_release(warehouse, card.name)
     if last and last.wanted == state:
         return CURRENT
+    refused = refused_before(warehouse, card, state)
+    if refused is not None:
+        return refused.told
     return Due(state, last.sequence if last else 0)
 
 
@@ -275,14 +279,29 @@ def current_snapshot(warehouse: Warehouse, recipe: str) -> Snapshot:
     return load_snapshot(warehouse.snapshots, state["snapshot_id"])
 
 
+def candidate(warehouse: Warehouse, card: RecipeFile) -> tuple[Snapshot, str | None]:
+    """The recipe's current snapshot and the state that it answers. Raises NotFoundError.
+
+    None for one of another budget than the recipe's, which says nothing of what the recipe wants.
+    """
+    snapshot, state = current_snapshot(warehouse, card.name), _current(warehouse, card.name)
+    is_own = _planned(warehouse, card.name, state).request.budget is None
+    return snapshot, state["wanted"] if is_own else None
+
+
 def release_recipe(warehouse: Warehouse, card: RecipeFile) -> tuple[Ref, Release]:
     """Publish the recipe's current snapshot under its ref and record what it was made from.
 
-    Exactly this snapshot is audited first, whoever did so before. Raises InputChangedError if its
-    inputs are not those that were planned, CorruptionError, and MergePipeError for one that no
-    reader should get.
+    Exactly this snapshot passes the recipe's gate and is audited first, whoever did so before.
+    Raises GateError, InputChangedError if its inputs are not those that were planned,
+    CorruptionError, and MergePipeError for one that no reader should get.
     """
     with lease_recipe(warehouse, card.name):
+        expected = None
+        if card.recipe.gate is not None:
+            judged = judge_candidate(warehouse, card, *candidate(warehouse, card))
+            refuse(judged, card.name, card.recipe.ref)
+            expected = judged.live_version
         snapshot, state = current_snapshot(warehouse, card.name), _current(warehouse, card.name)
         audit = audit_snapshot(warehouse, card.name, snapshot)
         refuse_unfit(audit, _planned(warehouse, card.name, state))
@@ -293,6 +312,7 @@ def release_recipe(warehouse: Warehouse, card: RecipeFile) -> tuple[Ref, Release
             snapshot.snapshot_id,
             card.recipe.ref,
             reason=f"recipe {card.name}",
+            expected=expected,
             audit=False,
         )
         done = Release(

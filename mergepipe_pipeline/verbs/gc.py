@@ -1,8 +1,9 @@
 """The verb `gc`: free the space of what nobody needs; safe at any moment, at any age.
 
-All snapshots but stages are needed. A stage is needed if a ref has ever named it, if a registered
-checkpoint lies in it, or if the current plan of a standing recipe reads it. The layers of such
-plans are needed, and what living processes lease. `idle_packs` says which packs stay.
+All snapshots but stages and those that a gate refused are needed. These are needed if a ref has
+ever named one, if a registered checkpoint lies in it, or if the current plan of a standing recipe
+reads or makes it. The layers of such plans are needed, and what living processes lease. What was
+measured of a snapshot goes with it. `idle_packs` says which packs stay.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mergepipe_pipeline.snapshots.collection import GcReport, Roots
 from mergepipe_pipeline.snapshots.collection import collect as run
 from mergepipe_pipeline.snapshots.leases import Living, Need
 from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.verbs.idle_packs import idle_packs
 from mergepipe_pipeline.verbs.land import half_landed
@@ -44,10 +46,12 @@ def collect(
         half = half_landed(warehouse, living.names)
         roots = _roots(warehouse, living)
         idle = idle_packs(warehouse, roots.need | living.need, certain=roots.marks is not None)
+        measured = [p for p in warehouse.evaluations.glob("*") if not _has_snapshot(warehouse, p)]
         expired = (
             *_older(sorted(warehouse.quarantine.glob("*")), max(older_than_s, _QUARANTINE_S)),
             *_older(half, older_than_s),
             *_older(idle, older_than_s),
+            *_older(measured, older_than_s),
         )
         found = run(
             warehouse.objects,
@@ -58,9 +62,15 @@ def collect(
             older_than_s=older_than_s,
             dry_run=dry_run,
         )
+        for snapshot_id in () if dry_run else found.snapshots:
+            remove_tree(warehouse.evaluations / snapshot_id)
     return replace(
         found, paths=tuple(map(escaped, found.paths)), notes=tuple(map(escaped, found.notes))
     )
+
+
+def _has_snapshot(warehouse: Warehouse, measured: Path) -> bool:
+    return (warehouse.snapshots / measured.name).exists()
 
 
 def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.snapshots.find import scan_snapshots
+from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.text import escaped
@@ -33,11 +35,12 @@ def ls(warehouse: Warehouse) -> Listing:
     """Registered checkpoints, snapshots and refs; what is damaged is listed as damaged."""
     catalog, refs, damaged = warehouse.catalog, warehouse.refs, _Damaged()
     whole, broken = scan_snapshots(warehouse.snapshots)
+    refused = Marks(warehouse.stages).refusals()
     for snapshot in broken:
         damaged.add("snapshot", snapshot.folder.name, snapshot.error)
     return Listing(
         damaged.rows("checkpoint", catalog.names(), partial(_checkpoint_row, catalog)),
-        tuple(map(_snapshot_row, whole)),
+        tuple(_snapshot_row(warehouse, s, refused) for s in whole),
         damaged.rows("ref", refs.names(), partial(_ref_row, refs)),
         tuple(damaged.found),
     )
@@ -80,13 +83,21 @@ def _checkpoint_row(catalog: Catalog, name: str) -> dict[str, Any]:
     }
 
 
-def _snapshot_row(snapshot: Snapshot) -> dict[str, Any]:
+def _snapshot_row(
+    warehouse: Warehouse, snapshot: Snapshot, refused: Mapping[str, str]
+) -> dict[str, Any]:
+    measured = evaluations_of(warehouse, snapshot.snapshot_id)
     return {
         "snapshot_id": snapshot.snapshot_id,
         "method": snapshot.manifest.method,
         "nbytes": sum(x.nbytes for x in snapshot.manifest.shards),
         "inputs": [i.name for i in snapshot.manifest.inputs],
         "path": snapshot.path,
+        "evaluations": [
+            {"evaluator": e.evaluator, "metrics": dict(e.metrics), "measured": e.created}
+            for e in measured
+        ],
+        "refused": refused.get(snapshot.snapshot_id),
     }
 
 

@@ -21,9 +21,10 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.outcome import RunStart
-from mergepipe_pipeline.spec.snapshot import Ref
+from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.verbs.export import check_out, export
+from mergepipe_pipeline.verbs.gate import Judged, judge_snapshot, mark, refuse, refuse_unready
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -32,14 +33,15 @@ from mergepipe_pipeline.warehouse import Warehouse
 class Merged:
     """A merged recipe: what it cost, and where its result can be found.
 
-    `non_finite` counts NaN and infinite elements by tensor; `folder` and `ref` are None where
-    nobody asked for them.
+    `non_finite` counts NaN and infinite elements by tensor; `folder`, `ref` and `judged` are None
+    where nobody asked for them.
     """
 
     outcome: MergeOutcome
     non_finite: dict[str, int]
     folder: Path | None = None
     ref: Ref | None = None
+    judged: Judged | None = None
 
     def summary(self) -> dict[str, Any]:
         """The figures of `merge --json`."""
@@ -48,6 +50,9 @@ class Merged:
             found["path"] = found["out"] = str(self.folder)
         if self.ref is not None:
             found["ref"], found["ref_version"] = self.ref.name, self.ref.number
+        if self.judged is not None:
+            found["metrics"] = dict(self.judged.evaluation.metrics)
+            found["gate"] = self.judged.verdict and self.judged.verdict.told
         return found
 
 
@@ -77,13 +82,15 @@ def merge(
         planning: what stands for the recipe's own budget, strategy and block size.
 
     Raises what `check` raises, BudgetError, DeviceError, CheckpointChangedError when an input
-    changes meanwhile, StorageFullError, CommitConflictError.
+    changes meanwhile, StorageFullError, CommitConflictError, and EvaluationError or GateError
+    before the result has a folder or a ref.
     """
     began_s, progress = began_s or time.monotonic(), progress or Silent()
     options = options or EngineOptions()
     options.check()
     folder = None if out is None else check_out(out, warehouse.root)
     parsed = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe)
+    here = refuse_unready(parsed.evaluator, planning.get("relative_to"))
     warehouse.ensure()
     resolved, stages = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
     began_s = time.monotonic() if parsed.before else began_s
@@ -96,7 +103,34 @@ def merge(
     )
     non_finite = merged_non_finite(warehouse, plan)
     progress.warn(*non_finite_warning(non_finite, plan))
+    judged = _judged(warehouse, parsed, here, outcome.snapshot)
+    ref = _handed_on(warehouse, outcome.snapshot, folder, plan.ref if publish_ref else None, judged)
+    return Merged(outcome, non_finite, folder, ref, judged)
+
+
+def _judged(
+    warehouse: Warehouse, parsed: ParsedRecipe, folder: Path, snapshot: Snapshot
+) -> Judged | None:
+    """What the recipe's evaluator and gate say; None without them. Raises GateError."""
+    if parsed.evaluator is None:
+        return None
+    judged = judge_snapshot(warehouse, parsed, folder, snapshot, parsed.ref)
+    mark(warehouse, parsed.name, judged)
+    refuse(judged, parsed.name, parsed.ref)
+    return judged
+
+
+def _handed_on(
+    warehouse: Warehouse,
+    snapshot: Snapshot,
+    folder: Path | None,
+    ref: str | None,
+    judged: Judged | None,
+) -> Ref | None:
+    """Give the snapshot the folder and the ref that were asked for."""
     if folder is not None:
-        export(warehouse, outcome.snapshot.snapshot_id, folder)
-    ref = publish(warehouse, outcome.snapshot.snapshot_id, plan.ref) if publish_ref else None
-    return Merged(outcome, non_finite, folder, ref)
+        export(warehouse, snapshot.snapshot_id, folder)
+    if ref is None:
+        return None
+    expected = None if judged is None else judged.live_version
+    return publish(warehouse, snapshot.snapshot_id, ref, expected=expected)

@@ -1,9 +1,9 @@
 """A page of Markdown whose code blocks are run, and the outputs it shows compared with real ones.
 
-A block of YAML with a file's name behind `yaml` is written there. Each line of a block of `sh` that
-begins with `mergepipe` is run. A block of `text` after it shows output: each of its lines comes out
-in this order, with other lines between them where the page has a line of `…`. What differs from
-run to run (seconds, ids, free space, folders) is not compared.
+A block of YAML or Python with a file's name behind that is written there. Each line of a block of
+`sh` that begins with `mergepipe` is run. A block of `text` after it shows output: each of its lines
+comes out in this order, with other lines between them where the page has a line of `…`. What
+differs from run to run (seconds, ids, free space, folders) is not compared.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run_page(path: Path, run: Commands = mergepipe) -> None:
     """Run a page in the working directory. Raises AssertionError where it is not as it says."""
     output = ""
     for block in blocks(path):
-        if block.language == "yaml" and block.title:
+        if block.language in {"yaml", "python"} and block.title:
             Path(block.title).parent.mkdir(parents=True, exist_ok=True)
             Path(block.title).write_text(block.text)
         elif block.language == "sh" and is_run(block):

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import dg_program
 from tests.docs.generate import PARTS, page
 from tests.docs.page import DOCS, ROOT, blocks, is_run, run_page
@@ -34,6 +35,12 @@ ELSEWHERE = {
 def test_a_pages_recipe_merges_with_the_commands_shown(path: Path, models: Path) -> None:
     run_page(path)
     assert (models / "merged" / "config.json").exists()
+
+
+def test_the_gated_recipe_of_its_page_is_measured_and_released(models: Path) -> None:
+    run_page(DOCS / "gates.md")
+    refs = Warehouse.at(models / "warehouse").refs
+    assert refs.current("stable").snapshot_id == refs.current("gated").snapshot_id
 
 
 def test_the_readme_is_short_and_its_first_recipe_has_six_lines() -> None:

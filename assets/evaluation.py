@@ -1,0 +1,88 @@
+"""What stands between a recipe's snapshot and its release: measurements, and the gate.
+
+Recipes without `evaluate:` have neither.
+"""
+
+import dagster as dg
+
+from assets.failures import told
+from assets.labels import labels
+from assets.metadata import description, markdown_table
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.spec.evaluation import Verdict, figure
+from mergepipe_pipeline.verbs.judge import evaluate_recipe, judge_recipe
+
+
+def build_evaluation(card: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
+    """The asset `evaluation` of a recipe and its check `gate`, where the recipe asks for them."""
+    if card.recipe.evaluator is None:
+        return []
+    return [_evaluation(card), *([_gate(card)] if card.recipe.gate is not None else [])]
+
+
+def before_release(card: RecipeFile) -> list[str]:
+    """The key of what a release follows."""
+    return [card.name, "snapshot" if card.recipe.evaluator is None else "evaluation"]
+
+
+def _evaluation(card: RecipeFile) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[card.name, "evaluation"],
+        deps=[[card.name, "snapshot"]],
+        **labels(card, "python"),
+    )
+    @told
+    def evaluation(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """Measures the snapshot as the recipe's `evaluate:` says; each metric has a plot.
+
+        A snapshot is measured once; what was measured is kept with the evaluator's log.
+        """
+        found, log = evaluate_recipe(mergepipe.warehouse, card)
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(f"{found.snapshot_id}-{found.evaluator_id}"),
+            metadata={
+                "snapshot id": found.snapshot_id,
+                "evaluator": found.evaluator,
+                "log": dg.MetadataValue.path(str(log)),
+                "measured": found.created,
+                "seconds to evaluate": found.seconds,
+                **{name: float(value) for name, value in found.metrics.items()},
+            },
+        )
+
+    return evaluation
+
+
+def _gate(card: RecipeFile) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=dg.AssetKey([card.name, "evaluation"]), blocking=True, name="gate")
+    @told
+    def gate(mergepipe: MergePipe) -> dg.AssetCheckResult:
+        """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
+        verdict = judge_recipe(mergepipe.warehouse, card).verdict
+        assert verdict is not None
+        return dg.AssetCheckResult(
+            passed=verdict.passed,
+            description=description(verdict.told),
+            metadata={
+                "thresholds": _thresholds(verdict),
+                "snapshot id": verdict.snapshot_id,
+                "live snapshot id": verdict.live_snapshot_id or "none",
+            },
+        )
+
+    return gate
+
+
+def _thresholds(verdict: Verdict) -> dg.MarkdownMetadataValue:
+    rows = [
+        (
+            f.threshold.metric,
+            figure(f.value),
+            "-" if f.live is None else figure(f.live),
+            f.threshold.told,
+            "yes" if f.passed else "NO",
+        )
+        for f in verdict.findings
+    ]
+    return markdown_table(("metric", "value", "live", "the gate asks for", "met"), rows)

@@ -1,0 +1,140 @@
+"""Commands about how good a snapshot is: `evaluate`, `promote`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mergepipe_pipeline.cli.common import Console, recipe_folder, verb
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.spec.evaluation import Evaluation, Evaluator
+    from mergepipe_pipeline.warehouse import Warehouse
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Metrics in one line: `accuracy 0.61, perplexity 12.3`."""
+    return ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+
+
+def evaluation_records(warehouse: Warehouse, snapshot_id: str) -> list[dict[str, Any]]:
+    """What was measured of a snapshot, with the paths of the logs."""
+    from mergepipe_pipeline.verbs.evaluate import evaluations_of
+
+    return [_record(warehouse, e) for e in evaluations_of(warehouse, snapshot_id)]
+
+
+def evaluation_lines(records: list[dict[str, Any]]) -> list[str]:
+    """The same for people."""
+    return [
+        f"measured by {r['evaluator']}, {r['created']}: {metrics_text(r['metrics'])}"
+        for r in records
+    ]
+
+
+def _record(warehouse: Warehouse, found: Evaluation) -> dict[str, Any]:
+    path = warehouse.evaluation_path(found.snapshot_id, found.evaluator_id)
+    return {**asdict(found), "log": str(path.with_suffix(".log"))}
+
+
+@click.command()
+@click.argument("snapshot", metavar="SNAPSHOT|REF")
+@click.option("--recipe", type=click.Path(), help="Measure as this recipe's `evaluate:` says.")
+@click.option("--command", "command", help="Run this command, split at blanks, without a shell.")
+@click.option(
+    "--perplexity", "text", type=click.Path(), help="Perplexity of this text, or `text` of JSONL."
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds for --command and --perplexity (600).",
+)
+@click.option("--fresh", is_flag=True, help="Measure again what was measured before.")
+@verb
+def evaluate(
+    console: Console,
+    snapshot: str,
+    recipe: str | None,
+    command: str | None,
+    text: str | None,
+    timeout_s: float | None,
+    fresh: bool,
+) -> None:
+    """Measure a snapshot, and keep what was measured; no ref changes.
+
+    The command gets the snapshot's path as its last argument and in MERGEPIPE_SNAPSHOT, and prints
+    a JSON object of numbers as its last line.
+    """
+    from mergepipe_pipeline.verbs.evaluate import evaluate as run
+
+    if sum(given is not None for given in (recipe, command, text)) != 1:
+        raise click.UsageError("give one of --recipe, --command and --perplexity")
+    evaluator, folder = _evaluator(recipe, command, text, timeout_s)
+    found = run(console.warehouse, snapshot, evaluator, folder, fresh=fresh)
+    record = _record(console.warehouse, found)
+    console.show(
+        record,
+        f"snapshot {found.snapshot_id}",
+        *(f"  {name}  {value:.10g}" for name, value in found.metrics.items()),
+        f"  by {found.evaluator}, {found.created}, in {found.seconds:.1f} s",
+        f"  log {record['log']}",
+    )
+
+
+def _evaluator(
+    recipe: str | None, command: str | None, text: str | None, timeout_s: float | None
+) -> tuple[Evaluator, Path]:
+    """The evaluator that the options name, and the folder of its paths."""
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
+    from mergepipe_pipeline.spec.evaluation import Evaluator, Perplexity
+    from mergepipe_pipeline.verbs.gate import require_evaluator
+
+    if recipe is not None:
+        return require_evaluator(load_recipe(recipe)), recipe_folder(recipe)
+    limit_s = Evaluator().timeout_s if timeout_s is None else timeout_s
+    if text is not None:
+        return Evaluator(perplexity=Perplexity(text), timeout_s=limit_s), Path.cwd()
+    try:
+        words = tuple(shlex.split(command or ""))
+    except ValueError as error:
+        raise click.BadParameter(f"{command!r}: {error}.", param_hint="--command") from None
+    if not words:
+        raise click.BadParameter("it is empty.", param_hint="--command")
+    return Evaluator(words, timeout_s=limit_s), Path.cwd()
+
+
+@click.command()
+@click.argument("snapshot", metavar="SNAPSHOT|REF")
+@click.option("--ref", required=True, help="Name to publish under.")
+@click.option(
+    "--recipe",
+    type=click.Path(),
+    help="Whose gate counts (default: the standing recipe that releases under the ref).",
+)
+@click.option("--force", metavar="REASON", help="Publish without the gate; the ref tells why.")
+@verb
+def promote(
+    console: Console, snapshot: str, ref: str, recipe: str | None, force: str | None
+) -> None:
+    """Publish a snapshot if it passes the gate of a recipe; it is measured if it was not yet."""
+    from mergepipe_pipeline.verbs.promote import promote as run
+
+    done = run(
+        console.warehouse,
+        snapshot,
+        ref,
+        recipe=None if recipe is None else Path(recipe),
+        force=force,
+    )
+    told = done.judged and done.judged.verdict and done.judged.verdict.told
+    console.show(
+        {**asdict(done.ref), "gate": told},
+        *([f"the gate passes: {told}"] if told else []),
+        f"{done.ref.name} is version {done.ref.number}: {done.ref.snapshot_id}",
+    )

@@ -1,0 +1,197 @@
+"""What stands between a snapshot and its ref: measure it, hold it against the gate, and refuse.
+
+A refused snapshot keeps its files until a collection, and a standing recipe remembers what it
+refused, so that nobody asks again for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import CorruptionError, EvaluationError, GateError, NotFoundError
+from mergepipe_pipeline.evaluation.identity import command_of, evaluator_id
+from mergepipe_pipeline.evaluation.judge import judge
+from mergepipe_pipeline.evaluation.run import evaluate
+from mergepipe_pipeline.evaluation.store import kept
+from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.spec.evaluation import Evaluation, Evaluator, Verdict
+from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
+from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
+from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+    from mergepipe_pipeline.recipe.parse import ParsedRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A snapshot that was measured, and what its recipe's gate says of it (None: there is none).
+
+    `live` is what the ref named when the two were compared.
+    """
+
+    evaluation: Evaluation
+    verdict: Verdict | None
+    live: Ref | None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the gate keeps it from its ref."""
+        return self.verdict is not None and not self.verdict.passed
+
+    @property
+    def live_version(self) -> int:
+        """The version of the ref that a release follows; 0 for none."""
+        return 0 if self.live is None else self.live.number
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The candidate that a standing recipe's gate refused last: from which state, by what."""
+
+    recipe: str
+    ref: str
+    wanted: str
+    evaluator_id: str
+    verdict: Verdict
+
+    @property
+    def told(self) -> str:
+        """Why nothing is released, in one sentence."""
+        told = _told(self.verdict, self.ref)
+        return f"{told}, until the recipe, its evaluator or an input changes"
+
+
+def require_evaluator(parsed: ParsedRecipe) -> Evaluator:
+    """The evaluator of a recipe. Raises EvaluationError for a recipe without one."""
+    if parsed.evaluator is None:
+        raise EvaluationError(
+            "A recipe says not how its result is measured",
+            where=parsed.where,
+            expected="`evaluate:`",
+            found="none",
+            next_step="add `evaluate:` to it",
+        )
+    return parsed.evaluator
+
+
+def refuse_unready(evaluator: Evaluator | None, relative_to: Path | None) -> Path:
+    """The absolute folder of an evaluator's files: `relative_to`, or the current one.
+
+    Raises EvaluationError where its files or programs are not there.
+    """
+    folder = (relative_to or Path()).resolve()
+    if evaluator is not None:
+        command_of(evaluator, folder)
+        evaluator_id(evaluator, folder)
+    return folder
+
+
+def judge_snapshot(
+    warehouse: Warehouse, parsed: ParsedRecipe, folder: Path, snapshot: Snapshot, ref: str
+) -> Judged:
+    """Measure a snapshot as a recipe in `folder` says, and hold it against the recipe's gate.
+
+    What `ref` names is measured by the same evaluator, where the gate compares with it. What was
+    measured before is not measured again. Raises EvaluationError.
+    """
+    evaluator = require_evaluator(parsed)
+    measured = evaluate(warehouse, snapshot, evaluator, folder)
+    live = live_ref(warehouse, ref)
+    if parsed.gate is None:
+        return Judged(measured, None, live)
+    before = None
+    if live is not None and parsed.gate.is_relative:
+        named = load_snapshot(warehouse.snapshots, live.snapshot_id)
+        before = evaluate(warehouse, named, evaluator, folder)
+    elif live is not None:
+        before = kept(warehouse, live.snapshot_id, measured.evaluator_id)
+    verdict = judge(parsed.gate, measured, before)
+    live_id = None if live is None else live.snapshot_id
+    return Judged(measured, replace(verdict, live_snapshot_id=live_id), live)
+
+
+def live_ref(warehouse: Warehouse, ref: str) -> Ref | None:
+    """What a ref names at present; None for a ref without a version. Raises CorruptionError."""
+    try:
+        return warehouse.refs.current(ref)
+    except NotFoundError:
+        return None
+
+
+def mark(warehouse: Warehouse, recipe: str, judged: Judged) -> None:
+    """Mark a snapshot as what its gate makes of it: a result, or refused by the recipe.
+
+    A refused one goes with a collection if no ref ever named it.
+    """
+    verdict, marks = judged.verdict, Marks(warehouse.stages)
+    if verdict is not None and verdict.passed:
+        marks.accept(verdict.snapshot_id)
+    elif verdict is not None:
+        marks.refuse(verdict.snapshot_id, recipe, verdict.told)
+
+
+def refuse(judged: Judged, recipe: str, ref: str) -> None:
+    """Raise GateError, in one sentence, for a snapshot that the gate refuses."""
+    verdict = judged.verdict
+    if verdict is None or verdict.passed:
+        return
+    shown = verdict.snapshot_id[:16]
+    raise GateError(
+        _told(verdict, ref),
+        where=f"gate of {recipe}",
+        next_step=f"look at `mergepipe explain snapshot {shown}`, and mend the expert; "
+        f"`mergepipe promote {shown} --ref {ref} --force REASON` publishes it all the same",
+    )
+
+
+def _told(verdict: Verdict, ref: str) -> str:
+    stays = "has no version yet" if verdict.live_snapshot_id is None else "stays as it is"
+    return f"snapshot {verdict.snapshot_id[:16]} is refused: {verdict.told}; {ref} {stays}"
+
+
+def judge_candidate(
+    warehouse: Warehouse, card: RecipeFile, snapshot: Snapshot, wanted: str | None
+) -> Judged:
+    """Judge a snapshot of a standing recipe, mark it, and remember what was refused.
+
+    `wanted` is the state that it was made from; None remembers nothing. Raises EvaluationError.
+    """
+    ref = card.recipe.ref
+    judged = judge_snapshot(warehouse, card.recipe, warehouse.recipes, snapshot, ref)
+    mark(warehouse, card.name, judged)
+    if judged.verdict is None or judged.verdict.passed:
+        remove_tree(warehouse.refusal_path(card.name))
+    elif wanted is not None:
+        by = judged.evaluation.evaluator_id
+        found = Refusal(card.name, ref, wanted, by, judged.verdict)
+        write_atomic(warehouse.refusal_path(card.name), seal(asdict(found)))
+    return judged
+
+
+def refused_before(warehouse: Warehouse, card: RecipeFile, wanted: str) -> Refusal | None:
+    """The refusal of what a standing recipe wants, if its evaluator is the same; else None.
+
+    Raises EvaluationError.
+    """
+    found, evaluator = refusal(warehouse, card.name), card.recipe.evaluator
+    if found is None or found.wanted != wanted or evaluator is None:
+        return None
+    by = evaluator_id(evaluator, warehouse.recipes)
+    return found if found.evaluator_id == by else None
+
+
+def refusal(warehouse: Warehouse, recipe: str) -> Refusal | None:
+    """What the recipe's gate refused last; None for nothing, or what cannot be read any more."""
+    path = warehouse.refusal_path(recipe)
+    try:
+        value: Mapping[str, Any] = unseal(path.read_bytes(), str(path))
+    except (FileNotFoundError, CorruptionError):  # then the gate is asked again
+        return None
+    return Refusal(**{**value, "verdict": Verdict.from_json(value["verdict"])})

@@ -1,0 +1,37 @@
+"""What a standing pipeline does with the snapshot of a recipe before it is released: measure and
+judge it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.evaluation.run import evaluate
+from mergepipe_pipeline.execution.plan_leases import lease_recipe
+from mergepipe_pipeline.spec.evaluation import Evaluation
+from mergepipe_pipeline.verbs.deploy import candidate
+from mergepipe_pipeline.verbs.gate import Judged, judge_candidate, require_evaluator
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def evaluate_recipe(warehouse: Warehouse, card: RecipeFile) -> tuple[Evaluation, Path]:
+    """Measure the recipe's current snapshot, once for each snapshot; the log's path comes with it.
+
+    Raises EvaluationError, NotFoundError, BusyError.
+    """
+    evaluator = require_evaluator(card.recipe)
+    with lease_recipe(warehouse, card.name):
+        snapshot, _ = candidate(warehouse, card)
+        found = evaluate(warehouse, snapshot, evaluator, warehouse.recipes)
+    path = warehouse.evaluation_path(found.snapshot_id, found.evaluator_id)
+    return found, path.with_suffix(".log")
+
+
+def judge_recipe(warehouse: Warehouse, card: RecipeFile) -> Judged:
+    """Hold the recipe's current snapshot against its gate, and remember what that refuses.
+
+    Raises EvaluationError, NotFoundError, BusyError.
+    """
+    with lease_recipe(warehouse, card.name):
+        return judge_candidate(warehouse, card, *candidate(warehouse, card))

@@ -1,0 +1,63 @@
+"""A worse version lands: the gate refuses it, the ref stays, and a mended version follows."""
+
+from __future__ import annotations
+
+import dagster as dg
+import pytest
+
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.publish import history
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import jobs
+from tests.dagster_layer.test_release import check_of, error_of, materialise
+from tests.evaluation.quality import set_weight, standing
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+EVALUATION = dg.AssetKey(["n", "evaluation"])
+
+
+def metadata_of(instance: dg.DagsterInstance) -> dict[str, object]:
+    """What the UI shows of the last evaluation."""
+    event = instance.get_latest_materialization_event(EVALUATION)
+    assert event is not None
+    assert event.asset_materialization is not None
+    return {k: v.value for k, v in event.asset_materialization.metadata.items()}
+
+
+def test_a_worse_version_never_reaches_the_ref_and_a_mended_one_does_by_itself(
+    home: Warehouse, instance: dg.DagsterInstance, ticker: Ticker, drop: Drop
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    standing(home, "n")
+    assert jobs(ticker.tick()) == ["base", "expert_00", "merge_n"]
+    shown = metadata_of(instance)
+    assert shown["evaluator"] == "python eval.py"
+    assert 0 < float(str(shown["largest"])) < 1
+    assert str(shown["log"]).endswith(".log")
+
+    set_weight(home.inbox / "expert_00", 8.0)
+    indexed, merged = ticker.tick()
+    assert (indexed["success"], merged["success"]) == (True, False)
+    assert metadata_of(instance)["largest"] == 4.0
+    assert [r.number for r in history(home, "n")] == [1]
+    assert ticker.tick() == []
+    told = next(reason for reason in ticker.reasons() if "n: snapshot" in reason)
+    assert "is refused: largest is 4, 0.07" in told
+    assert "n stays as it is, until" in told
+
+    again = materialise(home, instance, "evaluation", "release")
+    check = check_of(again, "gate")
+    assert not check.passed
+    assert "the gate asks for at most 1" in (check.description or "")
+    alone = materialise(home, instance, "release")
+    assert "snapshot" in error_of(alone)
+    assert "is refused: largest is 4" in error_of(alone)
+    assert [r.number for r in history(home, "n")] == [1]
+
+    drop("expert_00")
+    assert jobs(ticker.tick()) == ["expert_00"]  # back to what is released: nothing to merge
+    set_weight(home.inbox / "expert_00", 0.02)
+    assert jobs(ticker.tick()) == ["expert_00", "merge_n"]
+    assert [r.number for r in history(home, "n")] == [1, 2]
