@@ -7,7 +7,7 @@ processes may use one catalog at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -152,6 +152,22 @@ class Catalog(Analyses):
         found = read_chains(self._folder / "names")
         return [value for *_, value in found if isinstance(value, CorruptionError)]
 
+    def tags(self, name: str) -> frozenset[str]:
+        """The tags of a name, which need not be registered yet. Raises CorruptionError."""
+        current = self._tags(name).current() if NAME.fullmatch(name) else None
+        return frozenset(current[1]["tags"] if current else ())
+
+    def put_tags(self, name: str, add: Collection[str], remove: Collection[str]) -> frozenset[str]:
+        """Change the tags of a name; all that it has then.
+
+        Raises CorruptionError, CommitConflictError.
+        """
+        chain, had = self._tags(name), self.tags(name)
+        found = (had | set(add)) - set(remove)
+        if found != had:
+            chain.append({"tags": sorted(found)}, max(chain.versions(), default=0))
+        return found
+
     def checkpoint(self, checkpoint_id: str, name: str, root: str) -> Checkpoint | None:
         """A checkpoint by its id, whether its files are still there or not; None if not known.
 
@@ -265,6 +281,9 @@ class Catalog(Analyses):
 
     def _chain(self, name: str) -> VersionChain:
         return VersionChain(self._folder / "names" / name)
+
+    def _tags(self, name: str) -> VersionChain:
+        return VersionChain(self._folder / "tags" / name)
 
     def _facts(self, base_id: str, owner_id: str) -> Path:
         return self._folder / TENSOR_FACTS / base_id / owner_id

@@ -1,4 +1,4 @@
-"""Commands about what the catalog knows: `register`, `analyze`, `ls`, `sql`."""
+"""Commands about what the catalog knows: `register`, `tag`, `analyze`, `ls`, `sql`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def register(console: Console, path: str, name: str | None, base: str | None) ->
         f"{r.name}: version {r.version}, {len(c.tensors)} tensors in {len(c.files)} file(s), "
         f"{size(c.nbytes)}" + (f", base {r.base}" if r.base else ""),
     )
+
+
+@click.command()
+@click.argument("name")
+@click.option("--add", multiple=True, help="A tag to give; may be given several times.")
+@click.option("--remove", multiple=True, help="A tag to take away.")
+@verb
+def tag(console: Console, name: str, add: tuple[str, ...], remove: tuple[str, ...]) -> None:
+    """Change the tags of a checkpoint's name, or show them: recipes select experts by them."""
+    from mergepipe_pipeline.verbs.tag import tag as run
+
+    tags = sorted(run(console.warehouse, name, add, remove))
+    console.show({"name": name, "tags": tags}, f"{name}: {', '.join(tags) or 'no tags'}")
 
 
 @click.command()
@@ -104,6 +117,7 @@ def ls(console: Console) -> None:
             c["name"],
             c["version"],
             c["base"] or "-",
+            ", ".join(c["tags"]) or "-",
             c["tensors"],
             size(c["nbytes"]),
             "yes" if c["analysed"] else "no",
@@ -126,7 +140,8 @@ def ls(console: Console) -> None:
     console.show(
         asdict(listing),
         *table(
-            ("checkpoint", "version", "base", "tensors", "size", "analysed", "path"), checkpoints
+            ("checkpoint", "version", "base", "tags", "tensors", "size", "analysed", "path"),
+            checkpoints,
         ),
         "",
         *table(("snapshot", "method", "size", "inputs", "metrics", "gate"), snapshots),

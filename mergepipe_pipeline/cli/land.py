@@ -13,12 +13,13 @@ from mergepipe_pipeline.cli.common import Console, size, verb
 @click.argument("path", type=click.Path())
 @click.option("--name", help="Name in the inbox (default: the folder's name).")
 @click.option("--link", is_flag=True, help="Link the files instead of copying them.")
+@click.option("--tag", "tags", multiple=True, help="Give the name a tag; see `tag`.")
 @verb
-def land(console: Console, path: str, name: str | None, link: bool) -> None:
+def land(console: Console, path: str, name: str | None, link: bool, tags: tuple[str, ...]) -> None:
     """Put a checkpoint into the inbox whole; it replaces an older version of its name."""
     from mergepipe_pipeline.verbs.land import land as run
 
-    done = run(console.warehouse, path, name, link=link)
+    done = run(console.warehouse, path, name, link=link, tags=tags)
     console.show(
         asdict(done),
         f"{done.name}: {done.files} file(s), {size(done.nbytes)}, in {done.path}"

@@ -13,7 +13,7 @@ import click
 
 from mergepipe_pipeline import __version__
 from mergepipe_pipeline.cli.calibrate import calibrate
-from mergepipe_pipeline.cli.checkpoints import analyze, ls, register, sql
+from mergepipe_pipeline.cli.checkpoints import analyze, ls, register, sql, tag
 from mergepipe_pipeline.cli.common import options
 from mergepipe_pipeline.cli.compare import compare
 from mergepipe_pipeline.cli.conflicts import conflicts
@@ -43,6 +43,7 @@ def main() -> None:
 for command in (
     register,
     land,
+    tag,
     analyze,
     pack,
     unpack,

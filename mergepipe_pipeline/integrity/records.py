@@ -55,6 +55,7 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         for path in _files(folder, "*.*.*"):
             audit.check("structure", path, partial(verify_sealed, path), is_derivable=True)
     _verify_chains(warehouse.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
+    _verify_chains(warehouse.catalog_dir / "tags", {"tags"}, audit)
     _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
     older = 0
     for path in _files(warehouse.plans, "*.json"):

@@ -20,6 +20,7 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.storage.atomic import copy_file, link_file, remove_tree, replace_dir
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.verbs.tag import check_tags
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: What a lease of a landing is called, and with it the folder that is made.
@@ -39,18 +40,25 @@ class Landing:
 
 
 def land(
-    warehouse: Warehouse, path: str, name: str | None = None, *, link: bool = False
+    warehouse: Warehouse,
+    path: str,
+    name: str | None = None,
+    *,
+    link: bool = False,
+    tags: Collection[str] = (),
 ) -> Landing:
     """Put the checkpoint folder at `path` into the inbox; with `link`, without a copy.
 
     The files at the top of the folder are taken, those that links lead to as files. Linked files
-    must not be written to afterwards. Raises MergePipeError for a name that cannot be one or a
-    folder of the inbox itself, CheckpointError for what is not whole, StorageFullError.
+    must not be written to afterwards. The name has the `tags` before the folder is there. Raises
+    MergePipeError for a name that cannot be one or a folder of the inbox itself, CheckpointError
+    for what is not whole, StorageFullError.
     """
     source = Path(path).resolve()
     chosen = name or source.name
     final = warehouse.inbox / chosen
     _refuse_wrong_places(warehouse, source, chosen)
+    check_tags(tags)
     open_checkpoint(str(source), chosen, probes=False)
     replaced = final.exists()
     with _staged(warehouse, chosen) as staged:
@@ -61,6 +69,7 @@ def land(
         open_checkpoint(str(staged), chosen, probes=False)
         stamps, _ = stamps_of(staged)
         mark_landed(warehouse, chosen, token_of(stamps))
+        warehouse.catalog.put_tags(chosen, tags, ())
         replace_dir(staged, final)
     return Landing(chosen, str(final), len(stamps), sum(s.nbytes for s in stamps), replaced)
 

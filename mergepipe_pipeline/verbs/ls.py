@@ -76,6 +76,7 @@ def _checkpoint_row(catalog: Catalog, name: str) -> dict[str, Any]:
         "name": r.name,
         "version": r.version,
         "base": r.base,
+        "tags": sorted(catalog.tags(name)),
         "tensors": len(r.checkpoint.tensors),
         "nbytes": r.checkpoint.nbytes,
         "analysed": catalog.digests(r.checkpoint.checkpoint_id) is not None,

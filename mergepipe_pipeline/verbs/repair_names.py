@@ -1,4 +1,4 @@
-"""What `repair` does with damaged versions of names and refs: it sets them aside and says so.
+"""What `repair` does with damaged versions of names, tags and refs: it sets them aside and says so.
 
 What a damaged version named cannot be found again. The newest good version counts then; a name
 without one is registered again from its folder of the inbox where there is one.
@@ -16,22 +16,23 @@ from mergepipe_pipeline.storage.chain import VersionChain, chain_names
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 
-Kind = Literal["name", "ref"]
+Kind = Literal["name", "ref", "tags of"]
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """The damaged versions (their files) of a name or ref; `told` says what counts now."""
+    """The damaged versions (their files) of a name, tags or a ref; `told` says what counts now."""
 
     files: tuple[str, ...]
     told: str
 
 
 def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> tuple[SetAside, ...]:
-    """Set the damaged versions of all names and refs aside, each chain's at once."""
+    """Set the damaged versions of all names, tags and refs aside, each chain's at once."""
     found = []
     folders: tuple[tuple[Kind, Path], ...] = (
         ("name", warehouse.catalog_dir / "names"),
+        ("tags of", warehouse.catalog_dir / "tags"),
         ("ref", warehouse.refs_dir),
     )
     for kind, folder in folders:
@@ -58,6 +59,8 @@ def _counts(chain: VersionChain, kind: Kind, number: int) -> str:
     if not number:
         return ""
     value = chain.get(number)
+    if kind == "tags of":
+        return f"version {number} counts: {', '.join(value['tags']) or 'none'}"
     stands_for = f"snapshot {value['snapshot_id']}" if kind == "ref" else value["root"]
     return f"version {number} counts: {stands_for}"
 
@@ -66,6 +69,8 @@ def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str
     """Register a name without a good version from the inbox, or say what a person can do."""
     if kind == "ref":
         return f"no version is left: `mergepipe publish SNAPSHOT --ref {name}`"
+    if kind == "tags of":
+        return f"no version is left: `mergepipe tag {name} --add TAG`"
     folder = warehouse.inbox / name
     if folder.is_dir():
         with suppress(MergePipeError):
