@@ -21,6 +21,7 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS, parse
+from mergepipe_pipeline.resolution.selected import Registered
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Manifest
 from mergepipe_pipeline.warehouse import Warehouse
@@ -44,7 +45,7 @@ class Planner:
         self,
         *,
         base_model: str,
-        experts: Sequence[str],
+        experts: Sequence[str | Mapping[str, Any]],
         operator: str,
         budget_mb: float | None = None,
         weights: Sequence[float] | None = None,
@@ -56,13 +57,15 @@ class Planner:
         """The plan of a merge; `plan.plan_digest` names what it determines.
 
         `operator` is a merge method in any case; `budget_mb` limits expert reads in MB (10⁶ bytes),
-        None for no limit; `weights` has one entry per expert (default 1); `parameters` are the
-        method's own; `strategy` None is the one that suits the method. Raises RecipeError,
+        None for no limit; `weights` has one entry per entry of `experts` (default 1), of which
+        mappings are selectors as in recipes (`{"match": "chat-*"}`); `parameters` are the method's
+        own; `strategy` None is the one that suits the method. Raises RecipeError,
         CheckpointError, IncompatibleCheckpointsError, BudgetError.
         """
         shares = list(weights) if weights is not None else [1.0] * len(experts)
         models = [
-            {"model": m, "parameters": {"weight": w}} for m, w in zip(experts, shares, strict=True)
+            {**({"model": m} if isinstance(m, str) else m), "parameters": {"weight": w}}
+            for m, w in zip(experts, shares, strict=True)
         ]
         method = next((m for m in SCHEMAS if m == operator.lower()), operator)
         recipe = {
@@ -77,8 +80,9 @@ class Planner:
         if out_dtype:
             recipe["out_dtype"] = out_dtype
         text = yaml.safe_dump({k: v for k, v in recipe.items() if v is not None}, sort_keys=False)
-        raw = parse(text, name="python", where="Planner.plan")
-        return make_plan(self.catalog.warehouse, raw, progress=self.progress)
+        warehouse = self.catalog.warehouse
+        raw = parse(text, name="python", where="Planner.plan", choose=Registered(warehouse))
+        return make_plan(warehouse, raw, progress=self.progress)
 
 
 @dataclass(frozen=True)

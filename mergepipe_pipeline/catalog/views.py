@@ -242,8 +242,9 @@ VIEWS = {
             "checkpoint_id": "what its files were",
             "content_sha256": "digest over its tensors' digests",
             "root": "its folder or address",
+            "selector": "the recipe's selector that took it, null if the recipe names it",
         },
-        types=(_TEXT, _TEXT, _TEXT, _INT, _TEXT, _TEXT, _TEXT),
+        types=(_TEXT, _TEXT, _TEXT, _INT, _TEXT, _TEXT, _TEXT, _TEXT),
     ),
     "refs": View(
         "one row per version of a published name",

@@ -46,7 +46,7 @@ def conflicts(
 
     found = run(
         console.warehouse,
-        load_recipe(recipe),
+        load_recipe(recipe, console.warehouse),
         relative_to=recipe_folder(recipe),
         progress=console.progress,
     )

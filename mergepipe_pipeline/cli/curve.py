@@ -62,7 +62,7 @@ def curve(
 
     told = run(
         console.warehouse,
-        load_recipe(recipe),
+        load_recipe(recipe, console.warehouse),
         relative_to=recipe_folder(recipe),
         progress=console.progress,
         shares=shares or SHARES,

@@ -13,6 +13,7 @@ from mergepipe_pipeline.cli.compare import comparison_lines
 from mergepipe_pipeline.cli.evaluation import evaluation_lines, evaluation_records
 from mergepipe_pipeline.cli.merging import bound_text, error_text, packed_lines, strategy_text
 from mergepipe_pipeline.cli.packs import estimate_lines
+from mergepipe_pipeline.cli.selected import selected_lines
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.report.shares import LevelShare, OperatorChoice, Share
@@ -98,12 +99,13 @@ def _plan(console: Console, what: str, by: str) -> Answer:
         "plan_id": made.plan_id,
         "method": made.method,
         "estimates": asdict(made.estimates),
+        "selected": [asdict(s) for s in made.request.selected],
         "shares": records,
         "levels": [asdict(x) for x in levels],
         **({"tensors": [asdict(t) for t in tensors]} if tensors else {}),
     }
     told = [*_share_lines(rows, by), *_level_lines(levels), *_making_lines(tensors)]
-    lines = [*_head(made), "", *told]
+    lines = [*_head(made), "", *told, *selected_lines(made.request.selected)]
     return Answer(shown, lines, records, lambda: bytes_picture(made))
 
 
@@ -312,6 +314,7 @@ def _snapshot(console: Console, what: str) -> Answer:
         "snapshot_id": story.snapshot.snapshot_id,
         "plan_id": story.snapshot.manifest.plan_id,
         "recipe": story.provenance["recipe_name"],
+        "selected": story.provenance.get("request", {}).get("selected", []),
         "figures": records,
         "layers": layer_records(story.comparison) if story.comparison else None,
         "evaluations": measured,

@@ -11,6 +11,7 @@ import click
 from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, verb
 from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.cli.packs import estimate_lines
+from mergepipe_pipeline.cli.selected import selected_lines
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.execution.run import MergeOutcome
@@ -65,9 +66,9 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.check import check as run
 
-    found = run(
-        console.warehouse, load_recipe(recipe), relative_to=recipe_folder(recipe), **planning
-    )
+    warehouse = console.warehouse
+    parsed = load_recipe(recipe, warehouse)
+    found = run(warehouse, parsed, relative_to=recipe_folder(recipe), **planning)
     console.warn(found.warnings)
     stages = list(zip(found.stages, found.packed, strict=True))
     *before, last = (_stage_json(*stage) for stage in stages)
@@ -81,6 +82,7 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
         *lines,
         f"  time                {time_text(shown['time'])}",
         *estimate_lines(found.estimates, "  packs               "),
+        *selected_lines(found.stages[-1].request.selected),
     )
 
 
@@ -106,6 +108,7 @@ def _stage_json(resolved: ResolvedRecipe, packed: PackedCost | None) -> dict[str
         "experts": [e.name for e in resolved.experts],
         **asdict(resolved.cost),
         "packs": packed and asdict(packed),
+        "selected": [asdict(s) for s in resolved.request.selected],
         "warnings": list(resolved.recipe.warnings),
     }
 
@@ -146,6 +149,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
             "recipe": made.recipe_name,
             "method": made.method,
             "layers": len(made.layers),
+            "selected": [asdict(s) for s in made.request.selected],
             **asdict(e),
         },
         f"plan {made.plan_id[:16]}  {made.method}, {strategy_text(made)}",
@@ -159,6 +163,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
         f"  reads          {e.reads}",
         "",
         *table(("expert", "size", "read", "known zero"), rows),
+        *selected_lines(made.request.selected),
     )
 
 
@@ -210,7 +215,7 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 
     return make_plan(
         console.warehouse,
-        load_recipe(recipe),
+        load_recipe(recipe, console.warehouse),
         relative_to=recipe_folder(recipe),
         progress=console.progress,
         **planning,

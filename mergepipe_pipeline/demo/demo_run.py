@@ -220,7 +220,7 @@ def _merge(
     warehouse: Warehouse, name: str, budget: str | None, *, no_packs: bool = False
 ) -> tuple[dict[str, Any], Scored]:
     """The merge of all skills under a budget: its weights, and a row without an error."""
-    raw = load_recipe(warehouse.recipe_path(RECIPE))
+    raw = load_recipe(warehouse.recipe_path(RECIPE), warehouse)
     plan = make_plan(
         warehouse, raw, relative_to=warehouse.recipes, budget=budget, no_packs=no_packs
     )

@@ -16,9 +16,11 @@ from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
+from mergepipe_pipeline.resolution.selected import Registered
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.selector import Selected
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -30,8 +32,8 @@ class RecipeFile:
     """A recipe of the warehouse as definitions need it.
 
     `members` are the catalog names of all stages' inputs, the base first, without the names of
-    stages. `layers` are those of the result, empty where `problem` says why the recipe cannot be
-    used (yet).
+    stages; what a selector takes is among them. `layers` are those of the result, empty where
+    `problem` says why the recipe cannot be used (yet).
     """
 
     name: str
@@ -58,6 +60,11 @@ class RecipeFile:
         return () if self.parsed is None else (*self.parsed.before, self.parsed)
 
     @property
+    def selected(self) -> tuple[Selected, ...]:
+        """What the selectors of all stages take."""
+        return () if self.parsed is None else self.parsed.all_selected
+
+    @property
     def pinned(self) -> frozenset[str]:
         """The names of which a stage asks for a certain revision."""
         found = [r for stage in self.stages for r in stage.references]
@@ -79,12 +86,13 @@ class RecipeFile:
 def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
     """Every recipe file of the warehouse, usable or not, in name order."""
     checkpoints = _Checkpoints(warehouse)
+    choose = Registered(warehouse, warehouse.recipes)
     cards: list[RecipeFile] = []
     files: dict[str, str] = {}
     for path in _files(warehouse):
         problem = _name_problem(path, files)
         if problem is None:
-            cards.append(_card(warehouse, path, checkpoints))
+            cards.append(_card(warehouse, path, choose, checkpoints))
         else:
             cards.append(RecipeFile(path.name, None, (), (), problem))
         if _NAME.fullmatch(path.stem):
@@ -94,7 +102,7 @@ def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
 
 def names_read(warehouse: Warehouse) -> set[str]:
     """What the recipes that can be read call their inputs: names of the catalog, if usable."""
-    return {name for path in _files(warehouse) for name in _read(path).members}
+    return {name for card in _read_all(warehouse) for name in card.members}
 
 
 def standing_recipes(warehouse: Warehouse) -> list[ParsedRecipe]:
@@ -106,7 +114,7 @@ def standing_recipes(warehouse: Warehouse) -> list[ParsedRecipe]:
 def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
     """What the recipes that can be read merge each of their models into, by name."""
     found: dict[str, set[str]] = {}
-    for stage in (stage for path in _files(warehouse) for stage in _read(path).stages):
+    for stage in (stage for card in _read_all(warehouse) for stage in card.stages):
         refs = [r for r in stage.references if r.lora is None and r.model not in stage.stages_used]
         base = None if stage.base is None else stage.references[stage.base]
         for ref in refs if base in refs else ():
@@ -120,6 +128,13 @@ def _files(warehouse: Warehouse) -> Iterator[Path]:
     for path in sorted(warehouse.recipes.iterdir()) if warehouse.recipes.is_dir() else ():
         if path.suffix in {".yml", ".yaml"} and not path.name.startswith("."):
             yield path
+
+
+def _read_all(warehouse: Warehouse) -> Iterator[RecipeFile]:
+    """The cards of all files, as texts and names alone give them."""
+    choose = Registered(warehouse, warehouse.recipes)
+    for path in _files(warehouse):
+        yield _read(warehouse, path, choose)
 
 
 def _presentable(cards: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
@@ -178,18 +193,20 @@ class _Checkpoints:
         return self._read.get(name)
 
 
-def _read(path: Path) -> RecipeFile:
-    """The card of a file, as its text alone gives it."""
+def _read(warehouse: Warehouse, path: Path, choose: Registered) -> RecipeFile:
+    """The card of a file, as its text and the names of the catalog give it."""
     try:
-        parsed = load_recipe(path)
+        parsed = load_recipe(path, warehouse, choose)
     except Exception as error:  # whatever it is, it is this recipe's alone
         return RecipeFile(path.stem, None, (), (), str(error))
     card = RecipeFile(path.stem, parsed, (), (), None)
     return replace(card, members=tuple(dict.fromkeys(_members(card))))
 
 
-def _card(warehouse: Warehouse, path: Path, checkpoints: _Checkpoints) -> RecipeFile:
-    card = _read(path)
+def _card(
+    warehouse: Warehouse, path: Path, choose: Registered, checkpoints: _Checkpoints
+) -> RecipeFile:
+    card = _read(warehouse, path, choose)
     if card.problem is not None:
         return card
     try:

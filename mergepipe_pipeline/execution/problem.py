@@ -28,7 +28,7 @@ from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL
 from mergepipe_pipeline.planner.selection import BlockSelection, PlanningProblem, select_blocks
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
-from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.recipe_text import parse_plan
 from mergepipe_pipeline.resolution.resolve import Planning, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
@@ -128,7 +128,7 @@ def solve_plan(
     Raises what checking its recipe raises, NotFoundError for a plan over packs that are gone; reads
     weights only if the catalog lost what it knew. `with_blocks`: see `gather`.
     """
-    parsed = parse(plan.recipe_text, name=plan.recipe_name, where=f"plan {plan.plan_id[:16]}")
+    parsed = parse_plan(plan)
     known = _checkpoints(warehouse, plan, parsed)
     e = plan.estimates
     budget = "none" if e.budget_bytes is None else str(e.budget_bytes)

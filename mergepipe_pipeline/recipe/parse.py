@@ -33,8 +33,10 @@ from mergepipe_pipeline.recipe.schema import (
     ref_problem,
     validate,
 )
-from mergepipe_pipeline.recipe.stages import link_stages
+from mergepipe_pipeline.recipe.selectors import Choose, nobody
+from mergepipe_pipeline.recipe.stages import link_stages, stage_choices
 from mergepipe_pipeline.recipe.structure import (
+    Choice,
     Level,
     Models,
     Module,
@@ -60,16 +62,19 @@ def parse_recipe(
     where: str,
     methods: Methods | None = None,
     strategies: Collection[str] = STRATEGIES,
+    choose: Choose = nobody,
 ) -> ParsedRecipe:
     """Read the text of one recipe. `name` is the default ref, `where` (a path) goes into messages.
 
     With `methods`, the method and its parameters' names are checked here already, else by
-    `resolve_recipe`. `strategies` are the names that `strategy:` may have.
+    `resolve_recipe`. `strategies` are the names that `strategy:` may have. Selectors are replaced
+    by the experts that `choose` gives, as if the recipe named them.
 
     Raises RecipeError with every problem; BudgetError if the budget's amount is the only one.
     """
     document = read_yaml(text)
-    parsed = _parse(document, name, where, methods, strategies)
+    (choice,) = stage_choices([document], choose)
+    parsed = _parse(document, name, where, methods, strategies, choice)
     if parsed is None or document.problems:
         raise _error([document], where)
     return parsed
@@ -82,6 +87,7 @@ def parse_recipes(
     where: str,
     methods: Methods | None = None,
     strategies: Collection[str] = STRATEGIES,
+    choose: Choose = nobody,
 ) -> tuple[ParsedRecipe, ...]:
     """Read a file of one or more recipes, the stages of one merge: the last gives the result.
 
@@ -89,7 +95,10 @@ def parse_recipes(
     schedule of all are those of the last. Arguments and errors are those of `parse_recipe`.
     """
     documents = read_documents(text)
-    stages = [_parse(d, name, where, methods, strategies) for d in documents]
+    stages = [
+        _parse(d, name, where, methods, strategies, choice)
+        for d, choice in zip(documents, stage_choices(documents, choose), strict=True)
+    ]
     link = link_stages(documents, stages)
     if any(d.problems for d in documents):
         raise _error(documents, where)
@@ -114,6 +123,7 @@ def _parse(
     where: str,
     methods: Methods | None,
     strategies: Collection[str],
+    choice: Choice,
 ) -> ParsedRecipe | None:
     """The recipe in a document; its problems are in `document.problems`."""
     problems, value = document.problems, document.value
@@ -124,7 +134,7 @@ def _parse(
             )
         return None
     yaml = validate(value, problems)
-    keys = _read_keys(value, methods, strategies, problems)
+    keys = _read_keys(value, methods, strategies, choice, problems)
     if yaml is None:
         return None
     modules = keys.modules
@@ -133,6 +143,7 @@ def _parse(
     merges_base = base_takes_part(yaml.merge_method, methods)
     check_slices(keys.schema, merges_base, modules, keys.references, problems)
     parsed = _parsed_recipe(document, yaml, keys, modules, name=name, where=where)
+    parsed = replace(parsed, selected=tuple(choice.selected))
     if keys.schema is None:
         return parsed
     found = (
@@ -202,12 +213,13 @@ def _read_keys(
     value: Mapping[str, object],
     methods: Methods | None,
     strategies: Collection[str],
+    choice: Choice,
     problems: Problems,
 ) -> _Keys:
     """Read models, parameters, tokens and budget, also when other keys are wrong."""
     warnings: list[str] = []
     models = Models()
-    modules, level = read_structure(value, models, problems, warnings)
+    modules, level = read_structure(value, models, problems, warnings, choice)
     base = _base(value, models, modules)
     tokenizer, chat_template = _tokens(value, base, models, problems)
     check_strategy(value.get("strategy"), strategies, problems)

@@ -9,6 +9,7 @@ from mergepipe_pipeline.recipe.problems import Lines
 from mergepipe_pipeline.recipe.structure import Entry, Level, Module, Slice, levels
 from mergepipe_pipeline.spec.evaluation import Evaluator, Gate
 from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
+from mergepipe_pipeline.spec.selector import Selected
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class ParsedRecipe:
     (None also where slices have different bases). `stage` is its `name:`; `stages_used` are the
     names of earlier stages whose results stand among the references, and `before` those stages.
     `dtype` and `out_dtype` are safetensors codes; `chat_template` is a template's text, `auto`, or
-    the name of a known one. `schedule` is None where nobody asks for one. A `gate`
-    has an `evaluator`.
+    the name of a known one. `schedule` is None where nobody asks for one. A `gate` has an
+    `evaluator`. `selected` says which references each of its selectors stands for.
     """
 
     name: str
@@ -50,6 +51,12 @@ class ParsedRecipe:
     gate: Gate | None = None
     stages_used: tuple[str, ...] = ()
     before: tuple[ParsedRecipe, ...] = field(default=(), hash=False)
+    selected: tuple[Selected, ...] = ()
+
+    @property
+    def all_selected(self) -> tuple[Selected, ...]:
+        """What the selectors of the stages before and its own stand for."""
+        return tuple(s for stage in (*self.before, self) for s in stage.selected)
 
     def slices(self) -> Iterator[tuple[Module, Slice]]:
         """Every slice with its module, in recipe order."""

@@ -20,6 +20,7 @@ from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.cron import cron_problem
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
+from mergepipe_pipeline.recipe.selectors import NARROWING, SELECTING
 from mergepipe_pipeline.recipe.structure import layer_range
 from mergepipe_pipeline.spec.blocks import BlockGrid
 
@@ -52,6 +53,12 @@ def _model(value: object) -> object:
         parse_reference(value)
     except UnreadableReference as error:
         raise _refuse("model", str(error)) from None
+    return value
+
+
+def _text(value: str) -> str:
+    if not value.strip():
+        raise _refuse("text", f"expected a text, found {shown(value)}")
     return value
 
 
@@ -131,6 +138,7 @@ def _is_zone(name: str) -> bool:
 Model = Annotated[Any, AfterValidator(_model)]
 DtypeCode = Annotated[str, AfterValidator(_dtype_code)]
 Ref = Annotated[str, AfterValidator(_ref)]
+Text = Annotated[str, AfterValidator(_text)]
 
 
 class _Strict(BaseModel):
@@ -138,10 +146,15 @@ class _Strict(BaseModel):
 
 
 class ModelYaml(_Strict):
-    """One entry of `models:`."""
+    """One entry of `models:`: a model, or a selector of experts (`_check_entries`)."""
 
-    model: Model
+    model: Model | None = None
     parameters: dict[str, Any] | None = None
+    match: Text | None = None
+    tag: Text | None = None
+    base: Text | None = None
+    min_version: Annotated[int, Field(ge=1)] | None = None
+    exclude: list[Text] | None = None
 
 
 class SourceYaml(_Strict):
@@ -201,10 +214,12 @@ def validate(value: Mapping[str, object], problems: Problems) -> RecipeYaml | No
     """The recipe's keys, or None with every misfit added to `problems`."""
     known = len(problems)
     _check_contents(value, (), CONTENTS, problems)
+    _check_entries(value, (), problems)
     named = value.get("modules")
     for name, module in named.items() if isinstance(named, dict) else ():
         if isinstance(module, dict):
             _check_contents(module, ("modules", str(name)), CONTENTS[:2], problems)
+            _check_entries(module, ("modules", str(name)), problems)
     try:
         recipe = RecipeYaml.model_validate(value)
     except ValidationError as invalid:
@@ -234,6 +249,25 @@ def _check_contents(
             problems.add((*path, key), "expected at least one entry, found none")
         if key != given[0]:
             problems.add((*path, key), f"give either `{given[0]}:` or `{key}:`, not both")
+
+
+def _check_entries(value: Mapping[str, object], path: KeyPath, problems: Problems) -> None:
+    """Add a problem per entry of `models:` that is neither a model nor a selector, or both."""
+    entries = value.get("models")
+    for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+        if not isinstance(entry, dict):
+            continue
+        given = [k for k in (*SELECTING, *NARROWING) if entry.get(k) is not None]
+        here = (*path, "models", i)
+        if entry.get("model") is not None and given:
+            problems.add((*here, given[0]), "give either `model:` or a selector, not both")
+        elif given and not set(given) & set(SELECTING):
+            problems.add((*here, given[0]), "a selector needs `match:` or `tag:`")
+        elif entry.get("model") is None and not given:
+            problems.add(
+                (*here, "model"),
+                "this key is required and missing; `match:` or `tag:` may replace it",
+            )
 
 
 def check_strategy(value: object, strategies: Collection[str], problems: Problems) -> None:

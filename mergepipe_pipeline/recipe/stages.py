@@ -15,6 +15,8 @@ from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, shown
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.schema import ref_problem
+from mergepipe_pipeline.recipe.selectors import Choose
+from mergepipe_pipeline.recipe.structure import Choice
 from mergepipe_pipeline.recipe.yaml_text import Document
 
 #: Keys about the whole of a file, which its last document gives.
@@ -77,6 +79,15 @@ def stage_name(value: Mapping[str, object]) -> str | None:
     """What later stages call a document's result, or None."""
     name = value.get("name") or value.get("out_path")
     return name if isinstance(name, str) else None
+
+
+def stage_choices(documents: Sequence[Document], choose: Choose) -> Iterator[Choice]:
+    """How the selectors of each document are answered: by no expert that a stage is named like."""
+    names = [stage_name(d.value) if isinstance(d.value, dict) else None for d in documents]
+    others = names if len(names) > 1 else ()
+    reserved = {n: "a stage of this file has its name" for n in others if n is not None}
+    for name in names:
+        yield Choice(choose, reserved, "" if name is None else f"{name}: ")
 
 
 def _references(value: object, path: KeyPath = ()) -> list[tuple[KeyPath, str]]:

@@ -6,19 +6,26 @@ tensor, and nothing here checks keys: `schema` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mergepipe_pipeline.recipe.parameters import Settings, parse_settings
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown_path
 from mergepipe_pipeline.recipe.references import (
     UnreadableReference,
     identity,
     overrides_architecture,
     parse_reference,
 )
+from mergepipe_pipeline.recipe.selectors import (
+    Choose,
+    NothingSelectedError,
+    nobody,
+    read_selector,
+)
 from mergepipe_pipeline.spec.operator import OperatorSchema
 from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.spec.selector import Selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +47,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Models merged layer by layer; `base` is the slice's own or the recipe's."""
+    """Models merged layer by layer; `base` is the slice's own or the recipe's.
+
+    `is_short`: a selector of it takes nothing, which is a problem by itself.
+    """
 
     entries: tuple[Entry, ...]
     base: int | None
     level: Level
+    is_short: bool = False
 
     @property
     def whole(self) -> bool:
@@ -112,12 +123,26 @@ class Models:
         return len(self.refs) - 1
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How selectors are answered: by `choose`, which takes none of `reserved` (see `Choose`).
+
+    `prefix` begins the place of each; `selected` gets the answers.
+    """
+
+    choose: Choose = nobody
+    reserved: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    selected: list[Selected] = field(default_factory=list)
+
+
 @dataclass
 class _Outliner:
     models: Models
     base_model: object
     problems: Problems
     warnings: list[str]
+    choice: Choice
 
     def modules(self, value: Mapping[str, object]) -> Iterator[Module]:
         nothing = Level((), {})
@@ -132,16 +157,23 @@ class _Outliner:
             yield Module(None, tuple(self._slices(value, ())), nothing)
 
     def _slices(self, value: Mapping[str, object], path: KeyPath) -> Iterator[Slice]:
-        if isinstance(value.get("models"), list):
-            entries = tuple(self._entries(value["models"], (*path, "models")))
-            yield Slice(entries, self._base(None), Level((*path, "models"), {}))
+        listed = value.get("models")
+        if isinstance(listed, list):
+            path = (*path, "models")
+            known = len(self.problems)
+            models = self._written_out(listed, path)
+            is_short = len(self.problems) > known
+            entries = tuple(self._entries(models, path))
+            yield Slice(entries, self._base(None), Level(path, {}), is_short)
             return
         slices = value.get("slices")
         for i, item in enumerate(slices if isinstance(slices, list) else []):
             if not isinstance(item, dict):
                 continue
             here = (*path, "slices", i)
-            entries = tuple(self._entries(item.get("sources"), (*here, "sources")))
+            sources = item.get("sources")
+            listed = enumerate(sources if isinstance(sources, list) else [])
+            entries = tuple(self._entries(listed, (*here, "sources")))
             if item.get("residual_weight") is not None:
                 self.warnings.append(
                     f"slices[{i}].residual_weight has no effect, as in mergekit, which declares it "
@@ -153,8 +185,31 @@ class _Outliner:
         value = self.base_model if own is None else own
         return None if value is None else self.models.number(value)
 
-    def _entries(self, value: object, path: KeyPath) -> Iterator[Entry]:
-        for i, item in enumerate(value if isinstance(value, list) else []):
+    def _written_out(self, value: Sequence[object], path: KeyPath) -> list[tuple[int, object]]:
+        """The entries with their numbers, each selector replaced by the models that it takes."""
+        reserved = {**self.choice.reserved, **_names(self.base_model, "it is the recipe's base")}
+        for item in value:
+            if isinstance(item, dict):
+                reserved |= _names(item.get("model"), "the recipe names it")
+        found: list[tuple[int, object]] = []
+        for i, item in enumerate(value):
+            selector = read_selector(item) if isinstance(item, dict) else None
+            if selector is None or not isinstance(item, dict):
+                found.append((i, item))
+                continue
+            place = self.choice.prefix + shown_path((*path, i))
+            try:
+                chosen = self.choice.choose(place, selector, reserved)
+            except NothingSelectedError as error:
+                self.problems.add((*path, i), f"the selector ({selector}) takes nothing: {error}")
+                continue
+            self.choice.selected.append(chosen)
+            reserved |= dict.fromkeys(chosen.taken, f"{place} takes it")
+            found += [(i, {**item, "model": name}) for name in chosen.taken]
+        return found
+
+    def _entries(self, value: Iterable[tuple[int, object]], path: KeyPath) -> Iterator[Entry]:
+        for i, item in value:
             if not isinstance(item, dict):
                 continue
             here = (*path, i)
@@ -168,14 +223,28 @@ class _Outliner:
         return Level(path, parse_settings(raw, here, self.problems, self.warnings))
 
 
+def _names(reference: object, why: str) -> dict[str, str]:
+    """The names or paths in a model reference, each with why no selector takes it."""
+    try:
+        ref = parse_reference(reference)
+    except UnreadableReference:
+        return {}
+    return {text: why for text in (ref.text, ref.model, ref.lora) if text is not None}
+
+
 def read_structure(
-    value: Mapping[str, object], models: Models, problems: Problems, warnings: list[str]
+    value: Mapping[str, object],
+    models: Models,
+    problems: Problems,
+    warnings: list[str],
+    choice: Choice,
 ) -> tuple[tuple[Module, ...], Level]:
     """The modules of a recipe's value and its own settings; what cannot be read is left out.
 
-    Adds the models it meets to `models`, and settings that cannot be read to `problems`.
+    Adds the models it meets to `models`, and settings that cannot be read to `problems`. Selectors
+    become the models that `choice` gives, as if the recipe named each.
     """
-    outliner = _Outliner(models, value.get("base_model"), problems, warnings)
+    outliner = _Outliner(models, value.get("base_model"), problems, warnings, choice)
     modules = tuple(outliner.modules(value))
     if value.get("base_model") is not None:
         models.number(value["base_model"])

@@ -18,6 +18,7 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.plan_store import stored_plans
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
+from mergepipe_pipeline.spec.selector import Selected, by_expert
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -95,7 +96,8 @@ def _snapshots(warehouse: Warehouse) -> Iterator[_Row]:
 def _snapshot_inputs(warehouse: Warehouse) -> Iterator[_Row]:
     versions = first_versions(warehouse.catalog)
     for snapshot, told in told_snapshots(warehouse):
-        sources = told["sources"]
+        sources, selected = told["sources"], told.get("request", {}).get("selected", ())
+        selectors = by_expert(map(Selected.from_json, selected))
         for entry, source in zip(snapshot.manifest.inputs, sources, strict=True):
             checkpoint_id = source["checkpoint_id"]
             yield (
@@ -106,6 +108,7 @@ def _snapshot_inputs(warehouse: Warehouse) -> Iterator[_Row]:
                 checkpoint_id,
                 entry.content_sha256,
                 source["root"],
+                selectors.get(entry.name),
             )
 
 

@@ -176,7 +176,8 @@ def _plan(warehouse: Warehouse, what: str, progress: Progress | None) -> MergePl
     path = Path(what).expanduser()
     if path.is_file():
         folder = path.resolve().parent
-        return make_plan(warehouse, load_recipe(path), relative_to=folder, progress=progress)
+        parsed = load_recipe(path, warehouse)
+        return make_plan(warehouse, parsed, relative_to=folder, progress=progress)
     return plan_of(warehouse, what)
 
 

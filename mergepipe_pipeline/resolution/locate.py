@@ -93,6 +93,16 @@ def names_here(warehouse: Warehouse) -> list[str]:
     return [n for n in warehouse.catalog.names() if warehouse.catalog.root(n) not in moved]
 
 
+def lies_somewhere(warehouse: Warehouse, name: str, root: str) -> bool:
+    """Whether the files of a registered name are in the inbox, where it is registered, or packed.
+
+    Addresses are not looked at.
+    """
+    places = (str(warehouse.inbox / name), root)
+    is_here = "://" in root or any(map(os.path.exists, places))
+    return is_here or root in warehouse.replaced.roots_away()
+
+
 def _opened(warehouse: Warehouse, name: str) -> Checkpoint:
     """The checkpoint of a registered name as its files are now; says where they went if it can."""
     catalog, root = warehouse.catalog, warehouse.catalog.root(name)

@@ -153,7 +153,9 @@ def resolve_stage(
         originals=tuple(models),
         side=fitted.side,
         tokenizer=fitted.tokenizer,
-        request=Request(budget, strategy, block_elems, no_packs=no_packs),
+        request=Request(
+            budget, strategy, block_elems, no_packs=no_packs, selected=parsed.all_selected
+        ),
     )
 
 

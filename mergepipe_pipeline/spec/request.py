@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mergepipe_pipeline.spec.selector import Selected
+
 
 @dataclass(frozen=True, slots=True)
 class RequestedModel:
@@ -27,7 +29,7 @@ class Request:
 
     `budget` is an amount as in recipes, `block_elems` elements of a block; with `no_packs` the
     originals were read although there were packs. `packs` are the ids of those that there were, of
-    all stages. No id covers it.
+    all stages. `selected` says which models the recipe's selectors stood for. No id covers it.
     """
 
     budget: str | None = None
@@ -36,12 +38,15 @@ class Request:
     models: tuple[RequestedModel, ...] = ()
     no_packs: bool = False
     packs: tuple[str, ...] = ()
+    selected: tuple[Selected, ...] = ()
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Request:
         """The request of which `value` is the `asdict`."""
         models = tuple(RequestedModel(**m) for m in value["models"])
-        return Request(**{**value, "models": models, "packs": tuple(value.get("packs", ()))})
+        packs = tuple(value.get("packs", ()))
+        selected = tuple(map(Selected.from_json, value.get("selected", ())))
+        return Request(**{**value, "models": models, "packs": packs, "selected": selected})
 
 
 #: Nothing overrules the recipe, no model is known yet.

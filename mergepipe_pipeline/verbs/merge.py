@@ -89,7 +89,7 @@ def merge(
     options = options or EngineOptions()
     options.check()
     folder = None if out is None else check_out(out, warehouse.root)
-    parsed = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe)
+    parsed = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe, warehouse)
     here = refuse_unready(parsed.evaluator, planning.get("relative_to"))
     warehouse.ensure()
     resolved, stages = resolve_after_stages(warehouse, parsed, progress=progress, **planning)

@@ -29,6 +29,7 @@ from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.execution.run_stages import run_stages
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.recipe.selectors import Recorded
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -75,7 +76,10 @@ def replay(
     request = _request(snapshot, provenance)
     _refuse_unknown(inputs or {}, request)
     parsed = parse(
-        str(provenance["recipe"]), name=str(provenance["recipe_name"]), where=snapshot.path
+        str(provenance["recipe"]),
+        name=str(provenance["recipe_name"]),
+        where=snapshot.path,
+        choose=Recorded(request.selected),
     )
     with _scratch(warehouse, keep) as scratch:
         if seek_nbytes := provenance["estimates"].get("seek_nbytes"):

@@ -93,21 +93,25 @@ def test_a_hostile_tokenizer_is_refused_by_check_where_it_is_used(
         resolve(home, raw)
 
 
-def test_a_recipe_that_is_no_regular_file_or_is_endless_is_refused(tmp_path: Path) -> None:
+def test_a_recipe_that_is_no_regular_file_or_is_endless_is_refused(
+    tmp_path: Path, home: Warehouse
+) -> None:
     os.mkfifo(tmp_path / "fifo.yml")
     (tmp_path / "large.yml").touch()
     os.truncate(tmp_path / "large.yml", 1 << 40)
     (tmp_path / "loop.yml").symlink_to("loop.yml")
     for name in ("fifo.yml", "large.yml", "loop.yml", "gone.yml", ".", "/dev/zero", "x" * 5000):
         with pytest.raises(RecipeError, match="cannot be read"):
-            load_recipe(tmp_path / name)
+            load_recipe(tmp_path / name, home)
 
 
-def test_a_recipe_may_be_a_link_and_its_name_may_be_no_text(tmp_path: Path, text: str) -> None:
+def test_a_recipe_may_be_a_link_and_its_name_may_be_no_text(
+    tmp_path: Path, text: str, home: Warehouse
+) -> None:
     (tmp_path / "r.yml").write_text(text)
     (tmp_path / "link.yml").symlink_to("r.yml")
-    assert load_recipe(tmp_path / "link.yml").name == "link"
+    assert load_recipe(tmp_path / "link.yml", home).name == "link"
     (tmp_path / os.fsdecode(b"\xff.yml")).write_text(text)
     with pytest.raises(RecipeError, match="name cannot be its ref") as caught:
-        load_recipe(tmp_path / os.fsdecode(b"\xff.yml"))
+        load_recipe(tmp_path / os.fsdecode(b"\xff.yml"), home)
     assert str(caught.value).encode()

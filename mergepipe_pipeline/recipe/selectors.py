@@ -1,0 +1,90 @@
+"""How an entry of `models:` selects experts, as text: what it says, and whether a name fits.
+
+Who is registered, and who may not be merged, is asked of a `Choose`; nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from mergepipe_pipeline.spec.selector import Selected, Selector
+
+#: The keys of an entry that make it a selector, and those that narrow it.
+SELECTING, NARROWING = ("match", "tag"), ("base", "min_version", "exclude")
+
+
+class NothingSelectedError(ValueError):
+    """A selector that takes no expert; the message says why, for the caller to place."""
+
+
+class Choose(Protocol):
+    """Says what a selector takes of the experts that there are."""
+
+    def __call__(self, place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
+        """What the selector at a place takes, without those that are `reserved`.
+
+        `reserved` are models as the recipe writes them, each with why no selector takes it. Raises
+        NothingSelectedError if there is nothing left.
+        """
+
+
+def nobody(place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
+    """The choice where no expert is known. Raises NothingSelectedError."""
+    raise NothingSelectedError("no expert is registered that it could take")
+
+
+class Recorded:
+    """The choices of a merge that was made before, so that its recipe means the same again."""
+
+    def __init__(self, selections: Sequence[Selected]) -> None:
+        self._by_place = {s.place: s for s in selections}
+
+    def __call__(self, place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
+        """What the selector at this place took then."""
+        found = self._by_place.get(place)
+        if found is None:
+            raise NothingSelectedError("the plan does not say what it took")
+        return found
+
+
+def read_selector(entry: Mapping[str, object]) -> Selector | None:
+    """The selector that an entry is, None for a model; values of a wrong kind count as not there.
+
+    `schema` refuses those.
+    """
+    texts = {k: v for k in (*SELECTING, "base") if isinstance(v := entry.get(k), str) and v.strip()}
+    if not texts.keys() & set(SELECTING) or entry.get("model") is not None:
+        return None
+    least, exclude = entry.get("min_version"), entry.get("exclude")
+    patterns = exclude if isinstance(exclude, list) else []
+    return Selector(
+        **texts,
+        min_version=least if isinstance(least, int) else None,
+        exclude=tuple(p for p in patterns if isinstance(p, str)),
+    )
+
+
+def fits(selector: Selector, name: str, tags_of: Callable[[str], frozenset[str]]) -> bool:
+    """Whether an expert's name and tags are those that a selector speaks of.
+
+    `tags_of` is asked only where it matters.
+    """
+    is_called_so = selector.match is None or fnmatchcase(name, selector.match)
+    return is_called_so and (selector.tag is None or selector.tag in tags_of(name))
+
+
+def would_take(selector: Selector, name: str, tags_of: Callable[[str], frozenset[str]]) -> bool:
+    """Whether a selector takes an expert of this name as soon as it is registered."""
+    return (
+        fits(selector, name, tags_of)
+        and not excluded(selector, name)
+        and selector.base is None
+        and (selector.min_version or 1) == 1
+    )
+
+
+def excluded(selector: Selector, name: str) -> str | None:
+    """The pattern of `exclude:` that a name fits, or None."""
+    return next((p for p in selector.exclude if fnmatchcase(name, p)), None)

@@ -1,0 +1,75 @@
+"""Selectors: entries of a recipe that name experts by what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Which registered experts an entry of `models:` stands for; all that is given must hold.
+
+    `match` is a shell pattern of names, `tag` one that the expert has, `base` the name or path of
+    the base that it was registered against, `min_version` the least version of its name. Names that
+    fit a pattern of `exclude` are left out. One of `match` and `tag` is given.
+    """
+
+    match: str | None = None
+    tag: str | None = None
+    base: str | None = None
+    min_version: int | None = None
+    exclude: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """As a person would say it: `match chat-*, base b`."""
+        said = (("match", self.match), ("tag", self.tag), ("base", self.base))
+        parts = [f"{key} {value}" for key, value in said if value is not None]
+        parts += [] if self.min_version is None else [f"min_version {self.min_version}"]
+        parts += [f"exclude {', '.join(self.exclude)}"] if self.exclude else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What a selector took: `taken` are experts in the order of names, `left` (expert, why not).
+
+    `place` is the selector's in the recipe, with its stage's name where the stage has one. An
+    expert of another name or tag is in neither.
+    """
+
+    place: str
+    selector: Selector
+    taken: tuple[str, ...]
+    left: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def told(self) -> str:
+        """The selector and where it stands: `models[0]: match chat-*`."""
+        return f"{self.place}: {self.selector}"
+
+    @property
+    def answers(self) -> tuple[tuple[str, str], ...]:
+        """Every expert of the selector's names and tags: "taken", or why it is left out."""
+        return (*((name, "taken") for name in self.taken), *self.left)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Selected:
+        """The answer of which `value` is the `asdict`."""
+        selector = value["selector"]
+        return Selected(
+            value["place"],
+            Selector(**{**selector, "exclude": tuple(selector["exclude"])}),
+            tuple(value["taken"]),
+            tuple((name, why) for name, why in value["left"]),
+        )
+
+
+def by_expert(selected: Iterable[Selected]) -> dict[str, str]:
+    """Name of each expert that was taken to the selector that took it first."""
+    found: dict[str, str] = {}
+    for one in selected:
+        for name in one.taken:
+            found.setdefault(name, one.told)
+    return found
