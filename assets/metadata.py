@@ -90,6 +90,7 @@ def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[s
                 for role, s in zip(plan.roles, plan.sources, strict=True)
             ],
         ),
+        **_selected_metadata(plan),
         "operators": operators_table(plan),
         **_choices_metadata(plan),
         "experts": markdown_table(
@@ -238,6 +239,14 @@ def _budgets_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
     if told is None:
         return {}
     return {"budgets": told.unknown or markdown_table(*rows_of(told.curve))}
+
+
+def _selected_metadata(plan: MergePlan) -> Mapping[str, Any]:
+    """What each selector of the recipe took, and what it left out and why."""
+    chosen = plan.request.selected
+    rows = [(s.told, plain_name(name), why) for s in chosen for name, why in s.answers]
+    headers = ("selector", "expert", "taken, or why not")
+    return {"selected": markdown_table(headers, rows)} if rows else {}
 
 
 def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:

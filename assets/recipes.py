@@ -37,6 +37,7 @@ from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resources import Engine, MergePipe
+from mergepipe_pipeline.spec.selector import by_expert
 from mergepipe_pipeline.text import in_one_line, visible
 from mergepipe_pipeline.verbs.audit import audit_budget, audit_recipe
 from mergepipe_pipeline.verbs.curve import curve_of_plan
@@ -191,6 +192,7 @@ def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
         """
         made, cost = snapshot_recipe(mergepipe.warehouse, card.name)
         plan = current_plan(mergepipe.warehouse, card.name)
+        selectors = by_expert(plan.request.selected)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.snapshot_id),
             metadata={
@@ -203,9 +205,14 @@ def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
                 "plan id": plan.plan_id,
                 "operators": operators_table(plan),
                 "inputs": markdown_table(
-                    ("role", "name", "content sha256"),
+                    ("role", "name", "content sha256", "selector"),
                     [
-                        (i.role, _input(i.name, card), i.content_sha256[:16])
+                        (
+                            i.role,
+                            _input(i.name, card),
+                            i.content_sha256[:16],
+                            selectors.get(i.name, ""),
+                        )
                         for i in made.manifest.inputs
                     ],
                 ),

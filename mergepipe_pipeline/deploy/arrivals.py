@@ -80,6 +80,11 @@ class Arrival:
         """Whether its content failed so often that nobody asks for it again."""
         return self.failures >= MAX_FAILURES
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a run was asked for its content and has not told how it ended."""
+        return self.tries > 0 and not self.is_quarantined and self.error in ("", _SILENT)
+
     def left_s(self, retry_s: float) -> float:
         """Seconds until a run may be asked for again; `retry_s` is the first wait."""
         if not self.tries:

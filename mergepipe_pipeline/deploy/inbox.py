@@ -19,9 +19,10 @@ from pathlib import Path
 from mergepipe_pipeline.catalog.catalog import NAME
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
 from mergepipe_pipeline.deploy.packing import PacksWanted
-from mergepipe_pipeline.deploy.recipe_files import names_read
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, names_read
 from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
 from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.recipe.selectors import would_take
 from mergepipe_pipeline.storage.open_checkpoint import is_complete
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.written import unwritten
@@ -103,6 +104,35 @@ def scan_inbox(
         ready += landed.is_ready
         found.append(landed)
     return tuple(found)
+
+
+def joining(warehouse: Warehouse, card: RecipeFile) -> list[str]:
+    """The experts that selectors of a recipe take as soon as they are indexed, which is soon.
+
+    They lie in the inbox whole, are not known yet, and no index of them has failed. What lands
+    together joins together.
+    """
+    catalog, selectors = warehouse.catalog, [s.selector for s in card.selected]
+    return sorted(
+        folder.name
+        for folder in (_folders(warehouse.inbox) if selectors else ())
+        if any(would_take(s, folder.name, catalog.tags) for s in selectors)
+        and NAME.fullmatch(folder.name)
+        and folder.name not in catalog
+        and _is_coming(warehouse, folder)
+    )
+
+
+def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
+    """Whether the next runs of the index take a folder."""
+    try:
+        stamps, _ = stamps_of(folder)
+        known = arrival(warehouse, folder.name).of(token_at(warehouse, folder, stamps))
+        if known.tries:
+            return known.is_under_way
+        return is_complete(str(folder)) is None and _doubt(folder, stamps, known) is None
+    except OSError:
+        return False
 
 
 def _folders(inbox: Path) -> Iterator[Path]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.deploy.inbox import joining
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.recorded import (
     blaming_inputs,
@@ -84,6 +85,9 @@ def due(warehouse: Warehouse, card: RecipeFile) -> Due | str:
     waiting = reason_to_wait_for(warehouse, card.members)
     if waiting is not None:
         return waiting
+    coming = joining(warehouse, card)
+    if coming:
+        return f"it waits for the index of what is about to join: {', '.join(coming)}"
     state = wanted(warehouse, card)
     if state is None:
         return "an input is not indexed yet"
@@ -111,7 +115,10 @@ def _wanted(catalog: Catalog, card: RecipeFile, inputs: Iterable[Checkpoint]) ->
             return None
         contents.append(content_of(catalog, checkpoint))
     said = _said(card.parsed.text) if card.parsed else ""
-    return digest_json([ENGINE_VERSION, sha256_hex(said.encode()), contents])[:24]
+    # Lineage has names: of a recipe that does not name an expert, what it takes does.
+    taken = [s.taken for s in card.selected]
+    asked = [ENGINE_VERSION, sha256_hex(said.encode()), contents, *([taken] if taken else [])]
+    return digest_json(asked)[:24]
 
 
 def _said(text: str) -> str:

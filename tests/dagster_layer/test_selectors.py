@@ -1,0 +1,125 @@
+"""Experts that land join the recipes whose selectors take them; those that go leave them."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+
+import dagster as dg
+import pytest
+
+from assets.recipes import build_recipe_assets
+from mergepipe_pipeline.deploy.arrivals import ask, attempted
+from mergepipe_pipeline.deploy.inbox import scan_inbox
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import CURRENT, Due, due, wanted
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.publish import history
+from mergepipe_pipeline.verbs.tag import tag
+from mergepipe_pipeline.warehouse import Warehouse
+from sensors.reload import recipes_token
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import jobs
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+
+def write(home: Warehouse, selector: str = "match: chat-*") -> None:
+    home.recipe_path("n").write_text(
+        "merge_method: task_arithmetic\nbase_model: base\nmodels:\n"
+        f"- {{{selector}, parameters: {{weight: 0.5}}}}\n"
+    )
+
+
+def card_of(home: Warehouse) -> RecipeFile:
+    (card,) = recipe_files(home)
+    return card
+
+
+def land(home: Warehouse, drop: Drop, **names: str) -> None:
+    """Copies and indexes checkpoints of the family, each under a name."""
+    for name, source in names.items():
+        drop(name.replace("_", "-"), source)
+        index_arrival(home, name.replace("_", "-"))
+
+
+def test_of_three_that_join_one_that_leaves_and_one_that_changes_one_merge_is_made(
+    home: Warehouse, drop: Drop, ticker: Ticker, instance: dg.DagsterInstance
+) -> None:
+    write(home)
+    land(home, drop, base="base", chat_0="expert_00", chat_1="expert_00")
+    assert jobs(ticker.tick()) == ["merge_n"]
+    for name in ("chat-2", "chat-3", "chat-4"):
+        drop(name, "expert_02")
+    drop("chat-1", "expert_03")
+    shutil.rmtree(home.inbox / "chat-0")
+    assert jobs(ticker.tick()) == ["chat-1", "chat-2", "chat-3", "chat-4", "merge_n"]
+    assert card_of(home).members == ("base", "chat-1", "chat-2", "chat-3", "chat-4")
+    assert [r.number for r in history(home, "n")] == [1, 2]
+    shown = instance.get_latest_materialization_event(dg.AssetKey(["n", "plan"]))
+    assert shown is not None
+    assert shown.asset_materialization is not None
+    table = shown.asset_materialization.metadata["selected"].value
+    assert "models[0]: match chat-* | chat-0 | it is gone: nothing lies at" in str(table).replace(
+        "\\", ""
+    )
+
+
+def test_the_edges_of_a_recipe_lead_to_what_its_selector_takes(home: Warehouse, drop: Drop) -> None:
+    write(home, "tag: prod")
+    land(home, drop, base="base", a="expert_00", b="expert_01", c="expert_02")
+    assert "none of these has the tag 'prod'" in (card_of(home).problem or "")
+    tag(home, "b", add=["prod"])
+    tag(home, "c", add=["prod"])
+    plan = next(
+        d
+        for d in build_recipe_assets(card_of(home))
+        if isinstance(d, dg.AssetsDefinition) and dg.AssetKey(["n", "plan"]) in d.keys
+    )
+    mapping = plan.get_partition_mapping(dg.AssetKey("expert_index"))
+    assert isinstance(mapping, dg.SpecificPartitionsPartitionMapping)
+    assert list(mapping.partition_keys) == ["base", "b", "c"]
+
+
+def test_what_no_selector_takes_changes_neither_definitions_nor_what_is_wanted(
+    home: Warehouse, drop: Drop
+) -> None:
+    write(home, "match: chat-*, exclude: [chat-x*]")
+    land(home, drop, base="base", chat_a="expert_00")
+    before = recipes_token([card_of(home)]), wanted(home, card_of(home))
+    land(home, drop, math="expert_01", chat_x1="expert_02")
+    assert (recipes_token([card_of(home)]), wanted(home, card_of(home))) == before
+    land(home, drop, chat_b="expert_00")
+    token, state = recipes_token([card_of(home)]), wanted(home, card_of(home))
+    assert token != before[0]
+    assert state != before[1]
+    shutil.rmtree(home.inbox / "chat-a")
+    assert card_of(home).members == ("base", "chat-b")
+    assert wanted(home, card_of(home)) not in (before[1], state)  # its content stays, its name not
+
+
+def test_a_recipe_waits_for_what_is_about_to_join_and_for_nothing_else(
+    home: Warehouse, drop: Drop
+) -> None:
+    write(home)
+    land(home, drop, base="base", chat_a="expert_00")
+    assert isinstance(due(home, card_of(home)), Due)
+    for name in ("chat-b", "chat-c", "math"):
+        drop(name, "expert_01")
+    (home.inbox / "chat-half").mkdir()
+    (home.inbox / "chat-half" / "config.json").write_text("{}")
+    wait = "it waits for the index of what is about to join: "
+    assert due(home, card_of(home)) == f"{wait}chat-b, chat-c"
+    for entry in (x for x in scan_inbox(home, 0.0) if x.is_ready):
+        ask(home, entry.name, entry.token)
+    land(home, drop, chat_b="expert_01")
+    assert due(home, card_of(home)) == f"{wait}chat-c"
+    with suppress(CheckpointError), attempted(home, "chat-c"):
+        assert due(home, card_of(home)) == f"{wait}chat-c"
+        raise CheckpointError("It cannot be read")
+    assert isinstance(due(home, card_of(home)), Due)
+    land(home, drop, chat_c="expert_01")
+    assert card_of(home).members == ("base", "chat-a", "chat-b", "chat-c")
+    assert due(home, card_of(home)) != CURRENT
