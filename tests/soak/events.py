@@ -17,6 +17,7 @@ from tests.soak.watch import Run, Watch
 from tests.soak.world import World
 
 _BURST = 20
+_SELECTED = 30
 _START_S = 150.0
 
 
@@ -193,6 +194,25 @@ def added(s: Scene) -> Iterator[str]:
     yield "recipe deleted"
 
 
+def selected(s: Scene) -> Iterator[str]:
+    prefix = f"sel-{s.world.random.randrange(1 << 30):x}-"
+    first, *others = (f"{prefix}{i:02d}" for i in range(_SELECTED + 3))
+    for name in (first, *others[:-3]):
+        s.world.land(name, shards=1)
+    s.world.write("selecting", Recipe((), prefix=prefix))
+    yield f"recipe added with a selector, and {_SELECTED} experts for it"
+    for name in others[-4:]:
+        s.world.land(name, shards=1)
+    s.world.delete(first)
+    yield "of a selector's experts three join, one leaves, one changes"
+    s.world.land(f"no-{prefix}", shards=1)
+    yield "arrival of an expert that no selector takes"
+    s.world.drop_recipe("selecting")
+    for name in others:
+        s.world.delete(name)
+    yield "recipe with a selector and its experts deleted"
+
+
 def kill_merge(s: Scene) -> Iterator[str]:
     s.world.land("a")
     s.kill_worker(s.merging())
@@ -255,6 +275,7 @@ ROUNDS: tuple[tuple[Event, ...], ...] = (
     (deleted, half_expert, edited),
     (broken, mended_otherwise, same_bytes),
     (awaited, added, five_versions),
+    (selected,),
     (kill_merge,),
     (kill_index,),
     (kill_daemon,),

@@ -7,6 +7,7 @@ result of a recipe is one number as well. A mixture of versions is a number that
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 BASE = "base"
@@ -16,7 +17,8 @@ BASE = "base"
 class Recipe:
     """A task arithmetic over the base; `comment` and `broken` change its text alone.
 
-    `nightly` is a cron time that is far away: until then nothing is asked of the recipe.
+    `nightly` is a cron time that is far away: until then nothing is asked of the recipe. With
+    `prefix`, a selector takes every expert whose name begins so.
     """
 
     experts: tuple[str, ...]
@@ -24,11 +26,18 @@ class Recipe:
     comment: str = ""
     broken: bool = False
     nightly: str = ""
+    prefix: str = ""
+
+    def members(self, inbox: Collection[str]) -> tuple[str, ...]:
+        """The experts that it merges while these lie in the inbox."""
+        return (*self.experts, *(n for n in inbox if self.prefix and n.startswith(self.prefix)))
 
     @property
     def text(self) -> str:
         """The file."""
-        models = "".join(f"  - model: {e}\n    parameters: {{weight: 1.0}}\n" for e in self.experts)
+        entries = [f"model: {e}" for e in self.experts]
+        entries += [f"match: {self.prefix}*"] if self.prefix else []
+        models = "".join(f"  - {e}\n    parameters: {{weight: 1.0}}\n" for e in entries)
         end = "models: [\n" if self.broken else ""
         if self.nightly:
             end += f"trigger: nightly\nschedule: {self.nightly!r}\n"
@@ -55,10 +64,11 @@ class Model:
         recipe = self.recipes.get(name)
         if recipe is None or recipe.broken or recipe.nightly:
             return None
-        if not {BASE, *recipe.experts} <= self.inbox.keys():
+        experts = recipe.members(self.inbox)
+        if not experts or not {BASE, *experts} <= self.inbox.keys():
             return None
         base = self.inbox[BASE]
-        return base + recipe.scale * sum(self.inbox[e] - base for e in recipe.experts)
+        return base + recipe.scale * sum(self.inbox[e] - base for e in experts)
 
     def all_wanted(self) -> dict[str, float]:
         """Recipe to number, for those of which something can be asked."""
@@ -78,6 +88,7 @@ class Model:
     def lost(self, name: str) -> None:
         """A folder is gone, or whole no more."""
         self.inbox.pop(name, None)
+        self.note()
 
     def note(self) -> None:
         """Remember what is wanted of each recipe from this moment."""
