@@ -93,14 +93,17 @@ def names_here(warehouse: Warehouse) -> list[str]:
     return [n for n in warehouse.catalog.names() if warehouse.catalog.root(n) not in moved]
 
 
-def lies_somewhere(warehouse: Warehouse, name: str, root: str) -> bool:
-    """Whether the files of a registered name are in the inbox, where it is registered, or packed.
+def has_left(warehouse: Warehouse, name: str, root: str) -> bool:
+    """Whether the files of a registered name were taken away, and are in no pack.
 
-    Addresses are not looked at.
+    Nobody knows of a place beside which nothing lies, as on a disk that is not mounted, nor of an
+    address.
     """
-    places = (str(warehouse.inbox / name), root)
-    is_here = "://" in root or any(map(os.path.exists, places))
-    return is_here or root in warehouse.replaced.roots_away()
+    places = (warehouse.inbox / name, Path(root))
+    if "://" in root or any(p.exists() for p in places):
+        return False
+    is_known = places[1].parent.is_dir() and any(places[1].parent.iterdir())
+    return is_known and root not in warehouse.replaced.roots_away()
 
 
 def _opened(warehouse: Warehouse, name: str) -> Checkpoint:

@@ -19,7 +19,7 @@ from mergepipe_pipeline.recipe.problems import shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.selectors import NothingSelectedError, excluded, fits
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES, read_documents
-from mergepipe_pipeline.resolution.locate import expanded, lies_somewhere
+from mergepipe_pipeline.resolution.locate import expanded, has_left
 from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.spec.selector import Selected, Selector
 from mergepipe_pipeline.spec.snapshot import MANIFEST
@@ -112,7 +112,7 @@ class Registered:
         """Why no selector takes an expert."""
         if expert.name in self._bases:
             return f"it is the base of {self._bases[expert.name]}"
-        if not lies_somewhere(self._warehouse, expert.name, expert.root):
+        if has_left(self._warehouse, expert.name, expert.root):
             return f"it is gone: nothing lies at {expert.root}"
         snapshot = _merged_here(self._warehouse, Path(expert.root))
         return snapshot and f"it is a result of this warehouse, snapshot {snapshot[:16]}"

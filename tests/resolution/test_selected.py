@@ -147,6 +147,22 @@ def test_bases_results_and_what_is_gone_never_join(
     }
 
 
+def test_an_expert_on_a_disk_that_may_not_be_mounted_stays(
+    known: Warehouse, write: Write, family: Path, tmp_path: Path
+) -> None:
+    for name in ("chat-8", "chat-9"):
+        register(known, shutil.copytree(family / "expert_00", tmp_path / "disk" / name), name)
+    shutil.rmtree(tmp_path / "disk" / "chat-8")
+    path = write("match: chat-*")
+    assert taken(known, path)[-1] == "chat-9"
+    assert "it is gone" in left(known, path)["chat-8"]
+    (tmp_path / "disk").rename(tmp_path / "unplugged")
+    assert taken(known, path)[-2:] == ["chat-8", "chat-9"]
+    (tmp_path / "disk").mkdir()
+    assert taken(known, path)[-2:] == ["chat-8", "chat-9"]
+    assert left(known, path) == {}
+
+
 def test_what_a_recipe_names_is_not_taken_again_however_it_is_named(
     known: Warehouse, write: Write, family: Path
 ) -> None:
