@@ -175,6 +175,10 @@ class Warehouse:
         """Pointer to the plan a standing recipe works on."""
         return self.releases / f"{recipe}.current.json"
 
+    def layer_records_dir(self, recipe: str) -> Path:
+        """What each layer of that plan cost, a file per layer."""
+        return self.releases / f"{recipe}.layers"
+
     def release_path(self, recipe: str) -> Path:
         """Record of a standing recipe's last release."""
         return self.releases / f"{recipe}.released.json"

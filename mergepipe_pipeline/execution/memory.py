@@ -1,4 +1,4 @@
-"""Gives the system back what planning has freed, so that a merge does not hold both.
+"""What this process holds: the most it has held, and how it gives back what planning has freed.
 
 Allocators keep freed memory for the next one who asks. Between planning, which holds statistics of
 all experts, and merging, which holds windows, nobody will ask for that much.
@@ -7,6 +7,7 @@ all experts, and merging, which holds windows, nobody will ask for that much.
 from __future__ import annotations
 
 import ctypes
+import resource
 import sys
 
 
@@ -17,3 +18,8 @@ def release_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)
+
+
+def peak_nbytes() -> int:
+    """The most bytes of memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

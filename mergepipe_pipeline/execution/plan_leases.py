@@ -8,16 +8,17 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.plan import MergePlan
-from mergepipe_pipeline.storage.atomic import locked_file, remove_tree
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
+from mergepipe_pipeline.storage.atomic import locked_file, remove_tree, turn
 from mergepipe_pipeline.storage.locks import claimed, is_held
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -52,7 +53,7 @@ def need_of(warehouse: Warehouse, plan: MergePlan) -> Need:
 def lease_run(warehouse: Warehouse, run_id: str) -> AbstractContextManager[None]:
     """Say until the context ends that the process of this run lives. It keeps nothing else."""
     nothing: dict[str, list[str]] = {"layer_keys": [], "plan_ids": [], "snapshot_ids": []}
-    return locked_file(warehouse.leases_dir / f"run-{run_id}-{os.getpid()}.json", seal(nothing))
+    return locked_file(warehouse.leases_dir / f"run-{run_id}-{_process()}.json", seal(nothing))
 
 
 def run_lives(warehouse: Warehouse, run_id: str) -> bool | None:
@@ -70,15 +71,29 @@ def run_lives(warehouse: Warehouse, run_id: str) -> bool | None:
 
 
 @contextmanager
-def lease_recipe(warehouse: Warehouse, recipe: str) -> Iterator[None]:
+def lease_layers(warehouse: Warehouse, layers: Iterable[LayerTask]) -> Iterator[None]:
+    """Merge these layers alone, until the context ends.
+
+    Waits while another process merges one of them; what that has finished is known then, even if it
+    was killed. All take their turns in one order, so that no two wait for each other.
+    """
+    nothing: dict[str, list[str]] = {"layer_keys": [], "plan_ids": [], "snapshot_ids": []}
+    with ExitStack() as stack:
+        for layer in sorted(layers, key=lambda x: x.action_key):
+            path = warehouse.leases_dir / f"layer-{layer.action_key}.json"
+            stack.enter_context(turn(path, seal({**nothing, "layer_keys": [layer.layer_key]})))
+        yield
+
+
+@contextmanager
+def lease_recipe(warehouse: Warehouse, recipe: str, *, shared: bool = False) -> Iterator[None]:
     """Work alone on what is current of a recipe, until the context ends.
 
-    Raises BusyError at once, if somebody does so already: to wait would take a place from a run
-    that can work. It says who.
+    Or `shared`, with others who only read what is current. Raises BusyError at once, if somebody
+    works on it alone already: to wait would take a place from a run that can work. It says who.
     """
-    with claimed(
-        warehouse.leases_dir / f"recipe-{recipe}.lock", _myself(warehouse).encode()
-    ) as other:
+    path = warehouse.leases_dir / f"recipe-{recipe}.lock"
+    with claimed(path, _myself(warehouse).encode(), shared=shared) as other:
         if other is not None:
             raise BusyError(
                 "Somebody else works on this recipe",
@@ -91,12 +106,15 @@ def lease_recipe(warehouse: Warehouse, recipe: str) -> Iterator[None]:
 
 def _myself(warehouse: Warehouse) -> str:
     """This process for people, with the run that it executes, if it does."""
-    process = os.getpid()
-    runs = [
-        p.name.removeprefix("run-")[:8] for p in warehouse.leases_dir.glob(f"run-*-{process}.json")
-    ]
+    leases = warehouse.leases_dir.glob(f"run-*-{_process()}.json")
+    runs = sorted(p.name.removeprefix("run-")[:8] for p in leases)
     run = f"run {', '.join(runs)}, " if runs else ""
-    return f"{run}process {process} on {platform.node()} since {time.strftime('%F %T')}"
+    return f"{run}process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')}"
+
+
+def _process() -> str:
+    """This process among those of all machines that share the warehouse, as part of a name."""
+    return f"{re.sub(r'[^A-Za-z0-9.]', '_', platform.node())}-{os.getpid()}"
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The one home of every rename, link and fsync: a name appears whole or not at all.
 
 Not a general file layer: six ways to make a name appear (replace, exclusive, adopt, rename, folder,
-and folder in place of another), each durable when it returns, and one for a while (`locked_file`).
+and folder in place of another), each durable when it returns, and two for a while (`locked_file`,
+`turn`).
 `crash_hook`, if set, is called before each change of the file system, so that tests can stop at any
 of them.
 """
@@ -15,7 +16,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
@@ -73,6 +74,37 @@ def locked_file(path: str | Path, data: bytes) -> Iterator[None]:
             _step("lease")
             os.rename(name, final)
         yield
+
+
+@contextmanager
+def turn(path: str | Path, data: bytes) -> Iterator[None]:
+    """Hold the lock of `path` alone, after those who have it; then the file goes.
+
+    `data` is in it meanwhile, for people. The turn of a killed process ends with it. Where there
+    are no locks, nobody waits.
+    """
+    path = Path(path)
+    with ExitStack() as stack:
+        with full_disk_named(path):
+            handle = _next_turn(path)
+            stack.callback(os.close, handle)
+            stack.callback(path.unlink, missing_ok=True)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, data, 0)
+        yield
+
+
+def _next_turn(path: Path) -> int:
+    """Open and lock the file that has this name when its lock is free."""
+    while True:
+        with ExitStack() as stack:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            stack.callback(os.close, handle)
+            lock(handle)
+            with suppress(FileNotFoundError):  # who had it before has removed it
+                if os.path.samestat(os.fstat(handle), path.stat()):
+                    stack.pop_all()
+                    return handle
 
 
 def adopt_file(temp: str | Path, final: str | Path) -> None:

@@ -73,15 +73,16 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def claimed(path: Path, data: bytes) -> Iterator[bytes | None]:
+def claimed(path: Path, data: bytes, *, shared: bool = False) -> Iterator[bytes | None]:
     """Hold the lock of `path`, which stays, and write `data` into it; yields None.
 
-    If somebody else holds it, yields what he wrote. None as well where there are no locks.
+    If somebody else holds it, yields what he wrote: anybody, or, if it is to be `shared`, one who
+    holds it alone. None as well where there are no locks.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             yield os.pread(handle, os.fstat(handle).st_size, 0)
             return

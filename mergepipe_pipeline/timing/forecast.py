@@ -21,7 +21,7 @@ from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.pack import TIERS_OF
-from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.storage.uncached import cached_of_file, fits_page_cache
@@ -121,11 +121,24 @@ def work_of_plan(plan: MergePlan) -> Work:
     """What merging a plan does; what is in the page cache now is taken to stay there."""
     tasks = [task for layer in plan.layers for task in layer.tasks]
     bases = [t.base.view for t in tasks if t.base]
+    experts = [e.view for t in tasks for e in t.experts]
+    shares = _cold_share(_files(plan, bases)), _cold_share(_files(plan, experts))
+    return _work_of_layers(plan, plan.layers, *shares)
+
+
+def cold_work(plan: MergePlan, layers: Sequence[LayerTask]) -> Work:
+    """What merging some layers of a plan does where nothing of them is in the page cache."""
+    return _work_of_layers(plan, layers, 1.0, 1.0)
+
+
+def _work_of_layers(
+    plan: MergePlan, layers: Sequence[LayerTask], base_share: float, expert_share: float
+) -> Work:
+    """The work, where such shares of the base's and the experts' bytes are cold."""
+    tasks = [task for layer in layers for task in layer.tasks]
     experts = [e for t in tasks for e in t.experts]
-    base_nbytes = _cold_share(_files(plan, bases)) * sum(v.nbytes for v in bases)
-    expert_nbytes = _cold_share(_files(plan, [e.view for e in experts])) * sum(
-        layer.expert_bytes_planned for layer in plan.layers
-    )
+    base_nbytes = base_share * sum(t.base.view.nbytes for t in tasks if t.base)
+    expert_nbytes = expert_share * sum(layer.expert_bytes_planned for layer in layers)
     packed = [r for e in experts if e.packed for r in e.packed.ranges]
     near_elems = sum(r.stop_elem - r.start_elem for r in packed if r.level in TIERS_OF["L3"])
     packed_elems = sum(r.stop_elem - r.start_elem for r in packed)

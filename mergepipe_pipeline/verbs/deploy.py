@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.deploy.inbox import joining
+from mergepipe_pipeline.deploy.layer_records import LayerRecords
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.recorded import (
     blaming_inputs,
@@ -25,12 +26,11 @@ from mergepipe_pipeline.deploy.recorded import (
 )
 from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import BudgetError, CorruptionError, NotFoundError
+from mergepipe_pipeline.errors import BudgetError, BusyError, CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.assemble import commit
-from mergepipe_pipeline.execution.plan_leases import lease, lease_recipe
+from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
-from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.yaml_text import read_documents
@@ -38,6 +38,7 @@ from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
+from mergepipe_pipeline.spec.shard import Shard
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.timing.forecast import forecast_plan
@@ -45,6 +46,7 @@ from mergepipe_pipeline.verbs.conflicts import conflicts
 from mergepipe_pipeline.verbs.gate import judge_candidate, refuse, refused_before
 from mergepipe_pipeline.verbs.index import content_of
 from mergepipe_pipeline.verbs.publish import publish
+from mergepipe_pipeline.verbs.shards import merged_layers, run_recorded
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -180,8 +182,8 @@ def plan_recipe(
             "wanted": _wanted(warehouse.catalog, card, inputs.values()) or "",
             "inputs": states,
             "snapshot_id": "",
-            "layers": {},
         }
+        LayerRecords(warehouse.layer_records_dir(card.name)).forget()
         write_atomic(warehouse.current_plan_path(card.name), seal(state))
     return plan
 
@@ -239,14 +241,28 @@ def merge_recipe(
     warehouse: Warehouse, recipe: str, layers: Sequence[str], options: EngineOptions
 ) -> Iterator[LayerOutcome]:
     """Run or reuse layers of the recipe's current plan, and remember what they cost."""
-    with _working(warehouse, recipe) as (state, plan):
-        costs: dict[str, Any] = dict(state["layers"])
-        try:
-            for done in run_layers(warehouse, plan, layers, options=options):
-                costs[done.name] = asdict(Realised.of([done]))
-                yield done
-        finally:
-            write_atomic(warehouse.current_plan_path(recipe), seal({**state, "layers": costs}))
+    with _working(warehouse, recipe) as (_, plan):
+        yield from run_recorded(warehouse, recipe, plan, layers, options)
+
+
+def merge_shard(
+    warehouse: Warehouse, recipe: str, plan: MergePlan, shard: Shard, options: EngineOptions
+) -> Iterator[LayerOutcome]:
+    """The same for a shard of a plan, while others merge its other shards, here or elsewhere.
+
+    Waits for others who merge a layer of it. Raises BusyError if the plan is not current any more.
+    """
+    with _working(warehouse, recipe, shared=True) as (_, current):
+        if current.plan_id != plan.plan_id:
+            raise BusyError(
+                "A recipe was planned anew while its shards were merged",
+                where=recipe,
+                expected=f"plan {plan.plan_id[:16]}",
+                found=f"plan {current.plan_id[:16]}",
+                next_step=f"materialize {recipe}/merge: layers that both plans have are reused",
+            )
+        with lease_layers(warehouse, [x for x in current.layers if x.name in shard.layers]):
+            yield from run_recorded(warehouse, recipe, current, shard.layers, options, shard.number)
 
 
 def snapshot_recipe(warehouse: Warehouse, recipe: str) -> tuple[Snapshot, Realised]:
@@ -255,8 +271,7 @@ def snapshot_recipe(warehouse: Warehouse, recipe: str) -> tuple[Snapshot, Realis
     Returns what the plan's layers cost, over all runs that worked on it.
     """
     with _working(warehouse, recipe) as (state, plan):
-        costs = [Realised(**cost) for cost in state["layers"].values()]
-        realised = Realised.total(costs)
+        realised = Realised.total(r.cost for r in merged_layers(warehouse, recipe, plan))
         snapshot = commit(warehouse, plan, realised)
         done = {**state, "snapshot_id": snapshot.snapshot_id}
         write_atomic(warehouse.current_plan_path(recipe), seal(done))
@@ -264,9 +279,11 @@ def snapshot_recipe(warehouse: Warehouse, recipe: str) -> tuple[Snapshot, Realis
 
 
 @contextmanager
-def _working(warehouse: Warehouse, recipe: str) -> Iterator[tuple[dict[str, Any], MergePlan]]:
+def _working(
+    warehouse: Warehouse, recipe: str, *, shared: bool = False
+) -> Iterator[tuple[dict[str, Any], MergePlan]]:
     """What is current of a recipe, for nobody else to change, and its plan with all it needs."""
-    with lease_recipe(warehouse, recipe):
+    with lease_recipe(warehouse, recipe, shared=shared):
         state = _current(warehouse, recipe)
         plan = _planned(warehouse, recipe, state)
         with lease(warehouse, plan), blaming_inputs(warehouse, _inputs(state)):

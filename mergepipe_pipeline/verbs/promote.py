@@ -61,7 +61,7 @@ def promote(
 def _gated(warehouse: Warehouse, ref: str, recipe: Path | None) -> ParsedRecipe:
     """The recipe whose gate counts. Raises GateError where it is not one, or has none."""
     if recipe is not None:
-        found = [load_recipe(recipe)]
+        found = [load_recipe(recipe, warehouse)]
     else:
         found = [p for p in standing_recipes(warehouse) if p.ref == ref and p.gate is not None]
     if len(found) == 1 and found[0].gate is not None:
