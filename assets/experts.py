@@ -11,6 +11,7 @@ from assets.metadata import description, gib
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -81,10 +82,39 @@ def index_several(context: dg.OpExecutionContext, config: Burst, mergepipe: Merg
         raise dg.Failure("\n".join(failed), allow_retries=False)
 
 
-@dg.job
-def index_burst() -> None:
-    """Indexes many experts that landed at once; a process for each would take longer."""
-    index_several()
+def build_burst(shards: int) -> dg.JobDefinition:
+    """The job that indexes many experts, in so many steps that share them."""
+    several = index_several if shards == 1 else _index_in_shards(shards)
+
+    @dg.job(
+        name="index_burst",
+        description="Indexes many experts that landed at once; a run for each would take longer.",
+    )
+    def index_burst() -> None:
+        several()
+
+    return index_burst
+
+
+def _index_in_shards(shards: int) -> Any:
+    """The same as `index_several`, under its name, as steps of their own with a shard each."""
+
+    @dg.config_mapping
+    def of_each_step(config: Burst) -> dict[str, Any]:
+        return {
+            f"shard_{n + 1:03d}": {"config": {"experts": config.experts[n::shards]}}
+            for n in range(shards)
+        }
+
+    @dg.graph(name="index_shards", config=of_each_step)
+    def index_shards() -> None:
+        for n in range(shards):
+            index_several.alias(f"shard_{n + 1:03d}")()
+
+    return index_shards.alias("index_several")
+
+
+index_burst = build_burst(SHARDS.value())
 
 
 def _problem(warehouse: Warehouse, name: str, error: MergePipeError) -> dg.AssetObservation:

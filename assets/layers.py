@@ -10,23 +10,34 @@ So `layers` is an asset that Dagster does not run. `merge` reports a partition o
 ends, with the layer's key as data version. Which layers are merged and which reused, the action
 cache decides, layer by layer, so that a run after a failure repeats nothing; who wants some layers
 only names them in the configuration of `merge`.
+
+With MERGEPIPE_SHARDS above 1, `merge` is a graph: so many steps that merge a shard each, wherever
+the executor puts them, and one that gathers. Steps hand each other nothing: what they share lies in
+the warehouse, which all machines see, unlike the folder of Dagster's instance.
 """
 
 import time
+from typing import Any
 
 import dagster as dg
 from pydantic import Field
 
 from assets.failures import told
 from assets.labels import labels
-from assets.metadata import layer_metadata, merge_metadata
+from assets.metadata import layer_metadata, merge_metadata, shard_metadata, shards_metadata
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
-from mergepipe_pipeline.verbs.deploy import current_plan, merge_recipe, refuse_other_budget
+from mergepipe_pipeline.verbs.deploy import (
+    current_plan,
+    merge_recipe,
+    merge_shard,
+    refuse_other_budget,
+)
+from mergepipe_pipeline.verbs.shards import merged_layers, shard_of
 
 
 class Layers(dg.Config):
@@ -35,8 +46,20 @@ class Layers(dg.Config):
     layers: list[str] = Field(default_factory=list)
 
 
-def build_merge(card: RecipeFile) -> list[dg.AssetsDefinition]:
-    """The assets `merge` and `layers` of a recipe."""
+class ShardedLayers(Layers):
+    """The same, and how many of the steps share the work: all where nothing is said."""
+
+    shards: int | None = Field(default=None, ge=1)
+
+
+class OneShard(ShardedLayers):
+    """Which of the shards a step merges, from 1."""
+
+    number: int
+
+
+def build_merge(card: RecipeFile, shards: int = 1) -> list[dg.AssetsDefinition]:
+    """The assets `merge`, of so many steps that share the work, and `layers` of a recipe."""
     shown = dg.AssetSpec(
         [card.name, "layers"],
         deps=[[card.name, "merge"]],
@@ -47,7 +70,8 @@ def build_merge(card: RecipeFile) -> list[dg.AssetsDefinition]:
         ),
         **labels(card, "safetensors"),
     )
-    return [_merge(card), dg.AssetsDefinition(specs=[shown])]
+    merge = _merge(card) if shards == 1 else _merge_of_shards(card, shards)
+    return [merge, dg.AssetsDefinition(specs=[shown])]
 
 
 def partition(layer: str) -> str:
@@ -85,6 +109,94 @@ def _merge(card: RecipeFile) -> dg.AssetsDefinition:
         )
 
     return merge
+
+
+def _merge_of_shards(card: RecipeFile, shards: int) -> dg.AssetsDefinition:
+    shard, gather = _shard(card, shards), _gather(card)
+    numbers = {f"shard_{number:03d}": number for number in range(1, shards + 1)}
+
+    @dg.config_mapping
+    def of_each_step(config: ShardedLayers) -> dict[str, Any]:
+        said = {"layers": config.layers}
+        parts = {
+            name: {"config": {**said, "shards": min(config.shards or shards, shards), "number": n}}
+            for name, n in numbers.items()
+        }
+        return {**parts, "gather": {"config": said}}
+
+    @dg.graph_asset(
+        key=[card.name, "merge"],
+        ins={"plan": dg.AssetIn([card.name, "plan"], dagster_type=dg.Nothing)},
+        config=of_each_step,
+        description=(
+            f"Merges the layers that the plan changes in {shards} steps, and reuses the others. "
+            "Each step merges a shard of about the same cost, reports its layers as they end, and "
+            "keeps them: a run after a failure repeats none. The configuration may name `layers`, "
+            "and how many `shards` share the work."
+        ),
+        **labels(card, "python", "pytorch"),
+    )
+    def merge(plan: Any) -> Any:
+        return gather.alias("gather")([shard.alias(name)(plan) for name in numbers])
+
+    return merge
+
+
+def _shard(card: RecipeFile, shards: int) -> dg.OpDefinition:
+    @dg.op(
+        name=f"{card.identifier}__shard",
+        ins={"plan": dg.In(dg.Nothing)},
+        out=dg.Out(dg.Nothing),
+        pool="disk_write",
+    )
+    @told
+    def shard(
+        context: dg.OpExecutionContext, config: OneShard, mergepipe: MergePipe, engine: Engine
+    ) -> dg.Output[None]:
+        """Merges one shard of the plan's layers, while other steps merge the others."""
+        started = time.monotonic()
+        plan = current_plan(mergepipe.warehouse, card.name)
+        refuse_other_budget(plan, engine.budget)
+        chosen = _chosen(plan, config.layers)
+        count = config.shards or shards
+        part = shard_of(mergepipe.warehouse, plan, config.number, count, list(chosen))
+        done = []
+        for one in merge_shard(mergepipe.warehouse, card.name, plan, part, engine.options):
+            done.append(one)
+            context.log_event(_reported(card, plan, chosen[one.name], one))
+        records = merged_layers(mergepipe.warehouse, card.name, plan)
+        held = max((r.held_nbytes for r in records if r.shard == part.number), default=0)
+        metadata = shard_metadata(part, done, held, time.monotonic() - started)
+        return dg.Output(None, metadata=metadata)
+
+    return shard
+
+
+def _gather(card: RecipeFile) -> dg.OpDefinition:
+    @dg.op(
+        name=f"{card.identifier}__gather",
+        ins={"shards": dg.In(dg.Nothing)},
+        out=dg.Out(dg.Nothing),
+        pool="disk_write",
+    )
+    @told
+    def gather(
+        context: dg.OpExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
+    ) -> dg.Output[None]:
+        """Says what all shards cost; merges what none of them has, as after a new calibration."""
+        plan = current_plan(mergepipe.warehouse, card.name)
+        refuse_other_budget(plan, engine.budget)
+        chosen = _chosen(plan, config.layers)
+        for one in merge_recipe(mergepipe.warehouse, card.name, list(chosen), engine.options):
+            if not one.reused:
+                context.log_event(_reported(card, plan, chosen[one.name], one))
+        return dg.Output(
+            None,
+            data_version=dg.DataVersion(digest_json([layer.layer_key for layer in plan.layers])),
+            metadata=shards_metadata(merged_layers(mergepipe.warehouse, card.name, plan)),
+        )
+
+    return gather
 
 
 def _chosen(plan: MergePlan, named: list[str]) -> dict[str, LayerTask]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from assets.links import Link
+from mergepipe_pipeline.deploy.layer_records import LayerRecord
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.report import conflict_tables as tables
 from mergepipe_pipeline.report.explain_tables import bytes_picture
@@ -19,6 +20,7 @@ from mergepipe_pipeline.report.shares import operator_choices, shares
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
+from mergepipe_pipeline.spec.shard import Shard
 from mergepipe_pipeline.spec.snapshot import operator_counts
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.text import in_one_line, markdown
@@ -187,6 +189,46 @@ def merge_metadata(cost: Realised, seconds: float) -> Mapping[str, Any]:
         "layers reused": cost.layers_reused,
         **_bytes_metadata(cost),
         "seconds to merge": round(seconds, 3),
+    }
+
+
+def shard_metadata(
+    shard: Shard, done: Sequence[LayerOutcome], held_nbytes: int, seconds: float
+) -> Mapping[str, Any]:
+    """What one worker merged, the most memory it held meanwhile, and what that took."""
+    is_timed = shard.unit == "s"
+    cost = short(shard.cost) if is_timed else gib(round(shard.cost))
+    return {
+        "shard": f"{shard.number} of {shard.count}",
+        "layers": ", ".join(shard.layers) or "none",
+        f"predicted {'seconds' if is_timed else 'GiB'}": cost,
+        **merge_metadata(Realised.of(done), seconds),
+        "peak GiB of memory": gib(held_nbytes),
+    }
+
+
+def shards_metadata(records: Sequence[LayerRecord]) -> Mapping[str, Any]:
+    """What the layers of a plan cost in all, and each worker's share of it.
+
+    The seconds are those of the worker that took longest, and of all of them.
+    """
+    workers: dict[tuple[int, str], list[LayerRecord]] = {}
+    for record in records:
+        workers.setdefault((record.shard, record.worker), []).append(record)
+    rows = []
+    for (shard, worker), some in sorted(workers.items()):
+        cost = Realised.total(r.cost for r in some)
+        held = max(r.held_nbytes for r in some)
+        nbytes = (cost.expert_bytes_read, cost.base_bytes_read, cost.bytes_written, held)
+        counts = (cost.layers_executed, cost.layers_reused)
+        rows.append((shard, worker, *counts, *map(size, nbytes), f"{cost.layers_s:.1f}"))
+    headers = ("shard", "worker", "merged", "reused", "experts read", "base read", "written")
+    total = Realised.total(r.cost for r in records)
+    seconds = [sum(r.cost.layers_s for r in some) for some in workers.values()]
+    return {
+        **merge_metadata(total, max(seconds, default=0.0)),
+        "seconds of all workers": round(sum(seconds), 3),
+        "workers": markdown_table((*headers, "peak memory", "seconds"), rows),
     }
 
 

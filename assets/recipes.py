@@ -61,13 +61,15 @@ _AUDITS = {
 }
 
 
-def build_recipe_assets(card: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
-    """All assets and checks of one recipe."""
+def build_recipe_assets(
+    card: RecipeFile, shards: int = 1
+) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
+    """All assets and checks of one recipe, whose merge is split into so many steps."""
     return [
         _conflicts(card),
         _plan(card),
         _within_budget(card),
-        *build_merge(card),
+        *build_merge(card, shards),
         _snapshot(card),
         _audit(card),
         *build_evaluation(card),

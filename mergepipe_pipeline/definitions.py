@@ -11,8 +11,10 @@ import dagster as dg
 
 from assets.experts import expert_index, index_burst
 from assets.recipes import build_problem, build_recipe_assets
+from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import Engine, MergePipe
+from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.failures import failure_sensor
 from sensors.inbox import inbox_sensor, index_job
@@ -28,16 +30,20 @@ from sensors.retention import retention_sensor
 
 
 def build_definitions(
-    home: Warehouse, mergepipe: MergePipe | None = None, loaded_s: float = 0.0
+    home: Warehouse,
+    mergepipe: MergePipe | None = None,
+    loaded_s: float = 0.0,
+    shards: int | None = None,
 ) -> dg.Definitions:
     """The definitions of one warehouse, with its resource (by default as the environment says).
 
     `loaded_s`: when they were loaded, in seconds since 1970, if a daemon has yet to hear of them.
+    `shards`: the steps that a merge is split into, by default as the environment says.
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
     cards = recipe_files(home)
-    parts = [_parts(c) for c in cards]
+    parts = [_parts(c, shards or SHARDS.value()) for c in cards]
     problems = [p for p in parts if isinstance(p, RecipeFile)]
     chains = [p for p in parts if not isinstance(p, RecipeFile)]
     jobs = [chain.job for chain in chains]
@@ -68,7 +74,7 @@ def build_definitions(
             "mergepipe": mergepipe or MergePipe(home=str(home.root)),
             "engine": Engine(),
         },
-        executor=dg.in_process_executor,
+        executor=build_executor(home),
     )
 
 
@@ -82,13 +88,13 @@ class _Chain:
     assets: list[dg.AssetsDefinition | dg.AssetChecksDefinition]
 
 
-def _parts(card: RecipeFile) -> _Chain | RecipeFile:
+def _parts(card: RecipeFile, shards: int) -> _Chain | RecipeFile:
     """The definitions of a recipe, or its card with the problem, one that Dagster has included."""
     if card.problem is not None:
         return card
     try:
         job = build_job(card)
-        return _Chain(card, job, build_nightly(card, job), build_recipe_assets(card))
+        return _Chain(card, job, build_nightly(card, job), build_recipe_assets(card, shards))
     except Exception as error:  # whatever it is, it is this recipe's alone
         return replace(card, layers=(), problem=f"Dagster refuses this recipe: {error}")
 

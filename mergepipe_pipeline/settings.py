@@ -16,6 +16,17 @@ from mergepipe_pipeline.recipe.budget import parse_budget
 
 T = TypeVar("T")
 
+#: What may run the steps of a run, and where Dagster's definition of it is.
+EXECUTORS = {
+    "in_process": "dagster:in_process_executor",
+    "multiprocess": "dagster:multiprocess_executor",
+    "dask": "mergepipe_pipeline.cluster.dask_executor:dask_executor",
+    "celery": "dagster_celery:celery_executor",
+    "k8s": "dagster_k8s:k8s_job_executor",
+}
+#: Each shard is a step that Dagster draws, so that many more are a burden and no gain.
+MOST_SHARDS = 512
+
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
@@ -69,6 +80,24 @@ def _number(text: str, where: str) -> float:
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text, re.ASCII):
         raise _refuse(where, "a number from 0 up", text)
     return float(text)
+
+
+def _shards(text: str, where: str) -> int:
+    if (count := _count(text, where)) > MOST_SHARDS:
+        raise _refuse(where, f"a whole number from 1 to {MOST_SHARDS}", text)
+    return count
+
+
+def _executor(text: str, where: str) -> str:
+    if text not in EXECUTORS:
+        raise _refuse(where, "one of " + ", ".join(EXECUTORS), text)
+    return text
+
+
+def _scheduler(text: str, where: str) -> str:
+    if not re.fullmatch(r"(tcp|tls|ucx)://[!-~]+:[0-9]{1,5}", text, re.ASCII):
+        raise _refuse(where, "an address like tcp://host:8786", text)
+    return text
 
 
 def _switch(text: str, where: str) -> bool:
@@ -164,6 +193,32 @@ PACK = Setting[bool](
     "1: every expert is packed against its bases when it is indexed.",
     _switch,
 )
+SHARDS = Setting[int](
+    "MERGEPIPE_SHARDS",
+    "",
+    "steps",
+    1,
+    "How many steps of their own share the layers of a merge, or the experts of a burst.",
+    _shards,
+)
+EXECUTOR = Setting[str](
+    "MERGEPIPE_EXECUTOR",
+    "",
+    "name",
+    "in_process",
+    "What runs the steps of a run: in_process, multiprocess, dask, celery or k8s.",
+    _executor,
+    "in_process",
+)
+SCHEDULER = Setting[str | None](
+    "MERGEPIPE_DASK_SCHEDULER",
+    "",
+    "address",
+    None,
+    "Where dask's scheduler listens, as tcp://host:8786, for the executor dask.",
+    _scheduler,
+    "none",
+)
 RETRY = Setting[float](
     "MERGEPIPE_RETRY_S",
     "",
@@ -215,6 +270,9 @@ SETTINGS = (
     INBOX_QUIET,
     INBOX_RETRY,
     PACK,
+    SHARDS,
+    EXECUTOR,
+    SCHEDULER,
     RETRY,
     SENSOR_INTERVAL,
     KEEP_RUNS,

@@ -49,7 +49,7 @@ EXTRAS = {name: declared(texts) for name, texts in PROJECT["optional-dependencie
 
 
 def test_what_the_product_imports_is_a_dependency_and_each_dependency_is_imported() -> None:
-    assert imported(EVERYWHERE - DEMO) == CORE
+    assert imported(EVERYWHERE - DEMO) == CORE | EXTRAS["cluster"]
 
 
 def test_what_the_demo_imports_is_a_dependency_or_in_its_extra() -> None:

@@ -1,0 +1,1 @@
+"""What runs the steps of a run: this process, several, or the workers of a cluster."""
