@@ -75,7 +75,7 @@ def evaluate(
 
     if sum(given is not None for given in (recipe, command, text)) != 1:
         raise click.UsageError("give one of --recipe, --command and --perplexity")
-    evaluator, folder = _evaluator(recipe, command, text, timeout_s)
+    evaluator, folder = _evaluator(console.warehouse, recipe, command, text, timeout_s)
     found = run(console.warehouse, snapshot, evaluator, folder, fresh=fresh)
     record = _record(console.warehouse, found)
     console.show(
@@ -88,7 +88,11 @@ def evaluate(
 
 
 def _evaluator(
-    recipe: str | None, command: str | None, text: str | None, timeout_s: float | None
+    warehouse: Warehouse,
+    recipe: str | None,
+    command: str | None,
+    text: str | None,
+    timeout_s: float | None,
 ) -> tuple[Evaluator, Path]:
     """The evaluator that the options name, and the folder of its paths."""
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
@@ -96,7 +100,7 @@ def _evaluator(
     from mergepipe_pipeline.verbs.gate import require_evaluator
 
     if recipe is not None:
-        return require_evaluator(load_recipe(recipe)), recipe_folder(recipe)
+        return require_evaluator(load_recipe(recipe, warehouse)), recipe_folder(recipe)
     limit_s = Evaluator().timeout_s if timeout_s is None else timeout_s
     if text is not None:
         return Evaluator(perplexity=Perplexity(text), timeout_s=limit_s), Path.cwd()

@@ -107,7 +107,7 @@ def names_read(warehouse: Warehouse) -> set[str]:
 
 def standing_recipes(warehouse: Warehouse) -> list[ParsedRecipe]:
     """The recipes of the warehouse that can be read, whether or not their models are there."""
-    found = (_read(path).parsed for path in _files(warehouse))
+    found = (card.parsed for card in _read_all(warehouse))
     return [parsed for parsed in found if parsed is not None]
 
 
