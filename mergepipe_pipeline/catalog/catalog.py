@@ -81,6 +81,8 @@ class Catalog(Analyses):
             current = chain.current()
         if current and base is None:
             value["base"] = current[1]["base"]
+        if current and checkpoint.is_away:  # its name still means the place that it left
+            value["root"] = current[1]["root"]
         records = find_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id)
         if not any(known(path, len) for path in records):
             self._put_checkpoint(checkpoint)

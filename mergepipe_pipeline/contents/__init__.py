@@ -1,1 +1,16 @@
 """What the tensors of checkpoints hold: digests, and segments that reads are compared with."""
+
+from pathlib import Path
+
+from mergepipe_pipeline.spec.checkpoint import AWAY
+from mergepipe_pipeline.storage.source import SCHEMES, CheckpointSource, Reading
+
+
+def _away_files(folder: str, reading: Reading) -> CheckpointSource:
+    from mergepipe_pipeline.contents.away_files import AwayFiles  # the codec, compiled
+
+    return AwayFiles(Path(folder), reading)
+
+
+#: Storage cannot name what decodes packs, since that reads bases through storage.
+SCHEMES[AWAY.removesuffix("://")] = _away_files

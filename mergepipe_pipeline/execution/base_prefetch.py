@@ -59,7 +59,9 @@ def _base_tensors(resolved: ResolvedRecipe) -> _Places:
             continue
         model = resolved.models[t.base.model]
         for part in model.views[t.base.tensor].stored:
-            found.setdefault(model.checkpoints[part.source].root, {})[part.entry] = None
+            checkpoint = model.checkpoints[part.source]
+            if not checkpoint.is_away:  # decoding would take the cores that planning needs
+                found.setdefault(checkpoint.root, {})[part.entry] = None
     return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in found.items()]
 
 

@@ -81,8 +81,11 @@ def find_packs(
         each = workers.map(partial(_rows, grid=blocks), there)
         for served, found in zip(there, each, strict=True):
             if found:
-                number = len(sources)
-                rows[served.numbers] = {p: replace(row, pack=number) for p, row in found.items()}
+                number, is_alone = len(sources), models[served.numbers[0]].checkpoint.is_away
+                rows[served.numbers] = {
+                    pair: replace(row, pack=number, is_alone=is_alone)
+                    for pair, row in found.items()
+                }
                 sources.append(served.pack.source)
     if not rows:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -42,8 +43,8 @@ class Decoder:
         digests = []
         with Workers(threads.analysis()) as workers:
             decode = partial(self._piece, tensor, base, check)
-            starts = range(0, n_chunks, _CHUNKS_AT_ONCE)
-            for piece in workers.map(decode, starts, depth=threads.analysis() + 2):
+            pieces = _runs(0, n_chunks)
+            for piece in workers.map(decode, pieces, depth=threads.analysis() + 2):
                 digests.append(segment_digests(piece, step))
                 yield piece
         found = content_digest(b"".join(digests))
@@ -56,10 +57,16 @@ class Decoder:
                 next_step="keep the original; `mergepipe verify --all` finds what is damaged",
             )
 
+    def bytes_of(self, tensor: PackedTensor, base: TensorView) -> StoredBytes:
+        """The stored bytes of a tensor, for reads of parts."""
+        check = Verifier(base, self._known.of_view(base)).check
+        return StoredBytes(partial(self._piece, tensor, base, check), itemsize(tensor.dtype))
+
     def _piece(
-        self, tensor: PackedTensor, base: TensorView, check: Verify, first: int
+        self, tensor: PackedTensor, base: TensorView, check: Verify, chunks: tuple[int, int]
     ) -> memoryview:
-        stop = min(first + _CHUNKS_AT_ONCE, tensor.nbytes.shape[1])
+        """The stored bytes of chunks [first, stop)."""
+        first, stop = chunks
         start_elem, stop_elem = first * CHUNK_ELEMS, min(stop * CHUNK_ELEMS, base.numel)
         raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
@@ -70,3 +77,31 @@ class Decoder:
             part = slice(number * CHUNK_ELEMS, (number + 1) * CHUNK_ELEMS)
             decode_exact(x20, x, theirs[part], found[part])
         return found.data.cast("B")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """The stored bytes of one tensor of `size` bytes an element. Safe for several threads.
+
+    Not compared with the tensor's digest: who reads knows that of the segments.
+    """
+
+    decode: Callable[[tuple[int, int]], memoryview]
+    size: int
+
+    def read_into(self, start_byte: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start_byte` on; decodes the chunks that they are in.
+
+        Raises CorruptionError for frames or base bytes that are not what was written.
+        """
+        chunk_nbytes, stop_byte = CHUNK_ELEMS * self.size, start_byte + len(out)
+        for first, stop in _runs(start_byte // chunk_nbytes, -(-stop_byte // chunk_nbytes)):
+            piece, at = self.decode((first, stop)), first * chunk_nbytes
+            a, b = max(start_byte, at), min(stop_byte, at + len(piece))
+            out[a - start_byte : b - start_byte] = piece[a - at : b - at]
+
+
+def _runs(first_chunk: int, stop_chunk: int) -> Iterator[tuple[int, int]]:
+    """Chunks [first, stop) in runs that are decoded at once."""
+    for first in range(first_chunk, stop_chunk, _CHUNKS_AT_ONCE):
+        yield first, min(first + _CHUNKS_AT_ONCE, stop_chunk)

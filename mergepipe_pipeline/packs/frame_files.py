@@ -8,7 +8,7 @@ import numpy as np
 
 from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
-from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.packs.index import REMADE, frames_path
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 
@@ -76,6 +76,5 @@ def _damaged(
         where=f"{path}, tensor {tensor.name}, chunk {chunk}",
         expected=expected,
         found=found,
-        next_step="run `mergepipe repair`, then `mergepipe pack` again; until then `--no-packs` "
-        "reads the original",
+        next_step=REMADE,
     )

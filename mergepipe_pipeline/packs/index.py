@@ -42,6 +42,11 @@ INDEX = pa.schema(
 #: Rows of `chunks` and `checksums`: a tensor's arrays as little-endian bytes.
 CHUNKS = pa.schema([("tensor", pa.string()), ("nbytes", pa.binary()), ("residual_sq", pa.binary())])
 CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
+#: What brings a damaged pack back.
+REMADE = (
+    "run `mergepipe repair`, then `mergepipe pack` again; until then `--no-packs` reads the "
+    "original, which must come back first if it is in cold storage"
+)
 #: Of arrays in a row group: those of some hundred MiB of an expert.
 _GROUP_NBYTES = 1 << 18
 
@@ -199,8 +204,7 @@ def damaged_pack(path: Path, expected: str, found: str) -> CorruptionError:
         where=str(path),
         expected=expected,
         found=found,
-        next_step="run `mergepipe repair`, then `mergepipe pack` again; until then `--no-packs` "
-        "reads the original",
+        next_step=REMADE,
     )
 
 

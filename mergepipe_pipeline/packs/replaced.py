@@ -13,7 +13,7 @@ from typing import Any
 
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 
@@ -63,6 +63,10 @@ class ReplacedStore:
     def path(self, checkpoint_id: str) -> Path:
         """Where what stays of a checkpoint is or would be."""
         return self._folder / checkpoint_id
+
+    def address(self, checkpoint_id: str) -> str:
+        """The root under which the files of a checkpoint are read that is away."""
+        return f"{AWAY}{self.path(checkpoint_id)}"
 
     def ids(self) -> list[str]:
         """The ids of checkpoints that were replaced; sorted."""

@@ -85,7 +85,7 @@ class LevelTable:
     def exact(self, pace: PackPace | None = None) -> Levels:
         """Each candidate's exact level of the fewest bytes; zero deltas have none.
 
-        With `pace` a row is read from its pack only where that is faster, too.
+        With `pace` a row is read from its pack only where that is faster, too, or all there is.
         """
         c = self.candidates
         out = originals(~c.zero)
@@ -95,7 +95,11 @@ class LevelTable:
             least, level = _least_exact(row.levels)
             is_less = (least < c.nbytes[cut]) & ~c.zero[cut]
             packed, stored = int(least[is_less].sum()), int(c.nbytes[cut][is_less].sum())
-            if pace is None or pace.is_faster(packed, stored, stored // row.itemsize):
+            if (
+                pace is None
+                or row.levels.packed.is_alone
+                or pace.is_faster(packed, stored, stored // row.itemsize)
+            ):
                 out[cut][is_less] = level[is_less]
         return out
 

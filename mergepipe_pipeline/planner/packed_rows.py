@@ -37,6 +37,7 @@ class PackedRow:
 
     `nbytes` uint32 [levels, blocks]: what is read for a level, all of its tiers. `residual_sq`
     float32 [levels, blocks]: ‖δ − δ̂‖² at most, infinite where the level cannot be used.
+    `is_alone`: the expert's own files are away, so nothing is faster to read than the pack.
     """
 
     pack: int
@@ -45,6 +46,7 @@ class PackedRow:
     threshold_bits: int
     nbytes: npt.NDArray[np.uint32]
     residual_sq: npt.NDArray[np.float32]
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

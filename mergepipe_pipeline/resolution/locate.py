@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
+from mergepipe_pipeline.contents.away_files import away_from, open_away, open_root
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -41,15 +42,16 @@ def locate_checkpoint(
 
     A registered name wins over a path. A path may be absolute, relative to the working directory or
     to `relative_to` (the recipe's folder); a hub name (`org/model`) is looked up in the local
-    Hugging Face cache. `revision` picks a version of a registered name, or a commit of a cached
-    model. `taken` maps names given but not registered yet to their roots. Raises CheckpointError
+    Hugging Face cache. What `pack --replace` moved away is found by its name, and where it was.
+    `revision` picks a version of a registered name, or a commit of a cached model. `taken` maps
+    names given but not registered yet to their roots. Raises CheckpointError
     when nothing fits, CheckpointChangedError for a revision whose files were replaced.
     """
     catalog = warehouse.catalog
     if text in catalog:
         if revision is None:
-            return _opened(warehouse, text)
-        return _as_registered(_revision(catalog, text, revision), revision)
+            return open_root(warehouse, catalog.root(text), text)
+        return _as_registered(warehouse, _revision(catalog, text, revision), revision)
     for folder in (Path.cwd(), relative_to):
         if folder is not None and os.path.exists(folder / expanded(text)):
             root = (folder / expanded(text)).resolve()
@@ -59,6 +61,9 @@ def locate_checkpoint(
     cached = cached_model(text, revision)
     if cached is not None:
         return open_checkpoint(str(cached), free_name(catalog, cached, taken or {}, text))
+    moved = _moved(warehouse, text, relative_to) if revision is None else None
+    if moved is not None:
+        return moved
     near = get_close_matches(text, catalog.names(), n=1)
     raise CheckpointError(
         "A model is neither a registered name nor a path that exists",
@@ -106,29 +111,21 @@ def has_left(warehouse: Warehouse, name: str, root: str) -> bool:
     return is_known and root not in warehouse.replaced.roots_away()
 
 
-def _opened(warehouse: Warehouse, name: str) -> Checkpoint:
-    """The checkpoint of a registered name as its files are now; says where they went if it can."""
-    catalog, root = warehouse.catalog, warehouse.catalog.root(name)
-    try:
-        return open_checkpoint(root, name)
-    except CheckpointError:
-        if os.path.exists(root):
-            raise
-        moved = warehouse.replaced.find(catalog.get(name).checkpoint.checkpoint_id)
-        if moved is None:
-            raise
-    raise CheckpointError(
-        "An expert's files were moved to cold storage, and a merge needs them",
-        where=root,
-        expected=f"the files of {name!r}",
-        found=f"nothing; `pack --replace` moved them to {moved.cold}",
-        next_step=f"run `mergepipe unpack {name}`: it makes them again from the pack",
-    )
+def _moved(warehouse: Warehouse, text: str, relative_to: Path | None) -> Checkpoint | None:
+    """What was at a path and was moved away, under the name by which it is registered."""
+    for folder in (Path.cwd(), relative_to):
+        root = folder and str((folder / expanded(text)).resolve())
+        record = away_from(warehouse, root) if root else None
+        if root and record is not None:
+            plain = free_name(warehouse.catalog, Path(root), {})
+            is_known = plain in warehouse.catalog
+            return open_away(warehouse, record, plain if is_known else record.name)
+    return None
 
 
-def _as_registered(known: Checkpoint, revision: str) -> Checkpoint:
+def _as_registered(warehouse: Warehouse, known: Checkpoint, revision: str) -> Checkpoint:
     """The checkpoint, if its files are still those of that revision."""
-    found = open_checkpoint(known.root, known.name)
+    found = open_root(warehouse, known.root, known.name)
     if found.checkpoint_id != known.checkpoint_id:
         raise CheckpointChangedError(
             "The files of a revision have been replaced",

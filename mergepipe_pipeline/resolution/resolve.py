@@ -133,6 +133,8 @@ def resolve_stage(
     """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
     recipe, models = open_stage(warehouse, parsed, {**(known or {}), **pending}, relative_to)
     fitted = _fit(warehouse, parsed, recipe, models)
+    if no_packs:
+        _refuse_away(models, pending)
     template = fitted.models[fitted.side.template]
     warnings = [*recipe.warnings, *fitted.warnings, *tied_updates(models, recipe.base)]
     if template.checkpoint.config is None:
@@ -279,6 +281,22 @@ def _lost_models(
     there = [r for r in stage.references if r.model not in failed]
     open_models(warehouse, there, None, relative_to, pending, found)
     return [problem for problem in found if isinstance(problem, CheckpointError)]
+
+
+def _refuse_away(models: Sequence[Model], pending: Mapping[str, Checkpoint]) -> None:
+    """Raise CheckpointError for models but `pending` ones that only packs give the bytes of."""
+    given = {c.root for c in pending.values()}
+    found = (c for m in models for c in m.checkpoints)
+    away = dict.fromkeys(c.name for c in found if c.is_away and c.root not in given)
+    if away:
+        raise CheckpointError(
+            "Files were moved to cold storage, and a merge without packs needs them",
+            where=", ".join(away),
+            expected="the files, where they were",
+            found="packs alone: `pack --replace` moved the files away",
+            next_step="leave out --no-packs, or run "
+            + " and ".join(f"`mergepipe unpack {name}`" for name in away),
+        )
 
 
 def _no_config(template: Model) -> str:

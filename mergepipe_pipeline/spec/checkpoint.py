@@ -14,6 +14,9 @@ from typing import Any, Literal
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.dtypes import itemsize
 
+#: Begins the root of a checkpoint whose files were moved away, and a pack gives its bytes again.
+AWAY = "away://"
+
 #: What the tensors are: whole values, the factors of a PEFT adapter, or differences from a base.
 CheckpointKind = Literal["full", "adapter", "delta"]
 
@@ -88,6 +91,11 @@ class Checkpoint:
         """24 hex characters over every file's path, size, mtime and header digest."""
         stamps = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in self.files]
         return digest_json(stamps)[:24]
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the files were moved away, so that a pack gives their bytes."""
+        return self.root.startswith(AWAY)
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:

@@ -6,6 +6,7 @@ Ranged reads only: nothing above this can ask for a whole file by accident.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -213,4 +214,5 @@ def open_source(uri: str, reading: Reading = "ahead") -> CheckpointSource:
     return SCHEMES[scheme](uri.removeprefix(f"{scheme}://"), reading)
 
 
-SCHEMES = {"file": LocalSource}
+#: What opens the rest of an address; `contents` adds that of checkpoints that are away.
+SCHEMES: dict[str, Callable[[str, Reading], CheckpointSource]] = {"file": LocalSource}

@@ -60,6 +60,7 @@ def move_to_cold(
     CorruptionError if not every file can be made again; then nothing is moved.
     """
     checkpoint = locate_registered(warehouse, packed.name).checkpoint
+    _refuse_away(warehouse, packed)
     root, target = Path(checkpoint.root), expanded(cold).resolve() / Path(checkpoint.root).name
     _refuse_wrong_places(packed, root, target)
     known = warehouse.packs.open(packed.pack_id)
@@ -195,6 +196,20 @@ class _Original:
                     next_step=f"put the files of that {self._record.base!r} back, or take the "
                     f"original from {self._record.cold}",
                 )
+
+
+def _refuse_away(warehouse: Warehouse, packed: Packed) -> None:
+    """Refuse an expert that is away, or whose base is: two could stand for each other."""
+    for name in (packed.name, packed.base):
+        checkpoint = locate_registered(warehouse, name).checkpoint
+        if checkpoint.is_away:
+            raise MergePipeError(
+                "An expert's files cannot be moved away",
+                where=packed.name,
+                expected="its own files, and its base's",
+                found=f"{name}, whose files were moved away before",
+                next_step=f"run `mergepipe unpack {name}` first",
+            )
 
 
 def _refuse_wrong_places(packed: Packed, root: Path, target: Path) -> None:
