@@ -12,6 +12,7 @@ from typing import Unpack
 
 import numpy as np
 
+from mergepipe_pipeline.contents.away_files import present_root
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import resolve_after_stages
 from mergepipe_pipeline.facts.gather import PlanInputs, gather
@@ -189,8 +190,9 @@ def _checkpoints(
 
 
 def _checkpoint(warehouse: Warehouse, source: Source) -> Checkpoint:
-    known = warehouse.catalog.checkpoint(source.checkpoint_id, source.name, source.root)
-    return known or open_checkpoint(source.root, source.name)
+    root = present_root(warehouse, source.checkpoint_id, source.root)
+    known = warehouse.catalog.checkpoint(source.checkpoint_id, source.name, root)
+    return known or open_checkpoint(root, source.name)
 
 
 def _levels(c: Candidates, tensors: Sequence[str], plan: MergePlan) -> Levels:

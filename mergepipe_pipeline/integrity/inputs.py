@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,12 +11,13 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
+from mergepipe_pipeline.contents.away_files import present_root
 from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.progress import Advance, Progress
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.spec.segments import Segments
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
@@ -24,6 +25,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 #: Name, root, the id that its files had.
 _Input = tuple[str, str, str]
+_AWAY_NOTE = "in cold storage, and compared as packs and bases give them: "
 
 
 def verify_inputs(
@@ -31,11 +33,14 @@ def verify_inputs(
 ) -> None:
     """Hash every tensor of what is registered, or of what a snapshot was merged from.
 
-    Every finding names the file and the tensor. Contents that nobody has analysed cannot be
-    compared; they are notes.
+    What was moved to cold storage is hashed as its pack gives it. Every finding names the file and
+    the tensor. Contents that nobody has analysed cannot be compared; they are notes.
     """
     catalog = warehouse.catalog
-    inputs = _sources(of) if of else _present(warehouse, _registered(catalog), audit)
+    recorded = _sources(of) if of else list(_registered(catalog))
+    inputs = _where_they_are(warehouse, recorded, audit)
+    if of is None:
+        inputs = _present(warehouse, inputs, audit)
     found = [(c, catalog.digests(c.checkpoint_id)) for c in _opened(catalog, inputs, audit)]
     unknown = [c.name for c, digests in found if digests is None]
     if unknown:
@@ -55,19 +60,25 @@ def _registered(catalog: Catalog) -> Iterator[_Input]:
     yield from current.values()
 
 
-def _present(warehouse: Warehouse, inputs: Iterator[_Input], audit: Auditor) -> list[_Input]:
-    """The inputs but those that left the inbox, which anyone may take theirs from, or are away."""
+def _where_they_are(warehouse: Warehouse, inputs: Sequence[_Input], audit: Auditor) -> list[_Input]:
+    """The inputs with their roots of now; those that are away are told."""
+    found: list[_Input] = []
+    for name, root, checkpoint_id in inputs:
+        with suppress(CorruptionError):  # a damaged record is structure's finding
+            root = present_root(warehouse, checkpoint_id, root)
+        found.append((name, root, checkpoint_id))
+    if away := dict.fromkeys(name for name, root, _ in found if root.startswith(AWAY)):
+        audit.notes.append(_AWAY_NOTE + ", ".join(away))
+    return found
+
+
+def _present(warehouse: Warehouse, inputs: Sequence[_Input], audit: Auditor) -> list[_Input]:
+    """The inputs but those that left the inbox, which anyone may take theirs from."""
     found: list[_Input] = []
     gone: list[str] = []
-    away: list[str] = []
-    roots_away = frozenset[str]()
-    with suppress(CorruptionError):  # a damaged record is structure's finding
-        roots_away = warehouse.replaced.roots_away()
     for recorded in inputs:
         name, root, _ = recorded
-        if root in roots_away:
-            away.append(name)
-        elif Path(root).is_relative_to(warehouse.inbox) and not os.path.lexists(root):
+        if Path(root).is_relative_to(warehouse.inbox) and not os.path.lexists(root):
             gone.append(name)
         else:
             found.append(recorded)
@@ -75,8 +86,6 @@ def _present(warehouse: Warehouse, inputs: Iterator[_Input], audit: Auditor) -> 
         audit.notes.append(
             f"left the inbox, so that no merge of them can be replayed: {', '.join(gone)}"
         )
-    if away:
-        audit.notes.append(f"in cold storage, and here as packs: {', '.join(away)}")
     return found
 
 
@@ -87,9 +96,8 @@ def _sources(snapshot: Snapshot) -> list[_Input]:
 def _opened(catalog: Catalog, inputs: list[_Input], audit: Auditor) -> Iterator[Checkpoint]:
     """The checkpoints whose files are those that were recorded."""
     for recorded in dict.fromkeys(inputs):
-        checkpoint = audit.check(
-            "inputs", Path(recorded[1]), partial(_as_recorded, catalog, *recorded)
-        )
+        root = Path(recorded[1].removeprefix(AWAY))
+        checkpoint = audit.check("inputs", root, partial(_as_recorded, catalog, *recorded))
         if checkpoint is not None:
             yield checkpoint
 
@@ -120,7 +128,7 @@ def _verify(
 ) -> None:
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
-    root = Path(checkpoint.root)
+    root = Path(checkpoint.root.removeprefix(AWAY))
     for file in checkpoint.files:
         path = root if root.is_file() else root / file.path
         tensors = tuple(t for t in checkpoint.tensors if t.file == file.path)
@@ -136,7 +144,7 @@ def _verify(
             place = f"{path}, tensor {tensor}{_elements(warehouse, checkpoint, tensor, segments)}"
             error = _changed(place, digests.get(tensor), segments.content)
             audit.report("inputs", path, error)
-        if not wrong:
+        if not wrong and not checkpoint.is_away:  # a pack may change, and its rest be as it was
             audit.done(path, file.nbytes)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mergepipe_pipeline.catalog.catalog import Fact
+from mergepipe_pipeline.contents.away_files import present_root
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
@@ -136,7 +137,7 @@ def _bases(
     tasks = (task for layer in plan.layers for task in layer.tasks)
     views = {task.name: task.base.view for task in tasks if task.base}
     used = sorted({source for view in views.values() for source in sources_of(view)})
-    opened = [_unchanged(plan.sources[number]) for number in used]
+    opened = [_unchanged(warehouse, plan.sources[number]) for number in used]
     checkpoints = tuple(c for c in opened if c is not None)
     if len(checkpoints) < len(used):
         return (), {}
@@ -144,10 +145,11 @@ def _bases(
     return checkpoints, {name: renumbered(view, places) for name, view in views.items()}
 
 
-def _unchanged(source: Source) -> Checkpoint | None:
+def _unchanged(warehouse: Warehouse, source: Source) -> Checkpoint | None:
     """A plan's source, or None if it is gone or is not what it was."""
+    root = present_root(warehouse, source.checkpoint_id, source.root)
     try:
-        found = open_checkpoint(source.root, source.name, probes=False)
+        found = open_checkpoint(root, source.name, probes=False)
     except MergePipeError:
         return None
     return found if found.stamp == source.stamp else None

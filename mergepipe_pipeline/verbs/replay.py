@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.contents.away_files import present_root
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -245,10 +246,11 @@ def _places(warehouse: Warehouse, wanted: RequestedModel, given: Mapping[str, st
     if wanted.name in given:
         return [str(Path(given[wanted.name]).expanduser().resolve())]
     try:
-        known = [r.checkpoint.root for r in reversed(warehouse.catalog.history(wanted.name))]
+        known = [r.checkpoint for r in reversed(warehouse.catalog.history(wanted.name))]
     except MergePipeError:
         known = []
-    return list(dict.fromkeys((*known, wanted.root)))
+    places = [present_root(warehouse, c.checkpoint_id, c.root) for c in known]
+    return list(dict.fromkeys((*places, wanted.root)))
 
 
 def _compare(old: Snapshot, new: Snapshot, engine_version: str) -> None:

@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.contents.away_files import AwayFiles
 from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
     MergePipeError,
+    NotFoundError,
 )
 from mergepipe_pipeline.execution.run import MergeOutcome
 from mergepipe_pipeline.packs.index import frames_path
@@ -23,7 +26,8 @@ from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
-from mergepipe_pipeline.verbs.replace import move_to_cold
+from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
+from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
@@ -145,6 +149,25 @@ def test_it_is_found_by_name_by_revision_and_where_it_was(away: Warehouse) -> No
     assert ids_of(merged(away, text_of("ties", str(root), "e1"))) == before
 
 
+def test_the_verbs_about_recipes_and_snapshots_take_it_as_any_other(
+    away: Warehouse, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(text_of("task_arithmetic", extra="budget: 30%\n"))
+    for command in ("check", "curve", "plan", "merge"):
+        done = CliRunner().invoke(main, ["--home", str(away.root), command, str(recipe)])
+        assert done.exit_code == 0, done.output
+    snapshot = merged(away, recipe.read_text()).snapshot
+    for command in (["explain", "snapshot"], ["explain", "expert", "e0"]):
+        asked = [*command, snapshot.snapshot_id] if len(command) == 2 else command
+        done = CliRunner().invoke(main, ["--home", str(away.root), *asked])
+        assert done.exit_code == 0, done.output
+    assert replay(away, snapshot.snapshot_id).snapshot_id == snapshot.snapshot_id
+    report = verify_all(away, inputs_of=snapshot)
+    assert report.ok
+    assert report.notes == ("in cold storage, and compared as packs and bases give them: e0",)
+
+
 def test_without_packs_it_is_refused_with_what_to_run(away: Warehouse) -> None:
     plans = set(away.plans.iterdir())
     with pytest.raises(CheckpointError, match="cold storage") as refused:
@@ -176,6 +199,7 @@ def test_a_flipped_bit_is_named_and_nothing_is_published(
     assert ("fp8" if damaged == "rest" else place) in str(refused.value)
     assert not list(warehouse.snapshots.iterdir())
     assert warehouse.refs.names() == []
+    assert not verify_all(warehouse, ["inputs"]).ok
     # The original in its old place heals all.
     (tmp_path / "cold" / "e0").rename(tmp_path / "e0")
     assert merge(warehouse, recipe, publish_ref=True, no_packs=True).ref
@@ -239,3 +263,26 @@ def test_another_base_under_its_name_is_named(files: Path, tmp_path: Path) -> No
     with pytest.raises(CorruptionError, match=r"not the one .* packed against.*tensor") as refused:
         merged(warehouse, text_of("task_arithmetic", "e0"))
     assert str(tmp_path / "cold" / "e0") in str(refused.value)
+
+
+def test_a_snapshot_made_of_it_is_verified_after_it_came_back(files: Path, tmp_path: Path) -> None:
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    snapshot = merged(warehouse, text_of("ties")).snapshot
+    unpack(warehouse, "e0")
+    assert verify_all(warehouse, ["inputs"], inputs_of=snapshot).notes == ()
+    assert replay(warehouse, snapshot.snapshot_id).snapshot_id == snapshot.snapshot_id
+    shutil.rmtree(tmp_path / "e0")
+    with pytest.raises(NotFoundError, match="not moved away"):
+        unpack(warehouse, "e0")
+
+
+def test_a_merge_of_the_files_is_explained_and_replayed_when_they_are_away(
+    files: Path, tmp_path: Path
+) -> None:
+    warehouse = packed_family(tmp_path, files)
+    made = merged(warehouse, text_of("ties"), no_packs=True)
+    move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp_path / "cold")
+    asked = ["explain", "tensor", made.plan.plan_id, "model.layers.0.a.weight"]
+    done = CliRunner().invoke(main, ["--home", str(warehouse.root), *asked])
+    assert done.exit_code == 0, done.output
+    assert replay(warehouse, made.snapshot.snapshot_id).snapshot_id == made.snapshot.snapshot_id

@@ -54,7 +54,7 @@ def test_a_replaced_expert_comes_back_bit_for_bit_with_all_its_files(tmp_path: P
     assert pack(warehouse) == ()
     report = verify_all(warehouse)
     assert report.ok
-    assert report.notes == ("in cold storage, and here as packs: e0",)
+    assert report.notes == ("in cold storage, and compared as packs and bases give them: e0",)
     unpack(warehouse, "e0", tmp_path / "elsewhere")
     assert files_in(tmp_path / "elsewhere") == before
     unpack(warehouse, "e0")
