@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.contents.away_files import away_from, open_root
 from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed, place_of, token_at
 from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -28,8 +28,10 @@ def gone_inputs(warehouse: Warehouse, names: Collection[str]) -> list[str]:
 
 
 def _is_gone(warehouse: Warehouse, catalog: Catalog, name: str) -> bool:
-    is_remote = name in catalog and "://" in catalog.root(name)
-    return not is_remote and place_of(warehouse, catalog, name) is None
+    root = catalog.root(name) if name in catalog else ""
+    if "://" in root or place_of(warehouse, catalog, name) is not None:
+        return False
+    return away_from(warehouse, root) is None
 
 
 def reason_to_wait_for(warehouse: Warehouse, names: Collection[str]) -> str | None:
@@ -55,7 +57,7 @@ def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
 
 def _is_as_recorded(warehouse: Warehouse, catalog: Catalog, recorded: Checkpoint) -> bool:
     """Whether the files at a checkpoint's root have the sizes and times of the record."""
-    if "://" in recorded.root:
+    if "://" in recorded.root or away_from(warehouse, recorded.root) is not None:
         return True  # who reads it compares
     indexed = arrival(warehouse, recorded.name).indexed
     if indexed and _token(warehouse, catalog, recorded.name) not in (indexed, ""):
@@ -89,7 +91,7 @@ def recorded_inputs(warehouse: Warehouse, names: Collection[str]) -> dict[str, C
     for name in names:
         recorded = catalog.get(name).checkpoint
         try:
-            found[name] = open_checkpoint(recorded.root, name)
+            found[name] = open_root(warehouse, recorded.root, name)
         except CheckpointError as error:
             raise _changed(f"{name} waits for its index: {error.what}") from error
         if found[name].checkpoint_id != recorded.checkpoint_id:

@@ -1,6 +1,12 @@
-"""An expert that left the inbox is no partition, and its recipes say so until it is back."""
+"""An expert that left the inbox is no partition, and its recipes say so until it is back.
+
+One that `pack --replace` moved away is there all the same.
+"""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import dagster as dg
 import pytest
@@ -8,6 +14,11 @@ import pytest
 from assets.experts import expert_index
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import last_release
+from mergepipe_pipeline.verbs.merge import merge
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.test_attempts import Sensor
 
@@ -37,3 +48,30 @@ def test_a_deleted_expert_leaves_the_partitions_and_its_recipe_waits_until_it_is
     ticker.reasons()
     assert set(instance.get_dynamic_partitions("experts")) == {"base", "expert_01"}
     assert len(recipes.tick()[0]) == 1
+
+
+def test_an_expert_in_cold_storage_stays_a_partition_and_its_recipe_is_released(
+    home: Warehouse,
+    card: RecipeFile,
+    ticker: Ticker,
+    instance: dg.DagsterInstance,
+    family: Path,
+    tmp_path: Path,
+) -> None:
+    recipes = Sensor(home, instance)
+    ticker.reasons()
+    (made,) = pack(home, ["expert_01"], base="base")
+    shutil.rmtree(move_to_cold(home, made, tmp_path / "cold").cold)
+    assert "left the inbox" not in ticker.reasons()[0]
+    assert set(instance.get_dynamic_partitions("experts")) == {"base", "expert_01"}
+    assert [run["success"] for run in ticker.tick()] == [True]
+    release = last_release(home, card.name)
+    other = Warehouse.at(tmp_path / "other").ensure()
+    for name in ("base", "expert_01"):
+        register(other, family / name, name)
+    expected = merge(other, home.recipe_path(card.name)).outcome.snapshot
+    assert release is not None
+    assert release.snapshot_id == expected.snapshot_id
+    assert recipes.tick()[0] == []
+    unpack(home, "expert_01")
+    assert ticker.tick() == []
