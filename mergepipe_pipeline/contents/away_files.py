@@ -1,4 +1,4 @@
-"""Checkpoints whose files `pack --replace` moved away, read as if they were where they had been.
+"""The files of checkpoints that `pack --replace` moved away, read as if they were still there.
 
 A packed tensor's bytes come from the pack's exact tiers and the base, all others from what stays
 beside the pack. Who reads compares them with the expert's digests, as for any other file.
@@ -6,71 +6,28 @@ beside the pack. Who reads compares them with the expert's digests, as for any o
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from threading import RLock
 from typing import Self
 
+from mergepipe_pipeline.contents.away import open_root
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, CorruptionError
 from mergepipe_pipeline.packs.decoded import Decoder, StoredBytes
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.replaced import MovedFile, Replaced
-from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.spec.view import view_of
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import LocalSource, Reading, open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Tensors of which it is known how they are decoded.
 _HELD_TENSORS = 64
-
-
-def open_root(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
-    """The checkpoint at a root, or what gives it again if `pack --replace` moved it away.
-
-    Raises as `open_checkpoint`, CorruptionError for a damaged record.
-    """
-    record = away_from(warehouse, root)
-    return open_checkpoint(root, name) if record is None else open_away(warehouse, record, name)
-
-
-def open_away(warehouse: Warehouse, record: Replaced, name: str) -> Checkpoint:
-    """The checkpoint of a record, with the id that it had."""
-    address = warehouse.replaced.address(record.checkpoint_id)
-    recorded = warehouse.catalog.checkpoint(record.checkpoint_id, name, record.root)
-    if recorded is None:
-        return open_checkpoint(address, name)
-    # Probes are of packed tensors, and need not be decoded where they are known.
-    found = open_checkpoint(address, name, probes=False)
-    return replace(found, files=recorded.files)
-
-
-def away_from(warehouse: Warehouse, root: str) -> Replaced | None:
-    """The record of what was at a root last, if it was moved away and nothing is there since."""
-    store = warehouse.replaced
-    if "://" in root or os.path.exists(root) or not store.ids():
-        return None
-    registered = [i for *_, i, _, at in warehouse.catalog.registrations() if at == root]
-    found = (store.find(checkpoint_id) for checkpoint_id in reversed(registered))
-    return next((record for record in found if record is not None and record.is_away), None)
-
-
-def present_root(warehouse: Warehouse, checkpoint_id: str, root: str) -> str:
-    """Where a checkpoint is to be read that was at `root`: it may have gone away, or come back."""
-    record = warehouse.replaced.find(checkpoint_id)
-    if record is not None and record.is_away:
-        return warehouse.replaced.address(checkpoint_id) if root == record.root else root
-    if not root.startswith(AWAY):
-        return root
-    known = [at for *_, i, _, at in warehouse.catalog.registrations() if i == checkpoint_id]
-    return known[-1] if known else root
 
 
 @dataclass(frozen=True, slots=True)

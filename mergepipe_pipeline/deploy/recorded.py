@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.contents.away_files import away_from, open_root
+from mergepipe_pipeline.contents.away import away_from, open_root
 from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed, place_of, token_at
 from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json

@@ -12,7 +12,7 @@ from typing import Unpack
 
 import numpy as np
 
-from mergepipe_pipeline.contents.away_files import present_root
+from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.planning import resolve_after_stages
 from mergepipe_pipeline.facts.gather import PlanInputs, gather

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
-from mergepipe_pipeline.contents.away_files import present_root
+from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of

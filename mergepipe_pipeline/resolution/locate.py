@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
-from mergepipe_pipeline.contents.away_files import away_from, open_away, open_root
+from mergepipe_pipeline.contents.away import away_from, open_away, open_root
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint

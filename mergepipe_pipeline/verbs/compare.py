@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mergepipe_pipeline.catalog.catalog import Fact
-from mergepipe_pipeline.contents.away_files import present_root
+from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergepipe_pipeline.contents.away_files import present_root
+from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.engine.options import EngineOptions

@@ -286,3 +286,9 @@ def test_a_merge_of_the_files_is_explained_and_replayed_when_they_are_away(
     done = CliRunner().invoke(main, ["--home", str(warehouse.root), *asked])
     assert done.exit_code == 0, done.output
     assert replay(warehouse, made.snapshot.snapshot_id).snapshot_id == made.snapshot.snapshot_id
+
+
+def test_looking_for_a_checkpoint_loads_no_codec() -> None:
+    code = "import sys, mergepipe_pipeline.resolution.resolve; sys.exit('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

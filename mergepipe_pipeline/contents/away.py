@@ -1,0 +1,56 @@
+"""Where a checkpoint is to be read whose files `pack --replace` moved away: at an address.
+
+`away_files` reads what lies there. Everybody asks here, and few have moved anything: no codec is
+loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def open_root(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
+    """The checkpoint at a root, or what gives it again if `pack --replace` moved it away.
+
+    Raises as `open_checkpoint`, CorruptionError for a damaged record.
+    """
+    record = away_from(warehouse, root)
+    return open_checkpoint(root, name) if record is None else open_away(warehouse, record, name)
+
+
+def open_away(warehouse: Warehouse, record: Replaced, name: str) -> Checkpoint:
+    """The checkpoint of a record, with the id that it had."""
+    address = warehouse.replaced.address(record.checkpoint_id)
+    recorded = warehouse.catalog.checkpoint(record.checkpoint_id, name, record.root)
+    if recorded is None:
+        return open_checkpoint(address, name)
+    # Probes are of packed tensors, and need not be decoded where they are known.
+    found = open_checkpoint(address, name, probes=False)
+    return replace(found, files=recorded.files)
+
+
+def away_from(warehouse: Warehouse, root: str) -> Replaced | None:
+    """The record of what was at a root last, if it was moved away and nothing is there since."""
+    store = warehouse.replaced
+    if "://" in root or os.path.exists(root) or not store.ids():
+        return None
+    registered = [i for *_, i, _, at in warehouse.catalog.registrations() if at == root]
+    found = (store.find(checkpoint_id) for checkpoint_id in reversed(registered))
+    return next((record for record in found if record is not None and record.is_away), None)
+
+
+def present_root(warehouse: Warehouse, checkpoint_id: str, root: str) -> str:
+    """Where a checkpoint is to be read that was at `root`: it may have gone away, or come back."""
+    record = warehouse.replaced.find(checkpoint_id)
+    if record is not None and record.is_away:
+        return warehouse.replaced.address(checkpoint_id) if root == record.root else root
+    if not root.startswith(AWAY):
+        return root
+    known = [at for *_, i, _, at in warehouse.catalog.registrations() if i == checkpoint_id]
+    return known[-1] if known else root
