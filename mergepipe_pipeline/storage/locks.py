@@ -33,7 +33,7 @@ def is_held(path: Path) -> bool | None:
 
 @contextmanager
 def probed(path: Path) -> Iterator[bool | None]:
-    """What `is_held` says; if that is False, nobody can lock the file while the context lasts."""
+    """What `is_held` says; if that is False, nobody gets the file alone while the context lasts."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
@@ -41,7 +41,8 @@ def probed(path: Path) -> Iterator[bool | None]:
         return
     try:
         try:
-            held = False if _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB) else None
+            # Shared: NFS gives no other lock to who may only read, as who looks may.
+            held = False if _flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB) else None
         except BlockingIOError:
             held = True
         yield held
