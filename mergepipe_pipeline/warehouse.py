@@ -18,7 +18,8 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.refs import RefStore
-from mergepipe_pipeline.storage.atomic import make_dirs
+from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
+from mergepipe_pipeline.storage.roots import FILE, Roots, roots_of, with_default_places
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.catalog import Catalog
@@ -56,7 +57,10 @@ class Warehouse:
             ) from error
 
     def ensure(self) -> Warehouse:
-        """Create the folders that are missing; returns itself."""
+        """Create the folders that are missing; returns itself.
+
+        Places of roots that only this process has been told become the warehouse's defaults.
+        """
         make_dirs(
             self.inbox,
             self.arrivals,
@@ -75,7 +79,15 @@ class Warehouse:
             self.stages,
             self.evaluations,
         )
+        places = with_default_places(self.root, self.roots)
+        if places is not None:
+            write_atomic(self.root / FILE, places)
         return self
+
+    @cached_property
+    def roots(self) -> Roots:
+        """Where this machine has the folders that records name. Raises MergePipeError."""
+        return roots_of(self.root)
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -83,7 +95,7 @@ class Warehouse:
         # It loads pyarrow, a quarter of a second that commands about results do without.
         from mergepipe_pipeline.catalog.catalog import Catalog
 
-        return Catalog(self.catalog_dir)
+        return Catalog(self.catalog_dir, self.roots)
 
     @cached_property
     def packs(self) -> PackStore:
@@ -97,7 +109,7 @@ class Warehouse:
         """What stays of experts whose files were moved away."""
         from mergepipe_pipeline.packs.replaced import ReplacedStore
 
-        return ReplacedStore(self.replaced_dir)
+        return ReplacedStore(self.replaced_dir, self.roots)
 
     @cached_property
     def objects(self) -> ObjectStore:
@@ -117,7 +129,7 @@ class Warehouse:
     @property
     def inbox(self) -> Path:
         """Where experts land, one folder each."""
-        return self.root / "inbox"
+        return self.roots.places["inbox"].path
 
     @property
     def arrivals(self) -> Path:

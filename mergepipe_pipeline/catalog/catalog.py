@@ -30,6 +30,7 @@ from mergepipe_pipeline.errors import (
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain, read_chains
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.roots import Roots, refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import open_source
 
@@ -54,12 +55,13 @@ class Registration:
 class Catalog(Analyses):
     """The folder `catalog` of a warehouse.
 
-    A damaged file of facts is said and counts as not there; see `seals`.
+    A damaged file of facts is said and counts as not there; see `seals`. Folders of checkpoints
+    are recorded by the root of `roots` that they lie below; who asks gets them as they are here.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, roots: Roots | None = None) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self._folder, self.roots = folder, roots or Roots({})
 
     def register(self, checkpoint: Checkpoint, base: str | None) -> Registration:
         """Make `checkpoint` the current version of its name; an equal one adds no version.
@@ -75,7 +77,8 @@ class Catalog(Analyses):
                 next_step="choose one with --name",
             )
         chain = self._chain(checkpoint.name)
-        value = {"checkpoint_id": checkpoint.checkpoint_id, "root": checkpoint.root, "base": base}
+        root = self.roots.recorded(checkpoint.root)
+        value = {"checkpoint_id": checkpoint.checkpoint_id, "root": root, "base": base}
         current = None
         with suppress(CorruptionError):  # the next version gets past a damaged one
             current = chain.current()
@@ -108,18 +111,21 @@ class Catalog(Analyses):
         number, value = self._current(name)
         found = self._registration(name, number, value)
         if found is None:
+            root = self.roots.here(value["root"])
+            if why_unmounted(root):
+                refuse_unmounted(root)
             raise NotFoundError(
                 "What was registered is not known any more, and its files are not what they were",
-                where=str(value["root"]),
+                where=root,
                 expected=f"the files of {name!r}, version {number}",
                 found="no record of their tensors, and other files or none",
-                next_step=f"register it again: `mergepipe register {value['root']} --name {name}`",
+                next_step=f"register it again: `mergepipe register {root} --name {name}`",
             )
         return found
 
     def root(self, name: str) -> str:
         """Folder or address of a name's current version. Raises NotFoundError."""
-        return str(self._current(name)[1]["root"])
+        return self.roots.here(str(self._current(name)[1]["root"]))
 
     def _current(self, name: str) -> tuple[int, dict[str, Any]]:
         current = self._chain(name).current() if NAME.fullmatch(name) else None
@@ -147,7 +153,8 @@ class Catalog(Analyses):
         """Name, version, checkpoint id, base and root of every readable version, in order."""
         for name, n, value in read_chains(self._folder / "names"):
             if not isinstance(value, CorruptionError):
-                yield (name, n, value["checkpoint_id"], value["base"], value["root"])
+                root = self.roots.here(value["root"])
+                yield (name, n, value["checkpoint_id"], value["base"], root)
 
     def damaged(self) -> list[CorruptionError]:
         """What is wrong with the versions that `registrations` leaves out."""
@@ -251,7 +258,7 @@ class Catalog(Analyses):
         self, name: str, version: int, value: Mapping[str, Any]
     ) -> Registration | None:
         """A version; None if its record is gone and its files are not what they were."""
-        checkpoint_id, root = value["checkpoint_id"], value["root"]
+        checkpoint_id, root = value["checkpoint_id"], self.roots.here(value["root"])
         checkpoint = self.checkpoint(checkpoint_id, name, root)
         if checkpoint is None:
             try:

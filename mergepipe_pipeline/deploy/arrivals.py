@@ -131,7 +131,8 @@ def place_of(warehouse: Warehouse, catalog: Catalog, name: str) -> Path | None:
 
 def token_at(warehouse: Warehouse, place: Path, stamps: Sequence[Stamp]) -> str:
     """The token of the files with these stamps at a place."""
-    return token_of(stamps, None if place.parent == warehouse.inbox else place)
+    is_landed = place.parent == warehouse.inbox
+    return token_of(stamps, None if is_landed else warehouse.roots.recorded(str(place)))
 
 
 def ask(warehouse: Warehouse, name: str, token: str) -> str:

@@ -18,6 +18,7 @@ from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CheckpointError, InputChangedError, MergePipeError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.storage.roots import why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -50,6 +51,9 @@ def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
         return f"{name} is not indexed yet"
     if _is_gone(warehouse, catalog, name):
         return f"{name} is gone: nothing lies at {catalog.root(name)}"
+    unmounted = why_unmounted(catalog.root(name))
+    if unmounted:
+        return f"{name} lies below a root that is not mounted here: {unmounted}"
     if not _is_as_recorded(warehouse, catalog, catalog.get(name).checkpoint):
         return f"{name} waits for its index: its files are not those that were indexed"
     return None
@@ -101,14 +105,13 @@ def recorded_inputs(warehouse: Warehouse, names: Collection[str]) -> dict[str, C
 
 
 def states_of(warehouse: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[str, str]:
-    """A text per input that changes with any of its files."""
-    catalog = warehouse.catalog
-    return {
-        name: digest_json([c.root, c.checkpoint_id, c.config, _token(warehouse, catalog, c.name)])[
-            :24
-        ]
+    """A text per input that changes with any of its files, and is the same on all machines."""
+    catalog, recorded = warehouse.catalog, warehouse.roots.recorded
+    states = {
+        name: [recorded(c.root), c.checkpoint_id, c.config, _token(warehouse, catalog, c.name)]
         for name, c in inputs.items()
     }
+    return {name: digest_json(state)[:24] for name, state in states.items()}
 
 
 def refuse_changed_inputs(warehouse: Warehouse, states: Mapping[str, str]) -> None:

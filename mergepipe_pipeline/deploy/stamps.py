@@ -48,12 +48,13 @@ def stamps_of(folder: Path) -> tuple[tuple[Stamp, ...], int]:
     return tuple(sorted(found)), changed_ns
 
 
-def token_of(stamps: Sequence[Stamp], outside: Path | None = None) -> str:
+def token_of(stamps: Sequence[Stamp], outside: str | None = None) -> str:
     """A short text that changes with any file's name, size or time.
 
-    `outside` is the place of files that do not lie in the inbox; the text changes with it, too.
+    `outside` is the place of files that do not lie in the inbox, as it is recorded; the text
+    changes with it, too.
     """
-    return digest_json(stamps if outside is None else [str(outside), stamps])[:16]
+    return digest_json(stamps if outside is None else [outside, stamps])[:16]
 
 
 def weights(stamps: Sequence[Stamp]) -> list[str]:

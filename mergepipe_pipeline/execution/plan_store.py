@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from mergepipe_pipeline.digest import canonical_json, seal_line, unseal_line
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.spec.places import with_folders
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.plan_json import plan_from_json
 from mergepipe_pipeline.storage.atomic import write_atomic
@@ -22,12 +23,16 @@ T = TypeVar("T")
 
 
 def store_plan(warehouse: Warehouse, plan: MergePlan) -> None:
-    """Write a plan, sealed, under its id. Raises StorageFullError."""
-    write_atomic(warehouse.plan_path(plan.plan_id), seal_line(canonical_json(plan.to_json())))
+    """Write a plan, sealed, under its id; its folders by named roots. Raises StorageFullError."""
+    recorded = with_folders(plan, warehouse.roots.recorded).to_json()
+    write_atomic(warehouse.plan_path(plan.plan_id), seal_line(canonical_json(recorded)))
 
 
 def load_plan(warehouse: Warehouse, plan_id: str) -> MergePlan:
-    """A stored plan by its id. Raises NotFoundError, CorruptionError."""
+    """A stored plan by its id, with folders of this machine.
+
+    Raises NotFoundError, CorruptionError.
+    """
     path = warehouse.plan_path(plan_id)
     if not path.exists():
         raise NotFoundError(
@@ -36,7 +41,7 @@ def load_plan(warehouse: Warehouse, plan_id: str) -> MergePlan:
             found=plan_id,
             next_step="make it with `mergepipe plan RECIPE`",
         )
-    return _read(path, checked_plan)
+    return with_folders(_read(path, checked_plan), warehouse.roots.here)
 
 
 def stored_plans(warehouse: Warehouse, read: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
@@ -52,7 +57,7 @@ def stored_plans(warehouse: Warehouse, read: Callable[[str, Any], T]) -> Iterato
 
 
 def checked_plan(plan_id: str, value: Any) -> MergePlan:
-    """The plan of a JSON value. Raises ValueError if it has another id."""
+    """The plan of a JSON value, as recorded. Raises ValueError if it has another id."""
     plan = plan_from_json(value)
     if plan.plan_id != plan_id:
         raise ValueError(f"the plan {plan.plan_id} under the name of {plan_id}")

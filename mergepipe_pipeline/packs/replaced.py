@@ -16,6 +16,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.storage.roots import Roots
 
 _RECORD = "record.json"
 _PIECE_NBYTES = 4 << 20
@@ -57,8 +58,8 @@ class Replaced:
 class ReplacedStore:
     """The folder `replaced` of a warehouse."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, roots: Roots) -> None:
+        self._folder, self._roots = folder, roots
 
     def path(self, checkpoint_id: str) -> Path:
         """Where what stays of a checkpoint is or would be."""
@@ -80,7 +81,9 @@ class ReplacedStore:
             value = unseal(path.read_bytes(), str(path))
         except FileNotFoundError:
             return None
-        return _from_json(value)
+        found = _from_json(value)
+        here = self._roots.here
+        return replace(found, root=here(found.root), cold=here(found.cold))
 
     def roots_away(self) -> frozenset[str]:
         """Where the originals were that are away. Raises CorruptionError for a damaged record."""
@@ -112,14 +115,16 @@ def files_of(root: Path, checkpoint: Checkpoint, packed: Sequence[str]) -> tuple
     return tuple(found)
 
 
-def write_record(staged: Path, record: Replaced) -> None:
+def write_record(staged: Path, record: Replaced, roots: Roots) -> None:
     """Write what stays of an expert into a folder. Raises StorageFullError."""
     make_dirs(staged)
     files = []
     for number, file in enumerate(record.files):
         write_atomic(_rest(staged, number), _without_tensors(Path(record.root), file))
         files.append(replace(file, rest_sha256=file_sha256(_rest(staged, number))))
-    write_atomic(staged / _RECORD, seal(asdict(replace(record, files=tuple(files)))))
+    root, cold = roots.recorded(record.root), roots.recorded(record.cold)
+    value = asdict(replace(record, root=root, cold=cold, files=tuple(files)))
+    write_atomic(staged / _RECORD, seal(value))
 
 
 def restored(

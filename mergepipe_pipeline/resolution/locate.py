@@ -18,6 +18,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.hub_cache import cached_model
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -40,24 +41,28 @@ def locate_checkpoint(
 ) -> Checkpoint:
     """The checkpoint that a model text means, as its files are now; writes nothing.
 
-    A registered name wins over a path. A path may be absolute, relative to the working directory or
-    to `relative_to` (the recipe's folder); a hub name (`org/model`) is looked up in the local
-    Hugging Face cache. What `pack --replace` moved away is found by its name, and where it was.
-    `revision` picks a version of a registered name, or a commit of a cached model. `taken` maps
-    names given but not registered yet to their roots. Raises CheckpointError
-    when nothing fits, CheckpointChangedError for a revision whose files were replaced.
+    A registered name wins over a path. A path may be absolute, below a named root (`models:chat`),
+    relative to the working directory or to `relative_to` (the recipe's folder); a hub name
+    (`org/model`) is looked up in the local Hugging Face cache. What `pack --replace` moved away is
+    found by its name, and where it was. `revision` picks a version of a registered name, or a
+    commit of a cached model. `taken` maps names given but not registered yet to their roots. Raises
+    CheckpointError when nothing fits, CheckpointChangedError for a revision whose files were
+    replaced.
     """
     catalog = warehouse.catalog
     if text in catalog:
         if revision is None:
             return open_root(warehouse, catalog.root(text), text)
         return _as_registered(warehouse, _revision(catalog, text, revision), revision)
+    place = warehouse.roots.here(text) if warehouse.roots.means(text) else text
     for folder in (Path.cwd(), relative_to):
-        if folder is not None and os.path.exists(folder / expanded(text)):
-            root = (folder / expanded(text)).resolve()
+        if folder is not None and os.path.exists(folder / expanded(place)):
+            root = (folder / expanded(place)).resolve()
             found = open_checkpoint(str(root), free_name(catalog, root, taken or {}))
             _refuse_revision(found, revision)
             return found
+    if why_unmounted(place):
+        refuse_unmounted(place)
     cached = cached_model(text, revision)
     if cached is not None:
         return open_checkpoint(str(cached), free_name(catalog, cached, taken or {}, text))
@@ -169,7 +174,10 @@ def _refuse_revision(checkpoint: Checkpoint, revision: str | None) -> None:
 def free_name(
     catalog: Catalog, root: Path, taken: Mapping[str, str], text: str | None = None
 ) -> str:
-    """The folder's name (or `text`), or with a digest of the path if another checkpoint has it."""
+    """The folder's name (or `text`), or with a digest of the path if another checkpoint has it.
+
+    The path is the recorded one: names are part of ids, which are the same on all machines.
+    """
     stem = text or (root.stem if os.path.isfile(root) else root.name)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
     plain = plain.lstrip(".-_") or "checkpoint"
@@ -177,5 +185,5 @@ def free_name(
     if owner is None and plain in catalog:
         owner = catalog.root(plain)
     if owner not in (None, str(root)):
-        return f"{plain}-{sha256_hex(str(root).encode())[:6]}"
+        return f"{plain}-{sha256_hex(catalog.roots.recorded(str(root)).encode())[:6]}"
     return plain

@@ -19,6 +19,7 @@ from mergepipe_pipeline.storage.regular import (
     stat_regular,
     text_of,
 )
+from mergepipe_pipeline.storage.roots import UNMOUNTED, refuse_unmounted
 from mergepipe_pipeline.storage.uncached import read_uncached
 
 #: What storage may do beside what is asked for: fetch on; nothing; nor keep it in the page cache.
@@ -203,6 +204,8 @@ def open_source(uri: str, reading: Reading = "ahead") -> CheckpointSource:
     scheme, separator, _ = uri.partition("://")
     if not separator:
         return LocalSource(uri, reading)
+    if scheme == UNMOUNTED:
+        refuse_unmounted(uri)
     if scheme not in SCHEMES:
         raise CheckpointError(
             "No source for this kind of address",

@@ -35,6 +35,7 @@ from mergepipe_pipeline.storage.atomic import (
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.verbs.pack import Packed
 from mergepipe_pipeline.warehouse import Warehouse
@@ -75,7 +76,7 @@ def move_to_cold(
     )
     store = warehouse.replaced
     with staging(warehouse, "replace") as staged:
-        write_record(staged / "record", record)
+        write_record(staged / "record", record, warehouse.roots)
         replace_dir(staged / "record", store.path(record.checkpoint_id))
     with _Original(warehouse, record, progress) as original:
         for number, _ in enumerate(record.files):
@@ -98,7 +99,8 @@ def unpack(
     """Make the files of an expert that `pack --replace` moved away again, bit for bit.
 
     By default where they were. The base must be there. Raises NotFoundError for an expert that was
-    not replaced, MergePipeError for a place that is taken, CorruptionError.
+    not replaced, MergePipeError for a place that is taken, CheckpointError for one that is not
+    mounted, CorruptionError.
     """
     checkpoint_id = warehouse.catalog.get(name).checkpoint.checkpoint_id
     record = warehouse.replaced.find(checkpoint_id)
@@ -110,6 +112,8 @@ def unpack(
             found=f"its own files at {warehouse.catalog.root(name)}",
             next_step="use them",
         )
+    if to is None and why_unmounted(record.root):
+        refuse_unmounted(record.root)
     target = Path(record.root) if to is None else expanded(to).resolve()
     if target.exists():
         raise MergePipeError(

@@ -1,0 +1,1 @@
+"""Tests of where a warehouse lies, and of what lies elsewhere."""
