@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import NoReturn
 
@@ -21,7 +22,6 @@ import numpy.typing as npt
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.prefetch import prefetch
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool
@@ -85,86 +85,107 @@ class RescalePrepass:
     def _kept(self, task: TensorTask) -> list[float]:
         """Per expert, the L1 norm of what its drop leaves; 0 where it is not needed."""
         job = Job(task, self._sources, before=True)
-        told = [_is_told_by_norm(job, number) for number in range(len(task.experts))]
-        norms = self._norms(job, told)
-        for number, (_, whole) in enumerate(norms):
-            if told[number] and _is_other_norm(task.experts[number], whole):
+        drawn = _drawn(job)
+        norms = self._norms(job, drawn)
+        for d, (_, whole) in zip(drawn, norms, strict=True):
+            if d.is_told and _is_other_norm(d.expert, whole):
                 # The second reading compares every byte, so that the error names the elements.
-                self._norms(Job(task, self._sources, before=True), [False] * len(norms))
-                _refuse_other_norm(job, number, whole)
-        return [kept for kept, _ in norms]
+                again = [replace(d, is_told=False) for d in drawn]
+                self._norms(Job(task, self._sources, before=True), again)
+                _refuse_other_norm(job, d.expert, whole)
+        kept = {d.number: norm for d, (norm, _) in zip(drawn, norms, strict=True)}
+        return [kept.get(number, 0.0) for number in range(len(task.experts))]
 
-    def _norms(self, job: Job, told: Sequence[bool]) -> list[tuple[float, float]]:
-        """Per expert, the L1 norms of what its drop leaves and of its whole delta."""
-        parts: list[list[Sums]] = [[] for _ in told]
+    def _norms(self, job: Job, drawn: Sequence[_Drawn]) -> list[tuple[float, float]]:
+        """Of each drawn expert, the L1 norms of what its drop leaves and of its whole delta."""
         windows = (
-            _PrepassWindow(job, told, start, stop)
+            _PrepassWindow(job, drawn, start, stop)
             for start, stop in cut(prod(job.task.shape), _WINDOW_ELEMS)
         )
-        for found in self._workers.map(self._run_window, windows, depth=self._threads):
-            for part, sums in zip(parts, found, strict=True):
-                part.append(sums)
+        found = list(self._workers.map(self._run_window, windows, depth=self._threads))
         job.finish()
-        return [(_total(part, row=0), _total(part, row=1)) for part in parts]
 
-    def _run_window(self, window: _PrepassWindow) -> list[Sums]:
+        def norm(i: int, row: int) -> float:
+            return math.fsum(chain.from_iterable(sums[i, row].tolist() for sums in found))
+
+        return [(norm(i, 0), norm(i, 1)) for i in range(len(drawn))]
+
+    def _run_window(self, window: _PrepassWindow) -> Sums:
         with self._buffers.lent() as buffers:
             return window.run(buffers)
 
 
-class _PrepassWindow:
-    """One run of elements of all experts of a task; `told`: whose norm is compared."""
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """An expert whose factor is open: its number in the task, its stream and the last one kept.
 
-    def __init__(self, job: Job, told: Sequence[bool], start_elem: int, stop_elem: int) -> None:
-        self._told = told
+    `is_told`: whether its norm is compared, and not its bytes.
+    """
+
+    number: int
+    expert: ExpertInput
+    key: np.uint64
+    last: np.uint32
+    is_told: bool
+
+
+def _drawn(job: Job) -> list[_Drawn]:
+    """The experts of a job whose factors are open and whose drops leave anything."""
+    seed, name = job.task.seed, job.task.name
+    drawn = []
+    for number, e in enumerate(job.task.experts):
+        below = 0 if e.l1 is None else keep_below(float(dict(e.params)["density"]))
+        if below:
+            key, is_told = stream_key(seed, e.position, name), _is_told_by_norm(job, number)
+            drawn.append(_Drawn(number, e, key, np.uint32(below - 1), is_told))
+    return drawn
+
+
+class _PrepassWindow:
+    """One run of elements of all drawn experts of a task."""
+
+    def __init__(self, job: Job, drawn: Sequence[_Drawn], start_elem: int, stop_elem: int) -> None:
         self._job, self._task, self._sources = job, job.task, job.sources
+        self._drawn = drawn
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
 
-    def run(self, buffers: BufferPool) -> list[Sums]:
-        """Per expert, the sums of its chunks."""
-        task, n = self._task, self._n
+    def run(self, buffers: BufferPool) -> Sums:
+        """Of each expert, the sums of its chunks: [experts, 2, chunks]."""
+        job, task, n = self._job, self._task, self._n
         assert task.base is not None
-        sizes = [itemsize(v.dtype) for v in (task.base.view, *(e.view for e in task.experts))]
+        sums = np.zeros((len(self._drawn), 2, -(-n // CHUNK_ELEMS)))
         # One expert after the other in the same room: only the base must stay.
-        buffers.clear(n * (sizes[0] + max(sizes)), 2)
-        job, buffer = self._job, buffers.take(n * sizes[0])
-        verify = None if all(self._told) else job.verify_base
+        most = max((job.sizes[d.number] for d in self._drawn), default=0)
+        buffers.clear(n * (job.sizes[-1] + most), 2)
+        buffer = buffers.take(n * job.sizes[-1])
+        verify = None if all(d.is_told for d in self._drawn) else job.verify_base
         base = BaseRow(self._sources.base_before, task.base.view, buffer, job.base_update, verify)
         base.fetch(self._start, self._stop)
-        room = buffers.take(n * max(sizes))
-        return [
-            self._kept(number, base, room[: n * size], buffers)
-            for number, size in enumerate(sizes[1:])
-        ]
+        room = buffers.take(n * most)
+        for d, into in zip(self._drawn, sums, strict=True):
+            self._add_up(d, base, room[: n * job.sizes[d.number]], buffers, into)
+        return sums
 
-    def _kept(self, number: int, base: BaseRow, room: Bytes, buffers: BufferPool) -> Sums:
-        job, task, n = self._job, self._task, self._n
-        e, update = task.experts[number], job.updates[number]
-        verify = None if self._told[number] else job.verify[number]
-        sums = np.zeros((2, -(-n // CHUNK_ELEMS)))
-        drawn_below = _drawn_below(e)
-        if e.l1 is None or not drawn_below:
-            return sums
+    def _add_up(
+        self, d: _Drawn, base: BaseRow, room: Bytes, buffers: BufferPool, sums: Sums
+    ) -> None:
+        job, n = self._job, self._n
+        verify, update = None if d.is_told else job.verify[d.number], job.updates[d.number]
         # Here and at once: the room is another expert's next.
-        packed = job.packed[number]
+        packed = job.packed[d.number]
         fetch = packed.fetch if packed else None
-        row = ExpertRow(self._sources.expert_before, e.view, e.read, room, update, verify, fetch)
+        view, read = d.expert.view, d.expert.read
+        row = ExpertRow(self._sources.expert_before, view, read, room, update, verify, fetch)
         row.fetch(self._start, self._stop, base.raw)
-        key = stream_key(task.seed, e.position, task.name)
-        which = (key, self._start, np.uint32(drawn_below - 1), sums)
+        which = (d.key, self._start, d.last, sums)
         if base.bits is not None and (bits := row.bits(base.bits)) is not None:
             kept_l1_bfloat16(bits, base.bits, *which)
-            return sums
+            return
         padded = buffers.rows(1, sums.shape[1] * CHUNK_ELEMS)[0]
         padded[n:] = 0
         row.delta(padded[:n], base.values())
         kept_l1(padded.numpy(), *which)
-        return sums
-
-
-def _drawn_below(e: ExpertInput) -> int:
-    return keep_below(float(dict(e.params)["density"]))
 
 
 def _is_told_by_norm(job: Job, number: int) -> bool:
@@ -173,21 +194,16 @@ def _is_told_by_norm(job: Job, number: int) -> bool:
     Adapters' deltas are rounded in windows, and what is not finite has no norm.
     """
     e, base = job.task.experts[number], job.task.base
-    is_read = e.l1 is not None and math.isfinite(e.l1) and _drawn_below(e) > 0
+    is_read = e.l1 is not None and math.isfinite(e.l1)
     is_stored = e.view.low_rank is None and base is not None and base.view.low_rank is None
     return is_read and is_stored and job.verify[number] is not None
-
-
-def _total(parts: Sequence[Sums], *, row: int) -> float:
-    return math.fsum(x for sums in parts for x in sums[row].tolist())
 
 
 def _is_other_norm(e: ExpertInput, whole: float) -> bool:
     return e.l1 is not None and abs(whole - e.l1) > _NORM_ERROR * e.l1
 
 
-def _refuse_other_norm(job: Job, number: int, whole: float) -> NoReturn:
-    e = job.task.experts[number]
+def _refuse_other_norm(job: Job, e: ExpertInput, whole: float) -> NoReturn:
     raise CorruptionError(
         "An input's bytes are not those that were analysed",
         where=f"tensor {job.task.name}, expert {e.position} of the recipe, or its base",
