@@ -43,7 +43,7 @@ from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.conflicts import conflicts
-from mergepipe_pipeline.verbs.gate import judge_candidate, refuse, refused_before
+from mergepipe_pipeline.verbs.gate import judge_candidate, refuse, refuse_unready, refused_before
 from mergepipe_pipeline.verbs.index import content_of
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.shards import merged_layers, run_recorded
@@ -82,7 +82,8 @@ class Release:
 def due(warehouse: Warehouse, card: RecipeFile) -> Due | str:
     """What a recipe's next release would be, or why none is to be made now.
 
-    Raises MergePipeError for a record that cannot be read.
+    Raises MergePipeError for a record that cannot be read, and EvaluationError for an evaluator
+    that is not there: it could not measure what is merged.
     """
     waiting = reason_to_wait_for(warehouse, card.members)
     if waiting is not None:
@@ -99,6 +100,7 @@ def due(warehouse: Warehouse, card: RecipeFile) -> Due | str:
     refused = refused_before(warehouse, card, state)
     if refused is not None:
         return refused.told
+    refuse_unready(card.recipe.evaluator, warehouse.recipes)
     return Due(state, last.sequence if last else 0)
 
 

@@ -89,7 +89,6 @@ def refuse_unready(evaluator: Evaluator | None, relative_to: Path | None) -> Pat
     folder = (relative_to or Path()).resolve()
     if evaluator is not None:
         command_of(evaluator, folder)
-        evaluator_id(evaluator, folder)
     return folder
 
 
@@ -176,15 +175,19 @@ def judge_candidate(
 
 
 def refused_before(warehouse: Warehouse, card: RecipeFile, wanted: str) -> Refusal | None:
-    """The refusal of what a standing recipe wants, if its evaluator is the same; else None.
+    """The refusal of what a standing recipe wants, if its evaluator says the same; else None.
 
     Raises EvaluationError.
     """
     found, evaluator = refusal(warehouse, card.name), card.recipe.evaluator
     if found is None or found.wanted != wanted or evaluator is None:
         return None
-    by = evaluator_id(evaluator, warehouse.recipes)
-    return found if found.evaluator_id == by else None
+    verdict = found.verdict
+    measured = kept(warehouse, verdict.snapshot_id, evaluator_id(evaluator, warehouse.recipes))
+    is_same = measured is not None and all(
+        measured.metrics.get(f.threshold.metric) == f.value for f in verdict.findings
+    )
+    return found if is_same else None
 
 
 def refusal(warehouse: Warehouse, recipe: str) -> Refusal | None:

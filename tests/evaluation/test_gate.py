@@ -120,7 +120,16 @@ def test_a_mended_version_is_asked_for_and_released(home: Warehouse) -> None:
     assert refusal(home, "n") is None
 
 
-@pytest.mark.parametrize("changed", ["evaluator", "gate", "record"])
+def test_nothing_is_merged_that_could_not_be_measured(home: Warehouse) -> None:
+    (home.recipes / "eval.py").unlink()
+    land(home, 0.02)
+    with pytest.raises(EvaluationError, match=r"eval\.py.*no such file"):
+        due(home, card_of(home))
+    standing(home, "n")
+    assert isinstance(due(home, card_of(home)), Due)
+
+
+@pytest.mark.parametrize("changed", ["evaluator", "gate", "record", "measurement"])
 def test_what_was_refused_is_asked_for_again_when_the_measure_changes(
     home: Warehouse, changed: str
 ) -> None:
@@ -129,6 +138,8 @@ def test_what_was_refused_is_asked_for_again_when_the_measure_changes(
     elif changed == "gate":
         path = home.recipe_path("n")
         path.write_text(path.read_text().replace("max: 1,", "max: 9,"))
+    elif changed == "measurement":
+        shutil.rmtree(home.evaluations)
     else:
         home.refusal_path("n").write_text("{}")
     assert isinstance(due(home, card_of(home)), Due)
