@@ -155,6 +155,11 @@ class Warehouse:
         return self.root / "catalog"
 
     @property
+    def quarantined_dir(self) -> Path:
+        """Which contents of experts are kept out of merges, a chain of decisions per name."""
+        return self.catalog_dir / "quarantined"
+
+    @property
     def token_rows(self) -> Path:
         """Embedding rows made for tokens that a model lacks."""
         return self.catalog_dir / "token_rows"

@@ -147,8 +147,19 @@ def ls(console: Console) -> None:
         *table(("snapshot", "method", "size", "inputs", "metrics", "gate"), snapshots),
         "",
         *table(("ref", "version", "snapshot", "reason"), refs),
+        *_quarantined_lines(listing.quarantined),
         *_damaged_lines(listing.damaged),
     )
+
+
+def _quarantined_lines(quarantined: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [
+        (q["name"], c["content"][:16], "yes" if q["is_now"] else "no", c["decided"], c["reason"])
+        for q in quarantined
+        for c in q["contents"]
+    ]
+    headers = ("quarantined", "content", "kept out now", "since", "reason")
+    return ["", *table(headers, rows)] if rows else []
 
 
 def _damaged_lines(damaged: Sequence[Mapping[str, Any]]) -> list[str]:

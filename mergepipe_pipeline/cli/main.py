@@ -27,6 +27,7 @@ from mergepipe_pipeline.cli.land import land
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
 from mergepipe_pipeline.cli.packs import pack, unpack
+from mergepipe_pipeline.cli.quarantine import quarantine
 from mergepipe_pipeline.cli.replay import replay
 from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback
 from mergepipe_pipeline.cli.ui import ui
@@ -44,6 +45,7 @@ for command in (
     register,
     land,
     tag,
+    quarantine,
     analyze,
     pack,
     unpack,

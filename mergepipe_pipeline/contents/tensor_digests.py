@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles, put_segments
+from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -44,6 +46,17 @@ def ensure_digests(
     }
     catalog.put_digests(checkpoint.checkpoint_id, digests)
     return digests
+
+
+def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
+    """The digest of all tensors and of what says what they mean: an adapter's scale, for one.
+
+    Raises NotFoundError if the tensors' digests are not known.
+    """
+    tensors = catalog.content_sha256(checkpoint.checkpoint_id)
+    if checkpoint.kind == "full":
+        return tensors
+    return digest_json([tensors, checkpoint.kind, checkpoint.adapter_config])
 
 
 def _take(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.away import away_from, open_root
+from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.deploy.arrivals import arrival, mark_changed, place_of, token_at
 from mergepipe_pipeline.deploy.stamps import stamps_of
 from mergepipe_pipeline.digest import digest_json
@@ -56,7 +57,8 @@ def _reason(warehouse: Warehouse, catalog: Catalog, name: str) -> str | None:
         return f"{name} lies below a root that is not mounted here: {unmounted}"
     if not _is_as_recorded(warehouse, catalog, catalog.get(name).checkpoint):
         return f"{name} waits for its index: its files are not those that were indexed"
-    return None
+    kept_out = quarantine_of(warehouse, name)
+    return None if kept_out is None else str(kept_out)
 
 
 def _is_as_recorded(warehouse: Warehouse, catalog: Catalog, recorded: Checkpoint) -> bool:

@@ -57,6 +57,8 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
     _verify_chains(warehouse.catalog_dir / "names", {"checkpoint_id", "root", "base"}, audit)
     _verify_chains(warehouse.catalog_dir / "tags", {"tags"}, audit)
     _verify_chains(warehouse.refs_dir, {"snapshot_id", "reason"}, audit)
+    decisions = {"content", "reason", "decided", "is_kept_out"}
+    _verify_chains(warehouse.quarantined_dir, decisions, audit)
     older = 0
     for path in _files(warehouse.plans, "*.json"):
         if _is_older_plan(path):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
@@ -144,6 +145,7 @@ def resolve_stage(
         for name in parsed.stages_used
         if exists(warehouse, name, relative_to)
     ]
+    warnings += _kept_out(warehouse, models, pending)
     recipe = _as_asked(replace(recipe, warnings=tuple(warnings)), budget, strategy)
     grid = grid_for(template, block_elems or parsed.block_elems)
     outputs = _outputs(recipe, fitted.models)
@@ -224,6 +226,17 @@ def open_stage(
     partial = [m.is_partial for m in models]
     recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, partial)
     return recipe, [_completed(m, n, recipe, models) for n, m in enumerate(models)]
+
+
+def _kept_out(
+    warehouse: Warehouse, models: Sequence[Model], pending: Mapping[str, Checkpoint]
+) -> list[str]:
+    """Why models are in quarantine, so far as their contents are known. They are merged all the
+    same for who asks for it by hand; a standing recipe waits (`deploy.recorded`).
+    """
+    found = {c.name: c for m in models for c in m.checkpoints if c.name not in pending}
+    decided = (quarantine_of(warehouse, name, checkpoint) for name, checkpoint in found.items())
+    return [str(decision) for decision in decided if decision is not None]
 
 
 def _outputs(recipe: Recipe, models: Sequence[Model]) -> list[tuple[TensorView, str]]:

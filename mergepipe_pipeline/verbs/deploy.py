@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.deploy.inbox import joining
 from mergepipe_pipeline.deploy.layer_records import LayerRecords
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile

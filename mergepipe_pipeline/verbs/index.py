@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
-from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, mark_unpacked
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
@@ -19,7 +19,6 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.resolution.open_models import open_models
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
@@ -101,14 +100,6 @@ def _learn(
     expert, base = pair
     grid = grid_for(base, block_elems)
     ensure_stats(warehouse, [(expert, common_pairs(expert, base))], base, grid, progress)
-
-
-def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
-    """The digest of all tensors and of what says what they mean: an adapter's scale, for one."""
-    tensors = catalog.content_sha256(checkpoint.checkpoint_id)
-    if checkpoint.kind == "full":
-        return tensors
-    return digest_json([tensors, checkpoint.kind, checkpoint.adapter_config])
 
 
 def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.contents.quarantine import is_quarantined, kept_out, quarantined_names
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.snapshots.find import scan_snapshots
@@ -22,13 +23,16 @@ from mergepipe_pipeline.warehouse import Warehouse
 class Listing:
     """What a warehouse holds, as rows for people and machines.
 
-    Rows of `damaged` have the kind (checkpoint, snapshot, ref), the name and the reason.
+    Rows of `quarantined` have an expert's name and the decisions about its contents that are kept
+    out; `is_now`: the registered one is. Rows of `damaged` have the kind (checkpoint, quarantine,
+    snapshot, ref), the name and the reason.
     """
 
     checkpoints: tuple[dict[str, Any], ...]
     snapshots: tuple[dict[str, Any], ...]
     refs: tuple[dict[str, Any], ...]
     damaged: tuple[dict[str, Any], ...] = ()
+    quarantined: tuple[dict[str, Any], ...] = ()
 
 
 def ls(warehouse: Warehouse) -> Listing:
@@ -38,11 +42,14 @@ def ls(warehouse: Warehouse) -> Listing:
     refused = Marks(warehouse.stages).refusals()
     for snapshot in broken:
         damaged.add("snapshot", snapshot.folder.name, snapshot.error)
+    kept_out_of = partial(_kept_out, warehouse)
+    decided = damaged.rows("quarantine", quarantined_names(warehouse), kept_out_of)
     return Listing(
         damaged.rows("checkpoint", catalog.names(), partial(_checkpoint_row, catalog)),
         tuple(_snapshot_row(warehouse, s, refused) for s in whole),
         damaged.rows("ref", refs.names(), partial(_ref_row, refs)),
         tuple(damaged.found),
+        tuple(row for row in decided if row["contents"]),
     )
 
 
@@ -105,3 +112,11 @@ def _snapshot_row(
 def _ref_row(refs: RefStore, name: str) -> dict[str, Any]:
     r = refs.current(name)
     return {"ref": r.name, "version": r.number, "snapshot_id": r.snapshot_id, "reason": r.reason}
+
+
+def _kept_out(warehouse: Warehouse, name: str) -> dict[str, Any]:
+    contents = [
+        {"content": d.content, "reason": escaped(d.reason), "decided": d.decided}
+        for d in kept_out(warehouse, name)
+    ]
+    return {"name": name, "contents": contents, "is_now": is_quarantined(warehouse, name)}

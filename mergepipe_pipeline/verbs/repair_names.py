@@ -16,24 +16,25 @@ from mergepipe_pipeline.storage.chain import VersionChain, chain_names
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 
-Kind = Literal["name", "ref", "tags of"]
+Kind = Literal["name", "ref", "tags of", "quarantine of"]
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """The damaged versions (their files) of a name, tags or a ref; `told` says what counts now."""
+    """The damaged versions (their files) of one chain; `told` says what counts now."""
 
     files: tuple[str, ...]
     told: str
 
 
 def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> tuple[SetAside, ...]:
-    """Set the damaged versions of all names, tags and refs aside, each chain's at once."""
+    """Set the damaged versions of every chain of the warehouse aside, each chain's at once."""
     found = []
     folders: tuple[tuple[Kind, Path], ...] = (
         ("name", warehouse.catalog_dir / "names"),
         ("tags of", warehouse.catalog_dir / "tags"),
         ("ref", warehouse.refs_dir),
+        ("quarantine of", warehouse.quarantined_dir),
     )
     for kind, folder in folders:
         for name in chain_names(folder):
@@ -61,6 +62,8 @@ def _counts(chain: VersionChain, kind: Kind, number: int) -> str:
     value = chain.get(number)
     if kind == "tags of":
         return f"version {number} counts: {', '.join(value['tags']) or 'none'}"
+    if kind == "quarantine of":
+        return "the other decisions count; see `mergepipe ls`"
     stands_for = f"snapshot {value['snapshot_id']}" if kind == "ref" else value["root"]
     return f"version {number} counts: {stands_for}"
 
@@ -71,6 +74,8 @@ def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str
         return f"no version is left: `mergepipe publish SNAPSHOT --ref {name}`"
     if kind == "tags of":
         return f"no version is left: `mergepipe tag {name} --add TAG`"
+    if kind == "quarantine of":
+        return f"no decision is left: `mergepipe quarantine {name}` decides anew"
     folder = warehouse.inbox / name
     if folder.is_dir():
         with suppress(MergePipeError):

@@ -1,0 +1,1 @@
+"""Tracing a regression to its expert, and keeping that one out."""

@@ -1,0 +1,121 @@
+"""A content in quarantine keeps recipes waiting, and only that content."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.contents.quarantine import decide, kept_out
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
+from mergepipe_pipeline.verbs.check import check
+from mergepipe_pipeline.verbs.deploy import Due, due
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.ls import ls
+from mergepipe_pipeline.verbs.quarantine import quarantine
+from mergepipe_pipeline.verbs.repair import repair
+from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.warehouse import Warehouse
+
+Land = Callable[[str, str], None]
+
+
+@pytest.fixture
+def land(home: Warehouse, family: Path) -> Land:
+    """Put a checkpoint of the family into the inbox under a name, and index it."""
+
+    def put(name: str, source: str) -> None:
+        shutil.rmtree(home.inbox / name, ignore_errors=True)
+        shutil.copytree(family / source, home.inbox / name)
+        index_arrival(home, name)
+
+    return put
+
+
+@pytest.fixture
+def recipe(home: Warehouse, land: Land) -> Path:
+    """A standing recipe of a base and the expert `chat`, which are indexed."""
+    path = home.recipe_path("mix")
+    path.write_text("merge_method: linear\nmodels: [{model: base}, {model: chat}]\n"
+                    "parameters: {weight: 0.5}\n")  # fmt: skip
+    land("base", "base")
+    land("chat", "expert_00")
+    return path
+
+
+def _due(home: Warehouse) -> Due | str:
+    (card,) = recipe_files(home)
+    return due(home, card)
+
+
+def test_a_recipe_waits_for_a_quarantined_content_alone_and_says_what_to_do(
+    home: Warehouse, land: Land, recipe: Path
+) -> None:
+    assert isinstance(_due(home), Due)
+    quarantine(home, "chat", reason="it forgot how to count")
+    told = _due(home)
+    assert isinstance(told, str)
+    assert told.startswith("chat is quarantined since ")
+    assert "it forgot how to count" in told
+    assert "`mergepipe quarantine chat --release`" in told
+    land("chat", "expert_01")
+    assert isinstance(_due(home), Due)
+    land("chat", "expert_00")
+    assert _due(home) == told
+    quarantine(home, "chat", release=True)
+    assert isinstance(_due(home), Due)
+
+
+def test_check_warns_of_an_expert_in_quarantine_and_ls_lists_it(
+    home: Warehouse, recipe: Path
+) -> None:
+    quarantine(home, "chat", reason="it forgot how to count")
+    warnings = check(home, load_recipe(recipe)).warnings
+    assert sum("chat is quarantined since " in w for w in warnings) == 1
+    (row,) = ls(home).quarantined
+    assert (row["name"], row["is_now"]) == ("chat", True)
+    told = CliRunner().invoke(main, ["ls", "--home", str(home.root)]).stdout
+    assert "it forgot how to count" in told
+
+
+@pytest.mark.parametrize(("name", "release"), [("cha", False), ("chat", True)])
+def test_an_unknown_name_and_a_release_of_nothing_are_refused(
+    home: Warehouse, recipe: Path, name: str, release: bool
+) -> None:
+    with pytest.raises(NotFoundError):
+        quarantine(home, name, release=release)
+    assert not home.quarantined_dir.exists()
+
+
+def test_a_damaged_decision_keeps_the_expert_out_until_repair_sets_it_aside(
+    home: Warehouse, recipe: Path
+) -> None:
+    quarantine(home, "chat")
+    (decision,) = (home.quarantined_dir / "chat").iterdir()
+    decision.write_bytes(decision.read_bytes().replace(b"by hand", b"by hond"))
+    with pytest.raises(CorruptionError):
+        _due(home)
+    assert [d["kind"] for d in ls(home).damaged] == ["quarantine"]
+    assert [f.file for f in verify_all(home).findings] == [str(decision)]
+    repair(home)
+    assert isinstance(_due(home), Due)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=12))
+def test_the_last_decision_about_each_content_holds(
+    tmp_path_factory: pytest.TempPathFactory, decisions: list[tuple[str, bool]]
+) -> None:
+    home = Warehouse.at(tmp_path_factory.mktemp("decisions"))
+    for content, is_kept_out in decisions:
+        decide(home, "chat", content, "", is_kept_out=is_kept_out)
+    last: dict[str, Any] = dict(decisions)
+    assert {d.content for d in kept_out(home, "chat")} == {c for c, out in last.items() if out}
