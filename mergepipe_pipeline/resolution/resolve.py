@@ -22,6 +22,7 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
 from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.grid import grid_for
+from mergepipe_pipeline.resolution.left_out import without
 from mergepipe_pipeline.resolution.locate import exists
 from mergepipe_pipeline.resolution.model_files import side_of, template_of
 from mergepipe_pipeline.resolution.open_models import open_models, tied_updates
@@ -75,7 +76,8 @@ class Planning(TypedDict, total=False):
 
     `relative_to` is the folder that relative paths start from; `budget` an amount as in recipes;
     `block_elems` elements of a block; `known` are checkpoints by name, which are not opened anew.
-    `no_packs`: experts are read although they have packs.
+    `no_packs`: experts are read although they have packs. `leave_out`: checkpoints by name, whose
+    models take no part.
     """
 
     relative_to: Path | None
@@ -84,6 +86,7 @@ class Planning(TypedDict, total=False):
     block_elems: int | None
     known: Mapping[str, Checkpoint] | None
     no_packs: bool
+    leave_out: Collection[str]
 
 
 def resolve(
@@ -130,9 +133,11 @@ def resolve_stage(
     block_elems: int | None = None,
     known: Mapping[str, Checkpoint] | None = None,
     no_packs: bool = False,
+    leave_out: Collection[str] = (),
 ) -> ResolvedRecipe:
     """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
     recipe, models = open_stage(warehouse, parsed, {**(known or {}), **pending}, relative_to)
+    recipe, models = without(recipe, models, leave_out)
     fitted = _fit(warehouse, parsed, recipe, models)
     if no_packs:
         _refuse_away(models, pending)
@@ -158,7 +163,12 @@ def resolve_stage(
         side=fitted.side,
         tokenizer=fitted.tokenizer,
         request=Request(
-            budget, strategy, block_elems, no_packs=no_packs, selected=parsed.all_selected
+            budget,
+            strategy,
+            block_elems,
+            no_packs=no_packs,
+            selected=parsed.all_selected,
+            left_out=tuple(sorted(leave_out)),
         ),
     )
 

@@ -29,7 +29,8 @@ class Request:
 
     `budget` is an amount as in recipes, `block_elems` elements of a block; with `no_packs` the
     originals were read although there were packs. `packs` are the ids of those that there were, of
-    all stages. `selected` says which models the recipe's selectors stood for. No id covers it.
+    all stages. `selected` says which models the recipe's selectors stood for. What is `left_out`, by
+    the names of checkpoints, took no part. No id covers it.
     """
 
     budget: str | None = None
@@ -39,14 +40,15 @@ class Request:
     no_packs: bool = False
     packs: tuple[str, ...] = ()
     selected: tuple[Selected, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Request:
         """The request of which `value` is the `asdict`."""
         models = tuple(RequestedModel(**m) for m in value["models"])
-        packs = tuple(value.get("packs", ()))
+        texts = {key: tuple(value.get(key, ())) for key in ("packs", "left_out")}
         selected = tuple(map(Selected.from_json, value.get("selected", ())))
-        return Request(**{**value, "models": models, "packs": packs, "selected": selected})
+        return Request(**{**value, "models": models, "selected": selected, **texts})
 
 
 #: Nothing overrules the recipe, no model is known yet.

@@ -168,6 +168,7 @@ def _plan(
             strategy=request.strategy,
             block_elems=request.block_elems,
             no_packs=request.no_packs,
+            leave_out=request.left_out,
         )
         _repack(scratch, resolved, request.packs, progress)
         return plan_resolved(scratch, resolved, progress, unnamed=results)
