@@ -63,7 +63,7 @@ def _gate(card: RecipeFile) -> dg.AssetChecksDefinition:
         assert verdict is not None
         return dg.AssetCheckResult(
             passed=verdict.passed,
-            description=description(verdict.told),
+            description=description("; ".join(filter(None, (verdict.told, verdict.since)))),
             metadata={
                 "thresholds": _thresholds(verdict),
                 "snapshot id": verdict.snapshot_id,

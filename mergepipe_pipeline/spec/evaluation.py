@@ -121,11 +121,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a gate says of a snapshot, beside what its ref names (None: nothing yet)."""
+    """What a gate says of a snapshot, beside what its ref names (None: nothing yet).
+
+    `since` says of a refused one what differs from the live one, "" where there is none.
+    """
 
     snapshot_id: str
     live_snapshot_id: str | None
     findings: tuple[Finding, ...]
+    since: str = ""
 
     @property
     def passed(self) -> bool:
@@ -143,7 +147,7 @@ class Verdict:
         findings = tuple(
             Finding(**{**f, "threshold": Threshold(**f["threshold"])}) for f in value["findings"]
         )
-        return Verdict(value["snapshot_id"], value["live_snapshot_id"], findings)
+        return Verdict(**{**value, "findings": findings})
 
 
 def figure(number: float) -> str:

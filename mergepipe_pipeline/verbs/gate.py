@@ -7,12 +7,19 @@ refused, so that nobody asks again for the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.errors import CorruptionError, EvaluationError, GateError, NotFoundError
+from mergepipe_pipeline.errors import (
+    CorruptionError,
+    EvaluationError,
+    GateError,
+    MergePipeError,
+    NotFoundError,
+)
 from mergepipe_pipeline.evaluation.identity import command_of, evaluator_id
 from mergepipe_pipeline.evaluation.judge import judge
 from mergepipe_pipeline.evaluation.run import evaluate
@@ -112,8 +119,21 @@ def judge_snapshot(
     elif live is not None:
         before = kept(warehouse, live.snapshot_id, measured.evaluator_id)
     verdict = judge(parsed.gate, measured, before)
-    live_id = None if live is None else live.snapshot_id
-    return Judged(measured, replace(verdict, live_snapshot_id=live_id), live)
+    if live is not None:
+        since = "" if verdict.passed else _since(warehouse, live, snapshot)
+        verdict = replace(verdict, live_snapshot_id=live.snapshot_id, since=since)
+    return Judged(measured, verdict, live)
+
+
+def _since(warehouse: Warehouse, live: Ref, snapshot: Snapshot) -> str:
+    """What differs from the live snapshot; "" where that cannot be read any more."""
+    # It loads pyarrow, which a gate that lets pass does without.
+    from mergepipe_pipeline.tracing.changes import changes_between
+
+    with suppress(MergePipeError):
+        named = load_snapshot(warehouse.snapshots, live.snapshot_id)
+        return changes_between(warehouse, named, snapshot).told
+    return ""
 
 
 def live_ref(warehouse: Warehouse, ref: str) -> Ref | None:
@@ -145,14 +165,15 @@ def refuse(judged: Judged, recipe: str, ref: str) -> None:
     raise GateError(
         _told(verdict, ref),
         where=f"gate of {recipe}",
-        next_step=f"look at `mergepipe explain snapshot {shown}`, and mend the expert; "
+        next_step=f"`mergepipe bisect {recipe}` finds the guilty expert: mend it; "
         f"`mergepipe promote {shown} --ref {ref} --force REASON` publishes it all the same",
     )
 
 
 def _told(verdict: Verdict, ref: str) -> str:
     stays = "has no version yet" if verdict.live_snapshot_id is None else "stays as it is"
-    return f"snapshot {verdict.snapshot_id[:16]} is refused: {verdict.told}; {ref} {stays}"
+    since = f"; {verdict.since}" if verdict.since else ""
+    return f"snapshot {verdict.snapshot_id[:16]} is refused: {verdict.told}{since}; {ref} {stays}"
 
 
 def judge_candidate(

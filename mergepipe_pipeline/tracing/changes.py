@@ -1,0 +1,145 @@
+"""What differs between the live snapshot and another one: experts, their versions, and layers.
+
+From manifests, provenance and catalog alone; no weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.errors import MergePipeError, NotFoundError
+from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.recipe.yaml_text import read_documents
+from mergepipe_pipeline.spec.layers import layer_order
+from mergepipe_pipeline.spec.request import Request
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Keys of a recipe that say when, where and for whom, and not what is merged.
+_NOT_OF_WEIGHTS = frozenset({"schedule", "trigger", "timezone", "ref", "evaluate", "gate"})
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class InputChange:
+    """An input that came (`before` None), went (`after` None) or changed.
+
+    Both are versions in the catalog, as `version 3`, or the start of a content's digest.
+    """
+
+    name: str
+    role: str
+    before: str | None
+    after: str | None
+
+    @property
+    def told(self) -> str:
+        """The change in a few words."""
+        what = self.name if self.role == "expert" else f"the base {self.name}"
+        if self.before is None:
+            return f"{what} came ({self.after})"
+        return f"{what} went" if self.after is None else f"{what}: {self.before} is {self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What differs from the snapshot `live` to the snapshot `other`.
+
+    `asks_otherwise`: recipe, budget or strategy differ. `layers` are those with other bytes.
+    """
+
+    live: str
+    other: str
+    inputs: tuple[InputChange, ...]
+    asks_otherwise: bool
+    layers: tuple[str, ...]
+    layers_total: int
+
+    @property
+    def told(self) -> str:
+        """All of it in one sentence."""
+        parts = [change.told for change in self.inputs[:_MOST_SHOWN]]
+        if len(self.inputs) > _MOST_SHOWN:
+            parts.append(f"{len(self.inputs) - _MOST_SHOWN} more")
+        parts += ["the recipe says something else"] if self.asks_otherwise else []
+        named = f" ({', '.join(self.layers)})" if 0 < len(self.layers) <= _MOST_SHOWN else ""
+        layers = f"{len(self.layers)} of {self.layers_total} layers differ{named}"
+        return f"since the live snapshot {'; '.join(parts) or 'no input changed'}; {layers}"
+
+
+def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Changes:
+    """What differs from `live` to `other`. Raises CorruptionError for a damaged provenance."""
+    said = [provenance_of(s) for s in (live, other)]
+    before, after = (Request.from_json(p["request"]) for p in said)
+    shards = {s.layer: s.sha256 for s in live.manifest.shards}
+    theirs = {s.layer: s.sha256 for s in other.manifest.shards}
+    differ = {n for n in shards.keys() | theirs.keys() if shards.get(n) != theirs.get(n)}
+    asked = [(r.budget, r.strategy, r.block_elems, r.no_packs, r.left_out) for r in (before, after)]
+    return Changes(
+        live.snapshot_id,
+        other.snapshot_id,
+        tuple(_inputs(warehouse, (live, before), (other, after))),
+        asked[0] != asked[1] or _said(said[0]["recipe"]) != _said(said[1]["recipe"]),
+        tuple(sorted(differ, key=layer_order)),
+        len(theirs),
+    )
+
+
+def _said(recipe: str) -> list[object]:
+    """What a recipe's text says of its result's weights."""
+    return [
+        {k: v for k, v in document.value.items() if k not in _NOT_OF_WEIGHTS}
+        for document in read_documents(recipe)
+        if isinstance(document.value, dict)
+    ]
+
+
+def contents_of(
+    warehouse: Warehouse, snapshot: Snapshot, request: Request
+) -> dict[tuple[str, str], str]:
+    """By role and name what a snapshot was merged from: the digests that `content_of` gives.
+
+    Of an input whose record is gone, the digest of its tensors alone.
+    """
+    catalog, models = warehouse.catalog, {m.name: m for m in request.models}
+    found = {}
+    for entry in snapshot.manifest.inputs:
+        model, content = models.get(entry.name), entry.content_sha256
+        if model is not None and model.content_sha256 == content:
+            with suppress(NotFoundError):
+                checkpoint = catalog.checkpoint(model.checkpoint_id, model.name, model.root)
+                content = content_of(catalog, checkpoint) if checkpoint else content
+        found[entry.role, entry.name] = content
+    return found
+
+
+def _inputs(
+    warehouse: Warehouse,
+    before: tuple[Snapshot, Request],
+    after: tuple[Snapshot, Request],
+) -> Iterator[InputChange]:
+    was, now = (contents_of(warehouse, *which) for which in (before, after))
+    for key in dict.fromkeys((*now, *was)):
+        if was.get(key) != now.get(key):
+            role, name = key
+            versions = (
+                _version(warehouse, name, request, contents.get(key))
+                for (_, request), contents in ((before, was), (after, now))
+            )
+            yield InputChange(name, role, *versions)
+
+
+def _version(warehouse: Warehouse, name: str, request: Request, content: str | None) -> str | None:
+    """What a content is called: by its version in the catalog, if it has one."""
+    if content is None:
+        return None
+    ids = {m.checkpoint_id for m in request.models if m.name == name}
+    known: list[Registration] = []
+    with suppress(MergePipeError):
+        known = warehouse.catalog.history(name)
+    numbers = [r.version for r in known if r.checkpoint.checkpoint_id in ids]
+    return f"version {numbers[-1]}" if numbers else f"content {content[:8]}"
