@@ -12,6 +12,7 @@ from io import TextIOWrapper
 import click
 
 from mergepipe_pipeline import __version__
+from mergepipe_pipeline.cli.bisect import bisect
 from mergepipe_pipeline.cli.calibrate import calibrate
 from mergepipe_pipeline.cli.checkpoints import analyze, ls, register, sql, tag
 from mergepipe_pipeline.cli.common import options
@@ -60,6 +61,7 @@ for command in (
     publish,
     history,
     rollback,
+    bisect,
     verify,
     repair,
     explain,

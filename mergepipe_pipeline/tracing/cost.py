@@ -1,0 +1,69 @@
+"""What a bisection costs at most, told before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.timing.forecast import forecast_plan
+from mergepipe_pipeline.tracing.regression import Regression
+from mergepipe_pipeline.tracing.search import most_questions
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """At most so many candidates are evaluated, `merges` of them merged, which runs `layers`.
+
+    `nbytes` are read for it, of experts and base. `seconds` is None where nobody has measured this
+    machine (`reason`); `evaluation_s` is what the last evaluation took. What is cached or was
+    evaluated before costs nothing.
+    """
+
+    candidates: int
+    merges: int
+    layers: int
+    nbytes: int
+    evaluation_s: float
+    seconds: float | None
+    reason: str = ""
+
+    @property
+    def told(self) -> str:
+        """The worst case in one sentence."""
+        time = f"not predicted: {self.reason}" if self.seconds is None else f"{self.seconds:.0f} s"
+        return (
+            f"{self.candidates} candidates, {self.merges} of them merged: {self.layers} layers and "
+            f"{self.nbytes / 2**30:.2f} GiB to read; an evaluation takes {self.evaluation_s:.1f} s "
+            f"(time: {time})"
+        )
+
+
+def cost_of(warehouse: Warehouse, regression: Regression, most: int, evaluation_s: float) -> Cost:
+    """The worst case of tracing a regression with at most `most` candidates; reads no weight."""
+    plan = load_plan(warehouse, regression.refused.manifest.plan_id)
+    suspects = regression.suspects
+    # Undoing all of them is the live snapshot, or one merge more.
+    first = 0 if regression.is_live(suspects) else 1
+    of_experts = min(most, first + most_questions(len(suspects))) if suspects else 0
+    of_layers = min(most - of_experts, most_questions(len(plan.layers))) if suspects else 0
+    predicted = forecast_plan(warehouse, plan)
+    candidates, seconds = of_experts + of_layers, None
+    if predicted.seconds is not None:
+        seconds = of_experts * predicted.seconds.total_s + candidates * evaluation_s
+    return Cost(
+        candidates,
+        of_experts,
+        of_experts * len(plan.layers),
+        of_experts * _read_nbytes(plan),
+        evaluation_s,
+        seconds,
+        predicted.reason,
+    )
+
+
+def _read_nbytes(plan: MergePlan) -> int:
+    tasks = [task for layer in plan.layers for task in layer.tasks]
+    base = sum(task.base.view.nbytes for task in tasks if task.base)
+    return base + plan.estimates.expert_bytes_planned

@@ -1,0 +1,156 @@
+"""A snapshot that is worse than the live one, and what is needed to merge it in other ways.
+
+It is made from the refused snapshot's own provenance: the recipe, how it was asked for, and exactly
+the inputs that were merged, whatever lies in the inbox by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError, NotFoundError
+from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.request import Request, RequestedModel
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.tracing.changes import Changes, changes_between, contents_of
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """An input that came or changed, and how that is undone.
+
+    By its version in the live snapshot where `previous` can be had, else it is left out. `undoing`
+    says in words which, and why not the other way.
+    """
+
+    name: str
+    content: str
+    previous: Checkpoint | None
+    undoing: str
+
+
+@dataclass(frozen=True)
+class Regression:
+    """The `refused` snapshot of a recipe in `folder` beside the `live` one, which was better.
+
+    `unmovable` are changes that cannot be undone one by one, in words.
+    """
+
+    parsed: ParsedRecipe
+    folder: Path
+    live: Snapshot
+    refused: Snapshot
+    changes: Changes
+    suspects: tuple[Suspect, ...]
+    unmovable: tuple[str, ...]
+    request: Request
+
+    def is_live(self, undone: tuple[Suspect, ...]) -> bool:
+        """Whether nothing is left of what changed, so that the live snapshot is the result."""
+        return not self.unmovable and len(undone) == len(self.suspects)
+
+    def plan_without(
+        self, warehouse: Warehouse, undone: tuple[Suspect, ...], progress: Progress | None = None
+    ) -> MergePlan:
+        """The plan of the recipe with these changes undone.
+
+        Raises what planning raises: RecipeError for an expert that cannot be left out,
+        CheckpointChangedError for an input that is not what was merged any more.
+        """
+        if self.is_live(undone):
+            return load_plan(warehouse, self.live.manifest.plan_id)
+        previous = {s.name: s.previous for s in undone if s.previous is not None}
+        known: dict[str, Checkpoint] = {}
+        for model in self.request.models:
+            checkpoint = previous.get(model.name) or _as_merged(model)
+            # A name is known beside its text: what is known is not registered as the newest.
+            known |= {model.text: checkpoint, model.name: checkpoint}
+        return make_plan(
+            warehouse,
+            self.parsed,
+            progress=progress,
+            relative_to=self.folder,
+            budget=self.request.budget,
+            strategy=self.request.strategy,
+            block_elems=self.request.block_elems,
+            no_packs=self.request.no_packs,
+            known=known,
+            leave_out=[s.name for s in undone if s.previous is None],
+        )
+
+
+def regression_of(
+    warehouse: Warehouse, parsed: ParsedRecipe, folder: Path, live: Snapshot, refused: Snapshot
+) -> Regression:
+    """What differs between the two, and how each change can be undone. Reads no weight."""
+    changes = changes_between(warehouse, live, refused)
+    request = Request.from_json(provenance_of(refused)["request"])
+    before = Request.from_json(provenance_of(live)["request"])
+    models = {m.name: m for m in before.models}
+    was, now = contents_of(warehouse, live, before), contents_of(warehouse, refused, request)
+    suspects, unmovable = [], ["the recipe"] if changes.asks_otherwise else []
+    for change in changes.inputs:
+        previous, why_not = None, ""
+        if change.before is not None and change.after is not None:
+            content = was[change.role, change.name]
+            previous, why_not = _previous(warehouse, models[change.name], content)
+        if change.after is None or (previous is None and change.role == "base"):
+            unmovable.append(change.told)
+            continue
+        undoing = f"with {change.before}" if previous else f"without it{why_not}"
+        suspects.append(Suspect(change.name, now[change.role, change.name], previous, undoing))
+    return Regression(
+        parsed, folder, live, refused, changes, tuple(suspects), tuple(unmovable), request
+    )
+
+
+def _previous(
+    warehouse: Warehouse, model: RequestedModel, content: str
+) -> tuple[Checkpoint | None, str]:
+    """A checkpoint with the content that is live, or why there is none."""
+    told = []
+    for place in dict.fromkeys(_places(warehouse, model)):
+        try:
+            found = open_checkpoint(place, model.name)
+            if content_of(warehouse.catalog, found) == content:
+                return found, ""
+            told.append(f"{place} holds another version")
+        except MergePipeError as error:  # it is gone, or nobody knows what it holds
+            told.append(f"{place}: {error.what}")
+    return None, f" (its live version is gone: {'; '.join(told)})"
+
+
+def _places(warehouse: Warehouse, model: RequestedModel) -> Iterator[str]:
+    """Where its files were, where `pack --replace` moved them, and where its name was since."""
+    yield model.root
+    moved = warehouse.replaced.find(model.checkpoint_id)
+    if moved is not None:
+        yield moved.cold
+    with suppress(NotFoundError):
+        yield from (r.checkpoint.root for r in reversed(warehouse.catalog.history(model.name)))
+
+
+def _as_merged(model: RequestedModel) -> Checkpoint:
+    """An input as it was merged. Raises CheckpointChangedError if that is not there any more."""
+    found = open_checkpoint(model.root, model.name)
+    if found.checkpoint_id != model.checkpoint_id:
+        raise CheckpointChangedError(
+            "An input of the refused snapshot is not what it was",
+            where=f"{model.name}, {model.root}",
+            expected=f"checkpoint {model.checkpoint_id[:8]}",
+            found=f"checkpoint {found.checkpoint_id[:8]}",
+            next_step="merge and judge the recipe again: what is there now may pass",
+        )
+    return found

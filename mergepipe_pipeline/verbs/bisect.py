@@ -1,0 +1,159 @@
+"""The verb `bisect`: which expert, and which layers of it, made a recipe's result worse.
+
+Its cost is known before it begins (`prepare`), and it publishes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import GateError, NotFoundError
+from mergepipe_pipeline.evaluation.run import evaluate
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.recipe_text import load_recipe
+from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
+from mergepipe_pipeline.spec.evaluation import Gate
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.tracing.bisection import Bisection, Tell
+from mergepipe_pipeline.tracing.bisection import bisect as run
+from mergepipe_pipeline.tracing.cost import Cost, cost_of
+from mergepipe_pipeline.tracing.regression import Regression, regression_of
+from mergepipe_pipeline.verbs.deploy import current_snapshot
+from mergepipe_pipeline.verbs.gate import require_evaluator
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Candidates that are evaluated at most, unless somebody says otherwise.
+MOST = 20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A regression that can be traced, by which thresholds, with how many candidates, at what cost.
+
+    `cost` is the worst case.
+    """
+
+    regression: Regression
+    gate: Gate
+    most: int
+    cost: Cost
+
+
+def prepare(
+    warehouse: Warehouse, what: str, *, metric: str | None = None, most: int = MOST
+) -> Prepared:
+    """What tracing takes: of a standing recipe, its ref, or a recipe file that was merged.
+
+    The snapshot that the recipe gives is traced beside what its ref names, or named before if the
+    snapshot was published all the same. `metric` is the one that counts, all of the gate without.
+    Measures the refused snapshot, if nobody has. Raises NotFoundError, GateError, EvaluationError.
+    """
+    parsed, folder, refused = _subject(warehouse, what)
+    live = _live(warehouse, parsed.ref, refused)
+    return prepare_snapshots(
+        warehouse, parsed, folder, live=live, refused=refused, metric=metric, most=most
+    )
+
+
+def prepare_snapshots(
+    warehouse: Warehouse,
+    parsed: ParsedRecipe,
+    folder: Path,
+    *,
+    live: Snapshot,
+    refused: Snapshot,
+    metric: str | None = None,
+    most: int = MOST,
+) -> Prepared:
+    """As `prepare`, of two snapshots of a recipe that lies in `folder`."""
+    gate = _gate(parsed, metric)
+    regression = regression_of(warehouse, parsed, folder, live, refused)
+    measured = evaluate(warehouse, refused, require_evaluator(parsed), folder)
+    return Prepared(regression, gate, most, cost_of(warehouse, regression, most, measured.seconds))
+
+
+def bisect(
+    warehouse: Warehouse,
+    prepared: Prepared,
+    *,
+    options: EngineOptions | None = None,
+    progress: Progress | None = None,
+    tell: Tell = lambda _: None,
+) -> Bisection:
+    """Find the guilty expert. Whoever runs it again after a kill goes on where it was.
+
+    Raises CheckpointChangedError for inputs that changed meanwhile, EvaluationError.
+    """
+    return run(
+        warehouse,
+        prepared.regression,
+        require_evaluator(prepared.regression.parsed),
+        prepared.gate,
+        most=prepared.most,
+        options=options,
+        progress=progress,
+        tell=tell,
+    )
+
+
+def _gate(parsed: ParsedRecipe, metric: str | None) -> Gate:
+    """The recipe's gate, or what of it is about one metric. Raises GateError."""
+    metrics = list(dict.fromkeys(t.metric for t in parsed.gate.thresholds)) if parsed.gate else []
+    if parsed.gate is None or metric not in (None, *metrics):
+        raise GateError(
+            "There is nothing that tells better from worse",
+            where=parsed.where,
+            expected=f"a threshold for {metric}" if metric else "`gate:` in the recipe",
+            found=", ".join(metrics) or "none",
+            next_step="name a metric of the gate" if metrics else "add `gate:` to the recipe",
+        )
+    asked = (t for t in parsed.gate.thresholds if metric in (None, t.metric))
+    return replace(parsed.gate, thresholds=tuple(asked))
+
+
+def _subject(warehouse: Warehouse, what: str) -> tuple[ParsedRecipe, Path, Snapshot]:
+    """The recipe that is meant, its folder, and the snapshot that it gave last."""
+    path = Path(what)
+    if path.suffix in {".yml", ".yaml"} and path.parent.resolve() != warehouse.recipes:
+        parsed, folder = load_recipe(path), path.resolve().parent
+        return parsed, folder, _merged(warehouse, parsed, folder)
+    wanted = path.stem if path.suffix in {".yml", ".yaml"} else what
+    cards = [card for card in recipe_files(warehouse) if card.parsed is not None]
+    found = [c for c in cards if c.name == wanted] or [c for c in cards if c.recipe.ref == wanted]
+    if not found:
+        raise NotFoundError(
+            "No standing recipe has this name or publishes under this ref",
+            where=str(warehouse.recipes),
+            expected=", ".join(card.name for card in cards) or "none is there",
+            found=repr(what),
+            next_step="give the file of the recipe",
+        )
+    return found[0].recipe, warehouse.recipes, current_snapshot(warehouse, found[0].name)
+
+
+def _merged(warehouse: Warehouse, parsed: ParsedRecipe, folder: Path) -> Snapshot:
+    """The snapshot of a recipe file as its inputs are now."""
+    plan = make_plan(warehouse, parsed, relative_to=folder)
+    for snapshot in list_snapshots(warehouse.snapshots):
+        if snapshot.manifest.plan_id == plan.plan_id:
+            return snapshot
+    raise NotFoundError(
+        "The recipe was not merged as its inputs are now",
+        where=parsed.where,
+        expected=f"a snapshot of plan {plan.plan_id[:16]}",
+        found="none",
+        next_step=f"run `mergepipe merge {parsed.where}` first",
+    )
+
+
+def _live(warehouse: Warehouse, ref: str, refused: Snapshot) -> Snapshot:
+    """What a ref names; what it named before, if that is the snapshot in question."""
+    found = warehouse.refs.current(ref)
+    if found.snapshot_id == refused.snapshot_id:
+        found = warehouse.refs.target(ref, None)
+    return load_snapshot(warehouse.snapshots, found.snapshot_id)

@@ -1,0 +1,157 @@
+"""The guilty expert is found among those that changed, at no more than the stated cost."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.errors import GateError, NotFoundError
+from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.snapshots.find import list_snapshots
+from mergepipe_pipeline.tracing.bisection import Bisection
+from mergepipe_pipeline.verbs.bisect import Prepared, bisect, prepare
+from mergepipe_pipeline.verbs.gc import collect
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.tracing.world import World
+
+
+def _one_of_three_is_bad(world: World) -> None:
+    assert world.becomes(a=1.1, b=1.1, c=(1.0, {"layer_2": 9.0})) is not None
+
+
+def test_the_guilty_expert_and_its_layer_are_found_at_no_more_than_the_stated_cost(
+    world: World,
+) -> None:
+    home = world.home
+    _one_of_three_is_bad(world)
+    live, before = home.refs.current("mix"), _snapshots(home)
+    prepared = prepare(home, "mix")
+    told = list[str]()
+    found = bisect(home, prepared, tell=told.append)
+    assert (found.culprit, found.layers) == ("c", ("layer.02",))
+    assert found.undoing[0].startswith("without it (its live version is gone: ")
+    assert "c is guilty: the gate passes without it" in found.told
+    assert len(told) == len(found.candidates)
+    distance = {c.undone: c.metrics["distance"] for c in found.candidates if c.layers is None}
+    assert distance["c",] == pytest.approx(0.25, abs=0.1)
+    assert distance["b",] > 1
+    _costs_no_more(home, prepared, found, before)
+    assert home.refs.current("mix") == live
+    # Nobody's results: a collection takes the candidates, and leaves what is live and refused.
+    collect(home, older_than_s=0)
+    assert _snapshots(home) == before
+
+
+def _snapshots(home: Warehouse) -> set[str]:
+    return {s.snapshot_id for s in list_snapshots(home.snapshots)}
+
+
+def _costs_no_more(home: Warehouse, prepared: Prepared, found: Bisection, before: set[str]) -> None:
+    made = [s for s in list_snapshots(home.snapshots) if s.snapshot_id not in before]
+    costs = [provenance_of(s)["realised"] for s in made]
+    nbytes = sum(c["expert_bytes_read"] + c["base_bytes_read"] for c in costs)
+    cost = prepared.cost
+    assert 0 < len(found.candidates) <= cost.candidates
+    assert 0 < sum(c["layers_executed"] > 0 for c in costs) <= cost.merges
+    assert sum(c["layers_executed"] for c in costs) <= cost.layers
+    assert nbytes <= cost.nbytes
+
+
+def test_an_expert_goes_back_to_its_live_version_where_that_can_be_had(
+    world: World, tmp_path: Path
+) -> None:
+    home = world.home
+    world.make(tmp_path / "one", 1.0, {})
+    world.make(tmp_path / "two", 1.0, {"layer_1": 9.0})
+    shutil.rmtree(home.inbox / "c")
+    register(home, tmp_path / "one", "c")
+    index_arrival(home, "c")
+    register(home, tmp_path / "two", "c")
+    index_arrival(home, "c")
+    world.index("a", 1.1)
+    assert world.run() is not None
+    found = bisect(home, prepare(home, "mix"))
+    world.forget()
+    assert found.culprit == "c"
+    assert found.undoing[0].startswith("with version ")
+    told = f"c is guilty: the gate passes {found.undoing[0]} in layer.01 (of 6 layers)"
+    assert found.told == told
+
+
+def test_changes_that_are_bad_together_and_a_recipe_that_says_otherwise_accuse_no_expert(
+    world: World,
+) -> None:
+    home = world.home
+    assert world.becomes(a=5.0, b=5.0) is not None
+    found = bisect(home, prepare(home, "mix"))
+    assert (found.culprit, found.guilty) == (None, ("a", "b"))
+    assert found.told.startswith("no single expert is guilty")
+
+    world.write(weight=1.0)
+    assert world.becomes(a=1.1) is not None
+    found = bisect(home, prepare(home, "mix"))
+    assert (found.culprit, found.guilty) == (None, ())
+    assert found.told == "undoing a does not help; what else differs: the recipe"
+
+
+def test_candidates_that_run_out_are_said_and_accuse_nobody(world: World) -> None:
+    home = world.home
+    _one_of_three_is_bad(world)
+    found = bisect(home, prepare(home, "mix", most=2))
+    assert (found.culprit, found.is_smallest) == (None, False)
+    assert "c" in found.guilty
+    assert found.told.startswith("the candidates ran out")
+
+
+def test_what_cannot_be_traced_is_refused_with_what_to_do(world: World) -> None:
+    home = world.home
+    with pytest.raises(NotFoundError, match="nothing to roll back"):
+        prepare(home, "mix")
+    with pytest.raises(NotFoundError, match="No standing recipe"):
+        prepare(home, "mox")
+    _one_of_three_is_bad(world)
+    with pytest.raises(GateError, match="nothing that tells better from worse"):
+        prepare(home, "mix", metric="accuracy")
+
+
+def test_a_bisection_that_was_killed_goes_on_and_measures_nothing_twice(world: World) -> None:
+    home = world.home
+    _one_of_three_is_bad(world)
+    before = len(world.evaluated())
+    command = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "bisect", "mix", "--yes"]
+    with subprocess.Popen([*command, "--home", str(home.root)], start_new_session=True) as killed:
+        until = time.monotonic() + 60
+        while len(world.evaluated()) < before + 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        os.killpg(killed.pid, signal.SIGKILL)
+    found = bisect(home, prepare(home, "mix"))
+    assert (found.culprit, found.layers) == ("c", ("layer.02",))
+    measured = world.evaluated()[before:]
+    # What was under way at the kill is measured once more, and nothing else.
+    assert len(measured) - len(set(measured)) <= 1
+
+
+def test_the_command_states_the_cost_and_asks(world: World) -> None:
+    home = world.home
+    _one_of_three_is_bad(world)
+    before = len(world.evaluated())
+    args = ["bisect", "mix", "--home", str(home.root)]
+    asked = CliRunner().invoke(main, args, input="n\n")
+    assert asked.exit_code == 1
+    assert re.search(r"since the live snapshot a: version \d+ is version \d+; b: ", asked.stderr)
+    assert re.search(r"at most \d+ candidates, \d+ of them merged: ", asked.stderr)
+    assert len(world.evaluated()) == before
+    done = CliRunner().invoke(main, [*args, "--yes"])
+    assert "mergepipe quarantine c" in done.stdout
