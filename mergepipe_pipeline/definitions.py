@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import dagster as dg
 
+from assets.bisect import build_bisect, build_bisect_job
 from assets.experts import expert_index, index_burst
 from assets.recipes import build_problem, build_recipe_assets
 from mergepipe_pipeline.cluster.executors import build_executor
@@ -16,6 +17,7 @@ from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.settings import SHARDS
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors.bisect import build_bisect_sensor
 from sensors.failures import failure_sensor
 from sensors.inbox import inbox_sensor, index_job
 from sensors.orphans import orphans_sensor
@@ -47,6 +49,7 @@ def build_definitions(
     problems = [p for p in parts if isinstance(p, RecipeFile)]
     chains = [p for p in parts if not isinstance(p, RecipeFile)]
     jobs = [chain.job for chain in chains]
+    traced = {chain.card.name: chain.bisect for chain in chains if chain.bisect}
     built = [d for chain in chains for d in chain.assets]
     refused = {
         card.token: p.problem or ""
@@ -60,7 +63,7 @@ def build_definitions(
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
         ],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
-        jobs=[index_job, index_burst, *jobs],
+        jobs=[index_job, index_burst, *jobs, *traced.values()],
         schedules=[chain.nightly for chain in chains if chain.nightly],
         sensors=[
             inbox_sensor,
@@ -69,6 +72,7 @@ def build_definitions(
             build_reload_sensor(recipes_token(cards)),
             retention_sensor,
             failure_sensor,
+            *([build_bisect_sensor(traced)] if traced else []),
         ],
         resources={
             "mergepipe": mergepipe or MergePipe(home=str(home.root)),
@@ -85,6 +89,7 @@ class _Chain:
     card: RecipeFile
     job: AssetJob
     nightly: dg.ScheduleDefinition | None
+    bisect: AssetJob | None
     assets: list[dg.AssetsDefinition | dg.AssetChecksDefinition]
 
 
@@ -94,14 +99,17 @@ def _parts(card: RecipeFile, shards: int) -> _Chain | RecipeFile:
         return card
     try:
         job = build_job(card)
-        return _Chain(card, job, build_nightly(card, job), build_recipe_assets(card, shards))
+        assets = [*build_recipe_assets(card, shards), *build_bisect(card)]
+        return _Chain(card, job, build_nightly(card, job), build_bisect_job(card), assets)
     except Exception as error:  # whatever it is, it is this recipe's alone
         return replace(card, layers=(), problem=f"Dagster refuses this recipe: {error}")
 
 
 def build_job(card: RecipeFile) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
-    selection = dg.AssetSelection.key_prefixes(card.name)
+    selection: dg.AssetSelection = dg.AssetSelection.key_prefixes(card.name)
+    if build_bisect_job(card):
+        selection -= dg.AssetSelection.assets([card.name, "bisect"])
     return dg.define_asset_job(
         job_name(card),
         selection=selection,

@@ -19,7 +19,8 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.reload import recipes_token
 
-SENSORS = ("inbox_sensor", "recipe_sensor")
+#: The last is there where a recipe has its refusals traced.
+SENSORS = ("inbox_sensor", "recipe_sensor", "bisect_sensor")
 
 
 class Ticker:
@@ -41,6 +42,8 @@ class Ticker:
         done: list[dict[str, Any]] = []
         for name in SENSORS:
             defs = self._definitions()
+            if name not in _sensors(defs):
+                continue
             result = self._evaluate(defs, name)
             for request in result.run_requests or []:
                 if request.run_key and request.run_key not in self._run_keys:
@@ -51,7 +54,7 @@ class Ticker:
     def reasons(self) -> list[str]:
         """Why nothing is requested now, per sensor."""
         defs = self._definitions()
-        results = [self._evaluate(defs, name) for name in SENSORS]
+        results = [self._evaluate(defs, name) for name in SENSORS if name in _sensors(defs)]
         return [r.skip_reason.skip_message or "" for r in results if r.skip_reason]
 
     def _definitions(self) -> dg.Definitions:
@@ -107,6 +110,10 @@ class Ticker:
             "layers_reused": reused,
             "error": _error(result),
         }
+
+
+def _sensors(defs: dg.Definitions) -> set[str]:
+    return {sensor.name for sensor in defs.get_repository_def().sensor_defs}
 
 
 def _error(result: dg.ExecuteInProcessResult) -> str | None:

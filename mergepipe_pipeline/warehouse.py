@@ -204,6 +204,10 @@ class Warehouse:
         """Record of the candidate of a standing recipe that its gate refused last."""
         return self.releases / f"{recipe}.refused.json"
 
+    def bisection_path(self, recipe: str) -> Path:
+        """Record of what a standing recipe's last refusal was traced to."""
+        return self.releases / f"{recipe}.bisected.json"
+
     def audit_path(self, recipe: str) -> Path:
         """Record of the last audit of a standing recipe's snapshot."""
         return self.releases / f"{recipe}.audited.json"

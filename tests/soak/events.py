@@ -14,7 +14,7 @@ from mergepipe_pipeline.verbs.index import index_arrival
 from tests.soak.deployment import Deployment
 from tests.soak.model import BASE, Recipe
 from tests.soak.watch import Run, Watch
-from tests.soak.world import World
+from tests.soak.world import LIMIT, World
 
 _BURST = 20
 _SELECTED = 30
@@ -213,6 +213,21 @@ def selected(s: Scene) -> Iterator[str]:
     yield "recipe with a selector and its experts deleted"
 
 
+def guarded(s: Scene) -> Iterator[str]:
+    name = f"guarded{s.world.random.randrange(1 << 30):x}"
+    s.world.land("suspect")
+    s.world.write(name, Recipe(("a", "suspect"), limit=LIMIT))
+    yield "recipe with a gate added, and its expert"
+    s.world.worsen("suspect")
+    s.world.land("a")
+    yield "a version made worse, and a good one of another expert: refused, traced, kept out"
+    s.world.land("suspect")
+    yield "the mended version"
+    s.world.drop_recipe(name)
+    s.world.delete("suspect")
+    yield "the recipe and its expert deleted"
+
+
 def kill_merge(s: Scene) -> Iterator[str]:
     s.world.land("a")
     s.kill_worker(s.merging())
@@ -276,6 +291,7 @@ ROUNDS: tuple[tuple[Event, ...], ...] = (
     (broken, mended_otherwise, same_bytes),
     (awaited, added, five_versions),
     (selected,),
+    (guarded,),
     (kill_merge,),
     (kill_index,),
     (kill_daemon,),

@@ -118,6 +118,7 @@ class Judge:
         here = {n for n in world.model.writes if n in world.model.inbox}
         lacking |= {("expert", n, world.model.inbox[n]) for n in here if n not in done}
         lacking |= {("overdue", n, "release") for n in world.model.overdue - watch.overdue()}
+        lacking |= {("quarantine", n, "") for n in world.model.worst() if not watch.is_kept_out(n)}
         lacking |= {("run", r.run_id, "") for r in watch.runs() if not r.over}
         return lacking
 
@@ -138,8 +139,11 @@ class Judge:
             states = model.states.get(name, [])
             steps = len(states) - self._steps.get(name, 0)
             mine = [r for r in runs if r.recipe == name]
+            # What a gate refuses is merged, and traced.
+            steps += 2 * model.refused[name]
             more = len(mine) - steps - sum(r.run_id in ended for r in mine) - (name in late)
             spare += [f"{more} of recipe {name}"] * (more > 0)
+            needed += 2 * model.refused[name]
             needed += model.wanted(name) is not None and model.wanted(name) != self._wanted.get(
                 name
             )

@@ -13,6 +13,7 @@ from dagster._core.events import StepMaterializationData
 from dagster._core.instance.utils import RUNLESS_JOB_NAME, RUNLESS_RUN_ID
 from safetensors.torch import load_file
 
+from mergepipe_pipeline.contents.quarantine import is_quarantined
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import most_at_once
 
@@ -65,6 +66,10 @@ class Watch:
             (t, self._value(r.snapshot_id))
             for t, r in zip(times[-len(history) :], history, strict=True)
         ]
+
+    def is_kept_out(self, expert: str) -> bool:
+        """Whether an expert is in quarantine, as it lies there."""
+        return is_quarantined(self._home, expert)
 
     def ticks(self, since: float = 0.0) -> list[tuple[str, float, float]]:
         """Sensor, start and end of each tick that is over, in seconds."""

@@ -16,6 +16,20 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import layout, write_model
 from tests.soak.model import Model, Recipe
 
+#: Above what checkpoints hold, and below what one that is made worse holds.
+LIMIT, WORST = 1 << 20, 1 << 22
+#: An evaluator: the number that a merged model's tensors hold.
+_EVALUATOR = """
+import json, pathlib, struct, sys
+
+path = min(pathlib.Path(sys.argv[-1]).glob("*.safetensors"))
+with path.open("rb") as file:
+    (n,) = struct.unpack("<Q", file.read(8))
+    header = json.loads(file.read(n))
+    start = next(v["data_offsets"][0] for k, v in header.items() if k != "__metadata__")
+    file.seek(8 + n + start)
+    print(json.dumps({"number": struct.unpack("<f", file.read(4))[0]}))
+"""
 _SIZE = {"layers": 2, "hidden": 16, "vocab": 64}
 
 
@@ -31,6 +45,13 @@ class World:
         """Copy a checkpoint, or its next version, with numbers that no other has."""
         value = self.random.randrange(1 << 18)
         source = self._made(name, value, shards)
+        shutil.copytree(source, self.home.inbox / name, dirs_exist_ok=True)
+        self._whole(name, value)
+
+    def worsen(self, name: str) -> None:
+        """Copy a version with a number that every gate refuses."""
+        value = WORST + self.random.randrange(1 << 10)
+        source = self._made(name, value, shards=2)
         shutil.copytree(source, self.home.inbox / name, dirs_exist_ok=True)
         self._whole(name, value)
 
@@ -93,6 +114,8 @@ class World:
 
     def write(self, name: str, recipe: Recipe) -> None:
         """Write a recipe as editors do: aside, then in place."""
+        if recipe.limit is not None:
+            (self.home.recipes / "eval.py").write_text(_EVALUATOR)
         aside = self.home.recipes / f".{name}.swp"
         aside.write_text(recipe.text)
         aside.replace(self.home.recipe_path(name))

@@ -1,0 +1,84 @@
+"""What follows a refusal, where a recipe asks for it: find the guilty expert and keep it out."""
+
+from typing import Any
+
+import dagster as dg
+
+from assets.failures import told
+from assets.labels import labels
+from assets.metadata import markdown_table, plain_name
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.resources import Engine, MergePipe
+from mergepipe_pipeline.text import in_one_line
+from mergepipe_pipeline.verbs.trace import Traced, trace_refusal
+
+
+def is_traced(card: RecipeFile) -> bool:
+    """Whether the recipe says `on_failure: bisect`."""
+    gate = card.recipe.gate
+    return gate is not None and gate.on_failure == "bisect"
+
+
+def build_bisect(card: RecipeFile) -> list[dg.AssetsDefinition]:
+    """The asset `bisect` of a recipe that has its refusals traced."""
+    if not is_traced(card):
+        return []
+
+    @dg.asset(
+        key=[card.name, "bisect"],
+        deps=[[card.name, "evaluation"]],
+        pool="disk_write",
+        **labels(card, "python"),
+    )
+    @told
+    def bisect(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
+    ) -> dg.MaterializeResult[None]:
+        """Finds which expert made the refused snapshot worse, and quarantines its content.
+
+        Recipes that name the expert wait then, and what is live stays; another version of it is
+        merged by itself. Not part of the recipe's own job: bisect_sensor starts it.
+        """
+        found = trace_refusal(
+            mergepipe.warehouse, card, options=engine.options, tell=context.log.info
+        )
+        return dg.MaterializeResult(metadata=_metadata(found))
+
+    return [bisect]
+
+
+def build_bisect_job(card: RecipeFile) -> Any | None:
+    """The job that traces a recipe's refusals; None for a recipe that asks for nothing."""
+    if not is_traced(card):
+        return None
+    return dg.define_asset_job(
+        f"bisect_{card.identifier}",
+        selection=dg.AssetSelection.assets([card.name, "bisect"]),
+        description=f"Finds the expert that made {card.name} fail its gate, and quarantines it.",
+        tags={"mergepipe/recipe": card.name},
+    )
+
+
+def _metadata(found: Traced | None) -> dict[str, Any]:
+    if found is None:
+        return {"found": "nothing is refused at present"}
+    done, regression = found.bisection, found.prepared.regression
+    rows = [
+        (
+            ", ".join(map(plain_name, c.undone)),
+            "all" if c.layers is None else ", ".join(c.layers),
+            "yes" if c.passed else "no",
+            in_one_line(c.told),
+        )
+        for c in done.candidates
+    ]
+    return {
+        "found": in_one_line(done.told),
+        "quarantined": found.quarantine.name if found.quarantine else "none",
+        "refused": in_one_line(done.verdict),
+        "changed": in_one_line(regression.changes.told),
+        "cost at most": found.prepared.cost.told,
+        "candidates": markdown_table(("undone", "in layers", "passes", "the gate says"), rows),
+        "refused snapshot id": done.refused,
+        "live snapshot id": done.live,
+    }

@@ -1,0 +1,106 @@
+"""What a standing pipeline does after a refusal: find the guilty expert, and keep it out.
+
+The record beside the releases is the only memory: a refusal that was traced is not traced again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mergepipe_pipeline.contents.quarantine import Quarantine, decide
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
+from mergepipe_pipeline.digest import digest_json, seal, unseal
+from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.tracing.bisection import Bisection, Tell
+from mergepipe_pipeline.verbs.bisect import MOST, Prepared, bisect, prepare_snapshots
+from mergepipe_pipeline.verbs.deploy import wanted
+from mergepipe_pipeline.verbs.gate import Refusal, refused_before
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a refusal was traced to; `quarantine` is None where no single expert is guilty."""
+
+    prepared: Prepared
+    bisection: Bisection
+    quarantine: Quarantine | None
+
+
+def trace_due(warehouse: Warehouse, card: RecipeFile) -> str | None:
+    """A token of the refusal that is to be traced now; None for none, and for one that was.
+
+    Raises MergePipeError for a record that cannot be read.
+    """
+    found = _refusal(warehouse, card)
+    if found is None or found.verdict.live_snapshot_id is None:
+        return None
+    if reason_to_wait_for(warehouse, card.members) is not None:
+        return None  # an input is newer than the refusal, or its expert is kept out already
+    token = _token(found)
+    return None if _traced(warehouse, card.name) == token else token
+
+
+def trace_refusal(
+    warehouse: Warehouse,
+    card: RecipeFile,
+    *,
+    options: EngineOptions | None = None,
+    tell: Tell = lambda _: None,
+) -> Traced | None:
+    """Bisect what the recipe's gate refused, and quarantine the guilty expert's content.
+
+    None where nothing is refused at present. Raises what bisecting raises.
+    """
+    found = _refusal(warehouse, card)
+    if found is None or found.verdict.live_snapshot_id is None:
+        return None
+    refused, live = (
+        load_snapshot(warehouse.snapshots, snapshot_id)
+        for snapshot_id in (found.verdict.snapshot_id, found.verdict.live_snapshot_id)
+    )
+    prepared = prepare_snapshots(
+        warehouse, card.recipe, warehouse.recipes, live=live, refused=refused, most=MOST
+    )
+    tell(f"at most {prepared.cost.told}")
+    done = bisect(warehouse, prepared, options=options, tell=tell)
+    kept_out = _keep_out(warehouse, prepared, done)
+    record = {"token": _token(found), "bisection": done.to_json()}
+    write_atomic(warehouse.bisection_path(card.name), seal(record))
+    return Traced(prepared, done, kept_out)
+
+
+def _keep_out(warehouse: Warehouse, prepared: Prepared, done: Bisection) -> Quarantine | None:
+    culprit = next((s for s in prepared.regression.suspects if s.name == done.culprit), None)
+    if culprit is None:
+        return None
+    reason = f"the gate of {done.recipe} refuses what it gives: {done.verdict}; {done.told}"
+    return decide(warehouse, culprit.name, culprit.content, reason, is_kept_out=True)
+
+
+def _refusal(warehouse: Warehouse, card: RecipeFile) -> Refusal | None:
+    """The refusal of what the recipe wants now, if it asks for a bisection then."""
+    if card.parsed is None or card.parsed.gate is None or card.parsed.gate.on_failure != "bisect":
+        return None
+    state = wanted(warehouse, card)
+    return None if state is None else refused_before(warehouse, card, state)
+
+
+def _token(found: Refusal) -> str:
+    verdict = found.verdict
+    return digest_json([verdict.snapshot_id, verdict.live_snapshot_id, found.evaluator_id])[:16]
+
+
+def _traced(warehouse: Warehouse, recipe: str) -> str | None:
+    """The token of what was traced last; None for nothing, or a record that cannot be read."""
+    path = warehouse.bisection_path(recipe)
+    try:
+        record: dict[str, Any] = unseal(path.read_bytes(), str(path))
+    except (FileNotFoundError, CorruptionError):  # then it is traced again, from what is kept
+        return None
+    return str(record["token"])

@@ -1,0 +1,72 @@
+"""Watches refusals: one that was not traced yet is, where its recipe says `on_failure: bisect`."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.retry import reason_to_wait
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.text import visible
+from mergepipe_pipeline.verbs.trace import trace_due
+from sensors import SOON_S, interval_s
+from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
+from sensors.pools import make_pools_known
+
+#: The refusal that a run traces.
+REFUSAL_TAG = "mergepipe/refusal"
+
+
+def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
+    """The level-triggered sensor over the recipes that have a job for this, by name."""
+
+    @dg.sensor(
+        name="bisect_sensor",
+        description=(
+            "Has every refusal of a gate traced to the expert that is guilty, once; its ticks say "
+            "of each recipe what is done and why."
+        ),
+        jobs=list(jobs.values()),
+        minimum_interval_seconds=interval_s(SOON_S),
+        default_status=dg.DefaultSensorStatus.RUNNING,
+    )
+    def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
+        """Requests the bisection of every refusal that has no result yet."""
+        make_pools_known(context.instance)
+        requests, told = [], []
+        for card in recipe_files(mergepipe.warehouse):
+            if card.name not in jobs or card.problem is not None:
+                continue
+            asked = _request_or_reason(mergepipe, card, context.instance, jobs[card.name].name)
+            if isinstance(asked, dg.RunRequest):
+                requests.append(asked)
+                asked = "a run is requested"
+            told.append(visible(f"{card.name}: {asked}"))
+        if requests:
+            context.log.info("\n".join(told))
+            return dg.SensorResult(run_requests=requests)
+        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(told) or "no recipes"))
+
+    return bisect_sensor
+
+
+def _request_or_reason(
+    mergepipe: MergePipe, card: RecipeFile, instance: dg.DagsterInstance, job: str
+) -> dg.RunRequest | str:
+    """A run that traces what the recipe's gate refused, or why none is asked for."""
+    try:
+        token = trace_due(mergepipe.warehouse, card)
+    except Exception as error:  # it is this recipe's alone
+        return str(error)
+    if token is None:
+        return "nothing is refused that was not traced"
+    if card.name in recipes_under_way(instance):
+        return "a run is under way"
+    tags = {RECIPE_TAG: card.name, REFUSAL_TAG: token}
+    waiting = reason_to_wait(failed_attempts(instance, tags), time.time(), mergepipe.retry_s)
+    if waiting is not None:
+        return waiting
+    attempt = count_failed(instance, tags) + 1
+    return dg.RunRequest(run_key=f"{card.name}:{token}:{attempt}", job_name=job, tags=tags)
