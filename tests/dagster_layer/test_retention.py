@@ -64,33 +64,38 @@ def test_old_runs_are_deleted_but_not_what_an_asset_shows_last(tmp_path: Path) -
 
 
 def test_old_ticks_of_sensors_that_asked_for_nothing_are_deleted(tmp_path: Path) -> None:
-    repository = RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("here"), "__repository__")
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
-        states = {}
-        nightly = ScheduleInstigatorData("0 2 * * *")
-        for kind, data in ((InstigatorType.SENSOR, None), (InstigatorType.SCHEDULE, nightly)):
-            origin = RemoteInstigatorOrigin(repository, kind.value)
-            states[kind] = InstigatorState(origin, kind, InstigatorStatus.RUNNING, data)
-            instance.add_instigator_state(states[kind])
+        old_idle_ticks_of_sensors_go(instance)
 
-        def tick(kind: InstigatorType, status: TickStatus, at: float) -> None:
-            state = states[kind]
-            ids = state.instigator_origin_id, kind.value, kind, status, at
-            instance.create_tick(TickData(*ids, run_ids=[], selector_id=state.selector_id))
 
-        for kind in states:
-            tick(kind, TickStatus.SKIPPED, 100.0)
-            tick(kind, TickStatus.SKIPPED, 300.0)
-        tick(InstigatorType.SENSOR, TickStatus.SUCCESS, 100.0)
-        delete_idle_ticks(instance, 200.0)
+def old_idle_ticks_of_sensors_go(instance: dg.DagsterInstance) -> None:
+    """Ticks of a sensor and a schedule, old and new; of these the old idle one goes."""
+    repository = RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("here"), "__repository__")
+    states = {}
+    nightly = ScheduleInstigatorData("0 2 * * *")
+    for kind, data in ((InstigatorType.SENSOR, None), (InstigatorType.SCHEDULE, nightly)):
+        origin = RemoteInstigatorOrigin(repository, kind.value)
+        states[kind] = InstigatorState(origin, kind, InstigatorStatus.RUNNING, data)
+        instance.add_instigator_state(states[kind])
 
-        def left(kind: InstigatorType) -> list[tuple[float, TickStatus]]:
-            state = states[kind]
-            ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id)
-            return [(t.timestamp, t.status) for t in ticks]
+    def tick(kind: InstigatorType, status: TickStatus, at: float) -> None:
+        state = states[kind]
+        ids = state.instigator_origin_id, kind.value, kind, status, at
+        instance.create_tick(TickData(*ids, run_ids=[], selector_id=state.selector_id))
 
-        assert left(InstigatorType.SENSOR) == [
-            (300.0, TickStatus.SKIPPED),
-            (100.0, TickStatus.SUCCESS),
-        ]
-        assert len(left(InstigatorType.SCHEDULE)) == 2
+    for kind in states:
+        tick(kind, TickStatus.SKIPPED, 100.0)
+        tick(kind, TickStatus.SKIPPED, 300.0)
+    tick(InstigatorType.SENSOR, TickStatus.SUCCESS, 100.0)
+    delete_idle_ticks(instance, 200.0)
+
+    def left(kind: InstigatorType) -> list[tuple[float, TickStatus]]:
+        state = states[kind]
+        ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id)
+        return [(t.timestamp, t.status) for t in ticks]
+
+    assert left(InstigatorType.SENSOR) == [
+        (300.0, TickStatus.SKIPPED),
+        (100.0, TickStatus.SUCCESS),
+    ]
+    assert len(left(InstigatorType.SCHEDULE)) == 2
