@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
+from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.recipe.problems import shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
@@ -114,6 +115,9 @@ class Registered:
             return f"it is the base of {self._bases[expert.name]}"
         if has_left(self._warehouse, expert.name, expert.root):
             return f"it is gone: nothing lies at {expert.root}"
+        kept_out = quarantine_of(self._warehouse, expert.name)
+        if kept_out is not None:
+            return str(kept_out)
         snapshot = _merged_here(self._warehouse, Path(expert.root))
         return snapshot and f"it is a result of this warehouse, snapshot {snapshot[:16]}"
 

@@ -29,8 +29,8 @@ class Request:
 
     `budget` is an amount as in recipes, `block_elems` elements of a block; with `no_packs` the
     originals were read although there were packs. `packs` are the ids of those that there were, of
-    all stages. `selected` says which models the recipe's selectors stood for. What is `left_out`, by
-    the names of checkpoints, took no part. No id covers it.
+    all stages. `selected` says which models the recipe's selectors stood for. What is `left_out`,
+    by the names of checkpoints, took no part. No id covers it.
     """
 
     budget: str | None = None

@@ -120,7 +120,7 @@ def _subject(warehouse: Warehouse, what: str) -> tuple[ParsedRecipe, Path, Snaps
     """The recipe that is meant, its folder, and the snapshot that it gave last."""
     path = Path(what)
     if path.suffix in {".yml", ".yaml"} and path.parent.resolve() != warehouse.recipes:
-        parsed, folder = load_recipe(path), path.resolve().parent
+        parsed, folder = load_recipe(path, warehouse), path.resolve().parent
         return parsed, folder, _merged(warehouse, parsed, folder)
     wanted = path.stem if path.suffix in {".yml", ".yaml"} else what
     cards = [card for card in recipe_files(warehouse) if card.parsed is not None]

@@ -45,7 +45,6 @@ from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.conflicts import conflicts
 from mergepipe_pipeline.verbs.gate import judge_candidate, refuse, refuse_unready, refused_before
-from mergepipe_pipeline.verbs.index import content_of
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.shards import merged_layers, run_recorded
 from mergepipe_pipeline.warehouse import Warehouse

@@ -33,7 +33,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
     """An instance as the page for platform teams has it."""
-    files = ROOT / "dagster.yaml", ROOT / "docs" / "platform" / "dagster-postgres.yaml"
+    files = (
+        ROOT / "mergepipe_pipeline" / "dagster.yaml",
+        ROOT / "docs" / "platform" / "dagster-postgres.yaml",
+    )
     (tmp_path / "dagster.yaml").write_text("\n".join(f.read_text() for f in files))
     with running_server() as variables:
         for name, value in variables.items():

@@ -16,6 +16,7 @@ from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.merge import merge
+from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.verbs.tag import tag
@@ -213,3 +214,16 @@ def test_damaged_tags_stop_what_asks_for_them_and_nothing_else(
     with pytest.raises(CorruptionError, match="chat-0"):
         load_recipe(write("tag: prod"), known)
     assert len(taken(known, write("match: chat-*"))) == 4
+
+
+def test_a_selector_leaves_a_quarantined_content_out_until_it_changes(
+    known: Warehouse, write: Write, family: Path
+) -> None:
+    path = write("match: chat-*")
+    made = merge(known, path).outcome  # contents are known from then on
+    quarantine(known, "chat-1", reason="it forgot how to sort")
+    assert taken(known, path) == ["chat-0", "chat-2", "chat-3"]
+    assert "it forgot how to sort" in left(known, path)["chat-1"]
+    assert merge(known, path).outcome.plan.plan_id != made.plan.plan_id
+    register(known, family / "expert_02", "chat-1", "base")
+    assert taken(known, path) == ["chat-0", "chat-1", "chat-2", "chat-3"]

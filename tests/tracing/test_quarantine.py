@@ -79,7 +79,7 @@ def test_check_warns_of_an_expert_in_quarantine_and_ls_lists_it(
     home: Warehouse, recipe: Path
 ) -> None:
     quarantine(home, "chat", reason="it forgot how to count")
-    warnings = check(home, load_recipe(recipe)).warnings
+    warnings = check(home, load_recipe(recipe, home)).warnings
     assert sum("chat is quarantined since " in w for w in warnings) == 1
     (row,) = ls(home).quarantined
     assert (row["name"], row["is_now"]) == ("chat", True)
