@@ -49,7 +49,8 @@ def present_root(warehouse: Warehouse, checkpoint_id: str, root: str) -> str:
     """Where a checkpoint is to be read that was at `root`: it may have gone away, or come back."""
     record = warehouse.replaced.find(checkpoint_id)
     if record is not None and record.is_away:
-        return warehouse.replaced.address(checkpoint_id) if root == record.root else root
+        is_there = root == record.root or root.startswith(AWAY)
+        return warehouse.replaced.address(checkpoint_id) if is_there else root
     if not root.startswith(AWAY):
         return root
     known = [at for *_, i, _, at in warehouse.catalog.registrations() if i == checkpoint_id]

@@ -66,7 +66,7 @@ def locate_checkpoint(
     cached = cached_model(text, revision)
     if cached is not None:
         return open_checkpoint(str(cached), free_name(catalog, cached, taken or {}, text))
-    moved = _moved(warehouse, text, relative_to) if revision is None else None
+    moved = _moved(warehouse, place, relative_to) if revision is None else None
     if moved is not None:
         return moved
     near = get_close_matches(text, catalog.names(), n=1)

@@ -1,7 +1,8 @@
 """Named roots: records say `models:chat-1`, and each machine says where its `models` is mounted.
 
 Two roots are there without being named: `warehouse`, the warehouse's own folder, and `inbox`. What
-lies below no root is recorded by its absolute path. An address (`scheme://…`) stays as it is.
+lies below no root is recorded by its absolute path. An address (`scheme://…`) stays as it is, but
+that of a checkpoint in cold storage, which is a folder of the warehouse.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NoReturn
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.spec.checkpoint import AWAY
 from mergepipe_pipeline.storage.json_text import parse_json
 
 ENVIRONMENT = "MERGEPIPE_ROOTS"
@@ -58,6 +60,8 @@ class Roots:
         found = urlsplit(root) if root.startswith(f"{UNMOUNTED}://") else None
         if found is not None:
             return f"{found.netloc}:{unquote(found.path).removeprefix('/')}"
+        if root.startswith(AWAY):
+            return AWAY + self.recorded(root.removeprefix(AWAY))
         if "://" in root:
             return root
         above = [n for n, p in self.places.items() if Path(root).is_relative_to(p.path)]
@@ -71,6 +75,8 @@ class Roots:
 
         Below a root that is not mounted an address which nobody can open; who tries says why.
         """
+        if recorded.startswith(AWAY):
+            return AWAY + self.here(recorded.removeprefix(AWAY))
         found = _RECORD.fullmatch(recorded)
         if found is None:
             return recorded

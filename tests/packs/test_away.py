@@ -18,7 +18,8 @@ from mergepipe_pipeline.errors import (
     MergePipeError,
     NotFoundError,
 )
-from mergepipe_pipeline.execution.run import MergeOutcome
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.resolution.locate import locate_checkpoint, locate_registered
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -292,3 +293,18 @@ def test_looking_for_a_checkpoint_loads_no_codec() -> None:
     code = "import sys, mergepipe_pipeline.resolution.resolve; sys.exit('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_that_reads_it_is_run_after_the_warehouse_was_moved(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MERGEPIPE_ROOTS", f"models={tmp_path}")
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    made = merged(warehouse, text_of("ties", extra="budget: 40%\n"))
+    by_place = merged(warehouse, text_of("ties", "models:e0", "e1", extra="budget: 40%\n"))
+    assert ids_of(by_place) == ids_of(made)
+    moved = Warehouse.at(warehouse.root.rename(tmp_path / "moved"))
+    again = run_plan(moved, load_plan(moved, made.plan.plan_id), fresh=True)
+    assert again.snapshot.snapshot_id == made.snapshot.snapshot_id
+    report = verify_all(moved, ["inputs"], inputs_of=again.snapshot)
+    assert report.ok, report.findings
