@@ -309,22 +309,19 @@ def _snapshot(console: Console, what: str) -> Answer:
 
     story = explain_snapshot(console.warehouse, what)
     records = snapshot_records(story)
+    plan_id = story.snapshot.manifest.plan_id
     measured = evaluation_records(console.warehouse, story.snapshot.snapshot_id)
     shown = {
         "snapshot_id": story.snapshot.snapshot_id,
-        "plan_id": story.snapshot.manifest.plan_id,
+        "plan_id": plan_id,
         "recipe": story.provenance["recipe_name"],
         "selected": story.provenance.get("request", {}).get("selected", []),
         "figures": records,
         "layers": layer_records(story.comparison) if story.comparison else None,
         "evaluations": measured,
     }
-
-    def picture() -> bytes:
-        return bytes_picture(plan_of(console.warehouse, story.snapshot.manifest.plan_id))
-
     lines = [*_snapshot_lines(story, records), *evaluation_lines(measured)]
-    return Answer(shown, lines, records, picture)
+    return Answer(shown, lines, records, lambda: bytes_picture(plan_of(console.warehouse, plan_id)))
 
 
 def _snapshot_lines(story: SnapshotStory, records: list[dict[str, Any]]) -> list[str]:
