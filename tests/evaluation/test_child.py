@@ -72,9 +72,9 @@ def test_a_command_that_is_not_there_ends_as_a_shell_would_say_it() -> None:
 
 def test_time_over_kills_the_child_and_what_it_started() -> None:
     began_s = time.monotonic()
-    ended = run(WAITS, timeout_s=0.5)
+    ended = run(WAITS, timeout_s=1.0)  # of which a busy machine takes some to start it
     assert ended.code is None
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 10
     assert within(5, lambda: is_gone(int(ended.stdout)))
 
 
