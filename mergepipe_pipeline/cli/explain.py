@@ -104,8 +104,8 @@ def _plan(console: Console, what: str, by: str) -> Answer:
         "levels": [asdict(x) for x in levels],
         **({"tensors": [asdict(t) for t in tensors]} if tensors else {}),
     }
-    told = [*_share_lines(rows, by), *_level_lines(levels), *_making_lines(tensors)]
-    lines = [*_head(made), "", *told, *selected_lines(made.request.selected)]
+    lines = [*_head(made), "", *_share_lines(rows, by), *_level_lines(levels)]
+    lines += [*_making_lines(tensors), *selected_lines(made.request.selected)]
     return Answer(shown, lines, records, lambda: bytes_picture(made))
 
 
@@ -136,17 +136,13 @@ def _share_lines(rows: tuple[Share, ...], by: str) -> list[str]:
 
 
 def _level_lines(levels: tuple[LevelShare, ...]) -> list[str]:
-    if not levels:
-        return []
     rows = [(x.level, str(x.blocks), str(x.elems), size(x.nbytes)) for x in levels]
-    return ["", *table(("level", "blocks", "elements", "read"), rows)]
+    return ["", *table(("level", "blocks", "elements", "read"), rows)] if rows else []
 
 
 def _making_lines(tensors: tuple[OperatorChoice, ...]) -> list[str]:
-    if not tensors:
-        return []
     rows = [(t.tensor, t.operator, t.variant or "-", t.reason or "-") for t in tensors]
-    return ["", *table(("tensor", "operator", "variant", "reason"), rows)]
+    return ["", *table(("tensor", "operator", "variant", "reason"), rows)] if rows else []
 
 
 def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:

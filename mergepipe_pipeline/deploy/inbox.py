@@ -32,6 +32,9 @@ from mergepipe_pipeline.warehouse import Warehouse
 #: the usual one, which is short, since headers already prove that every file has its full length.
 DOUBT_PERIODS = 150
 
+#: Experts that one sentence lists: every tick stores it.
+_MOST_TOLD = 8
+
 
 @dataclass(frozen=True, slots=True)
 class InboxEntry:
@@ -106,14 +109,14 @@ def scan_inbox(
     return tuple(found)
 
 
-def joining(warehouse: Warehouse, card: RecipeFile) -> list[str]:
-    """The experts that selectors of a recipe take as soon as they are indexed, which is soon.
+def reason_to_wait_for_joining(warehouse: Warehouse, card: RecipeFile) -> str | None:
+    """Which experts the selectors of a recipe take as soon as they are indexed, which is soon.
 
     They lie in the inbox whole, are not known yet, and no index of them has failed. What lands
-    together joins together.
+    together joins together. None if there are none.
     """
     catalog, selectors = warehouse.catalog, [s.selector for s in card.selected]
-    return sorted(
+    found = sorted(
         folder.name
         for folder in (_folders(warehouse.inbox) if selectors else ())
         if any(would_take(s, folder.name, catalog.tags) for s in selectors)
@@ -121,6 +124,9 @@ def joining(warehouse: Warehouse, card: RecipeFile) -> list[str]:
         and folder.name not in catalog
         and _is_coming(warehouse, folder)
     )
+    more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
+    told = f"it waits for the index of what is about to join: {', '.join(found[:_MOST_TOLD])}{more}"
+    return told if found else None
 
 
 def _is_coming(warehouse: Warehouse, folder: Path) -> bool:

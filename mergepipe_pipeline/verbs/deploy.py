@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.tensor_digests import content_of
-from mergepipe_pipeline.deploy.inbox import joining
+from mergepipe_pipeline.deploy.inbox import reason_to_wait_for_joining
 from mergepipe_pipeline.deploy.layer_records import LayerRecords
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.recorded import (
@@ -88,9 +88,9 @@ def due(warehouse: Warehouse, card: RecipeFile) -> Due | str:
     waiting = reason_to_wait_for(warehouse, card.members)
     if waiting is not None:
         return waiting
-    coming = joining(warehouse, card)
-    if coming:
-        return f"it waits for the index of what is about to join: {', '.join(coming)}"
+    waiting = reason_to_wait_for_joining(warehouse, card)
+    if waiting is not None:
+        return waiting
     state = wanted(warehouse, card)
     if state is None:
         return "an input is not indexed yet"
