@@ -284,11 +284,15 @@ def _vote(
         share[e] = 0
     for i in range(len(weights)):
         delta, weight = deltas[i], weights[i]
-        for e in range(m):
-            agreeing = delta[e] * sign[e]  # |delta| or, against the vote, −|delta|
-            agreeing = _ZERO if agreeing < 0 else agreeing
-            total[e] += agreeing
-            share[e] += weight if agreeing > 0 else _ZERO
+        if normalize:
+            for e in range(m):
+                agreeing = delta[e] * sign[e]  # |delta| or, against the vote, −|delta|
+                total[e] += _ZERO if agreeing < 0 else agreeing
+                share[e] += weight if agreeing > 0 else _ZERO
+        else:  # shares would be a third of the work
+            for e in range(m):
+                agreeing = delta[e] * sign[e]
+                total[e] += _ZERO if agreeing < 0 else agreeing
     if normalize:
         for e in range(m):
             total[e] /= share[e] if share[e] != 0 else _ONE

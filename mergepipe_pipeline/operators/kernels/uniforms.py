@@ -30,8 +30,9 @@ def fill_uniforms(key: np.uint64, start_elem: int, out: npt.NDArray[np.uint32]) 
         state += GAMMA
     rest = out[skip:]
     for i in range(len(rest) // 2):
-        word = mixed(state + np.uint64(i) * GAMMA)
+        word = mixed(state)
         rest[2 * i] = np.uint32(word)
         rest[2 * i + 1] = np.uint32(word >> np.uint64(32))
+        state += GAMMA  # not i · GAMMA: products of 64 bits are most of the work
     if len(rest) % 2:
-        rest[-1] = np.uint32(mixed(state + np.uint64(len(rest) // 2) * GAMMA))
+        rest[-1] = np.uint32(mixed(state))
