@@ -128,18 +128,15 @@ def _describe_chunk(
     l1, l2 = np.zeros(LANES), np.zeros(LANES)
     peak = np.zeros(LANES, np.float32)
     nonzero, above = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
-    # Two at a time: to load and store the lanes takes as long as to add.
-    for at in range(0, CHUNK_ELEMS, 2 * LANES):
+    for at in range(0, CHUNK_ELEMS, LANES):
         for lane in range(LANES):
-            d, other = delta[at + lane], delta[at + LANES + lane]
-            size, other_size = abs(d), abs(other)
-            l1[lane] = l1[lane] + size + other_size
-            l2[lane] = (
-                l2[lane] + np.float64(d) * np.float64(d) + np.float64(other) * np.float64(other)
-            )
-            peak[lane] = max(max(peak[lane], size), other_size)
-            nonzero[lane] += np.int32(d != 0) + np.int32(other != 0)
-            above[lane] += np.int32(d > 0) + np.int32(other > 0)
+            d = delta[at + lane]
+            size = abs(d)
+            l1[lane] += size
+            l2[lane] += np.float64(d) * np.float64(d)
+            peak[lane] = max(peak[lane], size)
+            nonzero[lane] += d != 0
+            above[lane] += d > 0
     total, square, largest, n, n_above = 0.0, 0.0, np.float32(0), 0, 0
     for lane in range(LANES):
         total += l1[lane]
