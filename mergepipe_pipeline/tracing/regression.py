@@ -6,11 +6,13 @@ the inputs that were merged, whatever lies in the inbox by now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from mergepipe_pipeline.contents.away import open_away, open_root, present_root
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import provenance_of
@@ -18,6 +20,7 @@ from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.resolution.recipe_text import parse_plan
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.request import Request, RequestedModel
@@ -45,6 +48,7 @@ class Suspect:
 class Regression:
     """The `refused` snapshot of a recipe in `folder` beside the `live` one, which was better.
 
+    `parsed` is the recipe as it was merged: its selectors stand for the experts of then.
     `unmovable` are changes that cannot be undone one by one, in words.
     """
 
@@ -74,7 +78,7 @@ class Regression:
         previous = {s.name: s.previous for s in undone if s.previous is not None}
         known: dict[str, Checkpoint] = {}
         for model in self.request.models:
-            checkpoint = previous.get(model.name) or _as_merged(model)
+            checkpoint = previous.get(model.name) or _as_merged(warehouse, model)
             # A name is known beside its text: what is known is not registered as the newest.
             known |= {model.text: checkpoint, model.name: checkpoint}
         return make_plan(
@@ -92,7 +96,7 @@ class Regression:
 
 
 def regression_of(
-    warehouse: Warehouse, parsed: ParsedRecipe, folder: Path, live: Snapshot, refused: Snapshot
+    warehouse: Warehouse, folder: Path, live: Snapshot, refused: Snapshot
 ) -> Regression:
     """What differs between the two, and how each change can be undone. Reads no weight."""
     changes = changes_between(warehouse, live, refused)
@@ -111,8 +115,9 @@ def regression_of(
             continue
         undoing = f"with {change.before}" if previous else f"without it{why_not}"
         suspects.append(Suspect(change.name, now[change.role, change.name], previous, undoing))
+    merged = parse_plan(load_plan(warehouse, refused.manifest.plan_id))
     return Regression(
-        parsed, folder, live, refused, changes, tuple(suspects), tuple(unmovable), request
+        merged, folder, live, refused, changes, tuple(suspects), tuple(unmovable), request
     )
 
 
@@ -120,31 +125,37 @@ def _previous(
     warehouse: Warehouse, model: RequestedModel, content: str
 ) -> tuple[Checkpoint | None, str]:
     """A checkpoint with the content that is live, or why there is none."""
-    told = []
-    for place in dict.fromkeys(_places(warehouse, model)):
+    told: dict[str, None] = {}
+    for place, look in _places(warehouse, model):
         try:
-            found = open_checkpoint(place, model.name)
+            found = look()
             if content_of(warehouse.catalog, found) == content:
                 return found, ""
-            told.append(f"{place} holds another version")
+            told[f"{place} holds another version"] = None
         except MergePipeError as error:  # it is gone, or nobody knows what it holds
-            told.append(f"{place}: {error.what}")
+            told[f"{place}: {error.what}"] = None
     return None, f" (its live version is gone: {'; '.join(told)})"
 
 
-def _places(warehouse: Warehouse, model: RequestedModel) -> Iterator[str]:
-    """Where its files were, where `pack --replace` moved them, and where its name was since."""
-    yield model.root
-    moved = warehouse.replaced.find(model.checkpoint_id)
-    if moved is not None:
-        yield moved.cold
+def _places(
+    warehouse: Warehouse, model: RequestedModel
+) -> Iterator[tuple[str, Callable[[], Checkpoint]]]:
+    """Where its files were, where `pack --replace` has them, and where its name was since."""
+    name = model.name
+    yield model.root, partial(open_root, warehouse, model.root, name)
+    record = warehouse.replaced.find(model.checkpoint_id)
+    if record is not None:
+        yield record.cold, partial(open_checkpoint, record.cold, name)
+        yield f"pack {record.pack_id}", partial(open_away, warehouse, record, name)
     with suppress(NotFoundError):
-        yield from (r.checkpoint.root for r in reversed(warehouse.catalog.history(model.name)))
+        for root in dict.fromkeys(r.checkpoint.root for r in warehouse.catalog.history(name)):
+            yield root, partial(open_root, warehouse, root, name)
 
 
-def _as_merged(model: RequestedModel) -> Checkpoint:
+def _as_merged(warehouse: Warehouse, model: RequestedModel) -> Checkpoint:
     """An input as it was merged. Raises CheckpointChangedError if that is not there any more."""
-    found = open_checkpoint(model.root, model.name)
+    root = present_root(warehouse, model.checkpoint_id, model.root)
+    found = open_root(warehouse, root, model.name)
     if found.checkpoint_id != model.checkpoint_id:
         raise CheckpointChangedError(
             "An input of the refused snapshot is not what it was",

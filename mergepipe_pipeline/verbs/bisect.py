@@ -17,7 +17,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
-from mergepipe_pipeline.spec.evaluation import Gate
+from mergepipe_pipeline.spec.evaluation import Evaluator, Gate
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.tracing.bisection import Bisection, Tell
 from mergepipe_pipeline.tracing.bisection import bisect as run
@@ -39,6 +39,7 @@ class Prepared:
     """
 
     regression: Regression
+    evaluator: Evaluator
     gate: Gate
     most: int
     cost: Cost
@@ -71,10 +72,12 @@ def prepare_snapshots(
     most: int = MOST,
 ) -> Prepared:
     """As `prepare`, of two snapshots of a recipe that lies in `folder`."""
-    gate = _gate(parsed, metric)
-    regression = regression_of(warehouse, parsed, folder, live, refused)
-    measured = evaluate(warehouse, refused, require_evaluator(parsed), folder)
-    return Prepared(regression, gate, most, cost_of(warehouse, regression, most, measured.seconds))
+    gate, evaluator = _gate(parsed, metric), require_evaluator(parsed)
+    regression = regression_of(warehouse, folder, live, refused)
+    cost = cost_of(
+        warehouse, regression, most, evaluate(warehouse, refused, evaluator, folder).seconds
+    )
+    return Prepared(regression, evaluator, gate, most, cost)
 
 
 def bisect(
@@ -92,7 +95,7 @@ def bisect(
     return run(
         warehouse,
         prepared.regression,
-        require_evaluator(prepared.regression.parsed),
+        prepared.evaluator,
         prepared.gate,
         most=prepared.most,
         options=options,

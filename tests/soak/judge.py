@@ -143,7 +143,7 @@ class Judge:
             steps += 2 * model.refused[name]
             more = len(mine) - steps - sum(r.run_id in ended for r in mine) - (name in late)
             spare += [f"{more} of recipe {name}"] * (more > 0)
-            needed += 2 * model.refused[name]
+            needed += 2 * bool(model.refused[name])
             needed += model.wanted(name) is not None and model.wanted(name) != self._wanted.get(
                 name
             )

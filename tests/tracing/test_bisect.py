@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from mergepipe_pipeline.tracing.bisection import Bisection
 from mergepipe_pipeline.verbs.bisect import Prepared, bisect, prepare
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.tracing.world import World
@@ -106,13 +108,18 @@ def test_changes_that_are_bad_together_and_a_recipe_that_says_otherwise_accuse_n
     assert found.told == "undoing a does not help; what else differs: the recipe"
 
 
-def test_candidates_that_run_out_are_said_and_accuse_nobody(world: World) -> None:
+def test_an_expert_that_a_selector_took_is_found_though_the_selector_takes_it_no_more(
+    world: World,
+) -> None:
     home = world.home
-    _one_of_three_is_bad(world)
-    found = bisect(home, prepare(home, "mix", most=2))
-    assert (found.culprit, found.is_smallest) == (None, False)
-    assert "c" in found.guilty
-    assert found.told.startswith("the candidates ran out")
+    world.write(experts=())
+    assert world.becomes() is None
+    assert world.becomes(e=1.0, f=(1.0, {"layer_0": 9.0})) is not None
+    quarantine(home, "f")
+    found = bisect(home, prepare(home, "mix"))
+    quarantine(home, "f", release=True)
+    assert (found.culprit, found.undoing) == ("f", ("without it",))
+    assert ("e",) in {c.undone for c in found.candidates}
 
 
 def test_what_cannot_be_traced_is_refused_with_what_to_do(world: World) -> None:
@@ -143,15 +150,21 @@ def test_a_bisection_that_was_killed_goes_on_and_measures_nothing_twice(world: W
     assert len(measured) - len(set(measured)) <= 1
 
 
-def test_the_command_states_the_cost_and_asks(world: World) -> None:
+def test_the_command_states_the_cost_asks_and_accuses_nobody_when_candidates_run_out(
+    world: World,
+) -> None:
     home = world.home
     _one_of_three_is_bad(world)
     before = len(world.evaluated())
-    args = ["bisect", "mix", "--home", str(home.root)]
+    args = ["bisect", "mix", "--most", "2", "--home", str(home.root)]
     asked = CliRunner().invoke(main, args, input="n\n")
     assert asked.exit_code == 1
     assert re.search(r"since the live snapshot a: version \d+ is version \d+; b: ", asked.stderr)
-    assert re.search(r"at most \d+ candidates, \d+ of them merged: ", asked.stderr)
+    assert "at most 2 candidates, 2 of them merged: 12 layers and " in asked.stderr
     assert len(world.evaluated()) == before
-    done = CliRunner().invoke(main, [*args, "--yes"])
-    assert "mergepipe quarantine c" in done.stdout
+    done = CliRunner().invoke(main, [*args, "--yes", "--json"])
+    found = json.loads(done.stdout)
+    assert (found["culprit"], found["is_smallest"]) == (None, False)
+    assert "c" in found["guilty"]
+    assert found["told"].startswith("the candidates ran out")
+    assert len(world.evaluated()) == before + 2

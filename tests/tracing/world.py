@@ -89,10 +89,9 @@ class World:
         weight: float = 0.25,
         experts: Sequence[str] = EXPERTS,
     ) -> None:
-        """Write the recipe: a quarter of each expert on a base of zeros."""
-        models = "".join(
-            f"  - {{model: {name}, parameters: {{weight: {weight}}}}}\n" for name in experts
-        )
+        """Write the recipe: a quarter of each expert, all of them if none is named, on zeros."""
+        entries = [f"model: {name}" for name in experts] or ["match: '[a-f]'"]
+        models = "".join(f"  - {{{e}, parameters: {{weight: {weight}}}}}\n" for e in entries)
         self.home.recipe_path("mix").write_text(
             f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{models}"
             f"evaluate: {{command: [python, eval.py], timeout: 60}}\ngate: {gate}\n"
