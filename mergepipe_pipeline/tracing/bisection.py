@@ -233,6 +233,8 @@ def _ended(
 
 
 def _nothing_helps(regression: Regression) -> str:
+    if regression.suspects and regression.is_live(regression.suspects):
+        return "the live snapshot does not pass either, so that no change is to blame"
     names = ", ".join(s.name for s in regression.suspects)
     tried = f"undoing {names} does not help" if names else "no expert came or changed"
     others = "; ".join(regression.unmovable)

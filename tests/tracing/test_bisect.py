@@ -23,8 +23,10 @@ from mergepipe_pipeline.tracing.bisection import Bisection
 from mergepipe_pipeline.verbs.bisect import Prepared, bisect, prepare
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.tracing.world import World
 
@@ -71,8 +73,9 @@ def _costs_no_more(home: Warehouse, prepared: Prepared, found: Bisection, before
     assert nbytes <= cost.nbytes
 
 
+@pytest.mark.parametrize("place", ["its folder", "its pack"])
 def test_an_expert_goes_back_to_its_live_version_where_that_can_be_had(
-    world: World, tmp_path: Path
+    world: World, tmp_path: Path, place: str
 ) -> None:
     home = world.home
     world.make(tmp_path / "one", 1.0, {})
@@ -80,6 +83,10 @@ def test_an_expert_goes_back_to_its_live_version_where_that_can_be_had(
     shutil.rmtree(home.inbox / "c")
     register(home, tmp_path / "one", "c")
     index_arrival(home, "c")
+    if place == "its pack":
+        (packed,) = pack(home, ["c"], base="base")
+        move_to_cold(home, packed, tmp_path / "cold")
+        shutil.rmtree(tmp_path / "cold")
     register(home, tmp_path / "two", "c")
     index_arrival(home, "c")
     world.index("a", 1.1)
@@ -106,6 +113,12 @@ def test_changes_that_are_bad_together_and_a_recipe_that_says_otherwise_accuse_n
     found = bisect(home, prepare(home, "mix"))
     assert (found.culprit, found.guilty) == (None, ())
     assert found.told == "undoing a does not help; what else differs: the recipe"
+
+    world.write("{distance: {min: 9}}")
+    assert world.becomes(a=1.1) is not None
+    found = bisect(home, prepare(home, "mix"))
+    assert (found.culprit, found.guilty) == (None, ())
+    assert found.told == "the live snapshot does not pass either, so that no change is to blame"
 
 
 def test_an_expert_that_a_selector_took_is_found_though_the_selector_takes_it_no_more(
