@@ -33,11 +33,15 @@ def test_leaving_the_last_model_out_is_the_recipe_without_it(
     assert "expert_02" not in {source.name for source in left_out.sources}
 
 
-def test_the_others_keep_their_random_numbers_and_the_merge_can_be_replayed(
+def test_the_others_keep_the_positions_that_address_random_numbers(
     home: Warehouse, recipe_text: Text
 ) -> None:
     plan = _plan(home, recipe_text("dare_ties", "{density: 0.5}", experts=3), "expert_00")
     assert {e.position for x in plan.layers for t in x.tasks for e in t.experts} == {1, 2}
+
+
+def test_a_merge_without_a_model_can_be_replayed(home: Warehouse, recipe_text: Text) -> None:
+    plan = _plan(home, recipe_text("task_arithmetic", "", experts=2), "expert_00")
     made = run_plan(home, plan, is_stage=True).snapshot
     assert replay(home, made.snapshot_id).snapshot_id == made.snapshot_id
 
