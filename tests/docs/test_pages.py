@@ -25,6 +25,7 @@ ELSEWHERE = {
     "python3 -m venv": "by hand on a fresh clone; `make test` installs the same",
     "python docs/examples/make_models.py": "conftest.example_models",
     "make ": "test_the_make_targets_exist",
+    'cp -a "$MERGEPIPE_HOME"': "tests/warehouse/test_backup.py",
     "export MERGEPIPE_HOME": "here, and the example's by test_examples",
     'eval "$(_MERGEPIPE_COMPLETE': "test_the_line_for_bash_completes_commands",
     "_MERGEPIPE_COMPLETE=fish": "click's own: the same door as for bash",
