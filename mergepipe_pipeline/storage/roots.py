@@ -37,10 +37,10 @@ class Place:
     path: Path
     said_by: str = ""
 
-    @property
-    def is_mounted(self) -> bool:
-        """Whether something lies there: the folder of a mount that is missing is empty."""
-        if not self.said_by:
+    def has(self, path: Path) -> bool:
+        """Whether a folder below is there, or else the mount: one that is missing is empty."""
+        # What is there needs no look at the root, which may list thousands.
+        if not self.said_by or os.path.exists(path):
             return True
         try:
             with os.scandir(self.path) as entries:
@@ -82,7 +82,7 @@ class Roots:
             return recorded
         name, below = found.groups()
         place = self.places.get(name)
-        if place is not None and place.is_mounted:
+        if place is not None and place.has(place.path / below):
             return str(place.path / below)
         told = {} if place is None else {"place": str(place.path), "by": place.said_by}
         return f"{UNMOUNTED}://{name}/{quote(below)}?{urlencode(told)}"
