@@ -1,7 +1,7 @@
 """Claim: what a merge of many large experts takes on 1, 8 and 64 workers, and what stops it there.
 
     python -m tests.benchmarks.scale [--experts 20] [--workers 1 8 64] [--core 1.05] [--cores 2]
-        [--link 0.65] [--storage 0] [--step 7] [--plan 30] [--start 4]
+        [--link 0.9] [--storage 0] [--step 4] [--plan 30] [--start 2]
 
 Arithmetic, no run: nobody here has 3 TB of experts. Rates are in GB/s and seconds; their defaults
 were measured on a machine of 2 cores, as `Rates` says. Layers are those of a Llama of 70B in
@@ -30,19 +30,20 @@ _READS_AFTER = 3
 class Rates:
     """What a worker and the storage behind it do; seconds, and GB/s of input.
 
-    `core`: ties at K = 20 over 0.6B took 24 s of processor for 25 GB (docs/benchmarks.md).
-    `link`: a cold disk of that machine, read once. `storage`: all workers together, 0 for as much
-    as they ask. `step`: a Dagster step that merges nothing, in a process of its own. `plan`: 100
-    experts of 70B took 24 to 29 s. `start`: a run until its first step, and between two steps.
+    `core`: ties at K = 20 over 0.6B took 24 s of processor for 25 GB (docs/reliability.md).
+    `link`: K = 5 read cold, 7.2 GB in 7.9 s (`bench_shards`). `storage`: all workers together, 0
+    for as much as they ask. `step`: one of dask that merges nothing, 3.9 to 4.1 s, and `start`:
+    until one begins, 1.2 to 2.6 s while no core is missing (both `bench_shards`). `plan`: 100
+    experts of 70B took 24 to 29 s (`bench_planning`).
     """
 
     core: float = 1.05
     cores: float = 2
-    link: float = 0.65
+    link: float = 0.9
     storage: float = 0.0
-    step: float = 7.0
+    step: float = 4.0
     plan: float = 30.0
-    start: float = 4.0
+    start: float = 2.0
 
     @property
     def worker_nbytes_s(self) -> float:
