@@ -42,7 +42,7 @@ def split(
     these are, and Σδ² of the rest. `folded` [n] is room for the distances.
     """
     number = out.dtype.type
-    top, one = number(8 * out.itemsize - 1), number(1)
+    one, most = number(1), number(number(-1) >> number(1))
     n, bits = len(out), delta.view(np.uint32)
     lanes = np.zeros(_LANES)
     for at in range(0, n, _LANES):
@@ -53,8 +53,9 @@ def split(
             left_out = np.float64(_ZERO if flags[i] else part[i])
             lanes[i] += left_out * left_out
     for e in range(n):
-        distance = number(_ordered(expert[e], number, top) - _ordered(base[e], number, top))
-        folded[e] = number(distance << one) ^ number(-number(distance >> top))
+        distance = number(_ordered(expert[e], number) - _ordered(base[e], number))
+        is_below = number(distance > most)
+        folded[e] = number(distance << one) ^ number(number(0) - is_below)
     n_large, energy = 0, 0.0
     for e in range(n):
         n_large += is_large[e]
@@ -85,8 +86,6 @@ def restore(
     Plane p of `large` [n_large], the elements in `bitmap` (empty: none), and of `rest`, the others,
     holds byte p of each; empty planes are of zeros. `folded` [n] is room for the distances.
     """
-    number = out.dtype.type
-    top, one = number(8 * out.itemsize - 1), number(1)
     n = len(base)
     _join(large, folded[:n_large])
     _join(rest, folded[n_large:])
@@ -105,11 +104,19 @@ def restore(
             at_large += flag
             at_rest += np.uint64(1) - flag
     else:
-        out[:] = folded
-    for e in range(n):
-        distance = number(out[e] >> one) ^ number(-number(out[e] & one))
-        ordered = number(_ordered(base[e], number, top) + distance)
-        out[e] = _ordered(ordered, number, top)
+        for e in range(n):  # an assignment to all of it takes five times as long
+            out[e] = folded[e]
+    _add_to(base, out)
+
+
+@numba.njit(nogil=True, cache=True)
+def _add_to(base: Bits, out: Bits) -> None:
+    """Turn distances `out` [n] to `base` [n] into bits; a loop of its own is vectorized."""
+    number = out.dtype.type
+    one = number(1)
+    for e in range(len(base)):
+        distance = number(out[e] >> one) ^ number(number(0) - number(out[e] & one))
+        out[e] = _ordered(number(_ordered(base[e], number) + distance), number)
 
 
 @numba.njit
@@ -127,7 +134,10 @@ def _join(planes: Any, out: Any) -> None:
 
 
 @numba.njit(inline="always")
-def _ordered(bits: Any, number: Any, top: Any) -> Any:
-    """All but the sign turned over in a negative number; twice is nothing."""
-    sign = number(bits >> top)
-    return number(bits ^ number(number(-sign) >> number(1)))
+def _ordered(bits: Any, number: Any) -> Any:
+    """All but the sign turned over in a negative number; twice is nothing.
+
+    Its numbers are known when it is compiled: a shift by one that is not takes eight times as long.
+    """
+    most = number(number(-1) >> number(1))
+    return number(bits ^ (most if bits > most else number(0)))
