@@ -8,15 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from mergepipe_pipeline.operators.kernels.bits import Bits, Floats, subtract
 from mergepipe_pipeline.packs.elements import ChunkPart
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS
-from mergepipe_pipeline.tensors.rows import Floats
-
-Bits = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +27,7 @@ class ReadExpert:
     stored: Sequence[Range]
     near: Sequence[ChunkPart]
 
-    def delta(self, first_elem: int, base: Floats, out: Floats) -> bool:
+    def delta(self, first_elem: int, base: Bits, out: Floats) -> bool:
         """Fill `out` [m] with δ or δ̂ of the elements from `first_elem` on, the base's are `base`.
 
         False, with `out` as it was, if nothing of the expert was read there. Raises
@@ -47,7 +42,7 @@ class ReadExpert:
         for a, b in stored:
             inside = slice(a - first_elem, b - first_elem)
             bits = self.bits[a - self.start_elem : b - self.start_elem]
-            np.subtract(widened(bits), base[inside], out=out[inside])
+            subtract(bits, base[inside], out[inside])
         for part in near:
             part.delta(out[part.start_elem - first_elem : part.stop_elem - first_elem])
         return n_read > 0
@@ -60,8 +55,3 @@ def chunks_within(start_elem: int, stop_elem: int) -> Iterator[Range]:
         stop = min(stop_elem, (first // CHUNK_ELEMS + 1) * CHUNK_ELEMS)
         yield first, stop
         first = stop
-
-
-def widened(bits: Bits) -> Floats:
-    """[n] float32 of bits of bfloat16."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

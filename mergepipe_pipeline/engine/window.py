@@ -15,10 +15,10 @@ import numpy as np
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
-from mergepipe_pipeline.engine.near_rows import Bits, ReadExpert, chunks_within, widened
+from mergepipe_pipeline.engine.near_rows import ReadExpert, chunks_within
 from mergepipe_pipeline.engine.tie_breaks import RuleKey, nth_in, with_stops
 from mergepipe_pipeline.operators import Window as OperatorWindow
-from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, narrow
+from mergepipe_pipeline.operators.kernels.bits import Bits, Floats, Stored, narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, Ints
 from mergepipe_pipeline.packs.elements import ChunkPart
@@ -238,14 +238,14 @@ class Window(Generic[D]):
             experts.append(ReadExpert(k, start, row, job.bits_read[k], near))
         for first, stop in chunks_within(start, self._stop):
             inside = slice(first - start, stop - start)
-            values = widened(base[inside])
+            below = base[inside]
             rows = self._buffers.floats(len(experts), stop - first)
             present: list[int] = []
             for expert in experts:
-                if expert.delta(first, values, rows[len(present)]):
+                if expert.delta(first, below, rows[len(present)]):
                     present.append(expert.number)
             rows = rows[: len(present)]
-            self._merge(kernel, first, values, rows, np.array(present, np.int64), merged[inside])
+            self._merge(kernel, first, below, rows, np.array(present, np.int64), merged[inside])
         return self._cast(merged)
 
     def _merge(

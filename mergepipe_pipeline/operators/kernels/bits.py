@@ -80,3 +80,10 @@ def narrow(values: Floats, out: Bits) -> None:
         u = bits[e]
         is_nan = (u & np.uint32(0x7FFFFFFF)) > _INFINITY
         out[e] = NAN_BITS if is_nan else np.uint16(_nearest(u))
+
+
+@numba.njit(nogil=True, cache=True)
+def subtract(bits: Bits, base: Bits, out: Floats) -> None:
+    """Write T − B to `out`, float32 [n], of bits of bfloat16: `bits` [n] and `base` [n]."""
+    for e in range(len(out)):
+        out[e] = value_of(bits[e]) - value_of(base[e])
