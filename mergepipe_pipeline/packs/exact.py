@@ -137,7 +137,7 @@ def _join(planes: Any, out: Any) -> None:
 def _ordered(bits: Any, number: Any) -> Any:
     """All but the sign turned over in a negative number; twice is nothing.
 
-    Its numbers are known when it is compiled: a shift by one that is not takes eight times as long.
+    No shift by a number that is not known when it is compiled: loops of it are not vectorized.
     """
     most = number(number(-1) >> number(1))
     return number(bits ^ (most if bits > most else number(0)))
