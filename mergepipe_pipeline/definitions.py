@@ -99,8 +99,9 @@ def _parts(card: RecipeFile, shards: int) -> _Chain | RecipeFile:
         return card
     try:
         job = build_job(card)
+        nightly = build_nightly(card, job)  # first: it says best what is wrong with a schedule
         assets = [*build_recipe_assets(card, shards), *build_bisect(card)]
-        return _Chain(card, job, build_nightly(card, job), build_bisect_job(card), assets)
+        return _Chain(card, job, nightly, build_bisect_job(card), assets)
     except Exception as error:  # whatever it is, it is this recipe's alone
         return replace(card, layers=(), problem=f"Dagster refuses this recipe: {error}")
 

@@ -119,7 +119,7 @@ def has_left(warehouse: Warehouse, name: str, root: str) -> bool:
 def _moved(warehouse: Warehouse, text: str, relative_to: Path | None) -> Checkpoint | None:
     """What was at a path and was moved away, under the name by which it is registered."""
     for folder in (Path.cwd(), relative_to):
-        root = folder and str((folder / expanded(text)).resolve())
+        root = folder and os.path.realpath(folder / expanded(text))
         record = away_from(warehouse, root) if root else None
         if root and record is not None:
             plain = free_name(warehouse.catalog, Path(root), {})

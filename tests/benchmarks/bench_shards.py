@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from mergepipe_pipeline.verbs.deploy import current_plan, plan_recipe
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.shards import merged_layers
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.benchmarks import FOLDER
 from tests.benchmarks.measure import make_cold, weight_files
 from tests.dask_cluster import environment, running_cluster
 
@@ -54,7 +54,7 @@ class Row:
     held_nbytes: int
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Measure, and print a row for each merge."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_shards")
     parser.add_argument("family", type=Path)
@@ -64,21 +64,18 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, help="of each worker's engine")
-    parser.add_argument("--home", type=Path, help="a folder to work in; its plan is used again")
+    parser.add_argument("--home", type=Path, default=FOLDER / "shards", help="to work in; kept")
     parser.add_argument("--json", type=Path, help="append rows to this file")
-    chosen = parser.parse_args(argv)
-    with ExitStack() as stack:
-        temporary = tempfile.TemporaryDirectory(prefix="mergepipe-shards-")
-        folder = chosen.home or Path(stack.enter_context(temporary))
-        home = _planned(folder / "warehouse", chosen.family, chosen.k)
-        for _ in range(chosen.rounds):
-            for executor in chosen.executors:
-                for shards in chosen.shards:
-                    row = _measured(home, folder, executor, shards, chosen)
-                    print(_line(row), flush=True)
-                    if chosen.json:
-                        with chosen.json.open("a") as file:
-                            file.write(json.dumps(asdict(row)) + "\n")
+    chosen = parser.parse_args()
+    home = _planned(chosen.home / "warehouse", chosen.family, chosen.k)
+    for _ in range(chosen.rounds):
+        for executor in chosen.executors:
+            for shards in chosen.shards:
+                row = _measured(home, chosen.home, executor, shards, chosen)
+                print(_line(row), flush=True)
+                if chosen.json:
+                    with chosen.json.open("a") as file:
+                        file.write(json.dumps(asdict(row)) + "\n")
 
 
 def _planned(root: Path, family: Path, k: int) -> Warehouse:
@@ -157,4 +154,4 @@ def _line(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

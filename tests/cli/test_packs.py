@@ -62,6 +62,8 @@ def test_an_expert_goes_to_cold_storage_and_comes_back(tmp_path: Path) -> None:
     assert "1 file moved to" in run(tmp_path, "pack", "e0", "--replace", "--cold", cold)
     recipe = tmp_path / "r.yml"
     recipe.write_text("merge_method: linear\nmodels: [{model: e0, parameters: {weight: 1}}]\n")
-    assert "mergepipe unpack e0" in run(tmp_path, "check", str(recipe), code=12)
+    assert "expert bytes" in run(tmp_path, "check", str(recipe))
+    refused = run(tmp_path, "plan", str(recipe), "--no-packs", code=12)
+    assert "mergepipe unpack e0" in refused
     assert "1 file" in run(tmp_path, "unpack", "e0")
     assert (tmp_path / "e0" / "e0.safetensors").exists()

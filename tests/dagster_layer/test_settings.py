@@ -84,10 +84,10 @@ def test_no_other_module_knows_a_variable() -> None:
         for name in re.findall(r'"(MERGEPIPE_\w+)"', path.read_text())
     }
     assert {name for path, name in found if path == "settings.py"} == {s.variable for s in SETTINGS}
-    # The demo starts Dagster, as a user does: it gives variables, and reads none.
-    given = {"demo_run.py"}
+    # The demo starts Dagster, as a user does, and an evaluator its program: both give variables.
+    given = {"demo_run.py", "identity.py"}
     elsewhere = {name for path, name in found if path not in {"settings.py", *given}}
-    assert elsewhere == {"MERGEPIPE_HOME", "MERGEPIPE_TRACEBACK"}
+    assert elsewhere == {"MERGEPIPE_HOME", "MERGEPIPE_ROOTS", "MERGEPIPE_TRACEBACK"}
 
 
 def launch(
