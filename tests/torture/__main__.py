@@ -74,6 +74,8 @@ def _warm_up(world: Path) -> None:
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         for args in (
             *(("merge", str(world / f"{name}.yml"), "--publish") for name in RECIPES),
+            ("pack", "expert_00", "--base", "base"),
+            ("merge", str(world / "budget.yml")),  # from the pack
             ("rollback", "full", "--to", "1"),
             ("gc", "--older-than", "0"),
         ):
