@@ -96,9 +96,7 @@ def _merge(card: RecipeFile) -> dg.AssetsDefinition:
         repeats none. To merge some only, name them in the configuration: `layers: ["03", "head"]`.
         """
         started = time.monotonic()
-        plan = current_plan(mergepipe.warehouse, card.name)
-        refuse_other_budget(plan, engine.budget)
-        chosen = _chosen(plan, config.layers)
+        plan, chosen = _asked(card, mergepipe, engine, config)
         done = []
         for one in merge_recipe(mergepipe.warehouse, card.name, list(chosen), engine.options):
             done.append(one)
@@ -155,9 +153,7 @@ def _shard(card: RecipeFile, shards: int) -> dg.OpDefinition:
     ) -> dg.Output[None]:
         """Merges one shard of the plan's layers, while other steps merge the others."""
         started = time.monotonic()
-        plan = current_plan(mergepipe.warehouse, card.name)
-        refuse_other_budget(plan, engine.budget)
-        chosen = _chosen(plan, config.layers)
+        plan, chosen = _asked(card, mergepipe, engine, config)
         count = config.shards or shards
         part = shard_of(mergepipe.warehouse, plan, config.number, count, list(chosen))
         done = []
@@ -184,9 +180,7 @@ def _gather(card: RecipeFile) -> dg.OpDefinition:
         context: dg.OpExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
     ) -> dg.Output[None]:
         """Says what all shards cost; merges what none of them has, as after a new calibration."""
-        plan = current_plan(mergepipe.warehouse, card.name)
-        refuse_other_budget(plan, engine.budget)
-        chosen = _chosen(plan, config.layers)
+        plan, chosen = _asked(card, mergepipe, engine, config)
         for one in merge_recipe(mergepipe.warehouse, card.name, list(chosen), engine.options):
             if not one.reused:
                 context.log_event(_reported(card, plan, chosen[one.name], one))
@@ -197,6 +191,15 @@ def _gather(card: RecipeFile) -> dg.OpDefinition:
         )
 
     return gather
+
+
+def _asked(
+    card: RecipeFile, mergepipe: MergePipe, engine: Engine, config: Layers
+) -> tuple[MergePlan, dict[str, LayerTask]]:
+    """The current plan and the layers of it that a run is to merge. Raises BudgetError too."""
+    plan = current_plan(mergepipe.warehouse, card.name)
+    refuse_other_budget(plan, engine.budget)
+    return plan, _chosen(plan, config.layers)
 
 
 def _chosen(plan: MergePlan, named: list[str]) -> dict[str, LayerTask]:

@@ -7,7 +7,7 @@ beside the pack. Who reads compares them with the expert's digests, as for any o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -21,6 +21,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, C
 from mergepipe_pipeline.packs.decoded import Decoder, StoredBytes
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.replaced import MovedFile, Replaced
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import LocalSource, Reading, open_source
@@ -181,15 +182,31 @@ class _PackedTensors:
     def _opened(self, tensor: str) -> StoredBytes:
         packed = self._pack.tensors[tensor]
         digests = self._catalog.digests(self._base.checkpoint_id) or {}
-        found = digests.get(packed.base_name, "no such tensor")
-        if found != packed.base_digest:
-            raise CorruptionError(
-                "The base is not the one that the expert was packed against",
-                where=f"{self._base.root}, tensor {packed.base_name}",
-                expected=f"content {packed.base_digest[:16]}",
-                found=f"{found[:16]}",
-            )
+        refuse_other_base(self._record, self._base, digests, packed.base_name, packed.base_digest)
         return self._decoder.bytes_of(packed, view_of(self._base.by_name[packed.base_name]))
+
+
+def refuse_other_base(
+    record: Replaced,
+    base: Checkpoint,
+    digests: Mapping[str, str],
+    tensor: str,
+    expected: str,
+) -> None:
+    """Raise CorruptionError if a base's tensor is not the one that the record's pack is against.
+
+    `digests` are those of the base's tensors, `expected` is of this `tensor`.
+    """
+    found = digests.get(tensor, "no such tensor")
+    if found != expected:
+        raise CorruptionError(
+            "The base is not the one that the expert was packed against",
+            where=f"{base.root}, tensor {tensor}",
+            expected=f"content {expected[:16]}",
+            found=f"{found[:16]}",
+            next_step=f"put the files of that {record.base!r} back, or take the original from "
+            f"{record.cold}",
+        )
 
 
 def _spans(file: MovedFile) -> Iterator[_Span]:

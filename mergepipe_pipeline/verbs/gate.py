@@ -157,7 +157,10 @@ def mark(warehouse: Warehouse, recipe: str, judged: Judged) -> None:
 
 
 def refuse(judged: Judged, recipe: str, ref: str) -> None:
-    """Raise GateError, in one sentence, for a snapshot that the gate refuses."""
+    """Raise GateError, in one sentence, for a snapshot that the gate refuses.
+
+    `recipe` is what `bisect` takes: the name of a standing recipe, or a recipe's file.
+    """
     verdict = judged.verdict
     if verdict is None or verdict.passed:
         return

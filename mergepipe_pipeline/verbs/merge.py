@@ -116,7 +116,7 @@ def _judged(
         return None
     judged = judge_snapshot(warehouse, parsed, folder, snapshot, parsed.ref)
     mark(warehouse, parsed.name, judged)
-    refuse(judged, parsed.name, parsed.ref)
+    refuse(judged, parsed.where, parsed.ref)
     return judged
 
 

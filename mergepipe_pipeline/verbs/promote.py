@@ -47,7 +47,7 @@ def promote(
     folder = Path(parsed.where).resolve().parent
     judged = judge_snapshot(warehouse, parsed, folder, snapshot, ref)
     mark(warehouse, parsed.name, judged)
-    refuse(judged, parsed.name, ref)
+    refuse(judged, parsed.where, ref)
     done = publish(
         warehouse,
         snapshot.snapshot_id,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
@@ -190,16 +191,9 @@ class _Original:
     def _refuse_other_base(self) -> None:
         digests = self._warehouse.catalog.digests(self._base.checkpoint_id) or {}
         for content in self._pack.contents.values():
-            found = digests.get(content.base_name, "no such tensor")
-            if found != content.base_digest:
-                raise CorruptionError(
-                    "The base is not the one that the expert was packed against",
-                    where=f"{self._base.root}, tensor {content.base_name}",
-                    expected=f"content {content.base_digest[:16]}",
-                    found=f"{found[:16]}",
-                    next_step=f"put the files of that {self._record.base!r} back, or take the "
-                    f"original from {self._record.cold}",
-                )
+            refuse_other_base(
+                self._record, self._base, digests, content.base_name, content.base_digest
+            )
 
 
 def _refuse_away(warehouse: Warehouse, packed: Packed) -> None:
