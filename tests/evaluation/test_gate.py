@@ -245,6 +245,7 @@ def test_a_merge_that_does_not_pass_has_neither_folder_nor_ref(
     code, told = cli(new, *words)
     assert code == GateError.exit_code
     assert "r has no version yet" in told
+    assert f"mergepipe bisect {file}" in told
     assert not out.exists()
     assert new.refs.names() == []
     file.write_text(recipe(family / "base", family / "expert_00"))
