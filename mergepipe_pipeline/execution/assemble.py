@@ -222,6 +222,7 @@ def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None)
         **({"choices": chosen} if chosen else {}),
         "realised": realised and asdict(realised),
         "time": times and times.to_json(),
+        **({"downloads": downloads} if times and (downloads := times.downloaded()) else {}),
         "sources": [asdict(s) for s in plan.sources],
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
-from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 
 #: Long, since after each step the thread waits for its turn in the interpreter.
@@ -71,9 +71,15 @@ def _read(places: _Places, over: threading.Event) -> None:
     with suppress(MergePipeError, OSError):
         for root, entries in places:
             with open_source(root) as source:
+                if isinstance(source, FetchedAhead):
+                    source.expect(_range(e) for e in entries)
                 for e in entries:
                     for start in range(0, e.nbytes, _STEP_NBYTES):
                         if over.is_set():
                             return
                         piece = room[: min(_STEP_NBYTES, e.nbytes - start)]
                         source.read_into(e.file, e.start_byte + start, piece)
+
+
+def _range(entry: TensorEntry) -> FileRange:
+    return FileRange(entry.file, entry.start_byte, entry.start_byte + entry.nbytes)

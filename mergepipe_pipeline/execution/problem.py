@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.execution.egress import egress_of_recipe
 from mergepipe_pipeline.execution.planning import resolve_after_stages
 from mergepipe_pipeline.facts.gather import PlanInputs, gather
 from mergepipe_pipeline.planner.bounds import Bound
@@ -39,13 +40,17 @@ from mergepipe_pipeline.spec.recipe import Recipe
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
+if TYPE_CHECKING:
+    from mergepipe_pipeline.remote.egress import Egress
+
 
 @dataclass(frozen=True)
 class SolvedProblem:
     """A recipe with its planning problem, and what was selected: blocks, or levels of packs.
 
     `problem` is that of blocks, which a selection of levels does without. `experts` are the
-    models' names by position; those in `read` had to be analysed first.
+    models' names by position; those in `read` had to be analysed first. `egress` is what a merge of
+    a recipe fetches from addresses.
     """
 
     recipe: Recipe
@@ -54,6 +59,7 @@ class SolvedProblem:
     selection: BlockSelection | LevelSelection
     read: tuple[str, ...]
     level_problem: LevelProblem | None = None
+    egress: tuple[Egress, ...] = ()
 
     @property
     def table(self) -> LevelTable:
@@ -114,7 +120,8 @@ def solve_recipe(
         selection = select_blocks(
             problem, recipe.budget, None if recipe.strategy == PACKS else recipe.strategy
         )
-    return SolvedProblem(recipe, _experts(inputs), problem, selection, inputs.read, packed)
+    egress = egress_of_recipe(warehouse, resolved)
+    return SolvedProblem(recipe, _experts(inputs), problem, selection, inputs.read, packed, egress)
 
 
 def solve_plan(

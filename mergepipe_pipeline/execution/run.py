@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from mergepipe_pipeline.contents.input_segments import plan_inputs
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedLayerError
 from mergepipe_pipeline.execution.assemble import commit
+from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
+from mergepipe_pipeline.execution.fetched import fetch_layers
 from mergepipe_pipeline.execution.memory import release_freed
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.plan_leases import staging as staging_of
@@ -71,6 +73,7 @@ class MergeOutcome:
             "update_norm_estimate": e.update_norm,
             "wall_s": round(self.wall_s, 3),
             "time": self.times.to_json(),
+            **({"downloads": downloads} if (downloads := self.times.downloaded()) else {}),
             "warnings": list(self.plan.warnings),
         }
 
@@ -95,18 +98,16 @@ def run_plan(
     a full disk; staging is removed, finished layers stay for the next try.
     """
     started = time.monotonic()
-    start = start or RunStart(started)
+    start = start or RunStart(started, downloaded=partial(traffic_since, traffic()))
 
     def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
         done = list(run_layers(warehouse, plan, options=options, progress=progress, fresh=fresh))
         realised, merging_s = Realised.of(done), time.monotonic() - started
-        times = Times(start.predicted, started - start.at_s, merging_s)
+        times = Times(start.predicted, started - start.at_s, merging_s, start.downloaded)
         made = {layer.name for layer in done if not layer.reused}
-        return (
-            commit(warehouse, plan, realised, times, is_stage=is_stage, made=made),
-            realised,
-            times,
-        )
+        snapshot = commit(warehouse, plan, realised, times, is_stage=is_stage, made=made)
+        downloads = start.downloaded()  # what this process fetches later is not of this merge
+        return snapshot, realised, replace(times, downloaded=lambda: downloads)
 
     with lease(warehouse, plan):
         try:
@@ -130,13 +131,18 @@ def run_layers(
 
     `fresh` ones are all run.
     """
+    progress = progress or Silent()
     wanted = [layer for layer in plan.layers if names is None or layer.name in names]
     store = warehouse.objects
     known = {w.name: None if fresh else store.lookup(w.action_key) for w in wanted}
+    if not fresh:
+        unknown = [layer for layer in wanted if known[layer.name] is None]
+        known |= fetch_layers(warehouse, unknown, progress)
     unknown = [layer for layer in wanted if known[layer.name] is None]
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
     with (
-        (progress or Silent()).task(f"merge {plan.recipe_name}", total) as advance,
+        downloads_shown(progress, plan, unknown),
+        progress.task(f"merge {plan.recipe_name}", total) as advance,
         _LayerMerger(warehouse, plan, options or EngineOptions(), advance) as merger,
     ):
         yield from merger.merge(wanted, known)

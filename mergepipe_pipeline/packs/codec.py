@@ -15,14 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.operators.kernels.bits import Numbers, times
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, bitmap_nbytes, restore, split
+from mergepipe_pipeline.packs.expand import count_ones
 from mergepipe_pipeline.packs.frames import (
     Bytes,
-    FrameReader,
     as_array,
-    content_of,
+    contents_of,
     refuse,
+    sections_of,
     to_frame,
 )
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level, Tier
@@ -42,22 +44,28 @@ _STEPS_PER_OCTAVE = 16
 _LEAST_UNIT, _LARGEST_UNIT = 2.0**-100, 2.0**100
 _SIZE = np.uint32(0x7FFFFFFF)
 _NONE = as_array(b"")
+_ALIGN = 64
 #: Sums of float64 are off by less.
 _ROUNDING = 1 + 2.0**-40
 
 Floats = npt.NDArray[np.float32]
+#: A tier's frames of consecutive chunks.
+Frames = Sequence[memoryview | None]
 
 
 class _Room(threading.local):
-    """Memory for the bytes of a chunk, several times: fresh pages cost more than decoding."""
+    """Memory for the bytes of chunks, used again: fresh pages cost more than decoding."""
 
     def __init__(self) -> None:
-        self._pieces: list[Bytes] = []
+        self._all = np.empty(0, np.uint8)
 
-    def of(self, n_pieces: int, nbytes: int) -> list[Bytes]:
-        while len(self._pieces) < n_pieces:
-            self._pieces.append(np.empty(4 * CHUNK_ELEMS, np.uint8))
-        return [piece[:nbytes] for piece in self._pieces[:n_pieces]]
+    def of(self, *nbytes: int) -> list[Bytes]:
+        """Pieces of so many bytes; those handed out before become invalid."""
+        stops = np.cumsum([-(-n // _ALIGN) * _ALIGN for n in nbytes]).tolist()
+        if stops[-1] > len(self._all):
+            self._all = np.empty(stops[-1], np.uint8)
+        starts = [0, *stops]
+        return [self._all[a : a + n] for a, n in zip(starts, nbytes, strict=False)]
 
 
 _room = _Room()
@@ -108,47 +116,88 @@ def encode_chunk(
     return EncodedChunk(found, _rounded_up(residual_sq))
 
 
-def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: Floats) -> None:
-    """Fill `out` [n] with δ̂ of the level that `frames`, of L0, L1 … in order, make up.
+def decode_numbers(frames: Sequence[Frames], n_tiers: Sequence[int], out: Numbers) -> None:
+    """Fill `out`, int16 [n], with δ̂ in steps of the last tier of each chunk.
 
-    A frame without bytes, or None, is of zeros. Raises CorruptionError.
+    `frames` are those of L0, L1 … in order, each of the same chunks, which lie one after the other
+    and are whole but for the tensor's last. A chunk has `n_tiers` of them; one without bytes, or
+    None, is of zeros. Raises CorruptionError.
     """
-    n, level = len(out), len(frames) - 1
-    nbytes = (n, *[ternary.trit_nbytes(n)] * level)
-    units, *trits = (_section(f, m) for f, m in zip(frames, nbytes, strict=True))
-    if all(not len(section) for section in (units, *trits)):
-        out[:] = 0
-        return
-    first, second, third = (*trits, _NONE, _NONE, _NONE)[:3]
-    step = ternary.step_of(unit, level)
-    ternary.approximate(units, (first, second, third), len(frames), step, out)
+    n = len(out)
+    elems = [min(CHUNK_ELEMS, n - at) for at in range(0, n, CHUNK_ELEMS)]
+    of_units, *of_trits = frames
+    sizes = [ternary.trit_nbytes(m) for m in elems]
+    units, *trits = _room.of(n, *[sum(sizes)] * len(of_trits))
+    _fill_units(of_units, elems, units)
+    for of, room in zip(of_trits, trits, strict=True):
+        contents_of(of, sizes, int(ternary.NO_TRITS), room)
+    has_units = np.array([*map(bool, of_units)])
+    counts = np.array(n_tiers, np.int64)
+    first, second, third = [*(as_array(room.data) for room in trits), _NONE, _NONE, _NONE][:3]
+    rows = first, second, third
+    ternary.add_up(as_array(units.data), has_units, rows, counts, CHUNK_ELEMS, out)
+
+
+def _fill_units(frames: Frames, nbytes: Sequence[int], out: Bytes) -> None:
+    """The units of chunks that have any; what lies between them stays as it is."""
+    for number, frame in enumerate(frames):
+        if frame:
+            n, at = nbytes[number], number * CHUNK_ELEMS
+            contents_of([frame], [n], 0, out[at : at + n])
 
 
 def decode_exact(
     x20: memoryview | None, x: memoryview | None, base_bits: Bits, out_bits: Bits
 ) -> None:
+    """As `decode_bits`, of one chunk."""
+    decode_bits([x20], [x], base_bits, out_bits)
+
+
+def decode_bits(x20: Frames, x: Frames, base_bits: Bits, out_bits: Bits) -> None:
     """Fill `out_bits` [n] with the expert's bits, given the base's.
 
-    Without `x` what is not in `x20` is the base's: that is level X20. Raises CorruptionError.
+    Of chunks that lie one after the other and are whole but for the tensor's last. Without `x` what
+    is not in `x20` is the base's: that is level X20. Raises CorruptionError.
     """
     n, size = len(out_bits), out_bits.itemsize
-    if not x20 and not x:
+    if not any(x20) and not any(x):
         out_bits[:] = base_bits
         return
-    (folded,) = _room.of(1, n * size)
-    nothing = (_NONE,) * size
-    bitmap, n_large, large, rest = _NONE, 0, nothing, nothing
-    if x20:
-        frame = FrameReader(x20, 1 + size)
-        bitmap = frame.section(bitmap_nbytes(n))
-        n_large = int(np.bitwise_count(bitmap).sum())
-        if n % 8 and bitmap[-1] >> (n % 8):
-            refuse(f"a bitmap of {n} elements", "bits behind the last")
-        large = tuple(frame.section(n_large) for _ in range(size))
-    if x:
-        frame = FrameReader(x, size)
-        rest = tuple(frame.section(n - n_large) for _ in range(size))
-    restore(bitmap, n_large, large, rest, base_bits, folded.view(out_bits.dtype), out_bits)
+    elems = [min(CHUNK_ELEMS, n - at) for at in range(0, n, CHUNK_ELEMS)]
+    bitmap_sizes = [*map(bitmap_nbytes, elems)]
+    folded, bitmaps, *rooms = _room.of(
+        min(n, CHUNK_ELEMS) * size, sum(bitmap_sizes), *[n] * (2 * size)
+    )
+    first, *large = _sections(x20, 1 + size)
+    contents_of(first, bitmap_sizes, 0, bitmaps)
+    if n % 8 and bitmaps[-1] >> (n % 8):
+        refuse(f"a bitmap of {elems[-1]} elements", "bits behind the last")
+    n_large = np.empty(len(elems), np.int64)
+    count_ones(bitmaps, bitmap_nbytes(CHUNK_ELEMS), n_large)
+    n_rest = np.array(elems) - n_large
+    most = _planes(large, n_large, rooms[:size])
+    others = _planes(_sections(x, size), n_rest, rooms[size:])
+    order, bitmap = folded.view(out_bits.dtype), as_array(bitmaps.data)
+    restore(bitmap, n_large, most, others, CHUNK_ELEMS, base_bits, order, out_bits)
+
+
+def _planes(
+    sections: Sequence[Frames], counts: npt.NDArray[np.int64], rooms: Sequence[Bytes]
+) -> tuple[Bytes, ...]:
+    """Each byte of distances, `counts` of every chunk; one without bytes is of zeros."""
+    found = []
+    for plane, room in zip(sections, rooms, strict=True):
+        content = room[: int(counts.sum())]
+        if any(plane):
+            contents_of(plane, counts.tolist(), 0, content)
+        found.append(as_array(content.data) if any(plane) else _NONE)
+    return tuple(found)
+
+
+def _sections(frames: Frames, n_sections: int) -> list[list[memoryview | None]]:
+    """The sections of frames, by their place in a frame. Raises CorruptionError."""
+    found = [sections_of(f, n_sections) if f else [None] * n_sections for f in frames]
+    return [list(of) for of in zip(*found, strict=True)]
 
 
 def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> Floats:
@@ -160,11 +209,12 @@ def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> 
         return np.where(is_large, delta, np.float32(0))
     n, n_tiers = len(delta), len(TIERS_OF[level])
     units, trits, _ = _quantise(np.ascontiguousarray(delta), unit)
-    out = np.empty(n, np.float32)
+    out, numbers = np.empty(n, np.float32), np.empty(n, np.int16)
     rows = (as_array(trits[0].data), as_array(trits[1].data), as_array(trits[2].data))
-    ternary.approximate(
-        as_array(units.data), rows, n_tiers, ternary.step_of(unit, n_tiers - 1), out
-    )
+    counts = np.full(1, n_tiers, np.int64)
+    has_units = np.ones(1, np.bool_)
+    ternary.add_up(as_array(units.data), has_units, rows, counts, max(n, 1), numbers)
+    times(numbers, ternary.step_of(unit, n_tiers - 1), out)
     return out
 
 
@@ -193,8 +243,9 @@ def _encode_exact(
     expert: Bits, base: Bits, delta: Floats, threshold_bits: int
 ) -> tuple[dict[Tier, bytes], float]:
     """The frames of the exact tiers, and the Σδ² that X20 leaves out."""
-    is_large, *both = _room.of(3, len(delta) * expert.itemsize)
-    is_large, (room, folded) = is_large[: len(delta)], (x.view(expert.dtype) for x in both)
+    n, nbytes = len(delta), expert.nbytes
+    is_large, *both = _room.of(n, nbytes, nbytes)
+    room, folded = (x.view(expert.dtype) for x in both)
     least = _least(threshold_bits)
     n_large, left_out = split(expert, base, delta, least, is_large, room, folded)
     planes = folded.view(np.uint8).reshape(len(folded), -1)
@@ -214,10 +265,6 @@ def _rounded_up(values: npt.NDArray[np.float64]) -> Floats:
     with np.errstate(over="ignore"):
         found = at_least.astype(np.float32)
     return np.where(found < at_least, np.nextafter(found, np.float32(np.inf)), found)
-
-
-def _section(frame: memoryview | None, nbytes: int) -> Bytes:
-    return content_of(frame, nbytes) if frame else _NONE
 
 
 def _delta(expert: Bits, base: Bits, dtype: str) -> Floats:

@@ -13,7 +13,7 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import content_digest, segment_digests
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.codec import BITS_OF, decode_exact
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, PackedTensor
 from mergepipe_pipeline.spec.segments import KnownSegments
@@ -72,10 +72,8 @@ class Decoder:
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
         theirs = np.frombuffer(raw, BITS_OF[base.dtype])
         found = np.empty_like(theirs)
-        frames = (self._files.read(tensor, tier, first, stop) for tier in ("X20", "X"))
-        for number, (x20, x) in enumerate(zip(*frames, strict=True)):
-            part = slice(number * CHUNK_ELEMS, (number + 1) * CHUNK_ELEMS)
-            decode_exact(x20, x, theirs[part], found[part])
+        x20, x = (self._files.read(tensor, tier, first, stop) for tier in ("X20", "X"))
+        decode_bits(x20, x, theirs, found)
         return found.data.cast("B")
 
 

@@ -1,4 +1,4 @@
-"""What one input of a merge gets from a pack: chunks, or the parts of them that a window is about.
+"""What one input of a merge gets from a pack: whole chunks, or a part of one.
 
 A frame is read once. Where a window ends inside a chunk, its frames wait for the windows beside.
 """
@@ -7,88 +7,169 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.codec import BITS_OF, Floats, decode_approximate, decode_exact
+from mergepipe_pipeline.operators.kernels.bits import Numbers, times
+from mergepipe_pipeline.packs.codec import (
+    APPROXIMATE,
+    BITS_OF,
+    Floats,
+    Frames,
+    decode_bits,
+    decode_numbers,
+)
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.reader import PackReader
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS_OF, Level, PackedInput, PackedTensor
+from mergepipe_pipeline.packs.ternary import step_of
+from mergepipe_pipeline.spec.blocks import Range
+from mergepipe_pipeline.spec.pack import (
+    CHUNK_ELEMS,
+    EXACT,
+    TIERS_OF,
+    Level,
+    PackedInput,
+    PackedTensor,
+    Tier,
+)
 
 _STOP = attrgetter("stop_elem")
-Frames = tuple[memoryview, ...]
+#: Elements behind those that were asked for that the disk hears of with them.
+_AHEAD_ELEMS = 1 << 22
+#: By tier and chunk, the frames that were read.
+_Read = dict[Tier, dict[int, memoryview]]
+
+
+class _Piece(NamedTuple):
+    """Elements of one level: whole chunks, or a part of one."""
+
+    level: Level
+    start_elem: int
+    stop_elem: int
+    is_part: bool
+
+    @property
+    def joins(self) -> bool:
+        """Whether it is decoded together with neighbours."""
+        return not self.is_part and self.level not in EXACT
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkPart:
-    """Elements [start, stop) of a tensor, of one chunk, as they were read.
+class PackedPart:
+    """Elements [start, stop) of a tensor, as they were read: of whole chunks, or of one chunk.
 
-    `frames` are those of the tiers of `level`, of the whole chunk; `root` is the pack's folder.
+    `levels` are those of the chunks that they lie in: one exact level, or any approximate ones.
+    `frames` are, for each tier of the highest, those of the chunks; None where a level is lower.
+    `root` is the pack's folder.
     """
 
     root: str
     tensor: PackedTensor
-    level: Level
+    levels: Sequence[Level]
     start_elem: int
     stop_elem: int
-    frames: Frames
+    frames: tuple[Frames, ...]
 
     @property
     def gives_bits(self) -> bool:
         """Whether it gives elements as the expert stores them; else δ̂."""
-        return self.level in ("X20", "X")
+        return self.levels[0] in EXACT
 
     @property
     def is_expert(self) -> bool:
         """Whether all bits are the expert's; of X20, some are the base's."""
-        return self.level == "X"
+        return self.levels[0] == "X"
+
+    @property
+    def steps(self) -> Iterator[tuple[int, int, np.float32]]:
+        """Runs of elements [start, stop) with one step of `numbers`, in order."""
+        at = self.start_elem
+        for level, of in groupby(self.levels):
+            chunk = at // CHUNK_ELEMS + len(list(of))
+            stop = min(chunk * CHUNK_ELEMS, self.stop_elem)
+            yield at, stop, step_of(self.tensor.unit, APPROXIMATE.index(level))
+            at = stop
 
     def fill(self, out: memoryview, base: memoryview) -> None:
         """Fill `out` with the stored bytes of the elements, given the base's.
 
         Raises CorruptionError.
         """
-        kind, (x20, *x) = BITS_OF[self.tensor.dtype], self.frames
+        kind = BITS_OF[self.tensor.dtype]
         mine, theirs = np.frombuffer(out, kind), np.frombuffer(base, kind)
         if self._is_whole:
-            self._exact(x20, x, theirs, mine)
+            self._exact(theirs, mine)
             return
         # Other elements of the chunk come out wrong, and nobody looks at them.
         padded, whole = np.zeros(self._n, kind), np.empty(self._n, kind)
         padded[self._inside] = theirs
-        self._exact(x20, x, padded, whole)
+        self._exact(padded, whole)
         mine[:] = whole[self._inside]
 
     def delta(self, out: Floats) -> None:
         """Fill `out` [stop − start] with δ̂. Raises CorruptionError."""
-        whole = out if self._is_whole else np.empty(self._n, np.float32)
-        try:
-            decode_approximate(self.frames, self.tensor.unit, whole)
-        except CorruptionError as error:
-            raise self._named(error) from None
+        numbers = np.empty(len(out), np.int16)
+        self.numbers(numbers)
+        for start, stop, step in self.steps:
+            inside = slice(start - self.start_elem, stop - self.start_elem)
+            times(numbers[inside], step, out[inside])
+
+    def numbers(self, out: Numbers) -> None:
+        """Fill `out` [stop − start] with δ̂ in `steps`. Raises CorruptionError."""
+        whole = out if self._is_whole else np.empty(self._n, np.int16)
+
+        def decode(chunks: slice, elems: slice) -> None:
+            n_tiers = [len(TIERS_OF[level]) for level in self.levels[chunks]]
+            decode_numbers([of[chunks] for of in self.frames], n_tiers, whole[elems])
+
+        self._named(decode)
         if whole is not out:
             out[:] = whole[self._inside]
 
-    def _exact(self, x20: memoryview, x: list[memoryview], base: Bits, out: Bits) -> None:
+    def _exact(self, base: Bits, out: Bits) -> None:
+        x20, *others = self.frames
+        x = others[0] if others else [None] * len(x20)
+
+        def decode(chunks: slice, elems: slice) -> None:
+            decode_bits(x20[chunks], x[chunks], base[elems], out[elems])
+
+        self._named(decode)
+
+    def _named(self, decode: Callable[[slice, slice], None]) -> None:
+        """Decode all chunks; if that fails, say in the error which one cannot be decoded.
+
+        `decode` gets which chunks, and which elements they are.
+        """
         try:
-            decode_exact(x20, x[0] if x else None, base, out)
-        except CorruptionError as error:
-            raise self._named(error) from None
+            decode(slice(None), slice(None))
+        except CorruptionError:
+            for number, level in enumerate(self.levels):
+                elems = slice(number * CHUNK_ELEMS, (number + 1) * CHUNK_ELEMS)
+                try:
+                    decode(slice(number, number + 1), elems)
+                except CorruptionError as error:
+                    tensor, chunk = self.tensor.name, self._first + number
+                    error.where = f"{self.root}, level {level}, tensor {tensor}, chunk {chunk}"
+                    raise
+            raise
 
     @property
-    def _chunk(self) -> int:
+    def _first(self) -> int:
+        """The first chunk."""
         return self.start_elem // CHUNK_ELEMS
 
     @property
     def _n(self) -> int:
-        """Elements of the chunk."""
-        return _length(self.tensor, self._chunk)
+        """Elements of the chunks."""
+        stop = (self._first + len(self.frames[0])) * CHUNK_ELEMS
+        return min(stop, prod(self.tensor.shape)) - self._first * CHUNK_ELEMS
 
     @property
     def _is_whole(self) -> bool:
@@ -96,14 +177,8 @@ class ChunkPart:
 
     @property
     def _inside(self) -> slice:
-        first = self._chunk * CHUNK_ELEMS
+        first = self._first * CHUNK_ELEMS
         return slice(self.start_elem - first, self.stop_elem - first)
-
-    def _named(self, error: CorruptionError) -> CorruptionError:
-        error.where = (
-            f"{self.root}, level {self.level}, tensor {self.tensor.name}, chunk {self._chunk}"
-        )
-        return error
 
 
 class PackedElements:
@@ -124,67 +199,104 @@ class PackedElements:
                 next_step="run the same command again: it plans anew",
             )
         self._lock = threading.Lock()
+        #: Elements before this one were announced.
+        self._announced = 0
         #: Chunks of which some elements were asked for: frames, and how many elements are to come.
-        self._begun: dict[int, tuple[Frames, int]] = {}
+        self._begun: dict[int, tuple[_Read, int]] = {}
 
-    def fetch(self, start_elem: int, stop_elem: int) -> list[ChunkPart]:
+    def fetch(self, start_elem: int, stop_elem: int) -> list[PackedPart]:
         """Read what the plan takes from the pack of elements [start, stop), in order.
 
         Raises BudgetError, CorruptionError.
         """
+        pieces = list(self._pieces(start_elem, stop_elem))
+        found = self._read([p for p in pieces if not p.is_part])
         return [
-            part
-            for level, start, stop in self._within(start_elem, stop_elem)
-            for a, b in self._pieces(start, stop)
-            for part in self._fetched(level, a, b)
+            self._part(of, self._shared(of[0]) if of[0].is_part else found)
+            for of in _joined(pieces)
         ]
 
     def announce(self, start_elem: int, stop_elem: int) -> None:
-        """Say that elements [start, stop) will be fetched soon."""
-        for level, start, stop in self._within(start_elem, stop_elem):
-            for tier in TIERS_OF[level]:
-                self._reader.will_need(self._tensor, tier, *_chunks(start, stop))
+        """Say that elements [start, stop) will be fetched soon, and those behind them."""
+        with self._lock:
+            if stop_elem <= self._announced:
+                return
+            start, self._announced = max(start_elem, self._announced), stop_elem + _AHEAD_ELEMS
+        for tier, runs in _runs(self._pieces(start, self._announced)).items():
+            for first, stop in runs:
+                self._reader.will_need(self._tensor, tier, first, stop)
 
-    def _within(self, start_elem: int, stop_elem: int) -> Iterator[tuple[Level, int, int]]:
+    def _pieces(self, start_elem: int, stop_elem: int) -> Iterator[_Piece]:
+        """What of [start, stop) comes from the pack: whole chunks of a level, and parts of one."""
         for number in range(bisect_right(self._ranges, start_elem, key=_STOP), len(self._ranges)):
             r = self._ranges[number]
             if r.start_elem >= stop_elem:
                 break
-            yield r.level, max(start_elem, r.start_elem), min(stop_elem, r.stop_elem)
+            start, stop = max(start_elem, r.start_elem), min(stop_elem, r.stop_elem)
+            last = _chunks(start, stop)[1]
+            is_end = stop in (last * CHUNK_ELEMS, self._numel)
+            after = min(stop, -(-start // CHUNK_ELEMS) * CHUNK_ELEMS)
+            before = stop if is_end else max(start, (last - 1) * CHUNK_ELEMS)
+            for a, b in pairwise(sorted({start, after, before, stop})):
+                yield _Piece(r.level, a, b, b - a < _length(self._tensor, a // CHUNK_ELEMS))
 
-    def _pieces(self, start_elem: int, stop_elem: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) cut into whole chunks that lie together, and parts of a chunk."""
-        _, stop = _chunks(start_elem, stop_elem)
-        is_end = stop_elem in (stop * CHUNK_ELEMS, self._numel)
-        after = min(stop_elem, -(-start_elem // CHUNK_ELEMS) * CHUNK_ELEMS)
-        before = stop_elem if is_end else max(start_elem, (stop - 1) * CHUNK_ELEMS)
-        return pairwise(sorted({start_elem, after, before, stop_elem}))
+    def _part(self, pieces: Sequence[_Piece], read: _Read) -> PackedPart:
+        levels: list[Level] = []
+        for piece in pieces:
+            first, last = _chunks(piece.start_elem, piece.stop_elem)
+            levels += [piece.level] * (last - first)
+        start, stop = pieces[0].start_elem, pieces[-1].stop_elem
+        chunks = range(*_chunks(start, stop))
+        tiers = max((TIERS_OF[level] for level in set(levels)), key=len)
+        frames = tuple([*map(read[tier].get, chunks)] for tier in tiers)
+        return PackedPart(self._reader.root, self._tensor, levels, start, stop, frames)
 
-    def _fetched(self, level: Level, start_elem: int, stop_elem: int) -> Iterator[ChunkPart]:
-        first, stop = _chunks(start_elem, stop_elem)
-        n = stop_elem - start_elem
-        if n < _length(self._tensor, first):
-            frames = [self._shared(level, first, n)]
-        else:
-            frames = self._read(level, first, stop)
-        for chunk, of in enumerate(frames, first):
-            a = max(start_elem, chunk * CHUNK_ELEMS)
-            b = min(stop_elem, (chunk + 1) * CHUNK_ELEMS)
-            yield ChunkPart(self._reader.root, self._tensor, level, a, b, of)
-
-    def _shared(self, level: Level, chunk: int, n: int) -> Frames:
-        """The frames of a chunk of which n elements are asked for, and the others by others."""
+    def _shared(self, piece: _Piece) -> _Read:
+        """The frames of a chunk of which some elements are asked for, and the others by others."""
+        n, chunk = piece.stop_elem - piece.start_elem, piece.start_elem // CHUNK_ELEMS
         with self._lock:
-            frames, left = self._begun.pop(chunk, (None, _length(self._tensor, chunk)))
-            if frames is None:
-                (frames,) = self._read(level, chunk, chunk + 1)
+            found, left = self._begun.pop(chunk, (None, _length(self._tensor, chunk)))
+            if found is None:
+                found = self._read([piece])
             if left > n:
-                self._begun[chunk] = frames, left - n
-            return frames
+                self._begun[chunk] = found, left - n
+            return found
 
-    def _read(self, level: Level, first: int, stop: int) -> list[Frames]:
-        tiers = (self._reader.read(self._tensor, t, first, stop) for t in TIERS_OF[level])
-        return list(zip(*tiers, strict=True))
+    def _read(self, pieces: Sequence[_Piece]) -> _Read:
+        """All frames that the chunks of `pieces` have, each run of neighbours by one read."""
+        found: _Read = {}
+        for tier, runs in _runs(pieces).items():
+            frames = found[tier] = {}
+            for first, stop in runs:
+                read = self._reader.read(self._tensor, tier, first, stop)
+                frames.update(zip(range(first, stop), read, strict=True))
+        return found
+
+
+def _joined(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Pieces that are decoded together: whole chunks of approximate levels, side by side."""
+    found: list[list[_Piece]] = []
+    for piece in pieces:
+        last = found[-1][-1] if found else None
+        if last and last.stop_elem == piece.start_elem and last.joins and piece.joins:
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return found
+
+
+def _runs(pieces: Iterable[_Piece]) -> dict[Tier, list[Range]]:
+    """By tier, in order: the runs of chunks [first, stop) whose frames are read."""
+    found: dict[Tier, list[Range]] = {}
+    for piece in pieces:
+        first, stop = _chunks(piece.start_elem, piece.stop_elem)
+        for tier in TIERS_OF[piece.level]:
+            runs = found.setdefault(tier, [])
+            if runs and first <= runs[-1][1]:
+                runs[-1] = runs[-1][0], stop
+            else:
+                runs.append((first, stop))
+    return found
 
 
 def _chunks(start_elem: int, stop_elem: int) -> tuple[int, int]:

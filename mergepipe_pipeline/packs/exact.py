@@ -13,6 +13,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.packs.expand import expand
+
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Bytes = npt.NDArray[np.uint8]
 
@@ -73,40 +75,35 @@ def split(
 
 @numba.njit(nogil=True, cache=True)
 def restore(
-    bitmap: Bytes,
-    n_large: int,
+    bitmaps: Bytes,
+    n_large: npt.NDArray[np.int64],
     large: tuple[Bytes, ...],
     rest: tuple[Bytes, ...],
+    chunk_elems: int,
     base: Bits,
     folded: Bits,
     out: Bits,
 ) -> None:
     """Fill `out` [n] with the bits that have these distances to `base` [n].
 
-    Plane p of `large` [n_large], the elements in `bitmap` (empty: none), and of `rest`, the others,
-    holds byte p of each; empty planes are of zeros. `folded` [n] is room for the distances.
+    Of chunks of `chunk_elems` that lie one after the other; `bitmaps` say which elements are large,
+    `n_large` [chunks] how many. Plane p of `large`, and of `rest`, the others, holds byte p of each
+    of all chunks; empty planes are of zeros. `folded` is room for the distances of a chunk.
     """
-    n = len(base)
-    _join(large, folded[:n_large])
-    _join(rest, folded[n_large:])
-    if len(bitmap):
-        at_large, at_rest = np.uint64(0), np.uint64(n_large)
-        for start in range(0, n - 7, 8):
-            word = np.uint64(bitmap[start >> 3])
-            for j in range(8):
-                flag = (word >> np.uint64(j)) & np.uint64(1)
-                out[start + j] = folded[at_large] if flag else folded[at_rest]
-                at_large += flag
-                at_rest += np.uint64(1) - flag
-        for e in range(n - n % 8, n):
-            flag = np.uint64(bitmap[e >> 3] >> (e & 7)) & np.uint64(1)
-            out[e] = folded[at_large] if flag else folded[at_rest]
-            at_large += flag
-            at_rest += np.uint64(1) - flag
-    else:
-        for e in range(n):  # an assignment to all of it takes five times as long
-            out[e] = folded[e]
-    _add_to(base, out)
+    before, bitmap_nbytes = 0, -(-chunk_elems // 8)
+    for chunk in range(len(n_large)):
+        first, count = chunk * chunk_elems, n_large[chunk]
+        part = out[first : first + chunk_elems]
+        ordered = folded[: len(part)]
+        _join(large, before, ordered[:count])
+        _join(rest, first - before, ordered[count:])
+        before += count
+        if count and count < len(part):
+            expand(bitmaps[chunk * bitmap_nbytes :], count, ordered, part)
+        else:
+            for e in range(len(part)):  # an assignment to all of it takes five times as long
+                part[e] = ordered[e]
+        _add_to(base[first : first + chunk_elems], part)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -120,17 +117,20 @@ def _add_to(base: Bits, out: Bits) -> None:
 
 
 @numba.njit
-def _join(planes: Any, out: Any) -> None:
-    first, number = planes[0], out.dtype.type
-    if not len(first):
-        out[:] = 0
-        return
-    for e in range(len(out)):
-        out[e] = first[e]
-    for p in range(1, len(planes)):
-        plane, shift = planes[p], number(8 * p)
+def _join(planes: Any, start: Any, out: Any) -> None:
+    """Fill `out` [n] with numbers whose bytes lie in `planes` from `start` on."""
+    number = out.dtype.type
+    if len(planes[0]):
+        first = planes[0][start : start + len(out)]
         for e in range(len(out)):
-            out[e] |= number(number(plane[e]) << shift)
+            out[e] = first[e]
+    else:
+        out[:] = 0
+    for p in range(1, len(planes)):
+        if len(planes[p]):
+            plane, shift = planes[p][start : start + len(out)], number(8 * p)
+            for e in range(len(out)):
+                out[e] |= number(number(plane[e]) << shift)
 
 
 @numba.njit(inline="always")

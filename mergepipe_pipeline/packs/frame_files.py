@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
-from mergepipe_pipeline.packs.index import REMADE, frames_path
+from mergepipe_pipeline.packs.index import REMADE, frames_name, frames_path
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 
@@ -34,38 +35,31 @@ class FrameFiles:
         Raises CorruptionError naming file, tensor and chunk.
         """
         number = TIERS.index(tier)
-        start, sizes = _place(tensor, number, first_chunk, stop_chunk)
-        raw = memoryview(bytearray(sum(sizes)))
-        path = frames_path(self._root, tier)
-        if raw:
-            try:
-                self._source.read_into(path.name, start, raw)
-            except CheckpointError as error:
-                raise _damaged(path, tensor, first_chunk, error.expected, error.found) from error
-        frames = []
-        for chunk, size in enumerate(sizes, first_chunk):
-            frame, raw = raw[:size], raw[size:]
-            expected, found = int(tensor.checksums[number, chunk]), frame_checksum(frame)
-            if size and found != expected:
+        starts = tensor.frame_starts[number, first_chunk : stop_chunk + 1].tolist()
+        raw = np.empty(starts[-1] - starts[0], np.uint8).data
+        if not raw:
+            return [raw] * (stop_chunk - first_chunk)
+        try:
+            self._source.read_into(frames_name(tier), starts[0], raw)
+        except CheckpointError as error:
+            path = frames_path(self._root, tier)
+            raise _damaged(path, tensor, first_chunk, error.expected, error.found) from error
+        frames = [raw[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
+        checksums = tensor.checksums[number, first_chunk:stop_chunk].tolist()
+        for chunk, (frame, expected) in enumerate(zip(frames, checksums, strict=True), first_chunk):
+            if frame and (found := frame_checksum(frame)) != expected:
+                path = frames_path(self._root, tier)
                 raise _damaged(path, tensor, chunk, f"XXH3 {expected:016x}", f"{found:016x}")
-            frames.append(frame)
         return frames
 
     def will_need(
         self, tensor: PackedTensor, tier: Tier, first_chunk: int, stop_chunk: int
     ) -> None:
         """Say that the frames of chunks [first, stop) will be read soon."""
-        start, sizes = _place(tensor, TIERS.index(tier), first_chunk, stop_chunk)
-        self._source.will_need(frames_path(self._root, tier).name, start, sum(sizes))
-
-
-def _place(
-    tensor: PackedTensor, tier: int, first_chunk: int, stop_chunk: int
-) -> tuple[int, list[int]]:
-    """Where the frames of chunks [first, stop) begin in a tier's file, and their sizes."""
-    nbytes = tensor.nbytes[tier]
-    start = int(tensor.start_byte[tier] + nbytes[:first_chunk].sum(dtype=np.int64))
-    return start, nbytes[first_chunk:stop_chunk].tolist()
+        starts = tensor.frame_starts[TIERS.index(tier)]
+        start, stop = int(starts[first_chunk]), int(starts[stop_chunk])
+        if start < stop:
+            self._source.will_need(frames_name(tier), start, stop - start)
 
 
 def _damaged(

@@ -88,9 +88,14 @@ def pack_id_of(contents: Sequence[TensorContent], tiers: Sequence[Tier] = TIERS)
     return digest_json([CODEC_VERSION, chosen, sorted(contents)])
 
 
+def frames_name(tier: Tier) -> str:
+    """The name of the file of one tier's frames."""
+    return f"{tier}.frames"
+
+
 def frames_path(root: Path, tier: Tier) -> Path:
     """The file of one tier's frames."""
-    return root / f"{tier}.frames"
+    return root / frames_name(tier)
 
 
 def write_index(
@@ -121,12 +126,8 @@ def read_index(root: Path) -> PackIndex:
     Raises CorruptionError for a pack that is not as it was written, but for bytes inside of files
     that are read in parts; these are compared when they are read.
     """
-    found = find_sealed(root, "index")
-    if len(found) != 1:
-        raise damaged_pack(root, "one sealed index", f"{len(found)}")
-    table, meta = decode(read_sealed(found[0]), str(found[0]), INDEX)
+    rows, meta = _read_rows(root)
     tiers = tuple(t for t in TIERS if t in meta["tiers"])
-    rows = tuple(_tensor_row(row) for row in table.to_pylist())
     index = PackIndex(
         tiers,
         rows,
@@ -135,6 +136,20 @@ def read_index(root: Path) -> PackIndex:
     )
     _refuse_other(root, index)
     return index
+
+
+def read_contents(root: Path) -> tuple[TensorContent, ...]:
+    """The tensors of the pack in a folder, by its index alone. Raises CorruptionError."""
+    return tuple(row.content for row in _read_rows(root)[0])
+
+
+def _read_rows(root: Path) -> tuple[tuple[TensorRow, ...], dict[str, Any]]:
+    """The rows of the index in a folder, and what it says beside them. Raises CorruptionError."""
+    found = find_sealed(root, "index")
+    if len(found) != 1:
+        raise damaged_pack(root, "one sealed index", f"{len(found)}")
+    table, meta = decode(read_sealed(found[0]), str(found[0]), INDEX)
+    return tuple(_tensor_row(row) for row in table.to_pylist()), meta
 
 
 def _refuse_other(root: Path, index: PackIndex) -> None:

@@ -18,7 +18,8 @@ from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.roots import Roots
 
-_RECORD = "record.json"
+#: The file that says what the others beside it are.
+RECORD = "record.json"
 _PIECE_NBYTES = 4 << 20
 
 
@@ -76,7 +77,7 @@ class ReplacedStore:
 
     def find(self, checkpoint_id: str) -> Replaced | None:
         """The record of a checkpoint; None if it was not replaced. Raises CorruptionError."""
-        path = self.path(checkpoint_id) / _RECORD
+        path = self.path(checkpoint_id) / RECORD
         try:
             value = unseal(path.read_bytes(), str(path))
         except FileNotFoundError:
@@ -115,16 +116,30 @@ def files_of(root: Path, checkpoint: Checkpoint, packed: Sequence[str]) -> tuple
     return tuple(found)
 
 
-def write_record(staged: Path, record: Replaced, roots: Roots) -> None:
-    """Write what stays of an expert into a folder. Raises StorageFullError."""
+def write_record(staged: Path, record: Replaced, roots: Roots) -> Replaced:
+    """Write what stays of an expert into a folder; the record as it is there.
+
+    Raises StorageFullError.
+    """
     make_dirs(staged)
     files = []
     for number, file in enumerate(record.files):
         write_atomic(_rest(staged, number), _without_tensors(Path(record.root), file))
         files.append(replace(file, rest_sha256=file_sha256(_rest(staged, number))))
+    written = replace(record, files=tuple(files))
+    put_record(staged, written, roots)
+    return written
+
+
+def put_record(staged: Path, record: Replaced, roots: Roots) -> None:
+    """Write the record alone, beside the bytes that stay. Raises StorageFullError."""
     root, cold = roots.recorded(record.root), roots.recorded(record.cold)
-    value = asdict(replace(record, root=root, cold=cold, files=tuple(files)))
-    write_atomic(staged / _RECORD, seal(value))
+    write_atomic(staged / RECORD, seal(asdict(replace(record, root=root, cold=cold))))
+
+
+def record_of(value: dict[str, Any]) -> Replaced:
+    """The record of a JSON value, with its folders as they are said there."""
+    return _from_json(value)
 
 
 def restored(

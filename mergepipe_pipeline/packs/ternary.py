@@ -144,55 +144,72 @@ def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> Non
 
 
 @numba.njit(nogil=True, cache=True)
-def approximate(
-    units: Bytes, trits: tuple[Bytes, Bytes, Bytes], n_tiers: int, step: np.float32, out: Floats
+def add_up(
+    units: Bytes,
+    has_units: npt.NDArray[np.bool_],
+    trits: tuple[Bytes, Bytes, Bytes],
+    counts: npt.NDArray[np.int64],
+    chunk_elems: int,
+    out: npt.NDArray[np.int16],
 ) -> None:
-    """Fill `out` [n] with δ̂ of the first `n_tiers` tiers, the last of them with `step`.
+    """Fill `out` [n] with what tiers add up to: δ̂ in steps of each chunk's last.
 
-    `units` are the bits of int8 [n], and `trits` [trit_nbytes(n)] of each tier; an empty one is of
-    zeros.
+    Chunks lie one after the other, each of `chunk_elems` but for the last, and have the first
+    `counts` [chunks] tiers. `units` are the bits of int8 [n]; those of chunks without `has_units`
+    are not looked at. `trits` are those of each tier, trit_nbytes of every chunk.
     """
-    number = np.empty(_GROUP_ELEMS, np.int16)
-    rest = len(out) % _GROUP_ELEMS
-    for at in range(0, len(out) - rest, _GROUP_ELEMS):
-        # Loops whose lengths are known have no ends to look after: they take half as long.
-        _add_up(units, trits, n_tiers, at, _GROUP_ELEMS, _GROUP_NBYTES, number)
-        part = out[at : at + _GROUP_ELEMS]
-        for e in range(_GROUP_ELEMS):
-            part[e] = np.float32(number[e]) * step
-    at = len(out) - rest
-    _add_up(units, trits, n_tiers, at, rest, -(-rest // _PER_BYTE), number)
-    for e in range(rest):
-        out[at + e] = np.float32(number[e]) * step
+    nbytes = -(-chunk_elems // _PER_BYTE)
+    for chunk in range(len(counts)):
+        first, n_tiers = chunk * chunk_elems, counts[chunk]
+        n = min(chunk_elems, len(out) - first)
+        rest = n % _GROUP_ELEMS
+        for start in range(0, n - rest, _GROUP_ELEMS):
+            # Loops whose lengths are known have no ends to look after: they take half as long.
+            at = np.uint64(chunk * nbytes + start // _PER_BYTE)
+            _add_trits(trits, n_tiers, at, np.uint64(first + start), _GROUP_NBYTES, out)
+        if rest:
+            start, last = n - rest, np.empty(_GROUP_ELEMS, np.int16)
+            at, width = np.uint64(chunk * nbytes + start // _PER_BYTE), -(-rest // _PER_BYTE)
+            _add_trits(trits, n_tiers, at, np.uint64(0), width, last)
+            out[first + start : first + n] = last[:rest]
+        if has_units[chunk]:
+            per_unit = np.int16(3 ** (n_tiers - 1))
+            for i in range(n):
+                e = np.uint64(first) + np.uint64(i)
+                out[e] += np.int16(np.int16(np.int8(units[e])) * per_unit)
 
 
+# Arrays and places in them, not slices: for each slice an atomic counter goes up and down, which
+# takes as long as a group's arithmetic. Unsigned, so that no place is looked at for being negative.
 @numba.njit(inline="always")
-def _add_up(units: Any, trits: Any, n_tiers: Any, at: Any, m: Any, width: Any, number: Any) -> None:
-    """Let `number` be what the tiers add up to, for the group of m elements from `at` on."""
-    whole = units[at : at + m]
-    for e in range(m):
-        number[e] = np.int8(whole[e]) if len(whole) else np.int16(0)
-    first = at // _PER_BYTE
-    if n_tiers > 1:
-        _add_trits(trits[0][first : first + width], width, number)
-    if n_tiers > 2:
-        _add_trits(trits[1][first : first + width], width, number)
-    if n_tiers > 3:
-        _add_trits(trits[2][first : first + width], width, number)
-
-
-@numba.njit(inline="always")
-def _add_trits(trits: Any, width: Any, number: Any) -> None:
-    """Let `number` be three times itself and a trit more, of a group with the bytes `trits`."""
-    if not len(trits):
-        for e in range(_PER_BYTE * width):
-            number[e] = np.int16(number[e] * np.int16(3))
-        return
+def _add_trits(trits: Any, n_tiers: Any, at: Any, first: Any, width: Any, out: Any) -> None:
+    """Let `out` be, from `first` on, what a group's trits add up to, of bytes from `at` on."""
     power = np.uint16(1)
     for i in range(_PER_BYTE):
-        for j in range(width):
-            left = np.uint16(np.uint16(trits[j]) * power) & np.uint16(255)
-            digit = np.int16(np.uint16(left * np.uint16(3)) >> np.uint16(8))
-            e = i * width + j
-            number[e] = np.int16(np.int16(number[e] * np.int16(3)) + digit - np.int16(1))
+        e = first + np.uint64(i * width)
+        if n_tiers == 1:
+            for j in range(width):
+                out[e + np.uint64(j)] = 0
+        elif n_tiers == 2:
+            for j in range(width):
+                code = at + np.uint64(j)
+                out[e + np.uint64(j)] = _digit(trits[0][code], power) - np.int16(1)
+        elif n_tiers == 3:
+            for j in range(width):
+                code = at + np.uint64(j)
+                number = _digit(trits[0][code], power) * np.int16(3)
+                out[e + np.uint64(j)] = number + _digit(trits[1][code], power) - np.int16(4)
+        else:
+            for j in range(width):
+                code = at + np.uint64(j)
+                number = _digit(trits[0][code], power) * np.int16(9)
+                number += _digit(trits[1][code], power) * np.int16(3)
+                out[e + np.uint64(j)] = number + _digit(trits[2][code], power) - np.int16(13)
         power = np.uint16(power * np.uint16(3))
+
+
+@numba.njit(inline="always")
+def _digit(code: Any, power: Any) -> Any:
+    """One of a byte's five digits, 0 to 2; `power` is 3 to how many come before it."""
+    left = np.uint16(np.uint16(code) * power) & np.uint16(255)
+    return np.int16(np.uint16(left * np.uint16(3)) >> np.uint16(8))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mergepipe_pipeline.recipe.parameters import Setting
+from mergepipe_pipeline.recipe.parameters import Setting, as_bool
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_path, suggest
 from mergepipe_pipeline.recipe.schema import PARAMETER_NAMES
 from mergepipe_pipeline.recipe.structure import Level, Module, Slice
@@ -64,7 +64,7 @@ def check_parameters(
                     f"{shown_path(path)} has no effect: `{schema.name}` has no such parameter"
                 )
             else:
-                problems.add(
+                problems.ignore(
                     path,
                     f"`{schema.name}` has no parameter `{name}`{suggest(name, known)}"
                     f"; it has {', '.join(known) or 'none'}",
@@ -74,7 +74,7 @@ def check_parameters(
 
 def _check_place(parameter: Parameter, path: KeyPath, per_model: bool, problems: Problems) -> None:
     if per_model and parameter.scope == "method":
-        problems.add(
+        problems.ignore(
             path,
             f"`{parameter.name}` is set once for all models; move it to the `parameters:` of the "
             "recipe or the slice",
@@ -88,11 +88,13 @@ def _check_kind(parameter: Parameter, setting: Setting, path: KeyPath, problems:
                 near = suggest(value, parameter.choices) if isinstance(value, str) else ""
                 choices = ", ".join(parameter.choices)
                 problems.add(path, f"expected one of {choices}, found {shown(value)}{near}")
+        elif parameter.kind == "bool" and isinstance(value, str) and as_bool(value) is not None:
+            continue
         elif isinstance(value, str):
             want = "true or false" if parameter.kind == "bool" else "a number"
             problems.add(path, f"expected {want}, found {shown(value)}")
         elif isinstance(value, bool) and parameter.kind != "bool":
-            problems.add(
+            problems.ignore(
                 path, f"expected a number, found {shown(value)}; write 1 or 0 if you mean it"
             )
         elif parameter.least is not None and value < parameter.least:
@@ -114,8 +116,8 @@ def check_slices(
         if part.is_short:
             continue
         if schema is None:
-            if not part.contributing(merges_base):
-                problems.add(path, "expected at least one model besides the base, found none")
+            if not part.entries:
+                problems.add(path, "expected at least one model, found none")
             continue
         _check_count(schema, part, problems)
         if schema.base != "none" and not part.whole:
@@ -137,6 +139,8 @@ def check_base(schema: OperatorSchema, modules: Sequence[Module], problems: Prob
 def _check_count(schema: OperatorSchema, part: Slice, problems: Problems) -> None:
     n = len(part.contributing(schema.base == "none"))
     fewest, most = schema.experts
+    if n == 0 and part.entries and part.base is not None and schema.may_lack_experts:
+        return
     if fewest <= n and (most is None or n <= most):
         return
     besides = " besides the base" if schema.base != "none" and part.base is not None else ""
@@ -153,9 +157,7 @@ def _check_twice(part: Slice, references: Sequence[ModelRef], problems: Problems
     for entry in part.entries:
         if entry.model in seen:
             text = references[entry.model].text
-            problems.add(
-                entry.level.path, f"{text!r} is listed twice; list it once with the weights added"
-            )
+            problems.add(entry.level.path, f"the base {text!r} is listed twice; list it once")
         seen.add(entry.model)
 
 

@@ -20,6 +20,7 @@ from mergepipe_pipeline.spec.layers import (
     is_post,
     layer_index,
     layer_stack,
+    projector_position,
     tied_partner,
     with_layer_index,
 )
@@ -83,6 +84,7 @@ class Outputs:
         names = self._names(part, lead, belongs, _same)
         for name in names:
             t = position(layer_index(name), counts.get(layer_stack(name) or "", 1))
+            t = projector_position(name, names) if t == 0 else t
             yield self._slot(part, name, t, _same, levels)
 
     def _layered(

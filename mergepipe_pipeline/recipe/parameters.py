@@ -18,6 +18,7 @@ from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, shown_p
 #: Parameters that mean a share, whatever the method: 1 or more keeps all, as in mergekit.
 SHARES = frozenset({"density"})
 
+_YES, _NO = {"true", "yes", "on", "t", "y", "1"}, {"false", "no", "off", "f", "n", "0"}
 _RULE_KEYS = ("filter", "value")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.ASCII | re.IGNORECASE)
 #: No weight, factor or number of rounds comes near; a slip of the keys does.
@@ -38,6 +39,12 @@ class Rule:
 #: A parameter's value in its general form: the first rule that takes the tensor counts.
 Setting = tuple[Rule, ...]
 Settings = Mapping[str, Setting]
+
+
+def as_bool(text: str) -> bool | None:
+    """Yes or no, as pydantic reads a text in mergekit; None for other texts."""
+    word = text.strip().lower()
+    return True if word in _YES else False if word in _NO else None
 
 
 def position(layer: int | None, n_layers: int) -> float:
@@ -98,6 +105,9 @@ def parse_settings(
     settings: dict[str, Setting] = {}
     for name, value in raw.items():
         here = (*path, str(name))
+        if value == []:
+            warnings.append(f"{shown_path(here)} is an empty list, which gives no value")
+            continue
         known = len(problems)
         setting = _parse_setting(value, here, problems, warnings)
         _check_share(str(name), setting, here, problems)
@@ -124,7 +134,7 @@ def _parse_setting(raw: object, path: KeyPath, problems: Problems, warnings: lis
 def _parse_rule(raw: dict[str, object], path: KeyPath, problems: Problems) -> Rule:
     for key in raw:
         if key not in _RULE_KEYS:
-            problems.add((*path, key), f"unknown key `{key}`{suggest(key, _RULE_KEYS)}")
+            problems.ignore((*path, key), f"unknown key `{key}`{suggest(key, _RULE_KEYS)}")
     if "value" not in raw:
         problems.add(path, "a {filter, value} entry needs `value:`")
         return Rule(None, (0.0,))

@@ -63,6 +63,7 @@ def parse_recipe(
     methods: Methods | None = None,
     strategies: Collection[str] = STRATEGIES,
     choose: Choose = nobody,
+    lenient: bool = False,
 ) -> ParsedRecipe:
     """Read the text of one recipe. `name` is the default ref, `where` (a path) goes into messages.
 
@@ -73,6 +74,7 @@ def parse_recipe(
     Raises RecipeError with every problem; BudgetError if the budget's amount is the only one.
     """
     document = read_yaml(text)
+    document.problems.lenient = lenient
     (choice,) = stage_choices([document], choose)
     parsed = _parse(document, name, where, methods, strategies, choice)
     if parsed is None or document.problems:
@@ -88,6 +90,7 @@ def parse_recipes(
     methods: Methods | None = None,
     strategies: Collection[str] = STRATEGIES,
     choose: Choose = nobody,
+    lenient: bool = False,
 ) -> tuple[ParsedRecipe, ...]:
     """Read a file of one or more recipes, the stages of one merge: the last gives the result.
 
@@ -95,6 +98,8 @@ def parse_recipes(
     schedule of all are those of the last. Arguments and errors are those of `parse_recipe`.
     """
     documents = read_documents(text)
+    for document in documents:
+        document.problems.lenient = lenient
     stages = [
         _parse(d, name, where, methods, strategies, choice)
         for d, choice in zip(documents, stage_choices(documents, choose), strict=True)
@@ -150,7 +155,8 @@ def _parse(
         *recipe_warnings(parsed, keys.schema),
         *joined_base(parsed, joined=modules != keys.modules),
     )
-    return replace(parsed, warnings=tuple(dict.fromkeys((*parsed.warnings, *found))))
+    ignored = dict.fromkeys(problems.ignored)
+    return replace(parsed, warnings=tuple(dict.fromkeys((*parsed.warnings, *found, *ignored))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +212,7 @@ def _parsed_recipe(
         stage=yaml.name or yaml.out_path,
         warnings=keys.warnings,
         lines=document.lines,
+        lenient=document.problems.lenient,
     )
 
 

@@ -16,12 +16,15 @@ from mergepipe_pipeline.spec.selector import Selected
 class ParsedRecipe:
     """A recipe checked as far as its text allows.
 
-    `references` are all models, each once, in order of appearance, the base at `base` among them
-    (None also where slices have different bases). `stage` is its `name:`; `stages_used` are the
-    names of earlier stages whose results stand among the references, and `before` those stages.
+    `references` are all models in order of appearance, one twice if a slice lists it twice, the
+    base at `base` among them (None also where slices have different bases). `stage` is its `name:`;
+    `stages_used` are the names of earlier stages whose results stand among the references, and
+    `before` those stages.
     `dtype` and `out_dtype` are safetensors codes; `chat_template` is a template's text, `auto`, or
     the name of a known one. `schedule` is None where nobody asks for one. A `gate` has an
-    `evaluator`. `selected` says which references each of its selectors stands for.
+    `evaluator`. `selected` says which references each of its selectors stands for. Read
+    `lenient`ly, it may hold what mergekit ignores. The result has a tokenizer if it
+    `copies_tokenizer`; `truncates` crops vocabularies to the shortest, the base's included.
     """
 
     name: str
@@ -52,6 +55,9 @@ class ParsedRecipe:
     stages_used: tuple[str, ...] = ()
     before: tuple[ParsedRecipe, ...] = field(default=(), hash=False)
     selected: tuple[Selected, ...] = ()
+    lenient: bool = False
+    copies_tokenizer: bool = True
+    truncates: bool = False
 
     @property
     def all_selected(self) -> tuple[Selected, ...]:

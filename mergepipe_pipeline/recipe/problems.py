@@ -17,10 +17,15 @@ _SHOWN_CHARS = 60
 
 
 class Problems:
-    """A growing list of sentences, given back in the order of the recipe's lines."""
+    """A growing list of sentences, given back in the order of the recipe's lines.
 
-    def __init__(self, lines: Lines) -> None:
+    Read leniently, what mergekit ignores is no problem: it is `ignored` with a sentence each.
+    """
+
+    def __init__(self, lines: Lines, *, lenient: bool = False) -> None:
         self._lines = lines
+        self.lenient = lenient
+        self.ignored: list[str] = []
         self._found: list[tuple[int, str]] = []
         self._closed: set[KeyPath] = set()
 
@@ -37,6 +42,13 @@ class Problems:
         line = line_of(path, self._lines) if line is None else line
         place = ", ".join(p for p in (f"line {line}" if line else "", shown_path(path)) if p)
         self._found.append((line, f"{place}: {text}" if place else text))
+
+    def ignore(self, path: KeyPath, text: str) -> None:
+        """Note what mergekit ignores: a problem, or a warning in a recipe read leniently."""
+        if self.lenient:
+            self.ignored.append(f"{shown_path(path)}: {text}: ignored")
+        else:
+            self.add(path, text)
 
     def close(self, path: KeyPath) -> None:
         """Take no more problems at or under `path`: they would follow from one told already."""

@@ -1,5 +1,7 @@
 """How a recipe names a model: `path[@revision][+lora[@revision]]`, or the same as a mapping.
 
+A path may be an address: `hf://org/model@revision`, `s3://bucket/prefix`.
+
 Splitting is a reading of the text alone. A folder that exists under the text as written is that
 folder: whoever resolves references to files asks `ModelRef.text` first.
 """
@@ -12,6 +14,7 @@ from mergepipe_pipeline.recipe.problems import shown, suggest
 from mergepipe_pipeline.spec.recipe import ModelRef
 
 _PATH_STARTS = ("/", ".", "~")
+_HUB = "hf://"
 _MAPPING_KEYS = ("model", "lora", "override_architecture")
 
 
@@ -61,7 +64,11 @@ def _split_lora(text: str) -> tuple[str, str | None]:
     if not signs:
         return text, None
     before, _, after = text.partition("+")
-    if text.startswith(_PATH_STARTS):
+    if "://" in before and not before.startswith(_HUB) and "://" not in after:
+        # As in a path: folders of a bucket may be named at will.
+        if signs != 1 or not after.startswith(_PATH_STARTS):
+            return text, None
+    elif text.startswith(_PATH_STARTS):
         # In a path, the folders above may be named at will: only the last part is split, or a
         # single sign with another path behind it.
         folder, _, last = text.rpartition("/")
@@ -78,6 +85,8 @@ def _split_lora(text: str) -> tuple[str, str | None]:
 
 
 def _split_revision(name: str, text: str) -> tuple[str, str | None]:
+    if "://" in name and not name.startswith(_HUB):
+        return name, None  # only the hub has revisions: elsewhere the sign is part of a name
     cut = name.rfind("/") + 1 if name.startswith(_PATH_STARTS) else 0
     last = name[cut:]
     if "@" not in last:

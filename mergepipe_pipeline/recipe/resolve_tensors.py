@@ -58,7 +58,7 @@ def resolve_recipe(
 
     Raises RecipeError with every problem.
     """
-    problems = Problems(parsed.lines)
+    problems = Problems(parsed.lines, lenient=parsed.lenient)
     schema = find_method(parsed.method, methods, problems)
     if schema is None:
         raise recipe_error([problems], parsed.where)
@@ -76,7 +76,8 @@ def resolve_recipe(
         check_budget_options(parsed.budget, parsed.references, tensors, problems)
     if problems:
         raise recipe_error([problems], parsed.where)
-    warnings += [*resolver.warnings, *mixed_shapes(tensors, tables, parsed.references)]
+    warnings += [*problems.ignored, *resolver.warnings]
+    warnings += mixed_shapes(tensors, tables, parsed.references)
     warnings += _rounding_warnings(parsed, schema, tensors, tables)
     return _recipe_of(parsed, tensors, resolver.n_layers, warnings)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import Annotated, Any
 from zoneinfo import ZoneInfo
 
@@ -220,14 +221,32 @@ def validate(value: Mapping[str, object], problems: Problems) -> RecipeYaml | No
         if isinstance(module, dict):
             _check_contents(module, ("modules", str(name)), CONTENTS[:2], problems)
             _check_entries(module, ("modules", str(name)), problems)
-    try:
-        recipe = RecipeYaml.model_validate(value)
-    except ValidationError as invalid:
-        for error in invalid.errors(include_url=False):
-            problems.add(tuple(error["loc"]), _sentence(error))
+    recipe = _validated(value, problems)
+    if recipe is None:
         return None
     _check_schedule(recipe, problems)
     return recipe if len(problems) == known else None
+
+
+def _validated(value: Mapping[str, object], problems: Problems) -> RecipeYaml | None:
+    try:
+        return RecipeYaml.model_validate(value)
+    except ValidationError as invalid:
+        errors = invalid.errors(include_url=False)
+    unknown = [e for e in errors if e["type"] == "extra_forbidden"]
+    for error in errors:
+        add = problems.ignore if error in unknown else problems.add
+        add(tuple(error["loc"]), _sentence(error))
+    if not problems.lenient or len(unknown) < len(errors):
+        return None
+    known = deepcopy(dict(value))
+    for error in unknown:
+        *path, key = error["loc"]
+        at: Any = known
+        for part in path:
+            at = at[part]
+        del at[key]
+    return _validated(known, problems)
 
 
 def _check_schedule(recipe: RecipeYaml, problems: Problems) -> None:

@@ -100,7 +100,7 @@ def with_joined_base(
 
 @dataclass
 class Models:
-    """The models of a recipe, each once, in order of appearance."""
+    """The models of a recipe in order of appearance, each as often as one slice lists it."""
 
     refs: list[ModelRef] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -163,7 +163,7 @@ class _Outliner:
             known = len(self.problems)
             models = self._written_out(listed, path)
             is_short = len(self.problems) > known
-            entries = tuple(self._entries(models, path))
+            entries = tuple(self._entries(models, path, whole=True))
             yield Slice(entries, self._base(None), Level(path, {}), is_short)
             return
         slices = value.get("slices")
@@ -208,15 +208,31 @@ class _Outliner:
             found += [(i, {**item, "model": name}) for name in chosen.taken]
         return found
 
-    def _entries(self, value: Iterable[tuple[int, object]], path: KeyPath) -> Iterator[Entry]:
+    def _entries(
+        self, value: Iterable[tuple[int, object]], path: KeyPath, *, whole: bool = False
+    ) -> Iterator[Entry]:
+        seen: set[int] = set()
         for i, item in value:
             if not isinstance(item, dict):
                 continue
             here = (*path, i)
             level = self._level(item, here)
             number = self.models.number(item.get("model"))
+            if number in seen and not self._is_base(number):
+                number = self._again(number, here)
             if number is not None:
-                yield Entry(number, layer_range(item.get("layer_range")), level)
+                seen.add(number)
+                yield Entry(number, None if whole else layer_range(item.get("layer_range")), level)
+
+    def _is_base(self, number: int) -> bool:
+        return self.base_model is not None and self.models.number(self.base_model) == number
+
+    def _again(self, number: int, path: KeyPath) -> int:
+        """A model listed once more takes part once more, as if another folder held the same."""
+        ref = self.models.refs[number]
+        self.warnings.append(f"{shown_path(path)}: {ref.text!r} is listed twice: both count")
+        self.models.refs.append(ref)
+        return len(self.models.refs) - 1
 
     def _level(self, value: Mapping[str, object], path: KeyPath) -> Level:
         raw, here = value.get("parameters"), (*path, "parameters")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mergepipe_pipeline.recipe.parameters import look_up
+from mergepipe_pipeline.recipe.parameters import as_bool, look_up
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems
 from mergepipe_pipeline.recipe.structure import Level
 from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
@@ -105,6 +105,8 @@ def _place(name: str, levels: Sequence[Level]) -> KeyPath:
 
 
 def _cast(parameter: Parameter, value: float | int | bool | str) -> float | int | bool | str:
+    if parameter.kind == "bool" and isinstance(value, str):
+        return bool(as_bool(value))
     kinds: Mapping[str, type[float] | type[int] | type[bool] | type[str]]
     kinds = {"float": float, "int": int, "bool": bool, "choice": str}
     return kinds[parameter.kind](value)

@@ -111,7 +111,7 @@ def _unknown(
         for mine, theirs in catalog.missing_pairs(*ids, wanted):
             view = models[expert].views[mine]
             nbytes, elems = nbytes + view.nbytes, elems + view.numel
-            if view.stands_alone:
+            if view.delta_needs_base:
                 base_nbytes[base, theirs] = models[base].views[theirs].nbytes
     for number, model in enumerate(models):
         if number not in paired and not any(base == number for _, base in pairs):

@@ -6,15 +6,20 @@ This is the one place that decides so, for recipes and verbs alike. It reads hea
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.contents.away import away_from, open_away, open_root
-from mergepipe_pipeline.digest import sha256_hex
-from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
+from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    IncompleteCheckpointError,
+)
+from mergepipe_pipeline.remote.address import is_address, is_hub_name, parse_address
+from mergepipe_pipeline.resolution.addresses import at_address, is_offline, look_again, on_hub
+from mergepipe_pipeline.resolution.names import free_name
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.hub_cache import cached_model
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
@@ -42,18 +47,22 @@ def locate_checkpoint(
     """The checkpoint that a model text means, as its files are now; writes nothing.
 
     A registered name wins over a path. A path may be absolute, below a named root (`models:chat`),
-    relative to the working directory or to `relative_to` (the recipe's folder); a hub name
-    (`org/model`) is looked up in the local Hugging Face cache. What `pack --replace` moved away is
-    found by its name, and where it was. `revision` picks a version of a registered name, or a
-    commit of a cached model. `taken` maps names given but not registered yet to their roots. Raises
-    CheckpointError when nothing fits, CheckpointChangedError for a revision whose files were
-    replaced.
+    relative to the working directory or to `relative_to` (the recipe's folder), or an address
+    (`hf://org/model`, `s3://bucket/prefix`). A hub name (`org/model`) is looked up in the local
+    Hugging Face cache, then at the hub. What `pack --replace` moved away is found by its name, and
+    where it was. `revision` picks a version of a registered name, or a commit of the hub. `taken`
+    maps names given but not registered yet to their roots. Raises CheckpointError when nothing
+    fits, RemoteError for what cannot be reached, CheckpointChangedError for a revision whose files
+    were replaced.
     """
     catalog = warehouse.catalog
     if text in catalog:
         if revision is None:
+            look_again(catalog.root(text))
             return open_root(warehouse, catalog.root(text), text)
         return _as_registered(warehouse, _revision(catalog, text, revision), revision)
+    if is_address(text):
+        return at_address(catalog, parse_address(text, revision), taken or {})
     place = warehouse.roots.here(text) if warehouse.roots.means(text) else text
     for folder in (Path.cwd(), relative_to):
         if folder is not None and os.path.exists(folder / expanded(place)):
@@ -63,23 +72,47 @@ def locate_checkpoint(
             return found
     if why_unmounted(place):
         refuse_unmounted(place)
-    cached = cached_model(text, revision)
+    cached = _cached(catalog, text, revision, taken or {})
     if cached is not None:
-        return open_checkpoint(str(cached), free_name(catalog, cached, taken or {}, text))
+        return cached
     moved = _moved(warehouse, place, relative_to) if revision is None else None
     if moved is not None:
         return moved
+    if is_hub_name(text) and not is_offline():
+        return on_hub(catalog, text, revision, taken or {})
+    raise _unknown(catalog, text)
+
+
+def _unknown(catalog: Catalog, text: str) -> CheckpointError:
     near = get_close_matches(text, catalog.names(), n=1)
-    raise CheckpointError(
+    return CheckpointError(
         "A model is neither a registered name nor a path that exists",
         where=text,
-        expected="a folder with safetensors, a model in the Hugging Face cache, or one of the "
-        "names of `mergepipe ls`",
+        expected="a folder with safetensors, a model in the Hugging Face cache, an address like "
+        "hf://org/model or s3://bucket/prefix, or one of the names of `mergepipe ls`",
         found=f"no such name, and nothing at {text!r}",
         next_step=f"correct it, if the registered {near[0]!r} is meant"
         if near
-        else "check the spelling, or download the model and give its folder",
+        else "check the spelling, or give the model's folder or address",
     )
+
+
+def _cached(
+    catalog: Catalog, text: str, revision: str | None, taken: Mapping[str, str]
+) -> Checkpoint | None:
+    """A model in the hub's cache; None if it is not there, or a part of it that the hub has whole.
+
+    Raises CheckpointError.
+    """
+    folder = cached_model(text, revision)
+    if folder is None:
+        return None
+    try:
+        return open_checkpoint(str(folder), free_name(catalog, folder, taken, text))
+    except IncompleteCheckpointError:
+        if is_offline():
+            raise
+        return None
 
 
 def exists(warehouse: Warehouse, text: str, relative_to: Path | None = None) -> bool:
@@ -169,21 +202,3 @@ def _refuse_revision(checkpoint: Checkpoint, revision: str | None) -> None:
             found="a plain folder, which holds one state only",
             next_step="leave the revision out, or give the folder of that revision",
         )
-
-
-def free_name(
-    catalog: Catalog, root: Path, taken: Mapping[str, str], text: str | None = None
-) -> str:
-    """The folder's name (or `text`), or with a digest of the path if another checkpoint has it.
-
-    The path is the recorded one: names are part of ids, which are the same on all machines.
-    """
-    stem = text or (root.stem if os.path.isfile(root) else root.name)
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
-    plain = plain.lstrip(".-_") or "checkpoint"
-    owner = taken.get(plain)
-    if owner is None and plain in catalog:
-        owner = catalog.root(plain)
-    if owner not in (None, str(root)):
-        return f"{plain}-{sha256_hex(catalog.roots.recorded(str(root)).encode())[:6]}"
-    return plain

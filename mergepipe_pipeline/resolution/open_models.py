@@ -18,12 +18,19 @@ from mergepipe_pipeline.errors import (
     IncompatibleCheckpointsError,
     MergePipeError,
 )
+from mergepipe_pipeline.resolution.aliases import with_names_of
+from mergepipe_pipeline.resolution.expert_layout import (
+    FUSED,
+    in_one_layout,
+    laid_out,
+    updates_fused,
+)
 from mergepipe_pipeline.resolution.locate import exists, locate_checkpoint
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, tied_partner
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.recipe import ModelRef
-from mergepipe_pipeline.spec.view import TensorView, moved, view_of
+from mergepipe_pipeline.spec.view import LowRank, TensorView, moved, view_of
 from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -70,7 +77,20 @@ def open_models(
             )
         except MergePipeError as error:
             problems.append(error)
-    return [] if problems else models
+    return [] if problems else _aligned(models, base, problems)
+
+
+def _aligned(
+    models: Sequence[Model], base: int | None, problems: list[MergePipeError]
+) -> list[Model]:
+    """The models with their tensors named and laid out as the base has them, or the first one."""
+    whole = (number for number, model in enumerate(models) if not model.is_partial)
+    lead = next(whole, 0) if base is None else base
+    try:
+        return in_one_layout(with_names_of(models, lead), lead) if models else []
+    except MergePipeError as error:
+        problems.append(error)
+        return []
 
 
 class _Opener:
@@ -157,11 +177,15 @@ def _on_base(checkpoint: Checkpoint, base: Model | None) -> Model:
         views = delta_views(checkpoint)
         return Model(checkpoint.name, (checkpoint,), views, is_partial=True)
     views, unties = _laid_on(base, checkpoint)
-    return Model(checkpoint.name, (checkpoint,), views, is_partial=True, unties=unties)
+    completed = {n: _with_weights(v, base.views.get(n, v), 1) for n, v in views.items()}
+    checkpoints = (checkpoint, *(base.checkpoints if completed != views else ()))
+    return Model(checkpoint.name, checkpoints, completed, is_partial=True, unties=unties)
 
 
 def _laid_on(model: Model, adapter: Checkpoint) -> tuple[dict[str, TensorView], bool]:
     """What an adapter makes of a model's tensors, and whether it unties the head."""
+    if updates_fused(adapter):
+        model = laid_out(model, FUSED)
     tied = _tied(model)
     views = adapter_views(adapter, {n: v.shape for n, v in model.views.items()}, tied)
     unties = tied is not None and tied.head in views
@@ -209,6 +233,8 @@ def tied_updates(models: Sequence[Model], base: int | None) -> tuple[str, ...]:
 
 def _adapted(model: Model, adapter: Checkpoint) -> Model:
     """A whole model with an adapter on it, as its own tensors plus low-rank updates."""
+    if updates_fused(adapter):
+        model = laid_out(model, FUSED)
     changes, unties = _laid_on(model, adapter)
     views: dict[str, TensorView] = dict(model.views)
     for name, change in changes.items():
@@ -222,7 +248,7 @@ def _adapted(model: Model, adapter: Checkpoint) -> Model:
                 found=f"{own.dtype} in {model.name}",
                 next_step="use the model in the precision that it was quantised from",
             )
-        change = moved(change, len(model.checkpoints))
+        change = _with_weights(moved(change, len(model.checkpoints)), own, 0)
         if not change.stored:
             change = replace(own, name=name, low_rank=change.low_rank)
         views[name] = change
@@ -230,6 +256,26 @@ def _adapted(model: Model, adapter: Checkpoint) -> Model:
         _refuse_other_rows(model, adapter, views)
     name = f"{model.name}+{adapter.name}"
     return Model(name, (*model.checkpoints, adapter), views, unties=unties)
+
+
+def _with_weights(change: TensorView, own: TensorView, offset: int) -> TensorView:
+    """A change with the weights that its update follows from: those it brings, else its base's.
+
+    `offset` is what the source numbers of `own` become.
+    """
+    update = change.low_rank
+    if not isinstance(update, LowRank) or not (update.needs_values or update.is_residual):
+        return change
+    weights = replace(change, low_rank=None) if change.stored else moved(own, offset)
+    if weights.whole is None:
+        raise IncompatibleCheckpointsError(
+            "An adapter that follows from its base's weights (DoRA, PiSSA) lies on changed ones",
+            where=f"tensor {change.name}",
+            expected="a base whose file has the tensor as it is",
+            found="one that another adapter changes",
+            next_step="merge the adapter below first, and give its result as the base",
+        )
+    return replace(change, low_rank=replace(update, weights=weights.stored[0]))
 
 
 def _refuse_other_rows(model: Model, adapter: Checkpoint, views: Mapping[str, TensorView]) -> None:

@@ -19,11 +19,19 @@ SCHEMAS = {name: operator.schema for name, operator in OPERATORS.items()}
 
 
 def load_recipe(
-    path: str | Path, warehouse: Warehouse, choose: Choose | None = None
+    path: str | Path,
+    warehouse: Warehouse,
+    choose: Choose | None = None,
+    *,
+    lenient: bool = False,
+    copy_tokenizer: bool = True,
+    truncate_embeddings: bool = False,
 ) -> ParsedRecipe:
     """Parse a recipe file. Raises RecipeError with all problems, also for a lost file.
 
     Its selectors are answered by `choose`, by default from the names of the warehouse as they are.
+    Read `lenient`ly, what mergekit ignores is warned about instead. `truncate_embeddings` crops
+    vocabularies to the shortest; without `copy_tokenizer` the result has none.
     """
     file = Path(path)
     try:
@@ -37,19 +45,36 @@ def load_recipe(
             next_step="check the path",
         ) from error
     choose = choose or Registered(warehouse, file.resolve().parent)
-    return parse(text, name=text_of(file.stem), where=text_of(path), choose=choose)
+    where = text_of(path)
+    parsed = parse(text, name=text_of(file.stem), where=where, choose=choose, lenient=lenient)
+    return as_asked(parsed, copies_tokenizer=copy_tokenizer, truncates=truncate_embeddings)
+
+
+def as_asked(parsed: ParsedRecipe, *, copies_tokenizer: bool, truncates: bool) -> ParsedRecipe:
+    """The recipe and its stages with what was asked for beside the text."""
+
+    def asked(stage: ParsedRecipe) -> ParsedRecipe:
+        return replace(stage, copies_tokenizer=copies_tokenizer, truncates=truncates)
+
+    return replace(asked(parsed), before=tuple(map(asked, parsed.before)))
 
 
 def parse_plan(plan: MergePlan) -> ParsedRecipe:
     """The recipe of a plan, its selectors answered as they were then."""
     choose, where = Recorded(plan.request.selected), f"plan {plan.plan_id[:16]}"
-    return parse(plan.recipe_text, name=plan.recipe_name, where=where, choose=choose)
+    request, text = plan.request, plan.recipe_text
+    parsed = parse(text, name=plan.recipe_name, where=where, choose=choose, lenient=request.lenient)
+    return as_asked(parsed, copies_tokenizer=request.copies_tokenizer, truncates=request.truncates)
 
 
-def parse(text: str, *, name: str, where: str, choose: Choose = nobody) -> ParsedRecipe:
+def parse(
+    text: str, *, name: str, where: str, choose: Choose = nobody, lenient: bool = False
+) -> ParsedRecipe:
     """Parse recipe text with the operators there are; earlier stages are in `before`.
 
     Raises RecipeError, BudgetError.
     """
-    *before, final = parse_recipes(text, name=name, where=where, methods=SCHEMAS, choose=choose)
+    *before, final = parse_recipes(
+        text, name=name, where=where, methods=SCHEMAS, choose=choose, lenient=lenient
+    )
     return replace(final, before=tuple(before), text=text) if before else final

@@ -20,6 +20,7 @@ from mergepipe_pipeline.planner.plan_builder import Side
 from mergepipe_pipeline.recipe.budget import parse_budget, with_amount
 from mergepipe_pipeline.recipe.parse import ParsedRecipe, resolve_recipe
 from mergepipe_pipeline.recipe.schema import known_strategy
+from mergepipe_pipeline.resolution.architectures import mixed_architectures
 from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.left_out import without
@@ -143,8 +144,7 @@ def resolve_stage(
         _refuse_away(models, pending)
     template = fitted.models[fitted.side.template]
     warnings = [*recipe.warnings, *fitted.warnings, *tied_updates(models, recipe.base)]
-    if template.checkpoint.config is None:
-        warnings.append(_no_config(template))
+    warnings += [*_no_config(template), *mixed_architectures(models)]
     warnings += [
         f"the stage {name!r} hides what else is called so: the model of that name or path"
         for name in parsed.stages_used
@@ -162,14 +162,21 @@ def resolve_stage(
         originals=tuple(models),
         side=fitted.side,
         tokenizer=fitted.tokenizer,
-        request=Request(
-            budget,
-            strategy,
-            block_elems,
-            no_packs=no_packs,
-            selected=parsed.all_selected,
-            left_out=tuple(sorted(leave_out)),
+        request=_request(
+            parsed, Request(budget, strategy, block_elems, no_packs=no_packs), leave_out
         ),
+    )
+
+
+def _request(parsed: ParsedRecipe, asked: Request, leave_out: Collection[str]) -> Request:
+    """What a caller `asked` for, with how the recipe was read."""
+    return replace(
+        asked,
+        selected=parsed.all_selected,
+        left_out=tuple(sorted(leave_out)),
+        lenient=parsed.lenient,
+        copies_tokenizer=parsed.copies_tokenizer,
+        truncates=parsed.truncates,
     )
 
 
@@ -198,8 +205,9 @@ def _fit(
         if tokenizer is not None:
             models = Reindexer(None, recipe, models, tokenizer).models()
             warnings += tokenizer.warnings
-        models, cropped = fit_rows(recipe, models, problems)
+        models, cropped = fit_rows(recipe, models, problems, truncate=parsed.truncates)
         side = side_of(recipe, models, tokenizer.files if tokenizer else None)
+        side = side if parsed.copies_tokenizer else replace(side, files=())
         if not problems:
             _validate(recipe, models)
     except MergePipeError as error:
@@ -322,11 +330,13 @@ def _refuse_away(models: Sequence[Model], pending: Mapping[str, Checkpoint]) -> 
         )
 
 
-def _no_config(template: Model) -> str:
-    return (
+def _no_config(template: Model) -> list[str]:
+    if template.checkpoint.config is not None:
+        return []
+    return [
         f"{template.name} has no config.json, and the result takes it from there: no library will "
         "load the result before one is put beside its weights"
-    )
+    ]
 
 
 def _all(problems: Sequence[MergePipeError], parsed: ParsedRecipe) -> MergePipeError:

@@ -17,11 +17,16 @@ from mergepipe_pipeline.spec.view import TensorView, cropped
 
 
 def fit_rows(
-    recipe: Recipe, models: Sequence[Model], problems: list[MergePipeError]
+    recipe: Recipe,
+    models: Sequence[Model],
+    problems: list[MergePipeError],
+    *,
+    truncate: bool = False,
 ) -> tuple[list[Model], tuple[str, ...]]:
     """The models with vocabulary matrices of equal use, and a warning per cropped tensor.
 
-    Adds a problem for every tensor whose shapes cannot be reconciled.
+    `truncate` crops all to the shortest, the base included. Adds a problem for every tensor whose
+    shapes cannot be reconciled.
     """
     views = [dict(m.views) for m in models]
     changed: list[list[str]] = [[] for _ in models]
@@ -36,8 +41,9 @@ def fit_rows(
             owners = [m for m, _ in ([base] if base else []) + sites]
             problems.append(_misfit(t, models, found, owners))
             continue
-        rows = found[0].shape[0] if base else min(v.shape[0] for v in found)
-        for m, name in sites:
+        shortest = min(v.shape[0] for v in found)
+        rows = found[0].shape[0] if base and not truncate else shortest
+        for m, name in dict.fromkeys((([base] if base else []) + sites) if truncate else sites):
             view = views[m][name]
             if view.shape[0] > rows:
                 views[m][name] = cropped(view, rows)

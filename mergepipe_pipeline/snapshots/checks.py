@@ -9,6 +9,7 @@ from pathlib import Path
 from mergepipe_pipeline.digest import new_hash, sha256_hex, unseal
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.snapshots.find import read_manifest
+from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, ShardEntry
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
@@ -27,25 +28,33 @@ class Verification:
 
 
 def verify_snapshot(
-    folder: Path, progress: Callable[[int], None] | None = None, *, only_touched: bool = False
+    folder: Path,
+    progress: Callable[[int], None] | None = None,
+    *,
+    only_touched: bool = False,
+    is_copy: bool = False,
 ) -> Verification:
     """Check manifest, provenance, side files and every shard.
 
+    A copy (`is_copy`), as `--out` writes one, has a name of its own, and may have the recipe beside
+    its files and measurements in its card.
     With `only_touched`, shards of the right size that nobody wrote to after the manifest are taken
     on trust: what time does to a disk is not found. Raises CorruptionError with the file and,
     inside a shard, the first tensor whose bytes are wrong; also for files that are missing or that
     the manifest does not know.
     """
     manifest = read_manifest(folder)
-    if folder.name != manifest.snapshot_id:
+    if folder.name != manifest.snapshot_id and not is_copy:
         raise _wrong(folder / MANIFEST, folder.name, manifest.snapshot_id)
     provenance = _present(folder / PROVENANCE).read_bytes()
-    unseal(provenance, str(folder / PROVENANCE))
+    told = unseal(provenance, str(folder / PROVENANCE))
+    added = {RECIPE_FILE: str(told.get("recipe", "")).encode()} if is_copy else {}
     known = {
         MANIFEST,
         PROVENANCE,
         *(s.file for s in manifest.shards),
         *(f.file for f in manifest.side_files),
+        *added,
     }
     for extra in sorted(p.name for p in folder.iterdir() if p.name not in known):
         raise CorruptionError(
@@ -56,16 +65,25 @@ def verify_snapshot(
             next_step="remove the file",
         )
     nbytes = len(provenance) + (folder / MANIFEST).stat().st_size
+    for name, data in added.items():
+        if (folder / name).is_file():
+            nbytes += _check_side(folder / name, sha256_hex(data))
     for side in manifest.side_files:
-        data = _present(folder / side.file).read_bytes()
-        if sha256_hex(data) != side.sha256:
-            raise _wrong(folder / side.file, side.sha256, sha256_hex(data))
-        nbytes += len(data)
+        is_told_more = is_copy and side.file == CARD and MEASURED in told
+        nbytes += _check_side(folder / side.file, None if is_told_more else side.sha256)
     for shard in manifest.shards:
         if not only_touched or _is_touched(folder, shard):
             verify_shard(folder / shard.file, shard, progress)
         nbytes += shard.nbytes
-    return Verification(manifest.snapshot_id, len(known), nbytes)
+    return Verification(manifest.snapshot_id, len(known - added.keys()), nbytes)
+
+
+def _check_side(path: Path, sha256: str | None) -> int:
+    """The size of a file that must be there, with this digest if there is one."""
+    data = _present(path).read_bytes()
+    if sha256 not in (None, found := sha256_hex(data)):
+        raise _wrong(path, str(sha256), found)
+    return len(data)
 
 
 def _is_touched(folder: Path, shard: ShardEntry) -> bool:

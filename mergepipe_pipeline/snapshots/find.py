@@ -81,13 +81,18 @@ def read_manifest(folder: Path) -> Manifest:
             found=error.strerror or str(error),
             next_step="merge its recipe again: it is made anew, and layers are reused",
         ) from error
-    value = unseal(data, str(path))
+    return manifest_of(data, str(path))
+
+
+def manifest_of(data: bytes, where: str) -> Manifest:
+    """The manifest in a file's bytes. Raises CorruptionError."""
+    value = unseal(data, where)
     try:
         return Manifest.from_json(value)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CorruptionError(
             "A manifest has another form than this version writes",
-            where=str(path),
+            where=where,
             found=str(error),
             next_step="read it with the version that wrote it",
         ) from error

@@ -10,52 +10,68 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import seal, sha256_hex, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.snapshots.model_folder import CARD, measured_card
-from mergepipe_pipeline.snapshots.out_folder import check_folder, staging_name
+from mergepipe_pipeline.snapshots.model_folder import CARD, MEASURED, RECIPE_FILE, measured_card
+from mergepipe_pipeline.snapshots.out_folder import check_folder, refuse_full, staging_name
+from mergepipe_pipeline.snapshots.repack import repack
 from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.storage.atomic import copy_file, publish_dir, remove_tree, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_folder, probed
+from mergepipe_pipeline.storage.open_checkpoint import INDEX
 
-RECIPE_FILE = "mergepipe_recipe.yml"
-#: The key of an exported provenance that holds what was measured.
-_MEASURED = "evaluations"
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """How an export's weights are cut: files of at most `nbytes`, None for one file."""
+
+    nbytes: int | None
+
 
 #: Differences that an error names.
 _MOST_NAMED = 5
 
 
 def export_snapshot(
-    snapshot: Snapshot, out: Path, evaluations: Sequence[Mapping[str, Any]] = ()
+    snapshot: Snapshot,
+    out: Path,
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    shards: Shards | None = None,
 ) -> None:
     """Make `out` a copy of the snapshot with the recipe beside it, by one rename at the end.
 
-    `evaluations`, what was measured of it, go to the copy's provenance and card.
+    `evaluations`, what was measured of it, go to the copy's provenance and card. With `shards` its
+    weights lie in files of that size, and the copy has a manifest of its own.
     A folder that holds the same snapshot, whole, is left as it is; one that differs in a file or
     holds anything else is refused with MergePipeError. Raises CorruptionError if a file of the
     snapshot is damaged (then nothing appears at `out`), StorageFullError.
     """
-    if _is_there(snapshot, out):
+    if shards is None and _is_there(snapshot, out):
         return
+    if shards is not None:
+        refuse_full(out)
     folder = Path(snapshot.path)
-    provenance = _provenance(folder)
-    if evaluations:
-        provenance[_MEASURED] = list(evaluations)
-    with _staging_beside(out) as staged:
-        for name, sha256 in _digests(snapshot).items():
+    provenance = exported_provenance(folder, evaluations)
+    with staging_beside(out) as staged:
+        digests = _digests(snapshot)
+        if shards is not None:
+            manifest = repack(snapshot, staged, shards.nbytes)
+            write_atomic(staged / MANIFEST, seal(manifest.to_json()))
+            digests = {s.file: s.sha256 for s in manifest.side_files if s.file != INDEX}
+        for name, sha256 in digests.items():
             _copy(folder / name, staged / name, sha256)
         if evaluations and (card := staged / CARD).is_file():
             write_atomic(card, measured_card(card.read_bytes(), evaluations))
         write_atomic(staged / PROVENANCE, seal(provenance))
-        write_atomic(staged / RECIPE_FILE, _recipe(provenance))
-        if not publish_dir(staged, out):
+        write_atomic(staged / RECIPE_FILE, recipe_of(provenance))
+        if not publish_dir(staged, out) and shards is None:
             _is_there(snapshot, out)
 
 
@@ -75,7 +91,14 @@ def _provenance(folder: Path) -> dict[str, Any]:
     return unseal(path.read_bytes(), str(path))
 
 
-def _recipe(provenance: Mapping[str, Any]) -> bytes:
+def exported_provenance(folder: Path, evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A snapshot's provenance with what was measured of it. Raises CorruptionError."""
+    measured = {MEASURED: list(evaluations)} if evaluations else {}
+    return _provenance(folder) | measured
+
+
+def recipe_of(provenance: Mapping[str, Any]) -> bytes:
+    """The recipe's text in a provenance, as a file."""
     return str(provenance.get("recipe", "")).encode()
 
 
@@ -127,8 +150,8 @@ def _differences(snapshot: Snapshot, out: Path) -> Iterator[str]:
     expected = _digests(snapshot)
     try:
         provenance = _provenance(out)
-        expected[RECIPE_FILE] = sha256_hex(_recipe(provenance))
-        if CARD in expected and (measured := provenance.get(_MEASURED)):
+        expected[RECIPE_FILE] = sha256_hex(recipe_of(provenance))
+        if CARD in expected and (measured := provenance.get(MEASURED)):
             card = _present(Path(snapshot.path) / CARD).read_bytes()
             expected[CARD] = sha256_hex(measured_card(card, measured))
     except CorruptionError:  # then the recipe has nothing to be compared with
@@ -159,7 +182,7 @@ def _present(path: Path) -> Path:
 
 
 @contextmanager
-def _staging_beside(out: Path) -> Iterator[Path]:
+def staging_beside(out: Path) -> Iterator[Path]:
     """A fresh folder beside `out`, gone afterwards; those of killed exports to `out` go first.
 
     An export that lives holds a lock on its folder, which the system takes from one that is killed.

@@ -18,6 +18,10 @@ from mergepipe_pipeline.text import markdown
 
 #: The file name of a model's card.
 CARD = "README.md"
+#: The recipe of an exported snapshot, beside its files.
+RECIPE_FILE = "mergepipe_recipe.yml"
+#: The key of an exported provenance that holds what was measured; the card tells it, too.
+MEASURED = "evaluations"
 
 
 def shard_name(number: int, count: int) -> str:
@@ -90,6 +94,27 @@ def model_card(
         "",
         "`manifest.json` names every byte of this folder; `provenance.json` holds the recipe, "
         "its budget, the predicted error with its bound, and what was read.",
+        "",
+    ]
+    return "\n".join(front + body).encode()
+
+
+def tool_card(verb: str, parameters: Mapping[str, Any], inputs: Sequence[LineageEntry]) -> bytes:
+    """README.md of a result that no recipe made: which verb, with which parameters, from what."""
+    library = "peft" if verb == "extract-lora" else "transformers"
+    front = ["---", f"library_name: {library}", "tags:", "- mergepipe", "---", ""]
+    rows = [f"| {i.role} | {markdown(i.name)} | `{i.content_sha256[:16]}` |" for i in inputs]
+    told = [f"- {key}: `{json.dumps(value)}`" for key, value in sorted(parameters.items())]
+    body = [
+        f"# Made by `mergepipe {verb}`",
+        "",
+        "| role | checkpoint | content |",
+        "|---|---|---|",
+        *rows,
+        "",
+        *told,
+        "",
+        "`manifest.json` names every byte of this folder; `provenance.json` says how it was made.",
         "",
     ]
     return "\n".join(front + body).encode()

@@ -16,6 +16,7 @@ from pathlib import Path
 from mergepipe_pipeline.digest import new_hash, seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.outcome import StoredObject
+from mergepipe_pipeline.spec.snapshot import ShardEntry
 from mergepipe_pipeline.storage.atomic import adopt_file, remove_tree, write_atomic
 
 _LOG = logging.getLogger("mergepipe")
@@ -30,6 +31,20 @@ def object_of(action: Path) -> str | None:
     """The digest of the object that an action's file names; None for a damaged one."""
     with suppress(OSError, CorruptionError, KeyError):
         return str(unseal(action.read_bytes(), str(action))["object"])
+    return None
+
+
+def stored_of(data: bytes, action_key: str, where: str = "an action") -> StoredObject | None:
+    """The object that the record of an action names; None for a damaged one, or another's."""
+    with suppress(CorruptionError, KeyError, TypeError, ValueError):
+        value = unseal(data, where)
+        if value["action_key"] == action_key:
+            return StoredObject(
+                value["object"],
+                value["nbytes"],
+                tuple((t, d) for t, d in value["tensors"]),
+                tuple(value.get("non_finite", {}).items()),
+            )
     return None
 
 
@@ -48,22 +63,16 @@ class ObjectStore:
         """The object that this action gave, or None if it must be made (again)."""
         path = self._action(action_key)
         try:
-            value = unseal(path.read_bytes(), str(path))
-            if value["action_key"] != action_key:  # another's file, under this name
+            stored = stored_of(path.read_bytes(), action_key, str(path))
+            if stored is None:
                 return None
-            stored = StoredObject(
-                value["object"],
-                value["nbytes"],
-                tuple((t, d) for t, d in value["tensors"]),
-                tuple(value.get("non_finite", {}).items()),
-            )
             found = self.path_of(stored.sha256).stat()
             whole = found.st_size == stored.nbytes
             # Touched, so that a collection running meanwhile sees both as in use; of the object
             # only the time of access, since snapshots link to it and may be models themselves.
             os.utime(self.path_of(stored.sha256), ns=(time.time_ns(), found.st_mtime_ns))
             os.utime(path)
-        except (FileNotFoundError, CorruptionError, KeyError):
+        except FileNotFoundError:
             return None
         return stored if whole else None
 
@@ -110,6 +119,12 @@ class ObjectStore:
             "non_finite": dict(stored.non_finite),
         }
         write_atomic(self._action(action_key), seal(value))
+
+    def actions_of(self, shard: ShardEntry) -> list[Path]:
+        """The files of the actions that gave a shard's object."""
+        key = shard.layer_key
+        found = sorted(self._actions.glob(f"{key[:2]}/{key}*.json"))
+        return [path for path in found if object_of(path) == shard.sha256]
 
     def all_actions(self) -> list[Path]:
         """Every action file."""

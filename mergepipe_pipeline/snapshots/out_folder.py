@@ -72,6 +72,18 @@ def check_folder(out: Path) -> str | None:
     )
 
 
+def refuse_full(out: Path) -> None:
+    """Raise MergePipeError for a folder that holds anything, also an earlier export."""
+    if check_folder(out) is not None:
+        raise MergePipeError(
+            "The output folder holds a snapshot already",
+            where=str(out),
+            expected="no such folder, or an empty one, for shards of another size",
+            found="an earlier export",
+            next_step="choose another --out, or remove the folder",
+        )
+
+
 def _try(out: Path) -> None:
     """Make and remove a folder where the first new one would be. Raises OSError if it cannot be."""
     run = uuid.uuid4().hex[:8]

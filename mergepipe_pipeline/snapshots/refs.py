@@ -53,6 +53,14 @@ class RefStore:
         value = {"snapshot_id": snapshot_id, "reason": reason}
         return self._ref(name, chain.append(value, expected), value)
 
+    def refuse_other(self, name: str, expected: int | None) -> None:
+        """Raise CommitConflictError if the current version is not `expected`, unless that is None.
+
+        0: there is none yet.
+        """
+        if expected is not None:
+            self._chain(name).refuse_other(expected)
+
     def target(self, name: str, to: int | None) -> Ref:
         """The version that a rollback goes back to: `to`, or the last that differs from now.
 

@@ -31,7 +31,13 @@ _OUTPUTS = re.compile(
     r"|(?:^|\.)(?:cls\.predictions|lm_head)\.decoder\.(?:weight|bias)$|^cls\.predictions\.bias$"
 )
 #: Stored buffers that follow from the configuration.
-_BUFFER = re.compile(r"(?:\.|^)(?:inv_freq|position_ids|masked_bias)$")
+_BUFFER = re.compile(r"(?:\.|^)(?:inv_freq|position_ids|masked_bias|h\.\d+\.attn\.bias)$")
+
+
+#: Parts of the projector between a Qwen's two towers, which mergekit counts as layers of their own:
+#: one by one, or the last two of the one after its norm.
+_PROJECTORS = re.compile(r"(?:^|\.)visual\.deepstack_merger_list\.(\d+)\.")
+_PROJECTION = re.compile(r"(?:^|\.)visual\.merger\.mlp\.\d+\.")
 
 
 def layer_index(tensor_name: str) -> int | None:
@@ -62,6 +68,20 @@ def stack_counts(tensor_names: Iterable[str]) -> dict[str, int]:
         if stack is not None and index is not None:
             counts[stack] = max(counts.get(stack, 0), index + 1)
     return counts
+
+
+def projector_position(tensor_name: str, names: Iterable[str]) -> float:
+    """Where a part of the projector between two towers stands in a gradient: [0, 1], else 0.
+
+    `names` are all names of the model.
+    """
+    if _PROJECTION.search(tensor_name):
+        return 1.0
+    match = _PROJECTORS.search(tensor_name)
+    if match is None:
+        return 0.0
+    last = max(int(m[1]) for m in map(_PROJECTORS.search, names) if m)
+    return int(match[1]) / last if last else 1.0
 
 
 def layer_count(tensor_names: Iterable[str]) -> int:

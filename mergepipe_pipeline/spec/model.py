@@ -6,13 +6,13 @@ a checkpoint with an adapter on it, or any of these with its embeddings in anoth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.spec.view import Part, TensorView
+from mergepipe_pipeline.spec.view import Part, RowValues, TensorView, Update
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,27 @@ def view_digest(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
 
     if view.whole:
         return of(view.stored[0])
-    low = view.low_rank
     return digest_json(
         [
             [of(p) for p in view.stored],
             [asdict(r) for r in view.runs],
             view.is_delta,
-            low and [of(low.a), of(low.b), low.scale, low.transposed],
+            view.low_rank and _update(view.low_rank, of),
             view.shape,
         ]
     )
+
+
+def _update(update: Update, of: Callable[[Part], str]) -> list[object]:
+    """What determines an update's values; of a plain one the factors and the scale alone."""
+    if isinstance(update, RowValues):
+        return [of(update.values), update.rows]
+    plain: list[object] = [of(update.a), of(update.b), update.scale, update.transposed]
+    rest = [
+        update.n_matrices,
+        update.magnitude and of(update.magnitude),
+        update.weights and of(update.weights),
+        update.is_residual,
+        update.second and _update(update.second, of),
+    ]
+    return plain if rest == [1, None, None, False, None] else [*plain, rest]

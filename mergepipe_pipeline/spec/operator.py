@@ -76,6 +76,11 @@ class OperatorSchema:
         """Whether the method cannot do without a base model."""
         return self.base == "required"
 
+    @property
+    def may_lack_experts(self) -> bool:
+        """Whether the base alone may be listed, which is then the result, as in mergekit."""
+        return self.needs_base and self.experts == (1, None)
+
 
 @dataclass(frozen=True, slots=True)
 class Choosing:

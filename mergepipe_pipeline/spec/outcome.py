@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +91,14 @@ class Realised:
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """When a verb began (`time.monotonic`), and how long it was said to take, as JSON."""
+    """When a verb began (`time.monotonic`), and how long it was said to take, as JSON.
+
+    `downloaded` gives the requests and bytes per address since then, as JSON.
+    """
 
     at_s: float
     predicted: dict[str, Any] | None = None
+    downloaded: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +106,13 @@ class Times:
     """Wall seconds of a merge: what was predicted, as JSON, and what came until its commit.
 
     `before_s` is the verb's start with analysis and planning, 0 for a plan that was there.
+    `downloaded` gives the requests and bytes that came over the wire so far, by address, as JSON.
     """
 
     predicted: dict[str, Any] | None
     before_s: float
     merging_s: float
+    downloaded: Callable[[], dict[str, Any]] = dict
 
     def to_json(self) -> dict[str, Any]:
         """Both, with the realised total."""

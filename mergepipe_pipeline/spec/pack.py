@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # commands that read plans start without NumPy
     import numpy.typing as npt
 
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
-CODEC_VERSION = "1"
+CODEC_VERSION = "2"
 #: Elements that are encoded, compressed, verified and decoded together; a part of a tensor.
 CHUNK_ELEMS = COARSE_ELEMS
 
@@ -35,6 +36,8 @@ TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
     "X20": ("X20",),
     "X": ("X20", "X"),
 }
+#: The levels that give elements as they are stored, if not all the expert's; others give deltas.
+EXACT: tuple[Level, ...] = ("X20", "X")
 #: The dtypes of tensors that have levels; all others are read from the expert.
 PACKED_DTYPES = ("BF16", "F16", "F32")
 #: Share of a tensor's elements that X20 holds at least: those of the largest |δ|.
@@ -80,6 +83,15 @@ class PackedTensor:
     residual_sq: npt.NDArray[np.float32]
     start_byte: npt.NDArray[np.int64]
 
+    @cached_property
+    def frame_starts(self) -> npt.NDArray[np.int64]:
+        """Int64 [tiers, chunks + 1]: where frames lie in each tier's file, and where they end."""
+        import numpy as np
+
+        starts = np.zeros((len(TIERS), self.nbytes.shape[1] + 1), np.int64)
+        np.cumsum(self.nbytes, axis=1, out=starts[:, 1:])
+        return starts + self.start_byte[:, None]
+
     @property
     def content(self) -> TensorContent:
         """What the tensor is made from."""
@@ -112,7 +124,7 @@ class PackedRange:
     @property
     def gives_bits(self) -> bool:
         """Whether it gives elements as they are stored, if not all the expert's; else deltas."""
-        return self.level in ("X20", "X")
+        return self.level in EXACT
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,12 +108,6 @@ class ExpertInput:
         return coalesce([*self.read, *((r.start_elem, r.stop_elem) for r in packed)])
 
     @property
-    def bits_read(self) -> tuple[Range, ...]:
-        """Those of which stored elements come, also from a pack; its others are deltas."""
-        packed = [r for r in self.packed.ranges if r.gives_bits] if self.packed else []
-        return coalesce([*self.read, *((r.start_elem, r.stop_elem) for r in packed)])
-
-    @property
     def fetched(self) -> tuple[Range, ...]:
         """The ranges that are fetched as the expert has them, from wherever."""
         if self.packed is None:

@@ -18,7 +18,7 @@ from mergepipe_pipeline.spec.plan import (
     TrimRule,
 )
 from mergepipe_pipeline.spec.request import Request
-from mergepipe_pipeline.spec.view import LowRank, Part, Run, TensorView
+from mergepipe_pipeline.spec.view import LowRank, Part, RowValues, Run, TensorView, Update
 
 
 def plan_from_json(value: dict[str, Any]) -> MergePlan:
@@ -86,9 +86,7 @@ def _packed(v: dict[str, Any] | None) -> PackedInput | None:
 
 
 def _view(v: dict[str, Any]) -> TensorView:
-    low_rank = v["low_rank"] and LowRank(
-        **{**v["low_rank"], "a": _part(v["low_rank"]["a"]), "b": _part(v["low_rank"]["b"])}
-    )
+    low_rank = v["low_rank"] and _update(v["low_rank"])
     return TensorView(
         **{
             **v,
@@ -98,6 +96,18 @@ def _view(v: dict[str, Any]) -> TensorView:
             "low_rank": low_rank,
         }
     )
+
+
+def _update(v: dict[str, Any]) -> Update:
+    if "rows" in v:
+        return RowValues(_part(v["values"]), tuple(v["rows"]))
+    return _low_rank(v)
+
+
+def _low_rank(v: dict[str, Any]) -> LowRank:
+    parts = {k: _part(v[k]) for k in ("a", "b", "magnitude", "weights") if v.get(k)}
+    second = v.get("second")
+    return LowRank(**{**v, **parts, "second": second and _low_rank(second)})
 
 
 def _part(v: dict[str, Any]) -> Part:

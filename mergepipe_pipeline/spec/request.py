@@ -30,7 +30,8 @@ class Request:
     `budget` is an amount as in recipes, `block_elems` elements of a block; with `no_packs` the
     originals were read although there were packs. `packs` are the ids of those that there were, of
     all stages. `selected` says which models the recipe's selectors stood for. What is `left_out`,
-    by the names of checkpoints, took no part. No id covers it.
+    by the names of checkpoints, took no part. With `lenient` the recipe may hold what mergekit
+    ignores; of `copies_tokenizer` and `truncates` see `ParsedRecipe`. No id covers it.
     """
 
     budget: str | None = None
@@ -41,6 +42,9 @@ class Request:
     packs: tuple[str, ...] = ()
     selected: tuple[Selected, ...] = ()
     left_out: tuple[str, ...] = ()
+    lenient: bool = False
+    copies_tokenizer: bool = True
+    truncates: bool = False
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Request:

@@ -35,12 +35,72 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An update `scale` · b·a with a [r, n_in], b [n_out, r]; its transpose if `transposed`."""
+    """An update `scale` · b·a with a [r, n_in], b [n_out, r]; its transpose if `transposed`.
+
+    Of a stack of n = `n_matrices`, matrix i has rows [i·r, (i + 1)·r) of a, columns j·n + i of b.
+    `magnitude` [n_out] is the length that every output's row has after the update (DoRA). `weights`
+    is what is updated, W as stored, where the update follows from it: for its lengths, or with
+    `is_residual` for its r principal components, which are taken away (PiSSA). `second` is
+    added to the same tensor.
+    """
 
     a: Part
     b: Part
     scale: float
     transposed: bool
+    n_matrices: int = 1
+    magnitude: Part | None = None
+    weights: Part | None = None
+    is_residual: bool = False
+    second: LowRank | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Every stored tensor that it is computed from."""
+        own = (self.a, self.b, self.magnitude, self.weights)
+        return (*(p for p in own if p), *(self.second.parts if self.second else ()))
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether it changes values T, not differences from a base."""
+        return self.magnitude is not None
+
+    def with_parts(self, of: Callable[[Part], Part]) -> LowRank:
+        """The same update with `of` applied to every part."""
+        return replace(
+            self,
+            a=of(self.a),
+            b=of(self.b),
+            magnitude=self.magnitude and of(self.magnitude),
+            weights=self.weights and of(self.weights),
+            second=self.second and self.second.with_parts(of),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """An update that replaces rows: row `rows[i]` becomes row i of `values` [n, n_cols]."""
+
+    values: Part
+    rows: tuple[int, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Every stored tensor that it is computed from."""
+        return (self.values,)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether it changes values T, not differences from a base."""
+        return True
+
+    def with_parts(self, of: Callable[[Part], Part]) -> RowValues:
+        """The same update with `of` applied to its part."""
+        return replace(self, values=of(self.values))
+
+
+#: What an adapter adds to a tensor of its base, or puts in its place.
+Update = LowRank | RowValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +108,7 @@ class TensorView:
     """One tensor of a model, of `shape` in elements of `dtype` (a safetensors code).
 
     Its value is what is `stored`, or the base's value where nothing is stored or where what is
-    stored `is_delta`; plus the low-rank update, if there is one. `runs` empty: the view is the
+    stored `is_delta`; plus the adapter's update, if there is one. `runs` empty: the view is the
     whole of `stored[0]`; else they cover it without a gap. A view may have fewer rows than the
     tensor it is merged into: beyond its end it equals the base.
     """
@@ -59,7 +119,7 @@ class TensorView:
     stored: tuple[Part, ...] = ()
     runs: tuple[Run, ...] = ()
     is_delta: bool = False
-    low_rank: LowRank | None = None
+    low_rank: Update | None = None
 
     @property
     def numel(self) -> int:
@@ -73,8 +133,8 @@ class TensorView:
 
     @property
     def low_rank_nbytes(self) -> int:
-        """Bytes of both factors of the low-rank update."""
-        return self.low_rank.a.entry.nbytes + self.low_rank.b.entry.nbytes if self.low_rank else 0
+        """Bytes of what the adapter's update is computed from."""
+        return sum(p.entry.nbytes for p in self.low_rank.parts) if self.low_rank else 0
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +153,11 @@ class TensorView:
         """Whether its values need no base."""
         return bool(self.stored) and not self.is_delta
 
+    @property
+    def delta_needs_base(self) -> bool:
+        """Whether its difference from the base is computed from the base's values."""
+        return self.stands_alone or (self.low_rank is not None and self.low_rank.needs_values)
+
 
 def view_of(entry: TensorEntry, source: int = 0) -> TensorView:
     """The view of one whole stored tensor."""
@@ -109,27 +174,29 @@ def renumbered(view: TensorView, numbers: Mapping[int, int]) -> TensorView:
     return _renumbered(view, lambda source: numbers[source])
 
 
+def parts_of(view: TensorView) -> tuple[Part, ...]:
+    """All stored tensors that a view reads, factors of a low-rank update among them."""
+    return (*view.stored, *(view.low_rank.parts if view.low_rank else ()))
+
+
 def sources_of(view: TensorView) -> frozenset[int]:
     """The numbers of all sources that a view reads."""
-    low = view.low_rank
-    parts = (*view.stored, *((low.a, low.b) if low else ()))
-    return frozenset(p.source for p in parts)
+    return frozenset(p.source for p in parts_of(view))
 
 
 def _renumbered(view: TensorView, number: Callable[[int], int]) -> TensorView:
     def part(p: Part) -> Part:
         return Part(number(p.source), p.entry)
 
-    low = view.low_rank
     return replace(
         view,
         stored=tuple(part(p) for p in view.stored),
-        low_rank=low and replace(low, a=part(low.a), b=part(low.b)),
+        low_rank=view.low_rank and view.low_rank.with_parts(part),
     )
 
 
 def cropped(view: TensorView, n_rows: int) -> TensorView:
-    """The first `n_rows` rows of a view that has more; low-rank views cannot be cropped."""
+    """The first `n_rows` rows of a view that has more; views with an update cannot be cropped."""
     shape = (n_rows, *view.shape[1:])
     runs = view.runs or (Run(0, 0, 0, view.numel),)
     stop = prod(shape)

@@ -2,56 +2,29 @@
 
 Names, shapes and dtypes only: says which stored factors change which tensor of the base and how;
 `tensors` computes values. Every tensor of an adapter is used, or the adapter is refused. Configs
-are read by `adapter_config`, folders by `open_checkpoint`.
+are read by `adapter_config`, names matched by `adapter_names`, factors checked by
+`adapter_factors`, folders read by `open_checkpoint`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.view import LowRank, Part, TensorView
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.view import LowRank, Part, RowValues, TensorView, Update
 from mergepipe_pipeline.storage.adapter_config import CONFIG, AdapterConfig, parse_adapter_config
-
-_PREFIX = "base_model.model."
-#: The adapter's own name ("default") is in the keys only if something else than peft saved them.
-_FACTOR = re.compile(
-    r"(?P<module>.+)\.lora_"
-    r"(?:(?P<linear>[AB])(?:\.[^.]+)?\.weight|(?P<embedding>embedding_[AB])(?:\.[^.]+)?)"
+from mergepipe_pipeline.storage.adapter_factors import Shape, low_ranks
+from mergepipe_pipeline.storage.adapter_names import (
+    MAGNITUDE,
+    TOKENS,
+    WHOLE,
+    Change,
+    find_changes,
+    unusable,
 )
-_WRAPPER = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-_WHOLE = "whole"
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """The adapter's tensors for one base tensor, by role: whole, A, B, embedding_A, embedding_B.
-
-    `module` is the changed module's name in the model that was adapted.
-    """
-
-    module: str
-    entries: dict[str, TensorEntry] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Factors:
-    """A pair of factors of the config's rank: a [r, n_in], b [n_out, r]."""
-
-    a: TensorEntry
-    b: TensorEntry
-    is_embedding: bool
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of b·a."""
-        return (self.b.shape[0], self.a.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +44,16 @@ def adapter_views(
 
     With the base's shapes (elements per dimension) factors are checked against them, and they
     decide the orientation; without, `fan_in_fan_out` of the config does. Whole tensors keep their
-    own shape: an embedding may have been resized. Parts are of source 0.
+    own shape: an embedding may have been resized. Parts are of source 0; updates that follow from
+    the base's weights (`LowRank.weights`) have none yet.
 
     On a base that has its embedding and head `tied`, a change of either is one of the embedding, as
     `merge_and_unload` makes it; only where the adapter retrains one of them as a whole module, peft
     unties them. Then the head is among the views, whatever it is.
 
-    Raises CheckpointError for an adapter that is empty or no plain LoRA, for tensors of unknown
-    meaning, for ones that fit none or several of the base's, and for shapes that do not fit.
+    Raises CheckpointError for an adapter that is empty or of a kind that is not read, for tensors
+    of unknown meaning, for ones that fit none or several of the base's, and for shapes that do not
+    fit.
 
     Source: W + scale · B·A, arXiv:2106.09685; names as peft saves them,
     https://huggingface.co/docs/peft/developer_guides/checkpoint.
@@ -90,40 +65,37 @@ def adapter_views(
     if tied is not None:
         shapes = {**shapes, tied.head: tied.embedding.shape}
         names = {*base_names, tied.head}
-    changes = _changes(checkpoint, _suffixes(names))
+    changes = find_changes(checkpoint, names, config)
     is_untied = tied is not None and _is_untied(changes, tied, config)
+    seconds = {}
     if tied is not None and not is_untied:
-        _join(changes, tied, checkpoint)
-    views = _changed_views(changes, shapes, config, checkpoint)
+        seconds = _join(changes, tied, checkpoint)
+    views = _changed_views(changes, seconds, shapes, config, checkpoint)
     if tied is not None and is_untied and tied.head not in views:
         views[tied.head] = TensorView(tied.head, tied.embedding.dtype, tied.embedding.shape)
     return views
 
 
 def _changed_views(
-    changes: Mapping[str, _Change],
+    changes: Mapping[str, Change],
+    seconds: Mapping[str, Change],
     shapes: Mapping[str, Shape],
     config: AdapterConfig,
     checkpoint: Checkpoint,
 ) -> dict[str, TensorView]:
-    """The base's tensors that change, each with its factors checked and turned its way."""
-    factors = {
-        name: found
-        for name, change in changes.items()
-        if (found := _factors(change, config, checkpoint))
-    }
-    transposed = {
-        name: _is_transposed(f, shapes.get(name), config, checkpoint) for name, f in factors.items()
-    }
-    _refuse_undecided_squares(factors, transposed, config, checkpoint)
-    views = {}
+    """The base's tensors that change; `seconds` are further updates of some of them."""
+    updates: dict[str, Update] = dict(low_ranks(changes, shapes, config, checkpoint))
+    for name, more in low_ranks(seconds, shapes, config, checkpoint).items():
+        own = updates[name]
+        assert isinstance(own, LowRank)
+        updates[name] = replace(own, second=more)
     for name, change in changes.items():
-        low_rank = None
-        if f := factors.get(name):
-            scale = config.scale_of(change.module)
-            low_rank = LowRank(Part(0, f.a), Part(0, f.b), scale, transposed[name])
-        views[name] = _view(name, change.entries.get(_WHOLE), low_rank, checkpoint)
-    return views
+        if TOKENS in change.entries:
+            updates[name] = _row_values(change, shapes.get(name), config, checkpoint)
+    return {
+        name: _view(name, change, updates.get(name), shapes.get(name), checkpoint)
+        for name, change in changes.items()
+    }
 
 
 def delta_views(checkpoint: Checkpoint) -> dict[str, TensorView]:
@@ -134,7 +106,10 @@ def delta_views(checkpoint: Checkpoint) -> dict[str, TensorView]:
     _refuse_empty(checkpoint)
     views = {}
     for entry in checkpoint.tensors:
-        _refuse_integers(entry, checkpoint)
+        if entry.dtype not in FLOATING:
+            raise unusable(
+                entry, checkpoint, "of a dtype without arithmetic", "floating point", entry.dtype
+            )
         part = (Part(0, entry),)
         views[entry.name] = TensorView(entry.name, entry.dtype, entry.shape, part, is_delta=True)
     return views
@@ -151,187 +126,79 @@ def _refuse_empty(checkpoint: Checkpoint) -> None:
         )
 
 
-def _changes(checkpoint: Checkpoint, suffixes: Mapping[str, list[str]]) -> dict[str, _Change]:
-    changes: dict[str, _Change] = {}
-    for entry in checkpoint.tensors:
-        key = entry.name.removeprefix(_PREFIX)
-        factor = _FACTOR.fullmatch(key)
-        if factor is None and ("lora_" in key or "token_adapter" in key):
-            raise _unusable(entry, checkpoint, "of unknown meaning", "lora_A or lora_B", key)
-        role = (factor["linear"] or factor["embedding"]) if factor else _WHOLE
-        own = f"{factor['module']}.weight" if factor else key
-        if own not in suffixes:
-            own = _WRAPPER.sub("", own)
-        name, module = _base_name(own, suffixes, entry, checkpoint), own.rpartition(".")[0]
-        change = changes.setdefault(name, _Change(module))
-        if role in change.entries or change.module != module:
-            others = ", ".join(e.name for e in change.entries.values())
-            raise _unusable(
-                entry, checkpoint, f"for {name}, which it changes elsewhere too", "one", others
-            )
-        change.entries[role] = entry
-    return changes
-
-
-def _is_untied(changes: Mapping[str, _Change], tied: Tied, config: AdapterConfig) -> bool:
+def _is_untied(changes: Mapping[str, Change], tied: Tied, config: AdapterConfig) -> bool:
     """Whether peft trains a copy of one of the two and leaves the other as it was."""
     ends = [changes[name] for name in (tied.embedding.name, tied.head) if name in changes]
-    retrained = any(_WHOLE in c.entries and config.retrains(c.module) for c in ends)
+    retrained = any(WHOLE in c.entries and config.retrains(c.module) for c in ends)
     return retrained and not config.ensure_weight_tying
 
 
-def _join(changes: dict[str, _Change], tied: Tied, checkpoint: Checkpoint) -> None:
-    """Make what changes a tied head a change of the embedding.
+def _join(changes: dict[str, Change], tied: Tied, checkpoint: Checkpoint) -> dict[str, Change]:
+    """Make what changes a tied head a change of the embedding; what is a second update is given.
 
     Where peft saves both matrices whole, they are one parameter, and equal.
     """
-    head = changes.pop(tied.head, None)
+    head, name = changes.pop(tied.head, None), tied.embedding.name
     if head is None:
-        return
-    own = changes.get(tied.embedding.name, _Change(head.module))
-    updated = [c for c in (own, head) if c.entries.keys() - {_WHOLE}]
-    if len(updated) > 1:
-        entry = next(e for role, e in head.entries.items() if role != _WHOLE)
-        found = f"others for {tied.embedding.name}, to which the base ties it"
-        raise _unusable(entry, checkpoint, "beside a second update", "one update", found)
-    module = updated[0].module if updated else own.module
-    changes[tied.embedding.name] = _Change(module, {**head.entries, **own.entries})
+        return {}
+    own = changes.get(name, Change(head.module))
+    updated = [c for c in (own, head) if c.entries.keys() - {WHOLE}]
+    if len(updated) < 2:
+        module = updated[0].module if updated else own.module
+        changes[name] = Change(module, {**head.entries, **own.entries})
+        return {}
+    for role in (MAGNITUDE, TOKENS):
+        entry = own.entries.get(role) or head.entries.get(role)
+        if entry is not None:
+            found = f"others for {name}, to which the base ties it"
+            raise unusable(entry, checkpoint, "beside a second update", "one update", found)
+    return {name: head}
 
 
-def _suffixes(base_names: Collection[str]) -> dict[str, list[str]]:
-    """Every dotted end of every base name, to the names that have it."""
-    found: dict[str, list[str]] = {}
-    for name in base_names:
-        parts = name.split(".")
-        for i in range(len(parts)):
-            found.setdefault(".".join(parts[i:]), []).append(name)
-    return found
-
-
-def _base_name(
-    own: str, suffixes: Mapping[str, list[str]], entry: TensorEntry, checkpoint: Checkpoint
-) -> str:
-    """The base tensor of that name, else the one name that ends with it, or that it ends with."""
-    ends = suffixes.get(own, [])
-    if own in ends:
-        return own
-    if not ends:
-        parts = own.split(".")
-        tails = (".".join(parts[i:]) for i in range(1, len(parts)))
-        # A last part alone ("weight") says nothing of where a tensor belongs.
-        ends = next(([t] for t in tails if "." in t and t in suffixes.get(t, [])), [])
-    if not ends:
-        none = "none of that name (the base may tie it to another)"
-        raise _unusable(entry, checkpoint, "that the base does not have", own, none)
-    if len(ends) > 1:
-        several = ", ".join(sorted(ends)[:3])
-        raise _unusable(entry, checkpoint, "that may be several of the base", own, several)
-    return ends[0]
-
-
-def _factors(change: _Change, config: AdapterConfig, checkpoint: Checkpoint) -> _Factors | None:
-    pair = {role: e for role, e in change.entries.items() if role != _WHOLE}
-    if not pair:
-        return None
-    one = next(iter(pair.values()))
-    if set(pair) == {"A", "B"}:
-        factors = _Factors(pair["A"], pair["B"], is_embedding=False)
-    elif set(pair) == {"embedding_A", "embedding_B"}:
-        factors = _Factors(pair["embedding_A"], pair["embedding_B"], is_embedding=True)
-    else:
-        found = " and ".join(f"lora_{role}" for role in sorted(pair))
-        raise _unusable(one, checkpoint, "without its partner", "lora_A and lora_B", found)
-    for entry in pair.values():
-        _refuse_integers(entry, checkpoint)
-        if len(entry.shape) != 2:
-            found = f"shape {list(entry.shape)}"
-            raise _unusable(entry, checkpoint, "of no linear layer", "two dimensions", found)
-    rank = config.rank_of(change.module)
-    if (factors.a.shape[0], factors.b.shape[1]) != (rank, rank):
-        found = f"A {list(factors.a.shape)} and B {list(factors.b.shape)}"
-        raise _unusable(
-            one, checkpoint, "of another rank than its config says", f"rank {rank}", found
+def _row_values(
+    change: Change, base: Shape | None, config: AdapterConfig, checkpoint: Checkpoint
+) -> RowValues:
+    entry, rows = change.entries[TOKENS], config.tokens_of(change.module)
+    others = [e.name for role, e in change.entries.items() if role not in (TOKENS, WHOLE)]
+    if others:
+        raise unusable(entry, checkpoint, "beside a second update", "one update", others[0])
+    if not rows:
+        found = "no trainable_token_indices for it in the config"
+        raise unusable(entry, checkpoint, "of unknown meaning", "which rows it replaces", found)
+    if len(entry.shape) != 2 or entry.shape[0] != len(rows) or entry.dtype not in FLOATING:
+        expected = f"{len(rows)} rows of floating-point numbers"
+        found = f"{entry.dtype} {list(entry.shape)}"
+        raise unusable(entry, checkpoint, "that is not the tokens' of its config", expected, found)
+    if base is not None and (entry.shape[1:] != base[1:] or max(rows) >= base[0]):
+        found = f"tokens up to {max(rows)} of shape {list(entry.shape)}"
+        raise unusable(
+            entry, checkpoint, "that does not fit the base", f"rows of {list(base)}", found
         )
-    return factors
-
-
-def _is_transposed(
-    factors: _Factors, base: Shape | None, config: AdapterConfig, checkpoint: Checkpoint
-) -> bool:
-    """Whether the update is the transpose of b·a: by the base's shape if that decides."""
-    as_is, turned = factors.shape, factors.shape[::-1]
-    flag = factors.is_embedding or config.fan_in_fan_out
-    if base is None or base == as_is == turned:
-        return flag
-    if base != turned and (base != as_is or factors.is_embedding):
-        update = turned if flag else as_is
-        raise _unusable(
-            factors.b,
-            checkpoint,
-            "that does not fit the base",
-            f"an update of shape {list(base)}",
-            f"shape {list(update)}",
-        )
-    return base == turned
-
-
-def _refuse_undecided_squares(
-    factors: Mapping[str, _Factors],
-    transposed: Mapping[str, bool],
-    config: AdapterConfig,
-    checkpoint: Checkpoint,
-) -> None:
-    """peft overwrites `fan_in_fan_out` at each layer: of a mixture it is true of the last only.
-
-    Shapes decide all but the square ones.
-    """
-    linear = {name: f for name, f in factors.items() if not f.is_embedding}
-    if all(transposed[name] == config.fan_in_fan_out for name in linear):
-        return
-    for name, f in linear.items():
-        if f.shape[0] == f.shape[1]:
-            raise _unusable(
-                f.b,
-                checkpoint,
-                "that may be transposed or not",
-                f"fan_in_fan_out {str(config.fan_in_fan_out).lower()} for all tensors",
-                f"others where it is not so, and {name} is square",
-            )
+    return RowValues(Part(0, entry), rows)
 
 
 def _view(
-    name: str, whole: TensorEntry | None, low_rank: LowRank | None, checkpoint: Checkpoint
+    name: str, change: Change, update: Update | None, base: Shape | None, checkpoint: Checkpoint
 ) -> TensorView:
-    if low_rank is None:
+    whole = change.entries.get(WHOLE)
+    if update is None:
         assert whole is not None
         return TensorView(name, whole.dtype, whole.shape, (Part(0, whole),))
-    a, b = low_rank.a.entry, low_rank.b.entry
-    shape = (b.shape[0], a.shape[1])
-    if low_rank.transposed:
-        shape = shape[::-1]
+    shape, dtype = _shape_of(update, base), update.parts[0].entry.dtype
+    if isinstance(update, LowRank):
+        dtype = update.b.entry.dtype
     if whole is None:
-        return TensorView(name, b.dtype, shape, low_rank=low_rank)
+        return TensorView(name, dtype, shape, low_rank=update)
     if whole.shape != shape:
         expected, found = f"shape {list(shape)}", f"shape {list(whole.shape)}"
-        raise _unusable(whole, checkpoint, "that does not fit its factors", expected, found)
-    return TensorView(name, whole.dtype, shape, (Part(0, whole),), low_rank=low_rank)
+        raise unusable(whole, checkpoint, "that does not fit its factors", expected, found)
+    return TensorView(name, whole.dtype, shape, (Part(0, whole),), low_rank=update)
 
 
-def _refuse_integers(entry: TensorEntry, checkpoint: Checkpoint) -> None:
-    if entry.dtype not in FLOATING:
-        raise _unusable(
-            entry, checkpoint, "of a dtype without arithmetic", "floating point", entry.dtype
-        )
-
-
-def _unusable(
-    entry: TensorEntry, checkpoint: Checkpoint, what: str, expected: str, found: str
-) -> CheckpointError:
-    kind = "A delta" if checkpoint.kind == "delta" else "An adapter"
-    return CheckpointError(
-        f"{kind} holds a tensor {what}",
-        where=f"{checkpoint.root}, {entry.file}, {entry.name}",
-        expected=expected,
-        found=found,
-        next_step="give the base it was trained on, or merge it into that base and give the result",
-    )
+def _shape_of(update: Update, base: Shape | None) -> Shape:
+    """The shape of what is updated: a matrix's by its factors, else as the base has it."""
+    if isinstance(update, LowRank) and update.n_matrices == 1:
+        shape = (update.b.entry.shape[0], update.a.entry.shape[1])
+        return shape[::-1] if update.transposed else shape
+    assert base is not None or isinstance(update, RowValues)
+    return base or update.parts[0].entry.shape

@@ -1,7 +1,7 @@
 """What adapter_config.json of a PEFT LoRA adapter says about its tensors: scale, rank, orientation.
 
 Text in, facts out; opens no file and sees no tensor (`adapter` does). Whatever would make an
-adapter something else than a sum of low-rank updates and whole tensors is refused by name.
+adapter something else than low-rank updates, whole tensors and rows is refused by name.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ _Number = TypeVar("_Number", int, float)
 CONFIG, KIND = "adapter_config.json", "An adapter's config"
 _MERGE_WITH_PEFT = "merge the adapter with peft (merge_and_unload) and give the full checkpoint"
 
-#: Keys that must be absent or falsy: with them, values are not base + scale · B·A.
+#: Keys that must be absent or falsy: with them, values are not what `AdapterConfig` says.
 _REFUSED = {
-    "use_dora": "DoRA, which rescales the base's weights",
     "lora_bias": "a bias in lora_B",
-    "target_parameters": "LoRA on fused parameters (mixture of experts)",
     "layer_replication": "copies of the base's layers",
-    "trainable_token_indices": "single retrained tokens",
     "alora_invocation_tokens": "an update that acts only after invocation tokens",
     "use_qalora": "QALoRA, which pools the inputs",
     "use_bdlora": "block-diagonal factors",
@@ -77,12 +74,18 @@ _READ = frozenset(
         "peft_type",
         "r",
         "rank_pattern",
+        "target_parameters",
+        "trainable_token_indices",
+        "use_dora",
         "use_rslora",
     }
 )
 #: Initialisations that leave the base's weights as they are; the others subtract from them.
 _KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
+#: Takes away principal components that anyone can compute; `pissa_niter_16` draws random ones.
+_PISSA = "pissa"
+_BIASES = (None, "none", "all", "lora_only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,9 @@ class AdapterConfig:
     """The part of a LoRA config that tensors' values depend on.
 
     `rank_pattern` and `alpha_pattern` are (regex, value) in order: the first that matches counts.
+    `keeps_lengths`: rows have lengths of their own (DoRA); `is_residual`: the base's principal
+    components were taken away before (PiSSA). `parameters` are those that are updated by their own
+    names; `tokens` are the rows of retrained tokens by the module's name (empty: any).
     """
 
     rank: int
@@ -100,6 +106,15 @@ class AdapterConfig:
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     modules_to_save: tuple[str, ...] = ()
     ensure_weight_tying: bool = False
+    keeps_lengths: bool = False
+    is_residual: bool = False
+    parameters: tuple[str, ...] = ()
+    tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """Rows of the tokens that are retrained in a module; none without an entry for it."""
+        ends = (r for name, r in self.tokens if not name or f".{module}".endswith(f".{name}"))
+        return next(ends, ())
 
     def retrains(self, module: str) -> bool:
         """Whether peft makes a copy of the whole module that is trained in its place."""
@@ -123,7 +138,7 @@ def parse_adapter_config(text: str, where: str) -> AdapterConfig:
     """
     value = load_object(text, where, KIND)
     _refuse_other_methods(value, where)
-    _refuse_changed_bases(value.get("init_lora_weights", True), where)
+    is_residual = _is_residual(value.get("init_lora_weights", True), where)
     return AdapterConfig(
         _positive_int(value.get("r", 8), "r", where),
         _number(value.get("lora_alpha", 8), "lora_alpha", where),
@@ -139,6 +154,10 @@ def parse_adapter_config(text: str, where: str) -> AdapterConfig:
         ),
         _names(value, "modules_to_save", where),
         _flag(value, "ensure_weight_tying", where),
+        _flag(value, "use_dora", where),
+        is_residual,
+        _names(value, "target_parameters", where),
+        _tokens(value, where),
     )
 
 
@@ -151,14 +170,8 @@ def _refuse_other_methods(value: Mapping[str, Any], where: str) -> None:
             found=_shown(value.get("peft_type")),
             next_step=_MERGE_WITH_PEFT,
         )
-    if value.get("bias") not in (None, "none"):
-        raise CheckpointError(
-            "An adapter with trained biases is not read",
-            where=f"{where}, bias",
-            expected='"none"',
-            found=_shown(value["bias"]),
-            next_step=_MERGE_WITH_PEFT,
-        )
+    if value.get("bias") not in _BIASES:
+        raise _bad("bias", "none, all or lora_only", value["bias"], where)
     for key, what in _REFUSED.items():
         # A list may hold token 0 or layer 0 alone: only what is empty or off passes.
         if value.get(key) not in (None, False, [], {}):
@@ -180,15 +193,20 @@ def _refuse_other_methods(value: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _refuse_changed_bases(init: object, where: str) -> None:
-    """peft saves `true` here when it converts such an adapter, and the method's name otherwise."""
+def _is_residual(init: object, where: str) -> bool:
+    """Whether the base's weights were changed first in the one way that can be done again.
+
+    peft saves `true` here when it converts such an adapter, and the method's name otherwise.
+    """
     method = init.lower() if isinstance(init, str) else ""
     if init is None or isinstance(init, bool) or method in _KEEPS_BASE:
-        return
+        return False
+    if method == _PISSA:
+        return True
     raise CheckpointError(
         "An adapter was trained on a base whose weights its initialisation changed",
         where=f"{where}, init_lora_weights",
-        expected="true, false, " + ", ".join(sorted(_KEEPS_BASE)),
+        expected="true, false, pissa, " + ", ".join(sorted(_KEEPS_BASE)),
         found=_shown(init),
         next_step="save it again with peft's save_pretrained(folder, "
         "path_initial_model_for_weight_conversion=<the adapter before training>)"
@@ -238,6 +256,22 @@ def _names(value: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
         raise _bad(key, "a list of modules' names", names, where)
     return tuple(names)
+
+
+def _tokens(value: Mapping[str, Any], where: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    key = "trainable_token_indices"
+    given = value.get(key) or {}
+    by_module = {"": given} if isinstance(given, list) and given else given or {}
+    expected = "a list of tokens, or an object of a module's name to one"
+    if not isinstance(by_module, dict):
+        raise _bad(key, expected, given, where)
+    for rows in by_module.values():
+        numbers = rows if isinstance(rows, list) else [None]
+        if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers):
+            raise _bad(key, expected, given, where)
+        if len(set(numbers)) < len(numbers):
+            raise _bad(key, "every token once", given, where)
+    return tuple((module, tuple(rows)) for module, rows in by_module.items())
 
 
 def _positive_int(value: object, key: str, where: str) -> int:

@@ -1,8 +1,8 @@
 """The one home of every rename, link and fsync: a name appears whole or not at all.
 
 Not a general file layer: six ways to make a name appear (replace, exclusive, adopt, rename, folder,
-and folder in place of another), each durable when it returns, and two for a while (`locked_file`,
-`turn`).
+and folder in place of another), each durable when it returns, and three for a while (`locked_file`,
+`turn`, `write_fleeting`).
 `crash_hook`, if set, is called before each change of the file system, so that tests can stop at any
 of them.
 """
@@ -21,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from mergepipe_pipeline.errors import StorageFullError
-from mergepipe_pipeline.storage.locks import lock
+from mergepipe_pipeline.storage.locks import is_held, lock
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -53,6 +53,31 @@ def create_exclusive(path: str | Path, data: bytes) -> None:
         _step("link")
         os.link(temp, final)
         _fsync_dir(final.parent)
+
+
+def write_fleeting(path: str | Path, pieces: Iterable[bytes | bytearray]) -> None:
+    """Make `path` hold exactly the pieces, whole or not at all; it may not outlive a power loss.
+
+    For what can be had again. Raises StorageFullError.
+    """
+    final = Path(path)
+    with full_disk_named(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = _locked_temp(final)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.writelines(pieces)
+                file.flush()
+                os.replace(name, final)
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+
+def remove_unnamed(folder: str | Path) -> None:
+    """Remove what killed processes left below a folder before it had a name."""
+    for path in Path(folder).rglob(".*.tmp"):
+        if is_held(path) is False:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

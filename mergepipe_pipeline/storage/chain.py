@@ -114,8 +114,8 @@ class VersionChain:
         """
         for _ in range(_TRIES):
             current = max(self.versions(), default=0)
-            if expected is not None and current != expected:
-                raise self._conflict(expected, current)
+            if expected is not None:
+                self.refuse_other(expected)
             number = max([current, *self.aside()]) + 1
             try:
                 create_exclusive(self._path(number), seal({**value, _OF: self._of(number)}))
@@ -125,6 +125,12 @@ class VersionChain:
                 continue
             return number
         raise self._conflict(-1, -1)
+
+    def refuse_other(self, expected: int) -> None:
+        """Raise CommitConflictError unless the current number is `expected` (0 for none)."""
+        current = max(self.versions(), default=0)
+        if current != expected:
+            raise self._conflict(expected, current)
 
     def _of(self, number: int) -> str:
         return f"{self._folder.name}/{number}"

@@ -25,7 +25,7 @@ from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.regular import text_of, too_large
 from mergepipe_pipeline.storage.shards import missing_shard
 from mergepipe_pipeline.storage.side_files import CONFIG, MAX_JSON_NBYTES, side_files
-from mergepipe_pipeline.storage.source import CheckpointSource, open_source
+from mergepipe_pipeline.storage.source import CheckpointSource, FetchedAhead, open_source
 
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -160,8 +160,10 @@ def _pickled(files: list[str], expected: str, uri: str) -> CheckpointError:
         where=f"{uri}, {text_of(files[0])}",
         expected=expected,
         found=text_of(", ".join(files[:3])),
-        next_step="load it with the library that wrote it and save it as safetensors: "
-        "model.save_pretrained(folder, safe_serialization=True)",
+        next_step="GGUF is for inference: get the model that it was made from"
+        if files[0].endswith(".gguf")
+        else ("download it, then " if "://" in uri else "")
+        + "`mergepipe convert` writes it as safetensors, and runs nothing of it",
     )
 
 
@@ -249,7 +251,9 @@ def _read_header(
     except CheckpointError as error:
         error.where = f"{uri}, {error.where}"
         raise
-    probe = sha256_hex(_samples(source, tensors)) if probes else ""
+    # The server's own tag tells a file at an address from others.
+    is_probed = probes and not isinstance(source, FetchedAhead)
+    probe = sha256_hex(_samples(source, tensors)) if is_probed else ""
     entry = FileEntry(file, nbytes, source.mtime_ns(file), sha256_hex(raw), probe)
     return entry, tensors, metadata
 

@@ -48,6 +48,9 @@ _MOST_NBYTES = dict.fromkeys(
     MAX_JSON_NBYTES,
 )
 
+#: What may lie beside weights, for who cannot list a folder.
+SIDE_NAMES = tuple(_MOST_NBYTES)
+
 
 class SideStamp(NamedTuple):
     """A side file as it was seen: name, size in bytes, time of its last change."""

@@ -6,9 +6,9 @@ Ranged reads only: nothing above this can ask for a whole file by accident.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
 from mergepipe_pipeline.storage.handles import HANDLES, OpenFile
@@ -69,6 +69,26 @@ class CheckpointSource(RangedFiles, Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+class FileRange(NamedTuple):
+    """Bytes [start, stop) of a file of a checkpoint."""
+
+    path: str
+    start_byte: int
+    stop_byte: int
+
+
+@runtime_checkable
+class FetchedAhead(Protocol):
+    """What a source far away is besides: it fetches what it was told of, before it is read.
+
+    Its files are known by what their server says of them, so no byte of them is looked at for that.
+    """
+
+    def expect(self, ranges: Iterable[FileRange]) -> None:
+        """Say what will be read, in about this order."""
+        ...
 
 
 class LocalSource:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.view import TensorView
-from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
+from mergepipe_pipeline.tensors.low_rank import AdapterUpdate
 from mergepipe_pipeline.tensors.stored import Bytes, Readers, read_stored, typed
 from mergepipe_pipeline.tensors.verified import Verify
 
@@ -70,7 +70,7 @@ class ExpertRow:
         view: TensorView,
         read: Sequence[Range],
         buffer: Bytes,
-        update: LowRankUpdate | None,
+        update: AdapterUpdate | None,
         verify: Verify | None = None,
         packed: FetchPacked | None = None,
     ) -> None:
@@ -119,7 +119,14 @@ class ExpertRow:
                 part.sub_(base[a - self._start : b - self._start])
         self._add_approximate(row)
         if self._update:
-            self._update.add_to(self._inside(row), self._start)
+            inside = self._inside(row)
+            if not self._update.needs_values:
+                self._update.add_to(inside, self._start)
+                return
+            assert base is not None
+            inside.add_(base[: len(inside)])
+            self._update.add_to(inside, self._start)
+            inside.sub_(base[: len(inside)])
 
     def value(self, row: torch.Tensor, base: torch.Tensor | None) -> None:
         """Fill `row` [n] with T where read, with B (and what is on top of it) elsewhere."""
@@ -189,7 +196,7 @@ class BaseRow:
         readers: Readers,
         view: TensorView,
         buffer: Bytes,
-        update: LowRankUpdate | None,
+        update: AdapterUpdate | None,
         verify: Verify | None = None,
     ) -> None:
         self._readers, self._view, self._verify = readers, view, verify

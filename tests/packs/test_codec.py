@@ -18,14 +18,14 @@ from mergepipe_pipeline.packs.codec import (
     APPROXIMATE,
     BITS_OF,
     EncodedChunk,
-    decode_approximate,
     decode_exact,
     encode_chunk,
     quantised,
     unit_of,
 )
-from mergepipe_pipeline.packs.frames import FrameReader, to_frame
+from mergepipe_pipeline.packs.frames import contents_of, sections_of, to_frame
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
+from tests.packs.approximate import decode_approximate
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
@@ -271,9 +271,9 @@ def test_sections_come_back_however_many_of_their_bytes_are_zero(
     rng = np.random.default_rng(seed)
     content = np.where(rng.random(n) < share, rng.integers(0, 256, n), 0).astype(np.uint8)
     frame = to_frame([content, content[::-1]])
-    reader = FrameReader(memoryview(frame), 2)
-    assert np.array_equal(reader.section(n), content)
-    assert np.array_equal(reader.section(n), content[::-1])
+    found = np.empty(2 * n, np.uint8)
+    contents_of(sections_of(memoryview(frame), 2), [n, n], 0, found)
+    assert np.array_equal(found, [*content, *content[::-1]])
     assert len(frame) <= 4 + 2 * n
 
 
@@ -281,4 +281,6 @@ def test_pairs_that_look_like_a_zstd_frame_are_not_written() -> None:
     content = np.zeros(1000, np.uint8)
     content[0x28], content[0x28 + 0x2F] = 0xB5, 0xFD
     frame = to_frame([content])
-    assert np.array_equal(FrameReader(memoryview(frame), 1).section(1000), content)
+    found = np.empty(1000, np.uint8)
+    contents_of(sections_of(memoryview(frame), 1), [1000], 0, found)
+    assert np.array_equal(found, content)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.engine.sources import packed_access_set
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import Floats, quantised
-from mergepipe_pipeline.packs.elements import ChunkPart, PackedElements
+from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
 from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level
 from mergepipe_pipeline.storage.reader import Tally
@@ -62,15 +62,15 @@ def test_a_frame_that_makes_no_sense_is_named_though_its_checksum_is_right(
     family: PackedFamily, level: Level
 ) -> None:
     (tensor,) = family.tensors
-    frames = tuple(memoryview(bytes(f"{tier} is not a frame", "ascii")) for tier in TIERS_OF[level])
-    part = ChunkPart("/packs/p", tensor, level, CHUNK_ELEMS, 2 * CHUNK_ELEMS, frames)
+    frames = tuple([memoryview(f"{tier} is not a frame".encode())] for tier in TIERS_OF[level])
+    part = PackedPart("/packs/p", tensor, [level], CHUNK_ELEMS, 2 * CHUNK_ELEMS, frames)
     with pytest.raises(CorruptionError) as caught:
         _delta(part, family)
     assert caught.value.where == f"/packs/p, level {level}, tensor w, chunk 1"
     assert "mergepipe verify" in str(caught.value.next_step)
 
 
-def _delta(part: ChunkPart, family: PackedFamily) -> Floats:
+def _delta(part: PackedPart, family: PackedFamily) -> Floats:
     n = part.stop_elem - part.start_elem
     if part.gives_bits:
         base = memoryview(family.stored[0][2])[2 * part.start_elem : 2 * part.stop_elem]

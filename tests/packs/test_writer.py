@@ -12,7 +12,7 @@ import pytest
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.packs.codec import BITS_OF, decode_approximate, decode_exact, quantised
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_exact, quantised
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
@@ -20,6 +20,7 @@ from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.packs.approximate import decode_approximate
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of
 from tests.stored import decode, write
 

@@ -57,7 +57,7 @@ models:
   - {model: $e0, parameters: {weight: 0.6}}
 """,
         "Duplicate merge inputs",
-        "refuses",
+        "merges",
     ),
     "two layers of one model in a slice": Refusal(
         "llama",
@@ -69,7 +69,7 @@ slices:
       - {model: $e0, layer_range: [2, 4], parameters: {weight: 0.6}}
 """,
         "Duplicate merge inputs",
-        "refuses",
+        "merges",
     ),
     "passthrough of one model and a base": Refusal(
         "llama", "merge_method: passthrough" + ONE, "requires exactly 1 inputs", "merges"

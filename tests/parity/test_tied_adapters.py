@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -254,14 +254,34 @@ def test_a_gpt2_whose_embedding_is_retrained_keeps_its_head(
     torch.testing.assert_close(says(loaded(folder)), says(adapted))
 
 
-def test_updates_of_both_ends_of_a_tie_are_refused(
+def test_updates_of_both_ends_of_a_tie_add_up_in_the_one_matrix_with_a_warning(
     home: Warehouse, zoo: Zoo, tmp_path: Path
 ) -> None:
-    """PEFT adds both to the one matrix when it merges, which is not what was trained."""
+    """PEFT adds both when it merges, which is not what was trained."""
     adapted = trained(tied_model(), tmp_path, ["v_proj", EMBED, OUT], 4)
     before = says(adapted)
-    assert float((says(unloaded(adapted)) - before).abs().max()) > 0.1
-    assert HEAD not in run_mergekit(recipe("passthrough", None, [f"{zoo.base}+{tmp_path}"]))
+    merged = unloaded(adapted)
+    assert float((says(merged) - before).abs().max()) > 0.1
+    outcome = run(home, recipe("task_arithmetic", zoo.base, [str(tmp_path)]))
+    torch.testing.assert_close(says(loaded(outcome.snapshot.path)), says(merged))
+    assert [w for w in outcome.plan.warnings if "the head too" in w]
+
+
+@pytest.mark.parametrize("second", ["lengths", "tokens"])
+def test_two_updates_of_one_matrix_that_do_not_add_up_are_refused(
+    home: Warehouse, zoo: Zoo, tmp_path: Path, second: str
+) -> None:
+    more = {"use_dora": True} if second == "lengths" else {}
+    trained(tied_model(), tmp_path, ["v_proj", EMBED, OUT], 4, **more)
+    if second == "tokens":
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        config |= {"trainable_token_indices": [1]}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        tensors = load_file(tmp_path / "adapter_model.safetensors")
+        tensors[f"base_model.model.model.{EMBED}.token_adapter.trainable_tokens_delta"] = (
+            torch.zeros(1, 32)
+        )
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
     raw = parse(recipe("task_arithmetic", zoo.base, [str(tmp_path)]), name="t", where="t")
     with pytest.raises(CheckpointError, match=r"beside a second update.*to which the base ties it"):
         resolve(home, raw)

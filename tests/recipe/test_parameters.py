@@ -117,7 +117,7 @@ def test_a_bare_filter_entry_is_a_list_of_one_with_a_warning() -> None:
     [
         (None, "expected a number or a text, found None"),
         (["paper", 1], "parameters.weight[0]: a gradient is of numbers, found 'paper'"),
-        ([], "found an empty list"),
+        ([{"value": []}], "found an empty list"),
         ([1, [2]], "parameters.weight[1]: expected a number or a text, found [2]"),
         ([1, {"value": 2}], "either numbers or {filter, value} entries, not both"),
         ([{"filter": "mlp"}], "parameters.weight[0]: a {filter, value} entry needs `value:`"),

@@ -1,0 +1,98 @@
+"""What a recipe or a plan fetches from addresses, and the traffic of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.remote.traffic import METER, Traffic
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
+from mergepipe_pipeline.storage.source import FileRange
+from mergepipe_pipeline.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.remote.egress import Egress
+
+
+def egress_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple[Egress, ...]:
+    """What planning and merging a recipe fetch, per address; of an expert at most.
+
+    A checkpoint that nobody has read is read whole, to learn what it holds.
+    """
+    base = set(resolved.base.checkpoints) if resolved.base else set()
+    all_of_them = {c: None for m in resolved.models for c in m.checkpoints if is_address(c.root)}
+    found = (_of_checkpoint(warehouse, resolved, c, c in base) for c in all_of_them)
+    return tuple(found)
+
+
+def _of_checkpoint(
+    warehouse: Warehouse, resolved: ResolvedRecipe, checkpoint: Checkpoint, is_base: bool
+) -> Egress:
+    from mergepipe_pipeline.remote.egress import egress_of  # few read from elsewhere
+
+    is_read = warehouse.catalog.digests(checkpoint.checkpoint_id) is not None
+    # Statistics may be missing of what was read before, against another base.
+    is_known = is_read and resolved.cost.analysis_bytes == 0
+    why = "merged on" if is_base else "merged" if is_known else "read whole to learn what it holds"
+    ranges = (FileRange(t.file, t.start_byte, t.start_byte + t.nbytes) for t in checkpoint.tensors)
+    found = egress_of(checkpoint.root, ranges, why)
+    budget = resolved.cost.budget_bytes
+    if is_read and not is_known and not is_base:
+        return replace(found, at_most=True)
+    if is_base or not is_known or budget is None or budget >= found.nbytes:
+        return found
+    share = budget / max(1, found.nbytes)
+    seconds = None if found.seconds is None else found.seconds * share
+    return replace(
+        found,
+        requests=round(found.requests * share),
+        nbytes=budget,
+        at_most=True,
+        seconds=seconds,
+    )
+
+
+def egress_of_plan(
+    plan: MergePlan, layers: Sequence[LayerTask] | None = None
+) -> tuple[Egress, ...]:
+    """What merging a plan's layers (default: all) fetches, per address."""
+    found: list[Egress] = []
+    for number, source in enumerate(plan.sources):
+        if is_address(source.root):
+            from mergepipe_pipeline.engine.sources import file_ranges
+            from mergepipe_pipeline.remote.egress import egress_of
+
+            wanted = plan.layers if layers is None else layers
+            read = [r for g in (False, True) for r in file_ranges(wanted, number, gated=g)]
+            found.append(egress_of(source.root, read, "merged"))
+    return tuple(found)
+
+
+@contextmanager
+def downloads_shown(
+    progress: Progress, plan: MergePlan, layers: Sequence[LayerTask]
+) -> Iterator[None]:
+    """Draw what merging layers fetches, while the context lasts."""
+    total = sum(e.nbytes for e in egress_of_plan(plan, layers))
+    if not total:
+        yield
+        return
+    with progress.task(f"download {plan.recipe_name}", total) as advance, METER.told(advance):
+        yield
+
+
+def traffic() -> dict[str, Traffic]:
+    """The traffic of this process so far, by address."""
+    return METER.total
+
+
+def traffic_since(before: Mapping[str, Traffic]) -> dict[str, Any]:
+    """What came over the wire since `traffic` was asked, by address, as JSON."""
+    found = METER.since(before)
+    return {a: {"requests": t.requests, "nbytes": t.nbytes} for a, t in found.items()}

@@ -1,0 +1,78 @@
+"""A pack that travels: a sealed file that says of which expert it is, and what lies beside it.
+
+It lies in `packs/ID/` beside a model, or alone, with the pack's own files, the bytes of each file
+of the expert that are in no pack, and what the catalog knows of the expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import PurePosixPath
+
+from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.replaced import Replaced, record_of
+
+#: The folder at an address that has packs, and the file in each that tells of it.
+PACKS = "packs"
+EXPERT = "expert.json"
+#: The folder, beside the files of a pack, of what the catalog knows.
+FACTS = "facts"
+_FORMAT = "mergepipe-travelling/1"
+
+
+@dataclass(frozen=True, slots=True)
+class TravellingFile:
+    """A file beside EXPERT, by its path there."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Travelling:
+    """An expert that travels. `record` names no folder; its base is a name where it was packed."""
+
+    record: Replaced
+    files: tuple[TravellingFile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(f.nbytes for f in self.files)
+
+
+def to_bytes(record: Replaced, files: Sequence[TravellingFile]) -> bytes:
+    """The content of EXPERT; says of no folder where it was."""
+    told = asdict(replace(record, root="", cold=""))
+    return seal({"format": _FORMAT, "record": told, "files": [asdict(f) for f in files]})
+
+
+def from_bytes(data: bytes, where: str) -> Travelling:
+    """What `to_bytes` says. Raises CorruptionError for what it cannot have said."""
+    value = unseal(data, where)
+    try:
+        if value["format"] != _FORMAT:
+            raise ValueError(f"format {value['format']}")
+        found = Travelling(
+            record_of(value["record"]), tuple(TravellingFile(**f) for f in value["files"])
+        )
+        if wrong := [f.name for f in found.files if not _is_plain(f.name)]:
+            raise ValueError(f"the path {wrong[0]!r}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptionError(
+            "What tells of a pack has another form than this version writes",
+            where=where,
+            expected=_FORMAT,
+            found=str(error)[:200],
+            next_step="take it with the version that pushed it, or push it again",
+        ) from error
+    return found
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a path stays below the folder that it is relative to."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name

@@ -1,0 +1,100 @@
+"""Addresses of checkpoints as texts: `hf://org/model@revision`, `s3://bucket/prefix` and so on.
+
+Reads text alone and asks nobody.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mergepipe_pipeline.errors import RemoteError
+
+BUCKETS, WEB, HUB = ("s3", "gs", "az"), ("http", "https"), "hf"
+SCHEMES = (HUB, *BUCKETS, *WEB)
+_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_FILE = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a checkpoint lies: `place` is what follows `://`, without a revision.
+
+    Only the hub (`hf`) has revisions: a branch, a tag or a commit.
+    """
+
+    scheme: str
+    place: str
+    revision: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The address as users write it."""
+        return f"{self.scheme}://{self.place}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def folder(self) -> Address:
+        """Where the files lie, which is above an address of a single file."""
+        if self.only is None:
+            return self
+        return Address(self.scheme, self.place.rpartition("/")[0])
+
+    @property
+    def only(self) -> str | None:
+        """The name of the one file that is meant; None for a folder."""
+        last = self.place.rpartition("/")[2]
+        return last if self.scheme != HUB and last.endswith(_FILE) else None
+
+    @property
+    def name(self) -> str:
+        """What a folder of the same content would be called: `org/model`, or the last part."""
+        if self.scheme == HUB:
+            return self.place
+        return self.place.rpartition("/")[2].removesuffix(_FILE)
+
+
+def is_address(text: str) -> bool:
+    """Whether a text has one of the schemes that are served."""
+    scheme, separator, _ = text.partition("://")
+    return bool(separator) and scheme in SCHEMES
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a text may name a model of the hub without saying so: `org/model`."""
+    return "/" in text and _REPO.fullmatch(text) is not None
+
+
+def parse_address(text: str, revision: str | None = None) -> Address:
+    """The address of a text; a `revision` given beside it counts. Raises RemoteError."""
+    scheme, _, rest = text.partition("://")
+    place, given = rest.rstrip("/"), revision
+    if scheme == HUB:
+        place, _, after = rest.partition("@")
+        place, given = place.rstrip("/"), revision or after or None
+        if not _REPO.fullmatch(place):
+            raise _refused(text, "hf://org/model or hf://org/model@revision")
+    elif scheme not in SCHEMES:
+        raise _refused(text, "one of " + ", ".join(f"{s}://" for s in SCHEMES))
+    elif revision is not None:
+        raise RemoteError(
+            "Only models of the hub have revisions",
+            where=f"{text}@{revision}",
+            expected="an address without a revision",
+            found=repr(revision),
+            next_step="leave it out: what is there is pinned while it is read",
+        )
+    elif not place or place.startswith("/") or "?" in place or "#" in place:
+        raise _refused(text, f"{scheme}:// with a place, and neither ? nor # in it")
+    elif scheme in WEB and "@" in place.partition("/")[0]:
+        raise _refused(f"{scheme}://…", "an address without a password: use a proxy or a bucket")
+    return Address(scheme, place, given)
+
+
+def _refused(text: str, expected: str) -> RemoteError:
+    return RemoteError(
+        "An address cannot be read",
+        where=text,
+        expected=expected,
+        found="something else",
+        next_step="correct the address",
+    )

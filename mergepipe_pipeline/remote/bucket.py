@@ -1,0 +1,244 @@
+"""A folder of a bucket: objects put, read and listed whole; a new name is won by one writer.
+
+An object is there whole or not at all. Each file carries the SHA-256 of its content, by which it is
+known again: what is there with the same digest is not sent a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.digest import new_hash
+from mergepipe_pipeline.errors import CorruptionError, RemoteError, StorageFullError
+from mergepipe_pipeline.remote.address import Address
+from mergepipe_pipeline.remote.clients import bucket_store, need
+from mergepipe_pipeline.remote.failures import failures_named
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_DIGEST = "sha256"
+#: What is smaller is sent by one request; what is not, in parts of at least so many bytes.
+_PART_NBYTES = 8 << 20
+_PARTS_AT_ONCE = 4
+#: S3 takes at most 10000 parts.
+_MOST_PARTS = 9000
+#: What servers say when they take no more: Ceph, MinIO, HTTP 507.
+_FULL = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object of a bucket: its key below the address, size, ETag, and time in seconds (Unix).
+
+    `sha256` is empty where nobody asked for it, or where it was put by another program.
+    """
+
+    key: str
+    nbytes: int
+    etag: str
+    modified_s: float
+    sha256: str = ""
+    version: str | None = None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The objects below one address. Methods raise RemoteError, and those that write
+    StorageFullError. What fails for the moment is tried again `max_retries` times.
+    """
+
+    address: Address
+    max_retries: int = 10
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        store: ObjectStore = bucket_store(self.address, max_retries=self.max_retries, writing=True)
+        return store
+
+    @cached_property
+    def _obstore(self) -> Any:
+        return need("obstore")
+
+    def where(self, key: str) -> str:
+        """The address of an object, for people."""
+        return f"{self.address.text}/{key}"
+
+    def find(self, key: str) -> Entry | None:
+        """What is known of an object without its content, its digest among it; None without one."""
+        with failures_named(self.where(key)):
+            try:
+                found = self._obstore.get(self._store, key, options={"head": True})
+            except FileNotFoundError:
+                return None
+            return _entry(found.meta, found.attributes.get(_DIGEST, ""))
+
+    def entries(self, below: str = "") -> Iterator[Entry]:
+        """All objects whose keys begin with the folder `below`, without their digests."""
+        with failures_named(self.where(below)):
+            for chunk in self._obstore.list(self._store, prefix=below or None):
+                yield from map(_entry, chunk)
+
+    def read(self, key: str) -> bytes | None:
+        """The content of a small object; None without one."""
+        with failures_named(self.where(key)):
+            try:
+                return bytes(self._obstore.get(self._store, key).bytes())
+            except FileNotFoundError:
+                return None
+
+    def download(
+        self, key: str, path: Path, sha256: str, advance: Callable[[int], None] | None = None
+    ) -> bool:
+        """Write an object's content to the file `path`; False if there is none.
+
+        A request lasts no longer than its time-out, so that a large object comes by several.
+        Raises CorruptionError if its digest is not `sha256`.
+        """
+        found, running = self.find(key), new_hash()
+        if found is None:
+            return False
+
+        def piece(start: int) -> memoryview:
+            stop = min(start + _PART_NBYTES, found.nbytes)
+            got = self._obstore.get_range(self._store, key, start=start, end=stop)
+            return memoryview(got)
+
+        with (
+            failures_named(self.where(key)),
+            path.open("wb") as file,
+            Workers(_PARTS_AT_ONCE) as workers,
+        ):
+            starts = range(0, found.nbytes, _PART_NBYTES)
+            for data in workers.map(piece, starts, depth=_PARTS_AT_ONCE):
+                running.update(data)
+                file.write(data)
+                if advance:
+                    advance(len(data))
+        if running.hexdigest() != sha256:
+            raise CorruptionError(
+                "An object of a bucket is not what was put there",
+                where=self.where(key),
+                expected=f"sha256 {sha256[:16]}",
+                found=f"sha256 {running.hexdigest()[:16]}",
+                next_step="remove it from the bucket; a warehouse that has it puts it again",
+            )
+        return True
+
+    def put(self, key: str, data: bytes, sha256: str = "") -> str:
+        """Make an object hold `data`, in place of what it held; gives its ETag."""
+        with self._writing(key):
+            done = self._obstore.put(
+                self._store, key, data, attributes={_DIGEST: sha256}, use_multipart=False
+            )
+            return str(done["e_tag"] or "")
+
+    def put_file(
+        self, key: str, path: Path, sha256: str, advance: Callable[[int], None] | None = None
+    ) -> str:
+        """Make an object hold a file's bytes; gives its ETag.
+
+        Raises CorruptionError, and puts nothing, if these are not of the digest `sha256`.
+        """
+        nbytes = path.stat().st_size
+        pieces = _pieces(path, sha256, max(_PART_NBYTES, nbytes // _MOST_PARTS), advance)
+        if nbytes <= _PART_NBYTES:
+            return self.put(key, b"".join(pieces), sha256)
+        with self._writing(key):
+            done = self._obstore.put(
+                self._store,
+                key,
+                pieces,
+                attributes={_DIGEST: sha256},
+                chunk_size=max(_PART_NBYTES, nbytes // _MOST_PARTS),
+                max_concurrency=_PARTS_AT_ONCE,
+            )
+            return str(done["e_tag"] or "")
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Make an object that is not there yet; False if there is one, which stays as it is."""
+        return self.put_if(key, data, "", None)
+
+    def put_if(self, key: str, data: bytes, sha256: str, seen: Entry | None) -> bool:
+        """Put an object unless another writer did so since it was `seen` (None: not there).
+
+        False if one did; then nothing is changed.
+        """
+        known = {"e_tag": seen.etag, "version": seen.version} if seen else {}
+        mode = {name: value for name, value in known.items() if value} or "create"
+        refused = self._exceptions.AlreadyExistsError, self._exceptions.PreconditionError
+        with self._writing(key):
+            try:
+                self._obstore.put(self._store, key, data, attributes={_DIGEST: sha256}, mode=mode)
+            except (*refused, FileNotFoundError):
+                return False
+            return True
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are fine."""
+        with self._writing(""):
+            for key in keys:
+                try:
+                    self._obstore.delete(self._store, key)
+                except FileNotFoundError:
+                    continue
+
+    @cached_property
+    def _exceptions(self) -> Any:
+        return need("obstore.exceptions")
+
+    @contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        try:
+            with failures_named(self.where(key)):
+                yield
+        except RemoteError as error:
+            if not any(word in str(error.__cause__) for word in _FULL):
+                raise
+            raise StorageFullError(
+                "The bucket is full",
+                where=self.where(key),
+                found=error.found,
+                next_step="free space or raise its quota, and run the same command again; what is "
+                "there already is not sent again, and nothing here was touched",
+            ) from error
+
+
+def _pieces(
+    path: Path, sha256: str, piece_nbytes: int, advance: Callable[[int], None] | None
+) -> Iterator[bytes]:
+    running = new_hash()
+    with path.open("rb") as file:
+        piece = file.read(piece_nbytes)
+        while piece:
+            running.update(piece)
+            following = file.read(piece_nbytes)
+            if not following and running.hexdigest() != sha256:  # before its last piece is sent
+                raise CorruptionError(
+                    "A file changed after it was checked",
+                    where=str(path),
+                    expected=f"sha256 {sha256[:16]}",
+                    found=f"sha256 {running.hexdigest()[:16]}",
+                    next_step="run `mergepipe verify` to see where, and merge its recipe again",
+                )
+            yield piece
+            if advance:
+                advance(len(piece))
+            piece = following
+
+
+def _entry(meta: Any, sha256: str = "") -> Entry:
+    return Entry(
+        meta["path"],
+        meta["size"],
+        meta["e_tag"] or "",
+        meta["last_modified"].timestamp(),
+        sha256,
+        meta["version"],
+    )

@@ -1,0 +1,140 @@
+"""Puts a model folder into a bucket, so that a reader finds it whole or not at all.
+
+The first file claims the address: it is won by one writer, and says which model comes. What readers
+open first goes last. A push that was killed has left its claim, and goes on when it is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, MergePipeError
+from mergepipe_pipeline.remote.bucket import Bucket, Entry
+from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
+
+#: Names that an error tells.
+_MOST_NAMED = 5
+
+
+def push_to_bucket(
+    bucket: Bucket,
+    files: Sequence[OutgoingFile],
+    *,
+    first_opened: Collection[str],
+    beside: str,
+    replace: bool = False,
+    dry_run: bool = False,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> Pushed:
+    """Put `files` at the bucket's address; the first is the claim, the others go in this order.
+
+    `first_opened` are the names that make a reader take the folder for a model. The folder `beside`
+    does not count. What is there with the same digest is not sent.
+
+    Raises MergePipeError if the address holds anything else, unless `replace`: then that goes, what
+    readers open before all else. Raises CommitConflictError if another push claims the address
+    meanwhile, StorageFullError, RemoteError, and CorruptionError if what is there at the end is not
+    what was sent.
+    """
+    claim, *others = files
+    there = {e.key: e for e in bucket.entries() if not e.key.startswith(f"{beside}/")}
+    is_known = partial(_is_known, bucket, there)
+    missing = [f for f in files if not is_known(f)]
+    removed = _in_the_way(there, files, missing, {*first_opened, claim.name})
+    if removed and not replace:
+        raise _taken(bucket, removed)
+    pushed = Pushed(
+        bucket.address.text,
+        len(files),
+        sum(f.nbytes for f in files),
+        tuple(f.name for f in missing),
+        sum(f.nbytes for f in missing),
+        tuple(sorted(removed)),
+    )
+    if dry_run:
+        return pushed
+    advance(pushed.nbytes - pushed.sent_nbytes)
+    if claim in missing:
+        _claim(bucket, claim, there.get(claim.name))
+        advance(claim.nbytes)
+    hidden = [name for name in removed if name in first_opened]
+    bucket.remove([*hidden, *(n for n in removed if n not in {*hidden, claim.name})])
+    etags = {f.name: _put(bucket, f, advance) for f in others if f in missing}
+    _refuse_other(bucket, files, etags)
+    _refuse_other_claim(bucket, claim, there.get(claim.name))
+    return pushed
+
+
+def _in_the_way(
+    there: Collection[str],
+    files: Sequence[OutgoingFile],
+    missing: Sequence[OutgoingFile],
+    told_by: Collection[str],
+) -> list[str]:
+    """What is there of another model: files of other names, and of those it is known by others."""
+    names = {f.name for f in files}
+    changed = (f.name for f in missing if f.name in there and f.name in told_by)
+    return [*(name for name in there if name not in names), *changed]
+
+
+def _is_known(bucket: Bucket, there: dict[str, Entry], file: OutgoingFile) -> bool:
+    """Whether this file is there already."""
+    if file.name not in there or there[file.name].nbytes != file.nbytes:
+        return False
+    found = bucket.find(file.name)
+    return found is not None and (found.nbytes, found.sha256) == (file.nbytes, file.sha256)
+
+
+def _claim(bucket: Bucket, claim: OutgoingFile, seen: Entry | None) -> None:
+    """Make the claim, in place of the one that was `seen`, unless it is made already."""
+    assert isinstance(claim.content, bytes)
+    if not bucket.put_if(claim.name, claim.content, claim.sha256, seen):
+        _refuse_other_claim(bucket, claim, seen)
+
+
+def _refuse_other_claim(bucket: Bucket, claim: OutgoingFile, seen: Entry | None) -> None:
+    if bucket.read(claim.name) != claim.content:
+        raise CommitConflictError(
+            "Another push came first",
+            where=bucket.where(claim.name),
+            expected="no model" if seen is None else "the model that was there",
+            found="another one",
+            next_step="push to another address, or run this again when that push has ended",
+        )
+
+
+def _put(bucket: Bucket, file: OutgoingFile, advance: Callable[[int], None]) -> str:
+    if isinstance(file.content, bytes):
+        etag = bucket.put(file.name, file.content, file.sha256)
+        advance(file.nbytes)
+        return etag
+    return bucket.put_file(file.name, file.content, file.sha256, advance)
+
+
+def _refuse_other(bucket: Bucket, files: Sequence[OutgoingFile], etags: dict[str, str]) -> None:
+    """Raise CorruptionError unless every file is there with its size, and as it was just put."""
+    there = {e.key: e for e in bucket.entries()}
+    for file in files:
+        found = there.get(file.name)
+        etag = etags.get(file.name) or (found.etag if found else "")
+        if found is None or (found.nbytes, found.etag) != (file.nbytes, etag):
+            raise CorruptionError(
+                "A bucket does not hold what was put there",
+                where=bucket.where(file.name),
+                expected=f"{file.nbytes} bytes, ETag {etag}",
+                found=f"{found.nbytes} bytes, ETag {found.etag}" if found else "no such object",
+                next_step="see that nobody else writes there, and push again",
+            )
+
+
+def _taken(bucket: Bucket, names: Sequence[str]) -> MergePipeError:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return MergePipeError(
+        "The address holds something else",
+        where=bucket.address.text,
+        expected="nothing, or a part of the same snapshot",
+        found=", ".join(sorted(names)[:_MOST_NAMED]) + more,
+        next_step="choose another address, or let it go with --replace: readers find no model "
+        "until the push has ended",
+    )

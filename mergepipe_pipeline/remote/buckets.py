@@ -1,0 +1,116 @@
+"""Buckets: `s3://`, `gs://` and `az://`, through obstore."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.remote.address import Address
+from mergepipe_pipeline.remote.clients import TIMEOUT_S, bucket_store, need
+from mergepipe_pipeline.remote.listing import (
+    Listing,
+    RemoteFile,
+    RequestError,
+    changed,
+)
+from mergepipe_pipeline.remote.traffic import METER, Traffic
+
+#: Chunks are handed on as they come: what waits for more would be lost with the connection.
+_CHUNK_NBYTES = 1
+_STATUS = re.compile(r"\b([1-5][0-9][0-9]) [A-Z]|status(?: code)?:? ([1-5][0-9][0-9])")
+
+
+class BucketSite:
+    """The files below a prefix, or one file. Objects are immutable, so ETags pin them."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def listing(self) -> Listing:
+        """One listing of the prefix gives names, sizes and ETags. Raises RemoteError."""
+        METER.count(self._address.text, Traffic(requests=1))
+        store = bucket_store(self._address.folder)
+        try:
+            found: list[Any] = list(need("obstore").list_with_delimiter(store)["objects"])
+        except Exception as error:
+            raise refused(error, self._address.text) from error
+        only = self._address.only
+        files = {
+            o["path"]: RemoteFile(o["path"], int(o["size"]), _tag(o))
+            for o in found
+            if only in (None, o["path"])
+        }
+        if not files:
+            raise RemoteError(
+                "Nothing lies at an address",
+                where=self._address.text,
+                expected="the files of a checkpoint",
+                found="no object below this prefix",
+                next_step="check the address",
+            )
+        return Listing(self._address, self._address.text, files)
+
+    @contextmanager
+    def body(
+        self, file: RemoteFile, start_byte: int, stop_byte: int
+    ) -> Iterator[Iterator[memoryview]]:
+        """The bytes [start, stop) by one request, if the ETag still matches."""
+        # `fetch` repeats what fails: it knows which bytes came already.
+        store = bucket_store(self._address.folder, max_retries=0, timeout_s=TIMEOUT_S)
+        options = {"range": (start_byte, stop_byte), "if_match": file.tag}
+        try:
+            got = need("obstore").get(store, file.path, options=options)
+            if _tag(got.meta) != file.tag:
+                raise changed(self._address.text, file, f"the tag {_tag(got.meta)}")
+            yield (memoryview(chunk) for chunk in got.stream(min_chunk_size=_CHUNK_NBYTES))
+        except FileNotFoundError as error:
+            raise changed(self._address.text, file, "no such object any more") from error
+        except need("obstore.exceptions").PreconditionError as error:
+            raise changed(self._address.text, file, "another tag") from error
+        except need("obstore.exceptions").BaseError as error:
+            raise _failed(error) from error
+
+
+def refused(error: Exception, where: str) -> RemoteError:
+    """What obstore raised, as an error for people."""
+    status, kind = _status(error), type(error).__name__
+    is_closed = status in ("401", "403") or kind in (
+        "PermissionDeniedError",
+        "UnauthenticatedError",
+    )
+    return RemoteError(
+        "A bucket refuses access" if is_closed else "A bucket does not answer as it should",
+        where=where,
+        expected="a bucket that may be read",
+        found=f"{kind}: {_short(error)}",
+        next_step="check the environment variables of its credentials"
+        if is_closed
+        else "check the address, the endpoint and the network, then run the same command again",
+    )
+
+
+def _failed(error: Exception) -> RequestError:
+    status, kind = _status(error), type(error).__name__
+    is_final = kind in ("PermissionDeniedError", "UnauthenticatedError", "NotSupportedError")
+    if status[:1] == "4" and status not in ("408", "425", "429"):
+        is_final = True
+    return RequestError(_short(error), status or kind, retries=not is_final)
+
+
+def _status(error: Exception) -> str:
+    found = _STATUS.search(str(error))
+    return (found[1] or found[2]) if found else ""
+
+
+def _short(error: Exception) -> str:
+    """The first line of what obstore says; its further ones repeat it for its developers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def _tag(meta: Any) -> str:
+    """The ETag, or the time of the last change where a store has none."""
+    return str(meta["e_tag"] or meta["last_modified"].isoformat())

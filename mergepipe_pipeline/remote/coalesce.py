@@ -1,0 +1,70 @@
+"""Which ranges of files go into one request: neighbours, and those that little lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from mergepipe_pipeline.storage.source import FileRange
+
+#: Ranges of about so many bytes change their order, so that neighbours meet.
+_SORTED_NBYTES = 32 << 20
+#: The part of all bytes that may be fetched besides, to spare requests.
+_WASTE = 0.01
+
+
+def coalesced(ranges: Iterable[FileRange], most_gap_nbytes: int) -> list[FileRange]:
+    """Ranges in about their order, those of a file that follow each other closely in one.
+
+    The smallest gaps are closed first, none above `most_gap_nbytes`, all together a hundredth of
+    the bytes.
+    """
+    joined = _joined(_sorted(r for r in ranges if r.start_byte < r.stop_byte))
+    left = int(sum(stop - start for _, start, stop in joined) * _WASTE)
+    gaps = sorted(
+        (after[1] - before[2], number)
+        for number, (before, after) in enumerate(pairwise(joined))
+        if before[0] == after[0] and 0 < after[1] - before[2] <= most_gap_nbytes
+    )
+    closed = set()
+    for gap, number in gaps:
+        if gap > left:
+            break
+        left -= gap
+        closed.add(number)
+    found: list[FileRange] = []
+    for number, (path, start, stop) in enumerate(joined):
+        if number - 1 in closed:
+            found[-1] = FileRange(path, found[-1].start_byte, stop)
+        else:
+            found.append(FileRange(path, start, stop))
+    return found
+
+
+def _sorted(ranges: Iterable[FileRange]) -> Iterator[FileRange]:
+    """Ranges by file and place, some at a time."""
+    some: list[FileRange] = []
+    nbytes = 0
+    for found in ranges:
+        some.append(found)
+        nbytes += found.stop_byte - found.start_byte
+        if nbytes >= _SORTED_NBYTES:
+            yield from sorted(some)
+            some, nbytes = [], 0
+    yield from sorted(some)
+
+
+def _joined(ranges: Iterable[FileRange]) -> list[FileRange]:
+    """Ranges in their order, those that begin in the one before or at its end in one with it."""
+    found: list[FileRange] = []
+    for path, start, stop in ranges:
+        # A tensor may be read for several others.
+        if (
+            found
+            and found[-1].path == path
+            and found[-1].start_byte <= start <= found[-1].stop_byte
+        ):
+            found[-1] = FileRange(path, found[-1].start_byte, max(stop, found[-1].stop_byte))
+        else:
+            found.append(FileRange(path, start, stop))
+    return found

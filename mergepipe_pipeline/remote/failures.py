@@ -1,0 +1,60 @@
+"""What servers and their clients say when something fails, as an error with cause and next step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mergepipe_pipeline.errors import MergePipeError, RemoteError
+
+_CODE = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:\s*<Message>(?P<message>[^<]*)</Message>)?")
+_STATUS = re.compile(r"status code: (?P<status>\d{3}[^:<\n]*)")
+_LONGEST = 300
+#: The packages whose exceptions are failures of servers, or of the way to them.
+_CLIENTS = frozenset({"obstore", "huggingface_hub", "httpx", "httpx2", "httpcore", "hf_xet"})
+_NEXT = {
+    "refused": "check the credentials, and that they may write and read there",
+    "missing": "check the address; a bucket must be there before anything is put into it",
+    "failed": "check the network and the address, and run the same command again; what was done "
+    "is kept",
+}
+
+
+@contextmanager
+def failures_named(where: str) -> Iterator[None]:
+    """Raise RemoteError, saying `where`, for what clients of buckets and of the hub raise."""
+    try:
+        yield
+    except MergePipeError:
+        raise
+    except Exception as error:
+        if not (_is_of_client(error) or isinstance(error, OSError)):
+            raise
+        kind, what = _kind(error)
+        raise RemoteError(what, where=where, found=said(error), next_step=_NEXT[kind]) from error
+
+
+def said(error: BaseException) -> str:
+    """What a server or a client says, in a line."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    told = [status["status"].strip()] if status else []
+    told += [": ".join(filter(None, (code["code"], code["message"])))] if code else []
+    line = ", ".join(told) or next((part for part in text.splitlines() if part.strip()), "")
+    return line[:_LONGEST] or type(error).__name__
+
+
+def _is_of_client(error: BaseException) -> bool:
+    return any(c.__module__.partition(".")[0] in _CLIENTS for c in type(error).__mro__)
+
+
+def _kind(error: BaseException) -> tuple[str, str]:
+    name, text = type(error).__name__, str(error)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
+        return "refused", "A server refuses"
+    # Of the hub's client, and of obstore.
+    if status == 404 or (isinstance(error, FileNotFoundError) and "status code" in text):
+        return "missing", "There is no such place on a server"
+    return "failed", "A server cannot be reached, or fails"

@@ -1,0 +1,185 @@
+"""The Hugging Face hub: `hf://org/model@revision`, through huggingface_hub.
+
+Its token, endpoint, cache and offline mode hold. A revision becomes a commit when it is listed, and
+commits never change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.remote.address import Address
+from mergepipe_pipeline.remote.clients import (
+    TIMEOUT_S,
+    http_library,
+    hub_api,
+    hub_endpoint,
+    hub_session,
+    need,
+)
+from mergepipe_pipeline.remote.fetch import tried
+from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, changed
+from mergepipe_pipeline.remote.traffic import METER, Traffic
+from mergepipe_pipeline.remote.web import TEMPORARY, ranged
+
+#: What a signed link says when its time is over.
+_EXPIRED = ("400", "401", "403", "410")
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Where a file's bytes are served, and the headers to ask for them with."""
+
+    url: str
+    headers: dict[str, str]
+
+
+class HubSite:
+    """The files of a model at one revision."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._links: dict[str, _Link] = {}
+        self._tags: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def listing(self) -> Listing:
+        """One question to the hub: the commit, and names, sizes and digests. Raises RemoteError."""
+        where = self._address.text
+        info = tried(lambda: self._ask(where), where)
+        files = {}
+        for s in info.siblings or ():
+            digest = s.lfs.sha256 if s.lfs else s.blob_id
+            size = s.lfs.size if s.lfs else s.size
+            if digest is not None and size is not None:
+                files[s.rfilename] = RemoteFile(s.rfilename, int(size), digest, content=digest)
+        root = Address(self._address.scheme, self._address.place, info.sha).text
+        METER.count(root, Traffic(requests=1))
+        return Listing(self._address, root, files)
+
+    @contextmanager
+    def body(self, file: RemoteFile, start_byte: int, stop_byte: int) -> Iterator[Iterator[bytes]]:
+        """The bytes [start, stop) by one request to where the hub sends readers of the file."""
+        link = self._link(file)
+        where = self._address.text
+        try:
+            plain = RemoteFile(file.path, file.nbytes, self._tags.get(file.path, ""))
+            with ranged(
+                hub_session(), link.url, link.headers, where, plain, start_byte, stop_byte
+            ) as (headers, chunks):
+                self._refuse_other_tag(file, headers.get("etag") or "")
+                yield chunks
+        except RequestError as failed:
+            if failed.status in _EXPIRED:
+                with self._lock:
+                    had = self._links.pop(file.path, None)
+                failed.retries = had is link and link.url != self._url(file.path)
+            raise
+
+    def _ask(self, where: str) -> Any:
+        errors, http = need("huggingface_hub.errors"), http_library()
+        try:
+            return hub_api().model_info(
+                self._address.place,
+                revision=self._address.revision,
+                files_metadata=True,
+                timeout=TIMEOUT_S,
+            )
+        except errors.OfflineModeIsEnabled as error:
+            raise _offline(where) from error
+        except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
+            raise _refused(where, error) from error
+        except errors.RevisionNotFoundError as error:
+            raise RemoteError(
+                "A model of the hub has no such revision",
+                where=where,
+                expected="a branch, a tag or a commit",
+                found=repr(self._address.revision),
+                next_step="correct the revision, or leave it out for the newest",
+            ) from error
+        except (errors.HfHubHTTPError, http.HTTPError) as error:
+            answer = getattr(error, "response", None)
+            status = str(answer.status_code) if answer is not None else type(error).__name__
+            retries = answer is None or answer.status_code in TEMPORARY
+            raise RequestError(_short(error), status, retries=retries) from error
+
+    def _link(self, file: RemoteFile) -> _Link:
+        with self._lock:
+            link = self._links.get(file.path)
+        if link is None:
+            link = self._find(file)
+            with self._lock:
+                self._links[file.path] = link
+        return link
+
+    def _find(self, file: RemoteFile) -> _Link:
+        """Ask where a file is served, which may be a signed link for an hour."""
+        hub, errors, http = need("huggingface_hub"), need("huggingface_hub.errors"), http_library()
+        METER.count(self._address.text, Traffic(requests=1))
+        url = self._url(file.path)
+        try:
+            found = hub.get_hf_file_metadata(url, timeout=TIMEOUT_S, endpoint=hub_endpoint())
+        except errors.OfflineModeIsEnabled as error:
+            raise _offline(self._address.text) from error
+        except errors.EntryNotFoundError as error:
+            raise changed(self._address.text, file, "no such file any more") from error
+        except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
+            raise _refused(self._address.text, error) from error
+        except (errors.HfHubHTTPError, http.HTTPError) as error:
+            answer = getattr(error, "response", None)
+            status = str(answer.status_code) if answer is not None else type(error).__name__
+            raise RequestError(
+                _short(error), status, retries=answer is None or answer.status_code in TEMPORARY
+            ) from error
+        if found.commit_hash not in (None, self._address.revision):
+            raise changed(self._address.text, file, f"the commit {found.commit_hash}")
+        if found.etag not in (None, file.tag):
+            raise changed(self._address.text, file, f"the digest {found.etag}")
+        # A token is for the hub's own host alone.
+        is_own = urlsplit(found.location).netloc == urlsplit(url).netloc
+        headers = hub.utils.build_hf_headers() if is_own else {}
+        return _Link(found.location, headers)
+
+    def _url(self, path: str) -> str:
+        url: str = need("huggingface_hub").hf_hub_url(
+            self._address.place, path, revision=self._address.revision, endpoint=hub_endpoint()
+        )
+        return url
+
+    def _refuse_other_tag(self, file: RemoteFile, tag: str) -> None:
+        """Raise CheckpointChangedError if another answer had another tag before."""
+        with self._lock:
+            seen = self._tags.setdefault(file.path, tag)
+        if tag != seen:
+            raise changed(self._address.text, file, f"the tag {tag}")
+
+
+def _offline(where: str) -> RemoteError:
+    return RemoteError(
+        "The hub is not asked in offline mode",
+        where=where,
+        expected="the model in the hub's cache on this machine",
+        found="HF_HUB_OFFLINE is set, and the model is not there, or not whole",
+        next_step="unset HF_HUB_OFFLINE, or download the model where the hub can be reached",
+    )
+
+
+def _refused(where: str, error: Exception) -> RemoteError:
+    return RemoteError(
+        "The hub gives no such model to this user",
+        where=where,
+        expected="a public model, or one that the token may read",
+        found=_short(error),
+        next_step="check the spelling; for a gated or private model, log in: `hf auth login`",
+    )
+
+
+def _short(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -1,0 +1,221 @@
+"""Puts a model folder into a repository of the Hugging Face hub, by one commit.
+
+Weights are sent first, one file at a time; the hub keeps them by content until a commit names them,
+so that a push that was killed sends the others alone. Readers see the commit before or after.
+Source: https://huggingface.co/docs/huggingface_hub/guides/upload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace as replaced
+from typing import TYPE_CHECKING, Any
+
+from mergepipe_pipeline.errors import (
+    CommitConflictError,
+    CorruptionError,
+    MergePipeError,
+)
+from mergepipe_pipeline.remote.address import Address
+from mergepipe_pipeline.remote.clients import hub_api, need
+from mergepipe_pipeline.remote.failures import failures_named
+from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+_BRANCH = "main"
+#: What a reader would take for weights of the model.
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_CONFLICT = 412
+_MOST_NAMED = 5
+
+
+def push_to_hub(
+    address: Address,
+    files: Sequence[OutgoingFile],
+    message: str,
+    *,
+    older: Callable[[bytes], Sequence[str]] | None,
+    public: bool = False,
+    replace: bool = False,
+    dry_run: bool = False,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> Pushed:
+    """Make a branch of a repository hold `files`; makes the repository, private unless `public`.
+
+    What is there with the same content is not sent; if all is, there is no commit. `older` gives
+    the files that the first of `files`, as it is there, tells of: those go by the same commit.
+    Without it nothing goes: the files come beside what is there.
+
+    Raises MergePipeError for weights of another origin, unless `replace`: then they go, too. Raises
+    CommitConflictError if somebody commits meanwhile, CorruptionError if the commit does not hold
+    what was sent, and RemoteError.
+    """
+    with failures_named(address.text):
+        api, branch = hub_api(), address.revision or _BRANCH
+        parent, there = _tree(api, address, branch)
+        missing = [f for f in files if not _is_same(there.get(f.name), f)]
+        removed: tuple[str, ...] = ()
+        if older is not None:
+            removed = _removed(api, address, files, parent, there, older, replace=replace)
+        pushed = Pushed(
+            address.text,
+            len(files),
+            sum(f.nbytes for f in files),
+            tuple(f.name for f in missing),
+            sum(f.nbytes for f in missing),
+            removed,
+            "",
+        )
+        if dry_run:
+            return pushed
+        if not missing and not removed:
+            return replaced(pushed, commit=parent)
+        if parent is None:
+            api.create_repo(address.place, private=not public, exist_ok=True)
+            if branch != _BRANCH:
+                api.create_branch(address.place, branch=branch, exist_ok=True)
+            parent = _tree(api, address, branch)[0]
+        advance(pushed.nbytes - pushed.sent_nbytes)
+        commit = _commit(api, address, branch, missing, removed, message, parent, advance)
+        _refuse_other(address, files, _tree(api, address, commit)[1])
+        return replaced(pushed, commit=commit)
+
+
+def _tree(api: HfApi, address: Address, revision: str) -> tuple[str | None, dict[str, RepoFile]]:
+    """The commit of a revision and its files by path; None and nothing if it is not there."""
+    errors = need("huggingface_hub.errors")
+    from huggingface_hub.hf_api import RepoFile
+
+    try:
+        commit = api.repo_info(address.place, revision=revision).sha
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        if isinstance(error, errors.GatedRepoError):
+            raise
+        return None, {}
+    try:
+        tree = list(api.list_repo_tree(address.place, recursive=True, revision=commit))
+    except errors.EntryNotFoundError:  # a repository without any file
+        tree = []
+    return commit, {f.path: f for f in tree if isinstance(f, RepoFile)}
+
+
+def _is_same(there: RepoFile | None, file: OutgoingFile) -> bool:
+    if there is None or there.size != file.nbytes:
+        return False
+    if there.lfs is not None:
+        return bool(there.lfs.sha256 == file.sha256)
+    data = file.content if isinstance(file.content, bytes) else file.content.read_bytes()
+    blob = b"blob %d\0" % len(data) + data
+    return bool(there.blob_id == hashlib.sha1(blob, usedforsecurity=False).hexdigest())
+
+
+def _removed(
+    api: HfApi,
+    address: Address,
+    files: Sequence[OutgoingFile],
+    parent: str | None,
+    there: Mapping[str, RepoFile],
+    older: Callable[[bytes], Sequence[str]],
+    *,
+    replace: bool,
+) -> tuple[str, ...]:
+    """The files that are to go. Raises MergePipeError for weights of others."""
+    names, first = {f.name for f in files}, files[0].name
+    told: Sequence[str] = ()
+    if first in there and not _is_same(there[first], files[0]):
+        path = api.hf_hub_download(address.place, first, revision=parent)
+        with open(path, "rb") as file:
+            told = older(file.read())
+    others = [n for n in there if n.endswith(_WEIGHTS) and n not in {*told, *names}]
+    others = [n for n in others if "/" not in n]
+    if others and not replace:
+        more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+        raise MergePipeError(
+            "The repository holds another model",
+            where=address.text,
+            expected="none, or one that mergepipe pushed",
+            found=", ".join(sorted(others)[:_MOST_NAMED]) + more,
+            next_step="choose another repository or branch, or let its weights go with --replace: "
+            "its history keeps them",
+        )
+    return tuple(sorted({*others, *(n for n in told if n in there and n not in names)}))
+
+
+def _commit(
+    api: HfApi,
+    address: Address,
+    branch: str,
+    missing: Sequence[OutgoingFile],
+    removed: Sequence[str],
+    message: str,
+    parent: str | None,
+    advance: Callable[[int], None],
+) -> str:
+    """Send what is missing, then commit; gives the commit's id."""
+    hub = need("huggingface_hub")
+    operations: list[Any] = []
+    with _quiet():
+        for file in missing:
+            content = file.content if isinstance(file.content, bytes) else str(file.content)
+            added = hub.CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=content)
+            if isinstance(content, str):
+                added.upload_info.sha256 = bytes.fromhex(file.sha256)
+                api.preupload_lfs_files(address.place, [added], revision=branch, free_memory=False)
+            operations.append(added)
+            advance(file.nbytes)
+        operations += [hub.CommitOperationDelete(path_in_repo=name) for name in removed]
+        try:
+            done = api.create_commit(
+                address.place,
+                operations,
+                commit_message=message,
+                revision=branch,
+                parent_commit=parent,
+            )
+        except need("huggingface_hub.errors").HfHubHTTPError as error:
+            if error.response.status_code != _CONFLICT:
+                raise
+            raise CommitConflictError(
+                "Another writer was first",
+                where=address.text,
+                expected=f"commit {parent}",
+                found="a later one",
+                next_step="run this again: what was sent is not sent again",
+            ) from error
+    return str(done.oid)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars of the client's own: the caller draws."""
+    utils = need("huggingface_hub.utils")
+    was_off = utils.are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Parquet files belong into data sets
+        utils.disable_progress_bars()
+        try:
+            yield
+        finally:
+            if not was_off:
+                utils.enable_progress_bars()
+
+
+def _refuse_other(
+    address: Address, files: Sequence[OutgoingFile], there: Mapping[str, RepoFile]
+) -> None:
+    """Raise CorruptionError unless the commit holds every file as it is here."""
+    for file in files:
+        if not _is_same(there.get(file.name), file):
+            raise CorruptionError(
+                "The hub's commit does not hold what was sent",
+                where=f"{address.text}, {file.name}",
+                expected=f"{file.nbytes} bytes, sha256 {file.sha256[:16]}",
+                found="another file" if file.name in there else "no such file",
+                next_step="push again",
+            )

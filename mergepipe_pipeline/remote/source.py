@@ -1,0 +1,121 @@
+"""The files of a checkpoint at an address, as everything above reads them.
+
+What was told to be read (`expect`) is fetched ahead, in order, a few requests at once; anything
+else is fetched when it is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Self
+
+from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.remote.coalesce import coalesced
+from mergepipe_pipeline.remote.downloads import DownloadedFile, Piece
+from mergepipe_pipeline.remote.fetch import WANTED
+from mergepipe_pipeline.remote.listing import changed
+from mergepipe_pipeline.remote.pace import gap_nbytes
+from mergepipe_pipeline.remote.sites import PINS
+from mergepipe_pipeline.storage.source import FileRange, Reading
+
+#: Bytes of a source that are fetched before they are read.
+_AHEAD_NBYTES = 64 << 20
+
+
+class RemoteSource:
+    """A checkpoint at an address (a `CheckpointSource`). Safe for several threads.
+
+    Its files are those that were listed when somebody looked for the checkpoint: a read of another
+    state of a file raises CheckpointChangedError.
+    """
+
+    def __init__(self, root: str, reading: Reading = "ahead") -> None:
+        """`root` is an address. Raises RemoteError."""
+        self._root = root
+        self._pinned = PINS.of(root)
+        self._listing = self._pinned.listing
+        self._lock = threading.Lock()
+        self._expected: deque[tuple[DownloadedFile, Piece]] = deque()
+        self._ahead_nbytes = 0
+        WANTED.open()
+        self._is_open = True
+
+    def list(self) -> list[str]:
+        """Names of what there is at the top, sorted."""
+        return sorted({path.partition("/")[0] for path in self._listing.files})
+
+    def size(self, path: str) -> int:
+        """Size in bytes. Raises CheckpointError if the file is not there."""
+        return self._listing.file(path).nbytes
+
+    def mtime_ns(self, path: str) -> int:
+        """A number that changes with the file's tag. Raises CheckpointError if it is not there."""
+        return self._listing.file(path).stamp_ns
+
+    def read_range(self, path: str, start_byte: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `start_byte`; raises as `read_into`."""
+        buffer = bytearray(nbytes)
+        self.read_into(path, start_byte, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start_byte`.
+
+        Raises CheckpointChangedError for another file than was listed, RemoteError naming file,
+        range, status and attempts.
+        """
+        file = self._listing.file(path)
+        if start_byte + len(buffer) > file.nbytes:
+            raise changed(self._root, file, f"a wish for byte {start_byte + len(buffer)}")
+        if not len(buffer):
+            return
+        try:
+            self._pinned.file(path).read_into(start_byte, buffer)
+        except CheckpointChangedError:
+            PINS.forget(self._root)
+            raise
+
+    def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
+        """Begin to fetch these bytes."""
+        if nbytes:
+            self._pinned.file(path).begin(start_byte, start_byte + nbytes)
+
+    def expect(self, ranges: Iterable[FileRange]) -> None:
+        """Fetch these ranges ahead of their reading, in this order, neighbours in one request."""
+        for path, start, stop in coalesced(ranges, gap_nbytes(self._root)):
+            file = self._pinned.file(path)
+            pieces = file.expect(start, stop)
+            with self._lock:
+                self._expected.extend((file, piece) for piece in pieces)
+        self._fetch_ahead()
+
+    def close(self) -> None:
+        """Let go what nobody will read; when all sources are closed, requests under way end."""
+        with self._lock:
+            self._expected.clear()
+            was_open, self._is_open = self._is_open, False
+        if was_open:
+            WANTED.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fetch_ahead(self, read_nbytes: int = 0) -> None:
+        """Begin with what is expected next, as far as it may be ahead."""
+        begun = []
+        with self._lock:
+            self._ahead_nbytes -= read_nbytes
+            while self._expected and self._ahead_nbytes < _AHEAD_NBYTES:
+                file, piece = self._expected.popleft()
+                if piece.done is None:  # or a reader was there first
+                    piece.on_read = partial(self._fetch_ahead, piece.nbytes)
+                    self._ahead_nbytes += piece.nbytes
+                    begun.append((file, piece))
+        for file, piece in begun:
+            file.submit(piece)

@@ -1,0 +1,240 @@
+"""Plain web servers: `http(s)://host/folder`, asked for the names that files of models have."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote
+
+from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.remote.address import Address
+from mergepipe_pipeline.remote.clients import IN_FLIGHT, TIMEOUT_S, http_library, web_client
+from mergepipe_pipeline.remote.fetch import WANTED, fetch, tried
+from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, changed
+from mergepipe_pipeline.remote.traffic import METER, Traffic
+from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
+from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS, INDEX
+from mergepipe_pipeline.storage.side_files import MAX_JSON_NBYTES, SIDE_NAMES
+
+_LOG = logging.getLogger("mergepipe")
+_SINGLE = "model.safetensors"
+#: A server has no list of files: these are asked for. The last two say what is wrong.
+_NAMES = (
+    INDEX,
+    _SINGLE,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    *SIDE_NAMES,
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+#: Statuses after which the same request may succeed.
+TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class WebSite:
+    """A folder of a web server, or one file."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def listing(self) -> Listing:
+        """Asks for every name that a model may have, several at once. Raises RemoteError."""
+        only = self._address.only
+        first, *others = (only,) if only else _NAMES
+        # One first: a server that is not there is asked for one file only.
+        files = self._found([first]) | self._found(others)
+        if INDEX in files and _SINGLE not in files:
+            files |= self._found(self._shards(files[INDEX]))
+        if not files:
+            raise RemoteError(
+                "Nothing lies at an address",
+                where=self._address.text,
+                expected=f"{INDEX}, {_SINGLE} or {ADAPTER_WEIGHTS} in this folder",
+                found="none of them",
+                next_step="check the address: it is that of the folder which holds these files",
+            )
+        plain = sorted(f.path for f in files.values() if not f.tag.endswith('"'))
+        if plain:
+            _LOG.warning(
+                "%s gives no ETag of %s: a change is seen by size and time alone, so one within "
+                "a second is not",
+                self._address.text,
+                ", ".join(plain[:3]),
+            )
+        return Listing(self._address, self._address.text, files)
+
+    @contextmanager
+    def body(self, file: RemoteFile, start_byte: int, stop_byte: int) -> Iterator[Iterator[bytes]]:
+        """The bytes [start, stop) by one request."""
+        with ranged(
+            web_client(), self._url(file.path), {}, self._address.text, file, start_byte, stop_byte
+        ) as (headers, chunks):
+            _refuse_other_tag(self._address.text, file, headers)
+            yield chunks
+
+    def _url(self, path: str) -> str:
+        folder = self._address.folder
+        return f"{folder.scheme}://{folder.place}/{quote(path)}"
+
+    def _found(self, names: Iterable[str]) -> dict[str, RemoteFile]:
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            found = list(pool.map(self._look, names))
+        return {file.path: file for file in found if file is not None}
+
+    def _look(self, name: str) -> RemoteFile | None:
+        """A file by its head; None if it is not there, or not to be had. Raises RemoteError."""
+        return tried(lambda: self._head(name), self._url(name))
+
+    def _head(self, name: str) -> RemoteFile | None:
+        METER.count(self._address.text, Traffic(requests=1))
+        http = http_library()
+        try:
+            answer = web_client().head(
+                self._url(name), headers={"Accept-Encoding": "identity"}, timeout=TIMEOUT_S
+            )
+        except (http.HTTPError, http.InvalidURL) as error:
+            raise RequestError(_short(error), type(error).__name__) from error
+        if answer.status_code in (403, 404, 410):
+            return None
+        if answer.status_code in TEMPORARY:
+            raise RequestError(
+                answer.reason_phrase,
+                str(answer.status_code),
+                after_s=_after_s(answer.headers.get("retry-after")),
+            )
+        if answer.status_code != 200 or "content-length" not in answer.headers:
+            raise RemoteError(
+                "A server does not tell of a file what reading it needs",
+                where=self._url(name),
+                expected="status 200 and Content-Length to HEAD",
+                found=f"status {answer.status_code}"
+                + ("" if answer.status_code != 200 else " without Content-Length"),
+                next_step="download the checkpoint and give its folder",
+            )
+        return RemoteFile(name, int(answer.headers["content-length"]), self._tag(name, answer))
+
+    def _tag(self, name: str, answer: Any) -> str:
+        tag = answer.headers.get("etag") or answer.headers.get("last-modified")
+        if not tag:
+            raise RemoteError(
+                "A server tells nothing by which a change of a file could be seen",
+                where=self._url(name),
+                expected="ETag or Last-Modified",
+                found="neither",
+                next_step="download the checkpoint and give its folder",
+            )
+        return str(tag)
+
+    def _shards(self, index: RemoteFile) -> list[str]:
+        """The files that an index names; it is judged where it is opened."""
+        if index.nbytes > MAX_JSON_NBYTES:
+            return []
+        listing = Listing(self._address, self._address.text, {index.path: index})
+        try:
+            WANTED.open()
+            weight_map = json.loads(fetch(self, listing, index, 0, index.nbytes))["weight_map"]
+            names = {name for name in weight_map.values() if isinstance(name, str)}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return []
+        finally:
+            WANTED.close()
+        return sorted(n for n in names if ".." not in n.split("/") and not n.startswith("/"))
+
+
+@contextmanager
+def ranged(
+    client: Any,
+    url: str,
+    headers: Mapping[str, str],
+    root: str,
+    file: RemoteFile,
+    start_byte: int,
+    stop_byte: int,
+) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
+    """Headers and body of one ranged request.
+
+    A server that answers with the whole file is refused, unless the whole was asked for. Raises as
+    `Site.body`.
+    """
+    http = http_library()
+    asked = {
+        **headers,
+        "Range": f"bytes={start_byte}-{stop_byte - 1}",
+        "Accept-Encoding": "identity",
+        **({"If-Match": file.tag} if file.tag.startswith('"') else {}),
+    }
+    try:
+        with client.stream("GET", url, headers=asked, timeout=TIMEOUT_S) as answer:
+            _refuse_status(root, file, answer, start_byte, stop_byte)
+            yield answer.headers, answer.iter_raw()
+    except http.HTTPError as error:
+        raise RequestError(_short(error), type(error).__name__) from error
+
+
+def _refuse_status(
+    root: str, file: RemoteFile, answer: Any, start_byte: int, stop_byte: int
+) -> None:
+    """Raise for an answer that is not exactly the range that was asked for."""
+    status = answer.status_code
+    if status == 412:
+        raise changed(root, file, "another tag")
+    if status in (404, 410):
+        raise changed(root, file, "no such file any more")
+    if status == 416:
+        raise changed(root, file, "a shorter file")
+    if status == 206:
+        found = _RANGE.fullmatch(answer.headers.get("content-range", ""))
+        if found and found[3] not in ("*", str(file.nbytes)):
+            raise changed(root, file, f"a file of {found[3]} bytes")
+        if not found or (int(found[1]), int(found[2])) != (start_byte, stop_byte - 1):
+            raise RequestError(
+                f"asked for bytes {start_byte} to {stop_byte}, the server gives "
+                + (answer.headers.get("content-range") or "an unknown range"),
+                "206",
+                retries=False,
+            )
+        return
+    if status == 200:
+        if (start_byte, stop_byte) == (0, file.nbytes):
+            return
+        raise RequestError(
+            "it knows no ranges and would send the whole file for each part: download the "
+            "checkpoint and give its folder",
+            "200",
+            retries=False,
+        )
+    after_s = _after_s(answer.headers.get("retry-after"))
+    reason = f"{status} {answer.reason_phrase}".strip()
+    raise RequestError(reason, str(status), retries=status in TEMPORARY, after_s=after_s)
+
+
+def _refuse_other_tag(root: str, file: RemoteFile, headers: Mapping[str, str]) -> None:
+    """Raise CheckpointChangedError if an answer is of another state of the file."""
+    found = headers.get("etag") or headers.get("last-modified")
+    if found != file.tag:
+        raise changed(root, file, f"the tag {found}")
+
+
+def _after_s(text: str | None) -> float | None:
+    """Seconds that `Retry-After` asks for: a number, or a date."""
+    if not text:
+        return None
+    if text.strip().isdigit():
+        return float(text)
+    try:
+        return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return None
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"

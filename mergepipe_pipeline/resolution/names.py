@@ -1,0 +1,40 @@
+"""Which name a checkpoint gets that nobody has named: its folder's, if that is free."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.remote.address import is_address, parse_address
+
+
+def free_name(
+    catalog: Catalog, root: Path | str, taken: Mapping[str, str], text: str | None = None
+) -> str:
+    """The folder's name (or `text`), or with a digest of the path if another checkpoint has it.
+
+    The path is the recorded one: names are part of ids, which are the same on all machines. A model
+    of the hub keeps its name whatever the commit, but for two of them in one recipe (`taken`).
+    """
+    path = Path(root)
+    stem = text or (path.stem if os.path.isfile(path) else path.name)
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
+    plain = plain.lstrip(".-_") or "checkpoint"
+    owner, mine = taken.get(plain), str(root)
+    if owner is None and plain in catalog:
+        owner, mine = _unpinned(catalog.root(plain)), _unpinned(mine)
+    if owner not in (None, mine):
+        return f"{plain}-{sha256_hex(catalog.roots.recorded(str(root)).encode())[:6]}"
+    return plain
+
+
+def _unpinned(root: str) -> str:
+    """An address without its commit; any other root as it is."""
+    if not is_address(root):
+        return root
+    address = parse_address(root)
+    return f"{address.scheme}://{address.place}"

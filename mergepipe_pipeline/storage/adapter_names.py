@@ -1,0 +1,162 @@
+"""Which tensor of the base each stored tensor of a PEFT LoRA adapter is for, and in what role.
+
+By names, and for parameters that have no module of their own by the order in which PEFT wraps them.
+Every tensor finds its place, or the adapter is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.storage.adapter_config import AdapterConfig
+
+#: Roles of stored tensors beside the factors A, B, embedding_A and embedding_B.
+WHOLE, MAGNITUDE, TOKENS = "whole", "magnitude_vector", "trainable_tokens_delta"
+
+_PREFIX = "base_model.model."
+#: The adapter's own name ("default") is in the keys only if something else than peft saved them.
+_UPDATE = re.compile(
+    r"(?P<module>.+)\.(?:lora_(?:"
+    r"(?P<linear>[AB])(?:\.[^.]+)?\.weight|(?P<embedding>embedding_[AB])(?:\.[^.]+)?"
+    r"|(?P<magnitude>magnitude_vector)(?:\.[^.]+)?(?:\.weight)?)"
+    r"|token_adapter\.(?P<tokens>trainable_tokens_delta)(?:\.[^.]+)?)"
+)
+_WRAPPER = re.compile(
+    r"\.(?:token_adapter\.base_layer|base_layer|modules_to_save(?:\.default)?)(?=\.)"
+)
+_INNER = ".base_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The adapter's tensors for one base tensor, by role.
+
+    `module` is the changed module's name in the model that was adapted. `is_parameter`: what is
+    updated is no module's weight, but a parameter of that name.
+    """
+
+    module: str
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    is_parameter: bool = False
+
+
+def find_changes(
+    checkpoint: Checkpoint, base_names: Collection[str], config: AdapterConfig
+) -> dict[str, Change]:
+    """What changes, by the base's names. Raises CheckpointError for a tensor without a place."""
+    changes: dict[str, Change] = {}
+    suffixes = _suffixes(base_names)
+    parameters = _parameters(checkpoint, base_names, config)
+    for entry in checkpoint.tensors:
+        module, role, name = _place(entry, suffixes, parameters, checkpoint)
+        is_parameter = module in parameters.values()
+        change = changes.setdefault(name, Change(module, is_parameter=is_parameter))
+        if role in change.entries or change.module != module:
+            others = ", ".join(e.name for e in change.entries.values())
+            raise unusable(
+                entry, checkpoint, f"for {name}, which it changes elsewhere too", "one", others
+            )
+        change.entries[role] = entry
+    return changes
+
+
+def _place(
+    entry: TensorEntry,
+    suffixes: Mapping[str, list[str]],
+    parameters: Mapping[str, str],
+    checkpoint: Checkpoint,
+) -> tuple[str, str, str]:
+    """The changed module, the tensor's role in the change, and the base's tensor."""
+    key = entry.name.removeprefix(_PREFIX)
+    update = _UPDATE.fullmatch(key)
+    if update is None and ("lora_" in key or ".trainable_tokens" in key):
+        raise unusable(entry, checkpoint, "of unknown meaning", "lora_A or lora_B", key)
+    if update is None:
+        role, own = WHOLE, key
+    else:
+        role = next(r for r in update.group("linear", "embedding", "magnitude", "tokens") if r)
+        parameter = parameters.get(update["module"])
+        if parameter is not None:
+            return parameter, role, _base_name(parameter, suffixes, entry, checkpoint)
+        own = f"{update['module']}.weight"
+    if own not in suffixes:
+        own = _WRAPPER.sub("", own)
+    return own.rpartition(".")[0], role, _base_name(own, suffixes, entry, checkpoint)
+
+
+def _parameters(
+    checkpoint: Checkpoint, base_names: Collection[str], config: AdapterConfig
+) -> dict[str, str]:
+    """Keys of modules with an update to the parameter that it updates.
+
+    PEFT wraps a module once for each parameter, the later around the earlier, and names the
+    wrappers alike; modules of experts have the projection down last.
+    """
+    if not config.parameters:
+        return {}
+    keys = (e.name.removeprefix(_PREFIX) for e in checkpoint.tensors)
+    wrapped: dict[str, set[str]] = {}
+    for update in filter(None, map(_UPDATE.fullmatch, keys)):
+        wrapped.setdefault(update["module"].replace(_INNER, ""), set()).add(update["module"])
+    found: dict[str, str] = {}
+    for module, wrappers in wrapped.items():
+        names = {f"{module}.{p.rpartition('.')[2]}" for p in config.parameters if _is_in(p, module)}
+        there = {n for n in names if any(f".{b}".endswith(f".{n}") for b in base_names)}
+        inner_first = sorted(there, key=lambda name: ("down" in name, name))
+        outer_last = sorted(wrappers, key=len, reverse=True)
+        if len(inner_first) == len(outer_last):
+            found |= dict(zip(outer_last, inner_first, strict=True))
+    return found
+
+
+def _is_in(parameter: str, module: str) -> bool:
+    return f".{module}".endswith(f".{parameter.rpartition('.')[0]}")
+
+
+def _suffixes(base_names: Collection[str]) -> dict[str, list[str]]:
+    """Every dotted end of every base name, to the names that have it."""
+    found: dict[str, list[str]] = {}
+    for name in base_names:
+        parts = name.split(".")
+        for i in range(len(parts)):
+            found.setdefault(".".join(parts[i:]), []).append(name)
+    return found
+
+
+def _base_name(
+    own: str, suffixes: Mapping[str, list[str]], entry: TensorEntry, checkpoint: Checkpoint
+) -> str:
+    """The base tensor of that name, else the one name that ends with it, or that it ends with."""
+    ends = suffixes.get(own, [])
+    if own in ends:
+        return own
+    if not ends:
+        parts = own.split(".")
+        tails = (".".join(parts[i:]) for i in range(1, len(parts)))
+        # A last part alone ("weight") says nothing of where a tensor belongs.
+        ends = next(([t] for t in tails if "." in t and t in suffixes.get(t, [])), [])
+    if not ends:
+        none = "none of that name (the base may tie it to another)"
+        raise unusable(entry, checkpoint, "that the base does not have", own, none)
+    if len(ends) > 1:
+        several = ", ".join(sorted(ends)[:3])
+        raise unusable(entry, checkpoint, "that may be several of the base", own, several)
+    return ends[0]
+
+
+def unusable(
+    entry: TensorEntry, checkpoint: Checkpoint, what: str, expected: str, found: str
+) -> CheckpointError:
+    """The error for a tensor of an adapter or a delta that cannot be used."""
+    kind = "A delta" if checkpoint.kind == "delta" else "An adapter"
+    return CheckpointError(
+        f"{kind} holds a tensor {what}",
+        where=f"{checkpoint.root}, {entry.file}, {entry.name}",
+        expected=expected,
+        found=found,
+        next_step="give the base it was trained on, or merge it into that base and give the result",
+    )

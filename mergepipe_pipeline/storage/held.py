@@ -1,0 +1,176 @@
+"""Bytes that are read now and once more soon, kept in memory as far as there is room.
+
+A second reading of what does not fit into the page cache would be the disk's again; and to fill the
+page cache takes more of a core than to read past it.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+
+from mergepipe_pipeline.storage.source import RangedFiles
+from mergepipe_pipeline.storage.uncached import new_room
+
+#: Room is given away in pieces of this length: of memory that was touched, as fresh pages are slow.
+_PIECE_NBYTES = 512 << 10
+_START = attrgetter("start_byte")
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """Bytes [start, stop) of a file, of which `left` were not read again yet."""
+
+    start_byte: int
+    stop_byte: int
+    room: memoryview
+    left: int
+
+
+class HeldBytes:
+    """Room for `nbytes` of files that are read twice. Safe for several threads."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._n_unused = nbytes // _PIECE_NBYTES
+        self._free: list[memoryview] = []
+        self._lock = threading.Lock()
+
+    def room(self) -> memoryview | None:
+        """Room for a piece; None where all is taken."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if not self._n_unused:
+                return None
+            self._n_unused -= 1
+        return memoryview(new_room(_PIECE_NBYTES))
+
+    def give_back(self, room: memoryview) -> None:
+        """Let others have it."""
+        with self._lock:
+            self._free.append(room)
+
+
+class HeldFiles:
+    """Files of one source that are read twice: `first`, through what may hold it, then `again`."""
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, path: str, start_byte: int, room: memoryview, nbytes: int) -> None:
+        """Hold `nbytes` in `room`, bytes of a file that are not held yet."""
+        piece = _Piece(start_byte, start_byte + nbytes, room, nbytes)
+        with self._lock:
+            pieces = self._pieces.setdefault(path, [])
+            pieces.insert(bisect_left(pieces, start_byte, key=_START), piece)
+
+    def held(self, path: str, start_byte: int, stop_byte: int) -> list[_Piece]:
+        """The pieces that have some of bytes [start, stop), in order."""
+        with self._lock:
+            pieces = self._pieces.get(path, [])
+            first = bisect_left(pieces, start_byte, key=_START)
+            first -= first > 0 and pieces[first - 1].stop_byte > start_byte
+            return pieces[first : bisect_left(pieces, stop_byte, key=_START)]
+
+    def forget(self, path: str, piece: _Piece, nbytes: int) -> bool:
+        """Let a piece go once all of its bytes were read again; now so many were.
+
+        Whether it was held until now: who reads bytes a third time may have read those of others.
+        """
+        with self._lock:
+            if piece.left <= 0:
+                return False
+            piece.left -= nbytes
+            if piece.left > 0:
+                return True
+            self._pieces[path].remove(piece)
+        self._held.give_back(piece.room)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FirstReading:
+    """Files whose bytes are held where there is room: read `past` the page cache, else through it.
+
+    What is there already is what others did with `cached`.
+    """
+
+    past: RangedFiles
+    cached: RangedFiles
+    files: HeldFiles
+    held: HeldBytes
+
+    def size(self, path: str) -> int:
+        """As the files'."""
+        return self.cached.size(path)
+
+    def mtime_ns(self, path: str) -> int:
+        """As the files'."""
+        return self.cached.mtime_ns(path)
+
+    def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
+        """Nothing: that would be through the page cache."""
+
+    def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start_byte`, and hold a copy if there is room."""
+        nbytes = len(buffer)
+        is_known = bool(self.files.held(path, start_byte, start_byte + nbytes))
+        room = None if is_known or nbytes > _PIECE_NBYTES else self.held.room()
+        if room is None:
+            self.cached.read_into(path, start_byte, buffer)
+            return
+        try:
+            self.past.read_into(path, start_byte, room[:nbytes])
+        except BaseException:
+            self.held.give_back(room)
+            raise
+        buffer[:] = room[:nbytes]
+        self.files.keep(path, start_byte, room, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SecondReading:
+    """Files of which some bytes are held: those are let go, the others read from `source`."""
+
+    source: RangedFiles
+    files: HeldFiles
+
+    def size(self, path: str) -> int:
+        """As the files'."""
+        return self.source.size(path)
+
+    def mtime_ns(self, path: str) -> int:
+        """As the files'."""
+        return self.source.mtime_ns(path)
+
+    def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
+        """Say which of these bytes will be read from the files."""
+        for start, stop in self._gaps(path, start_byte, start_byte + nbytes)[1]:
+            self.source.will_need(path, start, stop - start)
+
+    def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
+        stop_byte = start_byte + len(buffer)
+        pieces, gaps = self._gaps(path, start_byte, stop_byte)
+        for p in pieces:
+            a, b = max(p.start_byte, start_byte), min(p.stop_byte, stop_byte)
+            buffer[a - start_byte : b - start_byte] = p.room[a - p.start_byte : b - p.start_byte]
+            if not self.files.forget(path, p, b - a):
+                gaps.append((a, b))
+        for a, b in gaps:
+            self.source.read_into(path, a, buffer[a - start_byte : b - start_byte])
+
+    def _gaps(
+        self, path: str, start_byte: int, stop_byte: int
+    ) -> tuple[list[_Piece], list[tuple[int, int]]]:
+        """The pieces that have some of bytes [start, stop), and the runs that none has."""
+        pieces = self.files.held(path, start_byte, stop_byte)
+        edges = [start_byte, *chain(*((p.start_byte, p.stop_byte) for p in pieces)), stop_byte]
+        found = zip(edges[::2], edges[1::2], strict=True)
+        return pieces, [(a, b) for a, b in found if a < b]

@@ -1,0 +1,210 @@
+"""The verb `pull-pack`: experts whose packs lie at an address can be merged here, from their tiers.
+
+An expert that comes is one whose files are away, as after `pack --replace`: merges read its tiers,
+and `unpack` makes its files. Its base must be here, and be the one that it was packed against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.contents.away_files import refuse_other_base
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
+from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.packs.index import read_contents, read_index
+from mergepipe_pipeline.packs.replaced import Replaced, put_record
+from mergepipe_pipeline.packs.travelling import (
+    EXPERT,
+    FACTS,
+    PACKS,
+    Travelling,
+    TravellingFile,
+    from_bytes,
+)
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.remote.address import parse_address
+from mergepipe_pipeline.remote.folders import Folder, folder_at
+from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.snapshots.leases import Need
+from mergepipe_pipeline.storage.atomic import adopt_file, make_dirs, replace_dir
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+
+_REST, _FRAMES = ".rest", ".frames"
+
+
+@dataclass(frozen=True, slots=True)
+class PulledPack:
+    """An expert that came with its pack: its name and base here, and the bytes that came."""
+
+    name: str
+    base: str
+    pack_id: str
+    nbytes: int
+    fresh: bool
+
+
+def pull_packs(
+    warehouse: Warehouse,
+    source: str,
+    names: Sequence[str] = (),
+    *,
+    base: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[PulledPack, ...]:
+    """Take the packs at an address, of the named experts or of all, and register their experts.
+
+    `base` is the registered name of their base here, by default the one that it had where they were
+    packed. Raises NotFoundError for an expert that has no pack there, CorruptionError for another
+    base or what is damaged, MergePipeError for a name that is taken, and RemoteError.
+    """
+    progress = progress or Silent()
+    folder = folder_at(parse_address(source))
+    found = {t.record.name: (place, t) for place, t in _travelling(folder, source)}
+    if missing := [name for name in names if name not in found] or not found:
+        raise NotFoundError(
+            "There is no such pack at the address",
+            where=source,
+            expected=", ".join(sorted(found)) or f"{PACKS}/ID/{EXPERT}, as `push --pack` makes it",
+            found=", ".join(missing) if isinstance(missing, list) else "none",
+            next_step="choose one that is there, or push it with `mergepipe push --pack`",
+        )
+    chosen = [found[name] for name in names or sorted(found)]
+    return tuple(
+        _pulled(warehouse, folder, place, t, source, base or t.record.base, progress)
+        for place, t in chosen
+    )
+
+
+def _travelling(folder: Folder, source: str) -> list[tuple[str, Travelling]]:
+    """The folders at an address that have packs, and what each tells."""
+    found = []
+    for name in folder.names(PACKS):
+        place, _, file = name.rpartition("/")
+        if file == EXPERT and (data := folder.read(name)) is not None:
+            found.append((place, from_bytes(data, f"{source}/{name}")))
+    return found
+
+
+def _pulled(
+    warehouse: Warehouse,
+    folder: Folder,
+    place: str,
+    travelling: Travelling,
+    source: str,
+    base_name: str,
+    progress: Progress,
+) -> PulledPack:
+    record = _record_here(warehouse, travelling.record, base_name, source)
+    known = warehouse.replaced.find(record.checkpoint_id)
+    done = PulledPack(record.name, record.base, record.pack_id, travelling.nbytes, fresh=False)
+    if record.name in warehouse.catalog and known is not None:
+        return replace(done, nbytes=0)
+    need = Need(pack_ids=frozenset([record.pack_id]))
+    with (
+        warehouse.leases.hold(need, "pull"),
+        staging(warehouse, "pull") as staged,
+        progress.task(f"pull pack of {record.name}", travelling.nbytes) as advance,
+    ):
+        frames = [f for f in travelling.files if f.name.endswith(_FRAMES)]
+        _get(
+            folder, place, [f for f in travelling.files if f not in frames], staged, record, advance
+        )
+        _refuse_other_base(warehouse, record, staged, progress)
+        _get(folder, place, frames, staged, record, advance)
+        _keep(warehouse, record, staged)
+    _register(warehouse, record)
+    return replace(done, fresh=True)
+
+
+def _record_here(warehouse: Warehouse, record: Replaced, base_name: str, source: str) -> Replaced:
+    """The record of an expert that is away from the inbox, where `unpack` would make its files.
+
+    Raises MergePipeError if another checkpoint has its name.
+    """
+    base: Registration = locate_registered(warehouse, base_name)
+    root = warehouse.inbox / record.name
+    if record.name in warehouse.catalog:
+        registered = warehouse.catalog.get(record.name)
+        if registered.checkpoint.checkpoint_id != record.checkpoint_id or root.exists():
+            raise MergePipeError(
+                "Another checkpoint has the name of the expert that is to come",
+                where=f"{record.name}, {registered.checkpoint.root}",
+                expected=f"checkpoint {record.checkpoint_id[:16]}, away, or none",
+                found=f"checkpoint {registered.checkpoint.checkpoint_id[:16]}",
+                next_step="merge that one; or take the pack into another warehouse, with --home",
+            )
+    return replace(record, root=str(root), cold=source, base=base.name)
+
+
+def _get(
+    folder: Folder,
+    place: str,
+    files: Sequence[TravellingFile],
+    staged: Path,
+    record: Replaced,
+    advance: Callable[[int], None],
+) -> None:
+    """Download files to their places in staging. Raises CorruptionError."""
+    for file in files:
+        path = staged / _place(record, file)
+        make_dirs(path.parent)
+        if not folder.download(f"{place}/{file.name}", path, file.sha256, advance):
+            raise CorruptionError(
+                "A file of a pack is not at the address",
+                where=f"{record.cold}, {place}/{file.name}",
+                expected=f"{file.nbytes} bytes",
+                found="no such file",
+                next_step="push the pack again: `mergepipe push --pack`",
+            )
+
+
+def _place(record: Replaced, file: TravellingFile) -> str:
+    """Where a file lies in staging; seals cover the names of the folders that it will be in."""
+    if file.name.startswith(f"{FACTS}/"):
+        return f"catalog/{file.name.removeprefix(f'{FACTS}/')}"
+    return (
+        f"rest/{file.name}" if file.name.endswith(_REST) else f"packs/{record.pack_id}/{file.name}"
+    )
+
+
+def _keep(warehouse: Warehouse, record: Replaced, staged: Path) -> None:
+    """Give what came its places: pack, facts, and last the record, which names the pack."""
+    pack, rest = staged / "packs" / record.pack_id, staged / "rest"
+    read_index(pack)
+    if warehouse.packs.find(record.pack_id) is None:
+        replace_dir(pack, warehouse.packs.path(record.pack_id))
+    for fact in sorted(p for p in (staged / "catalog").rglob("*") if p.is_file()):
+        final = warehouse.catalog_dir / fact.relative_to(staged / "catalog")
+        if not final.exists():
+            adopt_file(fact, final)
+    make_dirs(rest)
+    put_record(rest, record, warehouse.roots)
+    replace_dir(rest, warehouse.replaced.path(record.checkpoint_id))
+
+
+def _refuse_other_base(
+    warehouse: Warehouse, record: Replaced, staged: Path, progress: Progress
+) -> None:
+    base = locate_registered(warehouse, record.base).checkpoint
+    digests = ensure_digests(warehouse, base, progress)
+    for content in read_contents(staged / "packs" / record.pack_id):
+        refuse_other_base(record, base, digests, content.base_name, content.base_digest)
+
+
+def _register(warehouse: Warehouse, record: Replaced) -> None:
+    address = warehouse.replaced.address(record.checkpoint_id)
+    checkpoint = open_checkpoint(address, record.name)
+    if checkpoint.checkpoint_id != record.checkpoint_id:
+        raise CorruptionError(
+            "What came is not the expert that it is said to be",
+            where=f"{record.name}, {record.cold}",
+            expected=f"checkpoint {record.checkpoint_id[:16]}",
+            found=f"checkpoint {checkpoint.checkpoint_id[:16]}",
+            next_step="push the pack again",
+        )
+    warehouse.catalog.register(replace(checkpoint, root=record.root), record.base)

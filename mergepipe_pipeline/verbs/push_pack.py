@@ -1,0 +1,173 @@
+"""The verb `push --pack`: an expert's pack goes beside a model, with what gives the expert back.
+
+What travels is what `pack --replace` leaves of an expert: its pack, the bytes of its files that are
+in no pack, a record of all, and what the catalog knows. Who has the base merges from them, and
+makes every file again, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace as replaced
+from pathlib import Path
+
+from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.execution.lookup import plan_of
+from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.facts.packing import contents_of
+from mergepipe_pipeline.packs.replaced import RECORD, Replaced, files_of, write_record
+from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.packs.travelling import EXPERT, FACTS, PACKS, TravellingFile, to_bytes
+from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.remote.address import BUCKETS, Address
+from mergepipe_pipeline.remote.bucket import Bucket
+from mergepipe_pipeline.remote.bucket_push import push_to_bucket
+from mergepipe_pipeline.remote.hub_push import push_to_hub
+from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
+from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.resolution.open_models import open_pair
+from mergepipe_pipeline.snapshots.leases import Need
+from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.verbs.push import writable
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def push_pack(
+    warehouse: Warehouse,
+    name: str,
+    to: str,
+    *,
+    public: bool = False,
+    replace: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Pushed:
+    """Put the pack of a registered expert, and what else gives it back, below `to`/packs.
+
+    The options are those of `push`. Raises MergePipeError for an expert without an exact pack,
+    CorruptionError if the pack is not what was written, and as `push`.
+    """
+    address, progress = writable(to), progress or Silent()
+    registration = locate_registered(warehouse, name)
+    pack = _exact_pack(warehouse, registration, progress)
+    with (
+        warehouse.leases.hold(Need(pack_ids=frozenset([pack.pack_id])), "push"),
+        _record_of(warehouse, registration, pack) as (record, rest),
+    ):
+        files = [*_beside(pack.root), *_beside(rest), *_facts(warehouse, record)]
+        told = [TravellingFile(f.name, f.nbytes, f.sha256) for f in files if f.name != RECORD]
+        data = to_bytes(record, told)
+        claim = OutgoingFile(EXPERT, sha256_hex(data), len(data), data)
+        outgoing = (claim, *(f for f in files if f.name != RECORD))
+        total = 0 if dry_run else sum(f.nbytes for f in outgoing)
+        with progress.task(f"push pack of {name}", total) as advance:
+            place = f"{PACKS}/{pack.pack_id}"
+            if address.scheme in BUCKETS:
+                return push_to_bucket(
+                    Bucket(Address(address.scheme, f"{address.place}/{place}")),
+                    outgoing,
+                    first_opened=(EXPERT,),
+                    beside=PACKS,
+                    replace=replace,
+                    dry_run=dry_run,
+                    advance=advance,
+                )
+            return push_to_hub(
+                address,
+                [replaced(f, name=f"{place}/{f.name}") for f in outgoing],
+                f"Push the pack of {name} by MergePipe",
+                older=None,
+                public=public,
+                dry_run=dry_run,
+                advance=advance,
+            )
+
+
+def packed_experts(warehouse: Warehouse, what: str, progress: Progress) -> list[str]:
+    """The experts of a snapshot's plan that have packs which can be pushed; warns of others.
+
+    Raises NotFoundError where the plan is not here.
+    """
+    plan, found = plan_of(warehouse, what), []
+    for role, source in zip(plan.roles, plan.sources, strict=True):
+        if role != "expert":
+            continue
+        try:
+            _exact_pack(warehouse, locate_registered(warehouse, source.name), progress)
+            found.append(source.name)
+        except MergePipeError as error:
+            progress.warn(f"the pack of an expert is not sent: {error}")
+    return found
+
+
+def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Progress) -> Pack:
+    """The pack that gives an expert back. Raises MergePipeError if there is none."""
+    record = warehouse.replaced.find(registration.checkpoint.checkpoint_id)
+    if registration.checkpoint.is_away and record is not None:
+        return warehouse.packs.open(record.pack_id)
+    found = None
+    if registration.base is not None and registration.checkpoint.kind == "full":
+        models = open_pair(warehouse, registration.name, registration.base)
+        found = warehouse.packs.best(contents_of(warehouse, *models, progress))
+    if found is None or "X" not in found.tiers:
+        raise MergePipeError(
+            "An expert has no pack that gives it back",
+            where=registration.name,
+            expected="a pack with the tiers X20 and X",
+            found="none" if found is None else f"one of {', '.join(found.tiers)}",
+            next_step=f"make it: `mergepipe pack {registration.name}`",
+        )
+    return found
+
+
+@contextmanager
+def _record_of(
+    warehouse: Warehouse, registration: Registration, pack: Pack
+) -> Iterator[tuple[Replaced, Path]]:
+    """The record of an expert and the folder with the bytes that no pack has, for a while."""
+    checkpoint, store = registration.checkpoint, warehouse.replaced
+    known = store.find(checkpoint.checkpoint_id)
+    if checkpoint.is_away and known is not None:
+        yield known, store.path(checkpoint.checkpoint_id)
+        return
+    if "://" in checkpoint.root or registration.base is None:
+        raise MergePipeError(
+            "A pack is pushed with the files of its expert, and these are not here",
+            where=registration.name,
+            expected="a folder on this machine",
+            found=checkpoint.root,
+            next_step="download the expert, and pack it here",
+        )
+    with staging(warehouse, "push") as staged:
+        root = Path(checkpoint.root)
+        record = Replaced(
+            checkpoint.checkpoint_id,
+            registration.name,
+            str(root),
+            "",
+            registration.base,
+            pack.pack_id,
+            files_of(root, checkpoint, list(pack.contents)),
+        )
+        yield write_record(staged / "record", record, warehouse.roots), staged / "record"
+
+
+def _beside(folder: Path) -> Iterator[OutgoingFile]:
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        yield _outgoing(path, str(path.relative_to(folder)))
+
+
+def _facts(warehouse: Warehouse, record: Replaced) -> Iterator[OutgoingFile]:
+    """The files of the catalog about an expert; their seals say so wherever they are."""
+    folder, expert_id = warehouse.catalog_dir, record.checkpoint_id
+    for path in sorted(folder.rglob("*.parquet")):
+        name = path.relative_to(folder)
+        if path.name.startswith(f"{expert_id}.") or expert_id in name.parts:
+            yield _outgoing(path, f"{FACTS}/{name}")
+
+
+def _outgoing(path: Path, name: str) -> OutgoingFile:
+    return OutgoingFile(name, file_sha256(path), path.stat().st_size, path)

@@ -1,0 +1,1 @@
+"""The test suite of mergekit, whose merges our command makes."""

@@ -1,0 +1,18 @@
+"""Chunks of approximate levels, decoded one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mergepipe_pipeline.operators.kernels.bits import Floats, times
+from mergepipe_pipeline.packs.codec import decode_numbers
+from mergepipe_pipeline.packs.ternary import step_of
+
+
+def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: Floats) -> None:
+    """Fill `out` [n] with δ̂ of a chunk of a tensor with this unit; `frames` of L0, L1 … ."""
+    numbers = np.empty(len(out), np.int16)
+    decode_numbers([[frame] for frame in frames], [len(frames)], numbers)
+    times(numbers, step_of(unit, len(frames) - 1), out)

@@ -1,0 +1,1 @@
+"""Published recipes, run here and in mergekit."""

@@ -1,0 +1,1 @@
+"""Tests of addresses, against real servers on this machine."""

@@ -1,0 +1,70 @@
+"""Addresses as texts, in recipes and alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.recipe.references import parse_reference
+from mergepipe_pipeline.remote.address import Address, is_address, parse_address
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf://org/model", Address("hf", "org/model")),
+        ("hf://org/model@refs/pr/3", Address("hf", "org/model", "refs/pr/3")),
+        ("hf://gpt2", Address("hf", "gpt2")),
+        ("s3://bucket/a@b/model", Address("s3", "bucket/a@b/model")),
+        ("gs://bucket", Address("gs", "bucket")),
+        ("https://host:8443/folder", Address("https", "host:8443/folder")),
+    ],
+)
+def test_an_address_is_its_text(text: str, expected: Address) -> None:
+    assert parse_address(text) == expected
+    assert parse_address(text + "/") == expected if "@refs" not in text else True
+    assert expected.text == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf://", "hf://a/b/c", "s3://", "http:///folder", "https://host/x?token=1", "ftp://host/x"],
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(RemoteError):
+        parse_address(text)
+
+
+def test_a_password_in_an_address_is_not_repeated() -> None:
+    with pytest.raises(RemoteError) as refused:
+        parse_address("https://ann:secret@host/folder")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "revision", "lora", "lora_revision"),
+    [
+        ("hf://org/model@v1+hf://org/lora@v2", "hf://org/model", "v1", "hf://org/lora", "v2"),
+        ("hf://org/model+org/lora", "hf://org/model", None, "org/lora", None),
+        ("s3://b/model@v1", "s3://b/model@v1", None, None, None),
+        ("s3://b/a+b", "s3://b/a+b", None, None, None),
+        ("s3://b/model+s3://b/lora", "s3://b/model", None, "s3://b/lora", None),
+        ("https://h/model+/adapters/x", "https://h/model", None, "/adapters/x", None),
+    ],
+)
+def test_recipes_name_models_by_address(
+    text: str, model: str, revision: str | None, lora: str | None, lora_revision: str | None
+) -> None:
+    ref = parse_reference(text)
+    assert (ref.model, ref.revision, ref.lora, ref.lora_revision) == (
+        model,
+        revision,
+        lora,
+        lora_revision,
+    )
+
+
+def test_a_root_of_this_machine_is_no_address() -> None:
+    assert not is_address("models:chat")
+    assert not is_address("away:///w/replaced/1")
+    assert not is_address("/a/hf://b")

@@ -1,0 +1,107 @@
+"""The hub through its own client: names, revisions, tokens, its cache and offline mode."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, RemoteError
+from mergepipe_pipeline.remote.source import RemoteSource
+from mergepipe_pipeline.resolution.locate import locate_checkpoint
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.remote.servers import HubServer
+
+
+def test_a_revision_is_pinned_to_its_commit(hub: HubServer, home: Warehouse) -> None:
+    commit = hub.commit("org/base")
+    for text in ("org/base", "hf://org/base", "hf://org/base@main", f"hf://org/base@{commit}"):
+        found = locate_checkpoint(home, text)
+        assert (found.root, found.name) == (f"hf://org/base@{commit}", "org-base")
+    with pytest.raises(CheckpointError, match="no such revision"):
+        locate_checkpoint(home, "hf://org/base@v9")
+
+
+def test_a_new_commit_keeps_the_name_and_equal_files_their_id(
+    hub: HubServer, home: Warehouse
+) -> None:
+    before = locate_checkpoint(home, "org/base")
+    home.catalog.register(before, None)
+    (hub.folder / "org" / "base" / "README.md").write_text("now with a card")
+    after = locate_checkpoint(home, "org/base")
+    assert after.root != before.root
+    assert (after.name, after.checkpoint_id) == (before.name, before.checkpoint_id)
+
+
+def test_headers_alone_are_read_to_know_a_model(hub: HubServer, home: Warehouse) -> None:
+    found = locate_checkpoint(home, "org/base")
+    got = [n for method, path, n in hub.seen.of("/cdn/") if method == "GET"]
+    assert sum(got) < 5000 < found.nbytes
+    assert len(got) == 2
+
+
+def test_a_private_model_needs_the_token_and_the_place_of_bytes_never_gets_it(
+    hub: HubServer, home: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.private.add("org/base")
+    with pytest.raises(RemoteError, match=r"hf auth login"):
+        locate_checkpoint(home, "hf://org/base")
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    found = locate_checkpoint(home, "hf://org/base")
+    # `servers.HubHandler` fails if the token comes there.
+    with RemoteSource(found.root) as source:
+        assert len(source.read_range("model.safetensors", 100, 100)) == 100
+
+
+def test_a_whole_model_in_the_hubs_cache_is_read_there(
+    hub: HubServer, home: Warehouse, tmp_path: Path
+) -> None:
+    commit = hub.commit("org/base")
+    snapshot = tmp_path / "hub_cache" / "models--org--base" / "snapshots" / commit
+    shutil.copytree(hub.folder / "org" / "base", snapshot)
+    assert locate_checkpoint(home, "hf://org/base").root == str(snapshot)
+    # A part of it, as other programs leave behind, is not the model.
+    (snapshot / "model.safetensors").unlink()
+    assert locate_checkpoint(home, "hf://org/base").root == f"hf://org/base@{commit}"
+
+
+def test_offline_the_hub_is_not_asked(
+    hub: HubServer, home: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RemoteError, match="offline mode"):
+        locate_checkpoint(home, "hf://org/base")
+    with pytest.raises(CheckpointError, match="neither a registered name nor a path"):
+        locate_checkpoint(home, "org/base")
+    assert hub.seen.requests == []
+
+
+def test_a_name_that_nobody_has_says_what_it_may_be(hub: HubServer, home: Warehouse) -> None:
+    with pytest.raises(CheckpointError, match="nor one that the hub gives"):
+        locate_checkpoint(home, "org/nobody")
+
+
+def test_a_link_that_has_expired_is_asked_for_anew(hub: HubServer, home: Warehouse) -> None:
+    found = locate_checkpoint(home, "org/base")
+    gets = iter(range(100))
+    hub.fault = lambda method, path, number: 403 if "/cdn/" in path and next(gets) == 0 else None
+    with RemoteSource(found.root) as source:
+        assert len(source.read_range("model.safetensors", 100, 100)) == 100
+    assert len(hub.seen.of("/resolve/")) == 3  # the config, and twice the weights
+
+
+def test_bytes_of_another_file_at_the_same_link_are_refused(
+    hub: HubServer, home: Warehouse
+) -> None:
+    found = locate_checkpoint(home, "org/base")
+    path = hub.folder / "org" / "base" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[::-1])
+    with (
+        RemoteSource(found.root) as source,
+        pytest.raises(CheckpointChangedError, match=r"org/base@\w+, model\.safetensors"),
+    ):
+        source.read_range("model.safetensors", 5000, 100)

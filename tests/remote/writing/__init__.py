@@ -1,0 +1,1 @@
+"""Writing to addresses: pushed models, and results in a bucket."""
