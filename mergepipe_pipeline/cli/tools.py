@@ -1,0 +1,174 @@
+"""Commands that make results without a recipe: `convert`, `extract-lora`, `moe`,
+`transplant-tokenizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mergepipe_pipeline.cli.common import Console, counted, table, verb
+from mergepipe_pipeline.text import size
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.tools.result import Made
+
+_OUT = click.option(
+    "--out", type=click.Path(), help="Write a plain folder here (default: a snapshot)."
+)
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@_OUT
+@verb
+def convert(console: Console, path: str, out: str | None) -> None:
+    """Write pickled weights (.bin, .pt, .pth, .ckpt) as safetensors; nothing of them is run.
+
+    PATH is a folder, or one file. A process of its own with bounds of memory and time reads each.
+    """
+    from mergepipe_pipeline.verbs.convert import convert as run
+
+    done = run(console.place, path, out, console.progress)
+    told = done.told
+    lines = [f"{counted(told['tensors'], 'tensor')} from {counted(len(told['files']), 'file')}"]
+    lines += [f"  tied to the embedding, not stored: {name}" for name in told["tied"]]
+    lines += [f"  same memory as {a}, stored too: {b}" for b, a in told["shared"].items()]
+    lines += [f"  no tensor, left out: {name}" for name in told["left_out"]]
+    _show(console, done, *lines)
+
+
+@click.command("extract-lora")
+@click.option("--model", required=True, help="The fine-tune: a name, a path, or a cached model.")
+@click.option("--base", required=True, help="The base that it was trained from.")
+@_OUT
+@click.option("--rank", type=click.IntRange(min=1), help="Rank of every module (default: 32).")
+@click.option(
+    "--energy",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Instead: as much rank as catches this share of each change's squared norm.",
+)
+@click.option("--max-rank", type=click.IntRange(min=1), help="The most that --energy may take.")
+@click.option(
+    "--modules", multiple=True, metavar="REGEX", help="Adapt these alone (default: all linear)."
+)
+@click.option(
+    "--save",
+    multiple=True,
+    metavar="MODULE",
+    help="Keep whole, as embed_tokens or input_layernorm.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Type of the factors.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random sketches.")
+@verb
+def extract_lora(console: Console, dtype: str, **given: Any) -> None:
+    """Write what a fine-tune changed as a PEFT adapter to its base, and say what is lost."""
+    from mergepipe_pipeline.dtypes import code_from_name
+    from mergepipe_pipeline.verbs.extract_lora import extract_lora as run
+
+    code = code_from_name(dtype, "--dtype")
+    done = run(console.place, **given, dtype=code, progress=console.progress)
+    tensors = done.told["tensors"]
+    rows = [
+        (t["tensor"], t["kept"], t["rank"] or "-", _short(t["norm"]), f"{t['error']:.4f}")
+        for t in tensors
+    ]
+    _show(
+        console,
+        done,
+        *table(("tensor", "kept as", "rank", "|change|", "error"), rows),
+        "",
+        f"error of all changes together: {_short(done.told['error'])} (‖change − kept‖ / ‖change‖)",
+        *_left_out(tensors),
+    )
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@_OUT
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random gates and noise.")
+@verb
+def moe(console: Console, config: str, out: str | None, seed: int) -> None:
+    """Make a mixture of experts from dense models, as mergekit-moe's YAML asks for."""
+    from mergepipe_pipeline.verbs.moe import moe as run
+
+    done = run(console.place, config, out, seed=seed, progress=console.progress)
+    _show(console, done, counted(done.told["experts"], "expert"))
+
+
+#: What is told of each side of a transplanted vocabulary.
+_TRANSPLANTED = (
+    "same",
+    "bytes_and_prefixes",
+    "approximated",
+    "without_row",
+    "residual_mean",
+    "residual_most",
+)
+_WHERE = click.Choice(["no", "embed", "lm_head", "yes"])
+
+
+@click.command("transplant-tokenizer")
+@click.option("--model", required=True, help="The model that gets another tokenizer.")
+@click.option("--donor", required=True, help="The model whose tokenizer it gets.")
+@_OUT
+@click.option(
+    "--method",
+    type=click.Choice(["omp", "nearest"]),
+    default="omp",
+    show_default=True,
+    help="How rows of new tokens are made from those of shared ones.",
+)
+@click.option(
+    "-k", "k", type=click.IntRange(min=1), default=64, show_default=True, help="Of how many."
+)
+@click.option(
+    "--prefix-match",
+    "prefixes",
+    type=_WHERE,
+    default="no",
+    show_default=True,
+    help="Where the longest token that begins a new one gives its row.",
+)
+@click.option(
+    "--byte-match",
+    "bytes_",
+    type=_WHERE,
+    default="no",
+    show_default=True,
+    help="Where a single byte's fallback token (<0x0A>) gives its row.",
+)
+@verb
+def transplant_tokenizer(console: Console, **given: Any) -> None:
+    """Give a model the tokenizer of another: a row for every token, all else as it is."""
+    from mergepipe_pipeline.verbs.transplant_tokenizer import transplant_tokenizer as run
+
+    done = run(console.place, **given, progress=console.progress)
+    rows = [
+        (place, *(_short(t[key]) for key in _TRANSPLANTED))
+        for place in ("embed", "lm_head")
+        if (t := done.told.get(place))
+    ]
+    headers = ("rows of", *(key.replace("_", " ") for key in _TRANSPLANTED))
+    _show(console, done, f"{done.told['tokens']} tokens", *table(headers, rows))
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _left_out(tensors: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = sorted({t["tensor"].split(".")[-2] for t in tensors if t["kept"] == "no"})
+    return [f"changed and not kept (--save keeps them whole): {', '.join(names)}"] if names else []
+
+
+def _show(console: Console, done: Made, *lines: str) -> None:
+    console.show(done.summary(), *lines, f"{size(done.nbytes)} in {done.path}")

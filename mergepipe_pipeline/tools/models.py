@@ -1,0 +1,120 @@
+"""Checkpoints as the tools read them: found as recipes find theirs, whole tensors at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
+from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.resolution.locate import locate_checkpoint
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
+from mergepipe_pipeline.spec.plan import Source
+from mergepipe_pipeline.spec.snapshot import LineageEntry
+from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.side_files import side_files
+from mergepipe_pipeline.storage.source import CheckpointSource, open_source
+from mergepipe_pipeline.tensors.stored import as_float32, torch_dtype
+from mergepipe_pipeline.warehouse import Warehouse
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One checkpoint that a tool reads; a context manager that closes its files."""
+
+    role: str
+    checkpoint: Checkpoint
+    content: str
+    _source: CheckpointSource = field(repr=False)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Its tensors by name, in file order."""
+        return self.checkpoint.by_name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its config.json; empty where there is none. Raises CheckpointError."""
+        where = f"{self.checkpoint.root}, config.json"
+        return load_object(self.checkpoint.config or "{}", where, "A model's config")
+
+    @property
+    def lineage(self) -> LineageEntry:
+        """What a manifest says of it."""
+        return LineageEntry(self.role, self.checkpoint.name, self.content)
+
+    @property
+    def source(self) -> Source:
+        """What a provenance says of it."""
+        c = self.checkpoint
+        return Source(c.name, c.root, c.checkpoint_id, c.stamp)
+
+    def raw(self, name: str) -> bytearray:
+        """The stored bytes of a tensor. Raises CheckpointChangedError."""
+        entry = self.tensors[name]
+        return BlockReader(self._source, self.checkpoint, None).read(entry, 0, entry.numel)
+
+    def floats(self, name: str) -> Floats:
+        """A tensor as float32 in its shape. Raises CheckpointChangedError."""
+        entry = self.tensors[name]
+        raw = np.frombuffer(self.raw(name), np.uint8)
+        values: Floats = as_float32(raw, entry.dtype).numpy().reshape(entry.shape)
+        return values
+
+    def side_files(self) -> dict[str, bytes]:
+        """Config, tokenizer and the like, by name. Raises CheckpointError."""
+        found = side_files(self._source, self.checkpoint.root)
+        return {name: self._source.read_range(name, 0, n) for name, n in found.items()}
+
+    def verify_unchanged(self) -> None:
+        """Raise CheckpointChangedError if a weight file is not the one that was opened."""
+        BlockReader(self._source, self.checkpoint, None).verify_unchanged()
+
+    def __enter__(self) -> Input:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._source.close()
+
+
+def stored(values: Floats, dtype: str) -> bytes:
+    """The little-endian bytes of float32 values in a type, rounded to nearest, ties to even."""
+    import torch
+
+    rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch_dtype(dtype))
+    data: bytes = rounded.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def open_input(
+    warehouse: Warehouse,
+    role: str,
+    text: str,
+    progress: Progress,
+    relative_to: Path | None = None,
+) -> Input:
+    """The full checkpoint that a text means, its content known; one pass reads it if it is not.
+
+    Raises CheckpointError for what is not there, an adapter or a delta.
+    """
+    checkpoint = locate_checkpoint(warehouse.ensure(), text, relative_to)
+    if checkpoint.kind != "full":
+        raise CheckpointError(
+            "A full checkpoint is needed here",
+            where=checkpoint.root,
+            expected="the weights of a whole model",
+            found=f"{'an adapter' if checkpoint.kind == 'adapter' else 'a delta'}",
+            next_step="merge it into its base first, and give the result",
+        )
+    ensure_digests(warehouse, checkpoint, progress)
+    content = content_of(warehouse.catalog, checkpoint)
+    return Input(role, checkpoint, content, open_source(checkpoint.root))

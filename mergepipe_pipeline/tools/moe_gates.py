@@ -1,0 +1,175 @@
+"""The gates of a mixture's layers: from hidden states of prompts, from their embeddings, or random.
+
+A gate is a unit vector: the mean of an expert's positive prompts less that of its negative ones.
+As `mergekit-moe` does, hidden states are those of the base that enter the layer, at a prompt's last
+token; `cheap_embed` sums the embeddings of a prompt's tokens. Prompts run one by one, and means are
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.digest import sha256_hex
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.spec.layers import embedding_like, is_post
+from mergepipe_pipeline.tools.models import Input
+from mergepipe_pipeline.tools.moe_config import ExpertConfig, GateMode
+
+Floats = npt.NDArray[np.float32]
+#: [layers, hidden] of one prompt.
+_Of = Callable[[str], Floats]
+
+
+def gates(
+    mode: GateMode,
+    base: Input,
+    experts: Sequence[ExpertConfig],
+    shape: tuple[int, int],
+    seed: int,
+    progress: Progress,
+) -> Floats:
+    """The gates [layers, experts, hidden]; `shape` is (layers, hidden).
+
+    Raises CheckpointError if the base cannot be run, MergePipeError for prompts that cancel.
+    """
+    if mode == "random":
+        return np.stack([noise((len(experts), shape[1]), seed, i) for i in range(shape[0])])
+    of = _hidden(base, shape) if mode == "hidden" else _embedded(base, shape)
+    prompts = sum(len(e.positive_prompts) + len(e.negative_prompts) for e in experts)
+    with progress.task("gates", prompts) as advance:
+
+        def counted(prompt: str) -> Floats:
+            advance(1)
+            return of(prompt)
+
+        made = [_gate(expert, counted, mode == "cheap_embed") for expert in experts]
+    return np.stack(made, axis=1)
+
+
+def noise(shape: tuple[int, ...], seed: int, what: object) -> Floats:
+    """Standard normal numbers that follow from seed and name alone."""
+    key = int(sha256_hex(f"{seed} {what}".encode())[:32], 16)
+    return np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, np.float32)
+
+
+def _gate(expert: ExpertConfig, of: _Of, is_unit: bool) -> Floats:
+    """[layers, hidden] of one expert; with `is_unit`, both means count the same."""
+    gate = _mean(expert.positive_prompts, of)
+    if expert.negative_prompts:
+        other = _mean(expert.negative_prompts, of)
+        gate = _unit(gate, expert) - _unit(other, expert) if is_unit else gate - other
+    return _unit(gate, expert)
+
+
+def _mean(prompts: Sequence[str], of: _Of) -> Floats:
+    mean: Floats = np.mean([of(prompt) for prompt in prompts], axis=0, dtype=np.float32)
+    return mean
+
+
+def _unit(values: Floats, expert: ExpertConfig) -> Floats:
+    norms = np.linalg.norm(values, axis=-1, keepdims=True)
+    if not (np.isfinite(norms).all() and norms.all()):
+        raise MergePipeError(
+            "An expert's prompts give no gate",
+            where=f"experts, {expert.source_model}",
+            expected="prompts whose states are finite and do not cancel",
+            found="NaN or infinity" if not np.isfinite(norms).all() else "a difference of zero",
+            next_step="give other prompts, or `gate_mode: random`",
+        )
+    unit: Floats = values / norms
+    return unit
+
+
+def _hidden(base: Input, shape: tuple[int, int]) -> _Of:
+    torch, transformers = _transformers(base)
+    tokens = _tokens(base, transformers)
+    model = _run(
+        base,
+        lambda: transformers.AutoModelForCausalLM.from_pretrained(
+            base.checkpoint.root, dtype="auto", local_files_only=True
+        ).eval(),
+    )
+
+    def of(prompt: str) -> Floats:
+        ids = torch.tensor([tokens(prompt)])
+        with torch.no_grad():
+            states = _run(
+                base, lambda: model.base_model(ids, output_hidden_states=True, use_cache=False)
+            ).hidden_states
+        found: Floats = torch.stack([s[0, -1].float() for s in states[: shape[0]]]).numpy()
+        return found
+
+    return of
+
+
+def _embedded(base: Input, shape: tuple[int, int]) -> _Of:
+    _, transformers = _transformers(base)
+    tokens = _tokens(base, transformers)
+    name = next(n for n in base.tensors if embedding_like(n) and not is_post(n))
+    table = base.floats(name)
+
+    def of(prompt: str) -> Floats:
+        ids = [i for i in tokens(prompt) if i < len(table)]
+        return np.broadcast_to(table[ids].sum(axis=0), shape)
+
+    return of
+
+
+def _tokens(base: Input, transformers: Any) -> Callable[[str], list[int]]:
+    tokenizer = _run(
+        base,
+        lambda: transformers.AutoTokenizer.from_pretrained(
+            base.checkpoint.root, local_files_only=True
+        ),
+    )
+
+    def of(prompt: str) -> list[int]:
+        ids: list[int] = tokenizer(prompt).input_ids
+        if not ids:
+            raise MergePipeError(
+                "A prompt has no tokens",
+                where="positive_prompts or negative_prompts",
+                expected="a text with at least one token",
+                found=repr(prompt)[:80],
+                next_step="give another prompt",
+            )
+        return ids
+
+    return of
+
+
+def _transformers(base: Input) -> tuple[Any, Any]:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise MergePipeError(
+            "Prompts need the library that runs models",
+            where=base.checkpoint.root,
+            expected="transformers",
+            found=str(error),
+            next_step="`pip install mergepipe-pipeline[demo]`, or `gate_mode: random`",
+        ) from error
+    log: Any = transformers.logging
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    return torch, transformers
+
+
+def _run(base: Input, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        raise CheckpointError(
+            "transformers cannot run the base",
+            where=base.checkpoint.root,
+            expected="a model and a tokenizer that it loads from a local folder",
+            found=f"{type(error).__name__}: {error}"[:300],
+            next_step="mend its config or tokenizer, or use `gate_mode: random`",
+        ) from error

@@ -1,0 +1,204 @@
+"""A model with another's tokenizer: a row for every token of the donor, all else as it is.
+
+Rows of tokens that both have are copied; those of other tokens are sums of such rows, with the
+coefficients that give the token from the same tokens in the donor's space. Embedding and head
+have coefficients of their own where both models have both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mergepipe_pipeline.dtypes import FLOATING
+from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.snapshots.model_folder import shard_name
+from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index, tied_partner
+from mergepipe_pipeline.storage.header import Described
+from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.storage.side_files import CONFIG
+from mergepipe_pipeline.tokenizer.model_tokenizer import (
+    FILE_NAMES,
+    ModelTokenizer,
+    read_tokenizer,
+)
+from mergepipe_pipeline.tools.approximation import Floats, combine
+from mergepipe_pipeline.tools.models import Input, stored
+from mergepipe_pipeline.tools.result import Draft
+from mergepipe_pipeline.tools.token_match import Matches, match
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How rows are made: the method, its k, and where fallback bytes and prefixes stand in.
+
+    `bytes_` and `prefixes` are "no", "embed", "lm_head" or "yes", for both.
+    """
+
+    method: str
+    k: int
+    bytes_: str = "no"
+    prefixes: str = "no"
+
+
+class Transplant:
+    """Finds the rows of the new vocabulary, and writes the model."""
+
+    def __init__(self, recipient: Input, donor: Input, wish: Wish) -> None:
+        """Raises CheckpointError for a model without tokenizer or embedding,
+        IncompatibleCheckpointsError for vocabularies that share no token.
+        """
+        self._recipient, self._donor, self._wish = recipient, donor, wish
+        self._files = {n: data for n, data in donor.side_files().items() if n in FILE_NAMES}
+        theirs = _tokenizer(donor, self._files)
+        self._matches: Matches = match(theirs, _tokenizer(recipient, recipient.side_files()))
+        self._ids = sorted(theirs.vocab.values())
+        if not self._matches.same:
+            raise IncompatibleCheckpointsError(
+                "The two vocabularies share no token",
+                where=f"{recipient.checkpoint.root} and {donor.checkpoint.root}",
+                expected="tokens with the same text, from which others can be made",
+                found="none",
+                next_step="give a donor whose tokenizer is for the same kind of text",
+            )
+
+    def write(self, draft: Draft, progress: Progress) -> dict[str, Any]:
+        """Write all weights, the donor's tokenizer and the config; what became of the tokens."""
+        tensors = self._recipient.tensors
+        made: dict[str, Floats] = {}
+        told: dict[str, Any] = {}
+        for place, names in self._sides().items():
+            rows, told[place] = self._rows(names, place, progress)
+            made |= rows
+        groups: dict[int | None, list[str]] = {}
+        for name in tensors:
+            groups.setdefault(layer_index(name), []).append(name)
+        with progress.task("write the model", self._recipient.checkpoint.nbytes) as advance:
+            for number, names in enumerate(groups.values(), 1):
+                described = [self._described(name, made) for name in names]
+                file = shard_name(number, len(groups)) if len(groups) > 1 else "model.safetensors"
+                draft.shard(file, described, partial(self._bytes, made), advance)
+        draft.side_files |= self._side_files()
+        return {"tokens": len(self._ids), "rows": self._ids[-1] + 1, **told}
+
+    def _sides(self) -> dict[str, list[str]]:
+        """The matrices of embedding and head; those of a tie are one side."""
+        found = sorted(filter(embedding_like, self._recipient.tensors), key=is_post)
+        if self._recipient.config.get("tie_word_embeddings") is True:
+            return {"embed": found}
+        sides = {"embed": [n for n in found if not is_post(n)]}
+        sides["lm_head"] = [n for n in found if is_post(n)]
+        return {place: names for place, names in sides.items() if names}
+
+    def _rows(
+        self, names: list[str], place: str, progress: Progress
+    ) -> tuple[dict[str, Floats], dict[str, Any]]:
+        """The new matrices of one side, and how many of their rows came from where."""
+        theirs = self._donor.floats(_partner(self._donor, names[0]))
+        ours = {name: self._recipient.floats(name) for name in names}
+        most = min(len(rows) for rows in ours.values())
+        same = {i: j for i, j in self._matches.same.items() if i < len(theirs) and j < most}
+        fixed = dict(same)
+        for where, found in (
+            (self._wish.bytes_, self._matches.bytes_),
+            (self._wish.prefixes, self._matches.prefixes),
+        ):
+            fixed |= {i: j for i, j in found.items() if where in ("yes", place) and j < most}
+        missing = [i for i in self._ids if i not in fixed and i < len(theirs)]
+        shared = sorted(same)
+        with progress.task(f"approximate {place}", len(missing)) as advance:
+            found_rows = combine(
+                theirs[missing], theirs[shared], self._wish.method, self._wish.k, advance
+            )
+        n_rows, anchors = self._ids[-1] + 1, [same[i] for i in shared]
+        made = {}
+        for name, rows in ours.items():
+            new = np.broadcast_to(rows.mean(axis=0), (n_rows, *rows.shape[1:])).copy()
+            new[list(fixed)] = rows[list(fixed.values())]
+            new[missing] = found_rows.of(rows[anchors])
+            made[name] = new
+        residual = found_rows.residual
+        return made, {
+            "same": len(same),
+            "bytes_and_prefixes": len(fixed) - len(same),
+            "approximated": len(missing),
+            "without_row": len(self._ids) - len(fixed) - len(missing),
+            "residual_mean": float(residual.mean()) if len(missing) else 0.0,
+            "residual_most": float(residual.max()) if len(missing) else 0.0,
+        }
+
+    def _described(self, name: str, made: Mapping[str, Floats]) -> Described:
+        entry = self._recipient.tensors[name]
+        return name, entry.dtype, made[name].shape if name in made else entry.shape
+
+    def _bytes(self, made: Mapping[str, Floats], name: str) -> bytes | bytearray:
+        if name in made:
+            return stored(made[name], self._recipient.tensors[name].dtype)
+        return self._recipient.raw(name)
+
+    def _side_files(self) -> dict[str, bytes]:
+        """The recipient's files with the donor's tokenizer, its size and its token ids."""
+        own = self._recipient.side_files()
+        files = {n: data for n, data in own.items() if n not in FILE_NAMES} | self._files
+        config, donor = self._recipient.config, self._donor.config
+        part = config if "vocab_size" in config else config.get("text_config", config)
+        part["vocab_size"] = self._ids[-1] + 1
+        files[CONFIG] = _json(_with_ids(config, donor))
+        if _GENERATION in files:
+            settings = load_object(files[_GENERATION], _GENERATION, "A generation config")
+            files[_GENERATION] = _json(_with_ids(settings, donor))
+        return files
+
+
+def _with_ids(config: dict[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the donor's special ids, in the parts that have such."""
+    inner = donor.get("text_config")
+    known = {**(inner if isinstance(inner, dict) else {}), **donor}
+    own = config.get("text_config")
+    for part in (config, *([own] if isinstance(own, dict) else [])):
+        part |= {key: known.get(key) for key in _TOKEN_IDS if key in part}
+    return config
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _partner(model: Input, name: str) -> str:
+    """The model's matrix for the side of a tensor's name: its own, or what it is tied to."""
+    weights = [n for n in model.tensors if embedding_like(n) and n.endswith(".weight")]
+    here = [n for n in weights if is_post(n) == is_post(name)]
+    tied = tied_partner(weights[0], weights) or weights[0] if weights else None
+    found = here[0] if here else tied
+    if found is None or model.tensors[found].dtype not in FLOATING:
+        raise CheckpointError(
+            "A model has no embedding that is known",
+            where=model.checkpoint.root,
+            expected="a tensor as model.embed_tokens.weight",
+            found=", ".join(list(model.tensors)[:3]),
+            next_step="give a language model",
+        )
+    return found
+
+
+def _tokenizer(model: Input, files: Mapping[str, bytes]) -> ModelTokenizer:
+    n_rows = model.tensors[_partner(model, "model.embed_tokens.weight")].shape[0]
+    found = read_tokenizer(model.checkpoint.name, files, n_rows)
+    if not found.vocab:
+        raise CheckpointError(
+            "A model has no tokenizer",
+            where=model.checkpoint.root,
+            expected="tokenizer.json",
+            found="no file with a vocabulary",
+            next_step="put the tokenizer's files beside the weights",
+        )
+    return found
