@@ -119,6 +119,8 @@ def contributions_picture(story: ExpertStory) -> bytes:
 
 def snapshot_records(story: SnapshotStory) -> list[dict[str, Any]]:
     """Figure, what was expected of it, what came: bytes, L2 norms, seconds; None for unknown."""
+    if "estimates" not in story.provenance:  # no recipe made it
+        return []
     e, realised = story.provenance["estimates"], story.provenance["realised"] or {}
     whole = story.comparison.whole if story.comparison else None
     rows = [

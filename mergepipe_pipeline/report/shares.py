@@ -111,7 +111,7 @@ def _name(plan: MergePlan, e: ExpertInput) -> str:
     """The names of the checkpoints that an input is read from, joined by `+`."""
     parts = list(e.view.stored)
     if e.view.low_rank:
-        parts.append(e.view.low_rank.a)
+        parts.append(e.view.low_rank.parts[0])
     names = dict.fromkeys(plan.sources[p.source].name for p in parts)
     return "+".join(names) or "unchanged"
 

@@ -1,0 +1,27 @@
+"""The asset in the place of those of a file that cannot be used."""
+
+from collections.abc import Sequence
+
+import dagster as dg
+
+from assets.labels import owners
+from assets.metadata import description
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.text import visible
+from mergepipe_pipeline.verbs.standing_searches import SearchCard
+
+
+def problem_asset(
+    card: RecipeFile | SearchCard, first: str, deps: Sequence[dg.AssetDep] = ()
+) -> dg.AssetsDefinition:
+    """An asset that says why a recipe or search cannot be used, in the place of its `first` one."""
+    spec = dg.AssetSpec(
+        [card.name, first],
+        deps=deps,
+        description=description(card.problem or ""),
+        metadata={"problem": dg.MetadataValue.text(visible(card.problem or ""))},
+        group_name=card.identifier,
+        owners=owners(),
+        kinds={"problem"},
+    )
+    return dg.AssetsDefinition(specs=[spec])

@@ -1,0 +1,228 @@
+"""The asset family of one search: prior → evaluations → front → refs.
+
+An evaluation is a partition, and a run evaluates one; `search_sensor` starts as many at once as the
+search has workers. The ledger in the warehouse remembers everything, so that a run that is killed
+loses nothing but its own merge.
+"""
+
+from typing import Any
+
+import dagster as dg
+
+from assets.experts import expert_index
+from assets.failures import told
+from assets.labels import labels
+from assets.metadata import markdown_table, plain_name, short, svg
+from mergepipe_pipeline.report.front import DrawnFront, front_picture, front_sketch
+from mergepipe_pipeline.resources import Engine, MergePipe
+from mergepipe_pipeline.text import in_one_line, size
+from mergepipe_pipeline.verbs.search import (
+    Front,
+    Prior,
+    Result,
+    Search,
+    SearchCost,
+    drawn,
+    publish_front,
+    search_of,
+)
+from mergepipe_pipeline.verbs.search import front as find_front
+from mergepipe_pipeline.verbs.standing_searches import (
+    SearchCard,
+    begin,
+    evaluate_candidate,
+    results_token,
+)
+
+#: The tag of a run that says for which search it works.
+SEARCH_TAG = "mergepipe/search"
+
+
+def candidates(card: SearchCard) -> dg.DynamicPartitionsDefinition:
+    """The candidates that a search has proposed, by number."""
+    return dg.DynamicPartitionsDefinition(name=f"{card.name} candidates")
+
+
+def pool(card: SearchCard) -> str:
+    """The pool of which each evaluation of a search takes a place."""
+    return f"search_{card.identifier}"
+
+
+def build_search_assets(card: SearchCard) -> list[dg.AssetsDefinition]:
+    """All assets of one search."""
+    return [_prior(card), _evaluations(card), _front(card), _refs(card)]
+
+
+def build_search_jobs(card: SearchCard) -> dict[str, Any]:
+    """The jobs of one search: `begin` it, `evaluate` a candidate, `show` and publish its front."""
+    steps = {
+        "begin": (["prior"], "Begins {0}: its prior, and its first candidates."),
+        "evaluate": (["evaluations", "front"], "Evaluates one candidate of {0}, draws the front."),
+        "show": (["front", "refs"], "Draws the front of {0}; publishes it when all is done."),
+    }
+    return {
+        step: dg.define_asset_job(
+            f"{step}_{card.identifier}",
+            selection=dg.AssetSelection.assets(*([card.name, asset] for asset in chosen)),
+            description=text.format(card.name),
+            tags={SEARCH_TAG: card.name},
+        )
+        for step, (chosen, text) in steps.items()
+    }
+
+
+def _prior(card: SearchCard) -> dg.AssetsDefinition:
+    mapping = dg.SpecificPartitionsPartitionMapping(list(card.members))
+
+    @dg.asset(
+        key=[card.name, "prior"],
+        deps=[dg.AssetDep(expert_index, partition_mapping=mapping)],
+        **labels(card, "python", "json"),
+    )
+    @told
+    def prior(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """Says how much each layer is expected to matter, and what the search costs at most.
+
+        From the catalog's statistics; a search that names prompts takes a forward pass, too. Then
+        the first candidates are proposed.
+        """
+        cost, found, proposed = begin(mergepipe.warehouse, card)
+        return dg.MaterializeResult(metadata=_prior_metadata(cost, found, proposed))
+
+    return prior
+
+
+def _evaluations(card: SearchCard) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[card.name, "evaluations"],
+        deps=[[card.name, "prior"]],
+        partitions_def=candidates(card),
+        pool=pool(card),
+        **labels(card, "python", "safetensors"),
+    )
+    @told
+    def evaluations(
+        context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
+    ) -> dg.MaterializeResult[None]:
+        """Merges one candidate through the action cache, measures it, and proposes the next one.
+
+        A candidate that cannot be merged or measured has a result, too: a failure.
+        """
+        number = int(context.partition_key)
+        done, state = evaluate_candidate(mergepipe.warehouse, card, number, engine.options)
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(done.snapshot_id or done.ended),
+            metadata={**_result_metadata(done), "search": state.told},
+        )
+
+    return evaluations
+
+
+def _front(card: SearchCard) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[card.name, "front"],
+        deps=[[card.name, "evaluations"]],
+        **labels(card, "python"),
+    )
+    @told
+    def front(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """Draws what no other candidate beats in everything, and how that has grown.
+
+        The hypervolume is what the front covers above the worst values.
+        """
+        results, search = _results(mergepipe, card)
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(results),
+            metadata={
+                **_pictures(drawn(mergepipe.warehouse, search)),
+                **_front_metadata(find_front(mergepipe.warehouse, search)),
+            },
+        )
+
+    return front
+
+
+def _refs(card: SearchCard) -> dg.AssetsDefinition:
+    @dg.asset(key=[card.name, "refs"], deps=[[card.name, "front"]], **labels(card, "json"))
+    @told
+    def refs(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
+        """Publishes what lies on the front of a search that has ended, each under a ref.
+
+        The picture names them.
+        """
+        results, search = _results(mergepipe, card)
+        made = publish_front(mergepipe.warehouse, search)
+        rows = [(ref.name, ref.number, ref.snapshot_id[:16]) for ref in made]
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(results),
+            metadata={
+                "refs": markdown_table(("ref", "version", "snapshot"), rows),
+                **_pictures(drawn(mergepipe.warehouse, search)),
+            },
+        )
+
+    return refs
+
+
+def _results(mergepipe: MergePipe, card: SearchCard) -> tuple[str, Search]:
+    """The token of the results so far, taken first: what comes meanwhile is shown later; and the
+    search.
+    """
+    token = results_token(mergepipe.warehouse, card)
+    return token, search_of(mergepipe.warehouse, card.name)
+
+
+def _prior_metadata(cost: SearchCost, prior: Prior, proposed: list[int]) -> dict[str, Any]:
+    none = (None,) * len(prior.labels)
+    rows = [
+        (label, *("none" if x is None else short(x) for x in (score, length)))
+        for label, score, length in zip(
+            prior.labels, prior.scores or none, prior.length_scales or none, strict=True
+        )
+    ]
+    return {
+        "cost at most": cost.told,
+        "coordinates": markdown_table(("weight of", "score", "length-scale"), rows),
+        "candidates proposed": ", ".join(map(str, proposed)) or "none",
+    }
+
+
+def _result_metadata(done: Result) -> dict[str, Any]:
+    merge = done.merge
+    return {
+        **{name: float(value) for name, value in done.metrics.items()},
+        **({"failure": in_one_line(done.failure)} if done.failure else {}),
+        "snapshot id": done.snapshot_id or "none",
+        **(
+            {
+                "layers merged": merge.layers_merged,
+                "layers reused": merge.layers_reused,
+                "read": f"{size(merge.nbytes_read)} of {size(merge.scratch_nbytes)} from scratch",
+                "seconds to merge": merge.seconds,
+            }
+            if merge
+            else {}
+        ),
+        "seconds to evaluate": done.evaluation_s,
+    }
+
+
+def _pictures(shown: DrawnFront) -> dict[str, Any]:
+    return {
+        "front": svg(front_sketch(shown), "the first objective over the last one"),
+        "front, large": svg(front_picture(shown), "front and hypervolume"),
+    }
+
+
+def _front_metadata(found: Front) -> dict[str, Any]:
+    names = [o.metric for o in found.objectives]
+    rows = [
+        (t.number, t.ref or "-", *(f"{t.metrics[name]:.4g}" for name in names)) for t in found.best
+    ]
+    return {
+        "hypervolume": short(found.hypervolume),
+        "evaluations": len(found.trials),
+        "failures": sum(bool(t.failure) for t in found.trials),
+        "on the front": len(found.best),
+        "candidates": markdown_table(("candidate", "ref", *map(plain_name, names)), rows),
+    }

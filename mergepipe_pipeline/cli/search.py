@@ -1,0 +1,192 @@
+"""Commands about searches: `search`, `front`, `pick`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mergepipe_pipeline.cli.common import Console, counted, table, verb, write_file
+from mergepipe_pipeline.cli.evaluation import metrics_text
+from mergepipe_pipeline.text import in_one_line, size, visible
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.verbs.search import Front, Result, Search, SearchState
+
+
+@click.command()
+@click.argument("file", metavar="SEARCH.yml", type=click.Path())
+@click.option("--dry-run", is_flag=True, help="State the cost of the whole search, and end.")
+@verb
+def search(console: Console, file: str, dry_run: bool) -> None:
+    """Search the weights of a merge, layer by layer, for several objectives at once.
+
+    The cost of the whole search is stated first. Each candidate is merged and measured, and what
+    lies on the front in the end is published as SEARCH.1, SEARCH.2 and so on. Run again after an
+    interruption, it goes on where it was.
+    """
+    from mergepipe_pipeline.verbs import search as verbs
+
+    if sys.modules.get("scipy", sys) is None:  # `program` hides it from Numba; BoTorch needs it
+        del sys.modules["scipy"]
+    home = console.warehouse
+    asked = verbs.read_search(home, Path(file))
+    cost = verbs.search_cost(home, asked)
+    if dry_run:
+        console.show({"cost": asdict(cost)}, cost.told)
+        return
+    if not console.as_json:
+        click.echo(cost.told, err=True)
+    if cost.disk_nbytes > cost.free_nbytes:
+        lack = f"the candidates may take {size(cost.disk_nbytes)}, {size(cost.free_nbytes)} are "
+        console.warn([f"{lack}free: `mergepipe gc` removes those that are not on the front"])
+    begun = verbs.begin_search(home, asked, console.progress)
+    state = verbs.state_of(home, begun)
+    if state.done and not console.as_json:
+        click.echo(f"it goes on: {state.told}", err=True)
+    verbs.run_search(home, begun, progress=console.progress, tell=_teller(console, begun))
+    refs = verbs.publish_front(home, begun, console.progress)
+    found = verbs.front(home, begun)
+    shown = {**_json(found), "cost": asdict(cost), "refs": [asdict(r) for r in refs]}
+    console.show(shown, *_lines(found))
+
+
+def _teller(console: Console, search: Search) -> Any:
+    """Says each result on stderr, as a line of text or of JSON."""
+
+    def tell(result: Result, state: SearchState) -> None:
+        if console.as_json:
+            line = {"task": f"search {search.name}", "done": state.done}
+            line |= {"total": state.evaluations, "unit": "evaluations", "result": result.to_json()}
+            click.echo(json.dumps(line), err=True)
+            return
+        told = metrics_text(result.metrics) or f"failed: {in_one_line(result.failure)}"
+        layers = "" if result.merge is None else f" ({result.merge.layers_merged} layers merged)"
+        text = f"{state.done} of {state.evaluations}: candidate {result.number}{layers}: {told}"
+        click.echo(visible(text), err=True)
+
+    return tell
+
+
+@click.command()
+@click.argument("name", metavar="SEARCH")
+@click.option("--picture", type=click.Path(), help="Draw the front into this SVG file.")
+@verb
+def front(console: Console, name: str, picture: str | None) -> None:
+    """Show the front of a search that has begun, given by its name or its file."""
+    from mergepipe_pipeline.verbs import search as verbs
+
+    found = verbs.front(console.warehouse, _search(console, name))
+    if picture is not None:
+        from mergepipe_pipeline.report.front import front_picture
+
+        write_file(picture, front_picture(found.drawn()).encode())
+    console.show(_json(found), *_lines(found))
+
+
+@click.command()
+@click.argument("name", metavar="SEARCH")
+@click.option("--min", "minima", multiple=True, metavar="METRIC=X", help="At least so much.")
+@click.option("--max", "maxima", multiple=True, metavar="METRIC=X", help="At most so much.")
+@click.option("--cheapest", metavar="OBJECTIVE", help="What says cheap (the last objective).")
+@click.option("--ref", help="Name to publish under (default: the search's).")
+@verb
+def pick(
+    console: Console,
+    name: str,
+    minima: Sequence[str],
+    maxima: Sequence[str],
+    cheapest: str | None,
+    ref: str | None,
+) -> None:
+    """Publish the cheapest candidate of a search that keeps to these bounds."""
+    from mergepipe_pipeline.verbs import search as verbs
+
+    low, high = (_bounds(given, option) for given, option in ((minima, "min"), (maxima, "max")))
+    searched = _search(console, name)
+    done = verbs.pick(console.warehouse, searched, low, high, cost=cheapest, ref=ref)
+    trials = verbs.front(console.warehouse, searched).trials
+    metrics = next(t.metrics for t in trials if t.snapshot_id == done.snapshot_id)
+    console.show(
+        {**asdict(done), "metrics": dict(metrics)},
+        f"{done.name} is version {done.number}: {done.snapshot_id} ({metrics_text(metrics)})",
+    )
+
+
+def _search(console: Console, name: str) -> Search:
+    """The search of this name, or of this file."""
+    from mergepipe_pipeline.verbs.search import search_of
+
+    path = Path(name)
+    return search_of(console.warehouse, path.stem if path.suffix in {".yml", ".yaml"} else name)
+
+
+def _bounds(given: Sequence[str], option: str) -> dict[str, float]:
+    found = {}
+    for text in given:
+        metric, _, number = text.rpartition("=")
+        try:
+            found[metric] = float(number)
+        except ValueError:
+            metric = ""
+        if not metric:
+            raise click.BadParameter(f"{text!r} is not METRIC=NUMBER.", param_hint=f"--{option}")
+    return found
+
+
+def _json(found: Front) -> Mapping[str, Any]:
+    return {**found.to_json(), "spent": _spent(found)}
+
+
+def _spent(found: Front) -> dict[str, Any]:
+    """What candidates took on average, beside merges from scratch; of their seconds the most that
+    one took, None if there was none.
+    """
+    merges = [t.merge for t in found.trials if t.merge is not None]
+    if not merges:
+        return {}
+    n = len(merges)
+    return {
+        "candidates": n,
+        "mean_layers_merged": sum(m.layers_merged for m in merges) / n,
+        "mean_layers_reused": sum(m.layers_reused for m in merges) / n,
+        "mean_nbytes_read": sum(m.nbytes_read for m in merges) / n,
+        "mean_scratch_nbytes": sum(m.scratch_nbytes for m in merges) / n,
+        "mean_merge_s": sum(m.seconds for m in merges) / n,
+        "scratch_merge_s": max((m.seconds for m in merges if not m.layers_reused), default=None),
+        "mean_evaluation_s": sum(t.evaluation_s for t in found.trials) / n,
+    }
+
+
+def _lines(found: Front) -> Sequence[str]:
+    names = [o.metric for o in found.objectives]
+    rows = [
+        (
+            t.ref or "-",
+            t.number,
+            *(round(t.metrics[name], 6) for name in names),
+            t.merge.layers_merged if t.merge else 0,
+            t.merge.layers_reused if t.merge else 0,
+            (t.snapshot_id or "-")[:16],
+        )
+        for t in found.best
+    ]
+    headers = ("ref", "candidate", *names, "merged", "reused", "snapshot")
+    failed = sum(bool(t.failure) for t in found.trials)
+    told = f"{counted(len(found.trials), 'result')}, {failed} of them failed; hypervolume "
+    spent = _spent(found)
+    lines = [*table(headers, rows), "", f"{told}{found.hypervolume:.4f}"]
+    if spent:
+        lines.append(
+            f"a candidate merged {spent['mean_layers_merged']:.1f} layers and took over "
+            f"{spent['mean_layers_reused']:.1f}; it read {size(spent['mean_nbytes_read'])} "
+            f"({size(spent['mean_scratch_nbytes'])} from scratch), and took "
+            f"{spent['mean_merge_s']:.1f} s to merge and {spent['mean_evaluation_s']:.1f} s to "
+            "measure"
+        )
+    return lines

@@ -1,0 +1,198 @@
+"""One candidate of a search: merged through the action cache, then measured.
+
+It is kept as a stage of nobody's result, so that `gc` removes it unless it is on the front.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import (
+    BudgetError,
+    EvaluationError,
+    IncompatibleCheckpointsError,
+    NotFoundError,
+    OperatorError,
+    RecipeError,
+)
+from mergepipe_pipeline.evaluation.run import evaluate as measured
+from mergepipe_pipeline.execution.plan_leases import lease
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_plan
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.search.ledger import Ledger, now
+from mergepipe_pipeline.search.prior import search_prior
+from mergepipe_pipeline.search.records import MergeCost, Proposal, Result, Search
+from mergepipe_pipeline.search.start import parsed_of, refuse_changed
+from mergepipe_pipeline.snapshots.find import load_snapshot
+from mergepipe_pipeline.snapshots.leases import Need
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: What says that a point gives no merge at all.
+_UNMERGEABLE = (RecipeError, OperatorError, BudgetError, IncompatibleCheckpointsError)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A merged candidate and what that took."""
+
+    snapshot: Snapshot
+    cost: MergeCost
+
+
+def evaluate(
+    warehouse: Warehouse,
+    search: Search,
+    number: int,
+    *,
+    options: EngineOptions | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Merge and measure a proposal, and remember the result; one that is there is given.
+
+    A candidate that cannot be merged or measured has a result, too: a failure. Raises BusyError
+    where somebody else evaluates it, NotFoundError for a number that nobody proposed, what
+    `refuse_changed` raises, and what merging raises for reasons that are not the candidate's, as
+    StorageFullError.
+    """
+    ledger = Ledger(warehouse, search.name)
+    proposal = proposal_of(ledger, number)
+    with ledger.claim(number), ExitStack() as leases:
+        found = ledger.result(number)
+        if found is not None:
+            return found
+        merged = merge_candidate(warehouse, search, proposal, leases, options, progress)
+        if isinstance(merged, Result):
+            return ledger.put_result(merged)
+        return ledger.put_result(measure(warehouse, search, proposal, merged))
+
+
+def proposal_of(ledger: Ledger, number: int) -> Proposal:
+    """A proposal by its number. Raises NotFoundError."""
+    proposals = ledger.proposals()
+    if number not in proposals:
+        raise NotFoundError(
+            "No such candidate",
+            where=f"the search {ledger.name}",
+            expected=f"a number up to {max(proposals, default=0)}",
+            found=str(number),
+            next_step=f"see `mergepipe front {ledger.name}`",
+        )
+    return proposals[number]
+
+
+def merge_candidate(
+    warehouse: Warehouse,
+    search: Search,
+    proposal: Proposal,
+    leases: ExitStack,
+    options: EngineOptions | None = None,
+    progress: Progress | None = None,
+) -> Merged | Result:
+    """Merge a proposal's point, leased until `leases` is closed; a failure if it gives no merge."""
+    refuse_changed(warehouse, search, progress)
+    began_s = time.monotonic()
+    try:
+        parsed = recipe_of(warehouse, search, proposal)
+        plan = make_plan(warehouse, parsed, progress=progress, relative_to=search.folder)
+        leases.enter_context(lease(warehouse, plan))
+        done = run_plan(warehouse, plan, options=options, progress=progress, is_stage=True)
+    except _UNMERGEABLE as error:
+        return Result.failed(search, proposal, str(error), now())
+    cost = MergeCost(
+        done.realised.layers_executed,
+        done.realised.layers_reused,
+        done.realised.expert_bytes_read + done.realised.base_bytes_read,
+        _scratch_nbytes(plan),
+        round(time.monotonic() - began_s, 3),
+    )
+    return Merged(done.snapshot, cost)
+
+
+def measure(
+    warehouse: Warehouse,
+    search: Search,
+    proposal: Proposal,
+    merged: Merged,
+    stop: int | None = None,
+) -> Result:
+    """What the evaluator says of a merged candidate; nothing is remembered.
+
+    Raises AbandonedError as soon as the descriptor `stop` can be read.
+    """
+    snapshot, failed = merged.snapshot, (merged.snapshot.snapshot_id, merged.cost)
+    try:
+        found = measured(warehouse, snapshot, search.file.evaluator, search.folder, stop=stop)
+        values = search.file.values(found.metrics)
+    except EvaluationError as error:
+        return Result.failed(search, proposal, str(error), now(), *failed)
+    except KeyError as error:
+        there = ", ".join(found.metrics)
+        why = f"the evaluator does not print the metric {error}; it prints {there}"
+        return Result.failed(search, proposal, why, now(), *failed)
+    return Result(
+        proposal.number,
+        proposal.point,
+        values,
+        dict(found.metrics),
+        "",
+        snapshot.snapshot_id,
+        merged.cost,
+        found.seconds,
+        now(),
+    )
+
+
+def snapshot_of(
+    warehouse: Warehouse,
+    search: Search,
+    number: int,
+    leases: ExitStack,
+    progress: Progress | None = None,
+) -> Snapshot:
+    """The snapshot of an evaluated candidate, leased until `leases` is closed.
+
+    One that was collected is merged again. Raises EvaluationError for one that gives no merge.
+    """
+    ledger = Ledger(warehouse, search.name)
+    result, proposal = ledger.result(number), proposal_of(ledger, number)
+    if result is not None and result.snapshot_id is not None:
+        need = Need(snapshot_ids=frozenset([result.snapshot_id]))
+        leases.enter_context(warehouse.leases.hold(need, "publish"))
+        with suppress(NotFoundError):
+            return load_snapshot(warehouse.snapshots, result.snapshot_id)
+    merged = merge_candidate(warehouse, search, proposal, leases, progress=progress)
+    if isinstance(merged, Result):
+        raise EvaluationError(
+            "A candidate cannot be merged",
+            where=f"candidate {number} of the search {search.name}",
+            found=merged.failure,
+            next_step="take another one",
+        )
+    return merged.snapshot
+
+
+def recipe_of(warehouse: Warehouse, search: Search, proposal: Proposal) -> ParsedRecipe:
+    """The recipe of a proposal's point, parsed."""
+    name = f"{search.name}.{proposal.number:04d}"
+    text = recipe_text(warehouse, search, proposal.number, proposal.point)
+    return parsed_of(search, text, name)
+
+
+def recipe_text(warehouse: Warehouse, search: Search, number: int, point: Sequence[float]) -> str:
+    """The recipe of a point, as text."""
+    space = search.space(search_prior(warehouse, search))
+    return space.recipe(f"candidate {number} of the search {search.name}", point)
+
+
+def _scratch_nbytes(plan: MergePlan) -> int:
+    tasks = [task for layer in plan.layers for task in layer.tasks]
+    base = sum(task.base.view.nbytes for task in tasks if task.base)
+    return base + plan.estimates.expert_bytes_planned

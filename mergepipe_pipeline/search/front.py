@@ -1,0 +1,211 @@
+"""The front of a search: its results, what they cover, and what of them is published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from mergepipe_pipeline.errors import SearchError
+from mergepipe_pipeline.optimise.pareto import front as on_front
+from mergepipe_pipeline.optimise.pareto import hypervolume
+from mergepipe_pipeline.report.front import DrawnFront, DrawnTrial
+from mergepipe_pipeline.search.ledger import Ledger
+from mergepipe_pipeline.search.records import MergeCost, Point, Search
+from mergepipe_pipeline.search.search_file import Objective
+from mergepipe_pipeline.spec.evaluation import Metrics, figure
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One result of a search.
+
+    `ended_s` are seconds since the search began, `hypervolume` is that of this and all earlier
+    results, `ref` the name under which it is published, "" if it is not.
+    """
+
+    number: int
+    point: Point
+    values: tuple[float, ...]
+    metrics: Metrics
+    failure: str
+    snapshot_id: str | None
+    merge: MergeCost | None
+    evaluation_s: float
+    ended_s: float
+    hypervolume: float
+    is_on_front: bool
+    ref: str
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """All results of a search in the order in which they came, and which are on its front."""
+
+    search: str
+    objectives: tuple[Objective, ...]
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> tuple[Trial, ...]:
+        """Those on the front, the best of the first objective first."""
+        found = (t for t in self.trials if t.is_on_front)
+        return tuple(sorted(found, key=lambda t: (*(-v for v in t.values), t.number)))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The candidates on the front, in the order of `best`."""
+        return tuple(t.number for t in self.best)
+
+    @property
+    def hypervolume(self) -> float:
+        """What the front covers."""
+        return self.trials[-1].hypervolume if self.trials else 0.0
+
+    def drawn(self) -> DrawnFront:
+        """What a picture of the front shows."""
+        objectives = self.objectives
+        trials = (
+            DrawnTrial(
+                t.number,
+                None if t.failure else tuple(t.metrics[o.metric] for o in objectives),
+                t.is_on_front,
+                t.ref,
+                t.ended_s,
+                t.hypervolume,
+            )
+            for t in self.trials
+        )
+        names, maximise = (o.metric for o in objectives), (o.is_max for o in objectives)
+        return DrawnFront(self.search, tuple(names), tuple(maximise), tuple(trials))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON material."""
+        return {**asdict(self), "front": self.numbers, "hypervolume": self.hypervolume}
+
+
+def front(warehouse: Warehouse, search: Search) -> Front:
+    """The results of a search so far. Raises CorruptionError for a damaged fact."""
+    found = Ledger(warehouse, search.name).results()
+    results = sorted(found.values(), key=lambda r: (r.ended, r.number))
+    values = np.array([r.values for r in results], float)
+    good = np.array([not r.is_failure for r in results], bool)
+    best = np.zeros_like(good)
+    if good.any():
+        places = np.flatnonzero(good)[on_front(values[good])]
+        # Of equal ones the first: the others are no other trade-off.
+        best[places[np.unique(values[places], axis=0, return_index=True)[1]]] = True
+    published = {snapshot: ref for ref, snapshot in _published(warehouse, search)}
+    trials = tuple(
+        Trial(
+            r.number,
+            r.point,
+            r.values,
+            r.metrics,
+            r.failure,
+            r.snapshot_id,
+            r.merge,
+            r.evaluation_s,
+            _seconds(search.began, r.ended),
+            hypervolume(values[: n + 1][good[: n + 1]]) if good[: n + 1].any() else 0.0,
+            bool(best[n]),
+            published.get(r.snapshot_id or "", ""),
+        )
+        for n, r in enumerate(results)
+    )
+    return Front(search.name, search.file.objectives, trials)
+
+
+def ref_name(search: Search, k: int) -> str:
+    """The ref of the k-th candidate along the front, from 1."""
+    return f"{search.name}.{k}"
+
+
+def _published(warehouse: Warehouse, search: Search) -> Iterator[tuple[str, str]]:
+    """The refs of a search, and the snapshots that they name."""
+    for name in warehouse.refs.names():
+        start, _, k = name.rpartition(".")
+        if start == search.name and k.isdecimal():
+            yield name, warehouse.refs.current(name).snapshot_id
+
+
+def _seconds(began: str, ended: str) -> float:
+    passed = datetime.fromisoformat(ended) - datetime.fromisoformat(began)
+    return round(passed.total_seconds(), 3)
+
+
+def cheapest(
+    found: Front, minima: Mapping[str, float], maxima: Mapping[str, float], cost: str | None
+) -> Trial:
+    """Of the results that keep to all bounds on metrics, the best by the objective `cost`.
+
+    By default the last objective is the cost. Raises SearchError where there is none, with the best
+    that there is.
+    """
+    objectives = {o.metric: n for n, o in enumerate(found.objectives)}
+    cost = cost or found.objectives[-1].metric
+    if cost not in objectives:
+        raise SearchError(
+            "The cost is no objective of the search",
+            where=found.search,
+            expected=" or ".join(objectives),
+            found=cost,
+            next_step="name an objective",
+        )
+    good = [t for t in found.trials if not t.failure]
+    _refuse_unmeasured(found, good, {**minima, **maxima})
+    fit = [t for t in good if _fits(t, minima, maxima)]
+    if not fit:
+        raise SearchError(
+            "No candidate keeps to these bounds",
+            where=found.search,
+            expected=", ".join(_told(minima, maxima)),
+            found="; ".join(_best_there_is(good, minima, maxima)),
+            next_step="ask for less, or search further",
+        )
+    place = objectives[cost]
+    return max(fit, key=lambda t: (t.values[place], t.values, -t.number))
+
+
+def _refuse_unmeasured(found: Front, good: list[Trial], bounds: Mapping[str, float]) -> None:
+    measured = {name for t in good for name in t.metrics}
+    for name in bounds:
+        if name not in measured:
+            raise SearchError(
+                "Nothing of the search has this metric" if good else "The search has no result yet",
+                where=found.search,
+                expected=", ".join(sorted(measured)) or "a result",
+                found=name,
+                next_step="name a metric that its evaluator prints" if good else "let it go on",
+            )
+
+
+def _fits(trial: Trial, minima: Mapping[str, float], maxima: Mapping[str, float]) -> bool:
+    m = trial.metrics
+    return all(name in m and m[name] >= low for name, low in minima.items()) and all(
+        name in m and m[name] <= high for name, high in maxima.items()
+    )
+
+
+def _told(minima: Mapping[str, float], maxima: Mapping[str, float]) -> list[str]:
+    low = [f"{name} at least {figure(x)}" for name, x in minima.items()]
+    return [*low, *(f"{name} at most {figure(x)}" for name, x in maxima.items())]
+
+
+def _best_there_is(
+    good: list[Trial], minima: Mapping[str, float], maxima: Mapping[str, float]
+) -> Iterator[str]:
+    """Per bound the best metric of those that keep to the others; of all, where none does."""
+    for bounds, sign in ((minima, 1), (maxima, -1)):
+        for name in bounds:
+            others = [{k: v for k, v in b.items() if k != name} for b in (minima, maxima)]
+            rest = [t for t in good if _fits(t, others[0], others[1]) and name in t.metrics]
+            among = rest or [t for t in good if name in t.metrics]
+            best = max(among, key=lambda t: sign * t.metrics[name])
+            who = "with the other bounds " if rest and len(minima) + len(maxima) > 1 else ""
+            told = f"the {'highest' if sign > 0 else 'lowest'} {name} {who}is"
+            yield f"{told} {figure(best.metrics[name])}, of candidate {best.number}"

@@ -1,0 +1,173 @@
+"""Begins a search: checks its file against its sources, and writes down what it asks for, once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
+from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    EvaluationError,
+    RecipeError,
+    SearchError,
+)
+from mergepipe_pipeline.evaluation.identity import command_of, evaluator_id
+from mergepipe_pipeline.optimise.proposers import proposer
+from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.recipe.parse import ParsedRecipe
+from mergepipe_pipeline.recipe.references import identity, parse_reference
+from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, open_stage, resolve
+from mergepipe_pipeline.search.ledger import Ledger, searches
+from mergepipe_pipeline.search.prompts import refuse_no_activations
+from mergepipe_pipeline.search.records import Search
+from mergepipe_pipeline.search.search_file import SearchFile, parse_search
+from mergepipe_pipeline.search.space import Space, layers_of, numbered
+from mergepipe_pipeline.spec.model import Model
+from mergepipe_pipeline.storage.regular import read_small, text_of
+from mergepipe_pipeline.warehouse import Warehouse
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
+
+
+def read_search(warehouse: Warehouse, path: Path) -> Search:
+    """What a search file asks for, held against the headers of its sources; writes nothing.
+
+    Raises RecipeError with the problems of the file, what `check` raises for its recipes, and
+    EvaluationError for an evaluator and SearchError for activations that cannot be had.
+    """
+    try:
+        text = read_small(path, MAX_NBYTES).decode()
+    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        raise RecipeError(
+            "A search file cannot be read",
+            where=text_of(path),
+            expected=f"a YAML file in UTF-8, of at most {MAX_NBYTES} bytes",
+            found=str(error.found if isinstance(error, CheckpointError) else error),
+            next_step="check the path",
+        ) from error
+    name, folder = path.stem, path.resolve().parent
+    if not _NAME.fullmatch(name):
+        raise RecipeError(
+            "A search's file name cannot name a search",
+            where=text_of(path),
+            expected="at most 63 letters, digits, '.', '_' and '-', a letter or digit first",
+            found=repr(name),
+            next_step="rename the file",
+        )
+    file = parse_search(text, text_of(path))
+    command_of(file.evaluator, folder)
+    models = _models(warehouse, file, folder)
+    # It refuses a method whose packages are not installed.
+    proposer(file.proposer, dims=1, objectives=len(file.objectives), seed=0, initial=1)
+    refuse_no_activations(file, folder, models, text_of(path))
+    layers = layers_of([models[source].views for source in file.sources])
+    n_layers = len(numbered(layers))
+    if (file.blocks is not None and file.blocks > n_layers) or not n_layers:
+        raise RecipeError(
+            "A search has more blocks than its models have layers",
+            problems=(f"space.blocks: expected at most {n_layers}, found {file.blocks}",),
+            where=text_of(path),
+            next_step="write fewer, or leave the key out for one per layer",
+        )
+    search = Search(name, text, file, folder, layers, evaluator_id(file.evaluator, folder))
+    resolved_of(warehouse, search)
+    return search
+
+
+def start_search(warehouse: Warehouse, path: Path, progress: Progress | None = None) -> Search:
+    """The search of a file: begun now, or as it was begun, if it is the same file.
+
+    Raises as `read_search` and `begin_search`.
+    """
+    return begin_search(warehouse, read_search(warehouse, path), progress)
+
+
+def begin_search(warehouse: Warehouse, asked: Search, progress: Progress | None = None) -> Search:
+    """A search that was read from its file, begun now or as it was begun.
+
+    Takes the digests of sources that nobody knows yet. Raises SearchError for another file under
+    the same name, and as `refuse_changed`.
+    """
+    ledger = Ledger(warehouse, asked.name)
+    if asked.name not in searches(warehouse):
+        contents = _contents(warehouse, asked, progress)
+        return ledger.begin(replace(asked, contents=contents))
+    begun = ledger.search()
+    if (begun.file, begun.folder) != (asked.file, asked.folder):
+        raise SearchError(
+            "Another search has this name",
+            where=str(ledger.folder),
+            expected="the file that it began with"
+            + ("" if begun.folder == asked.folder else f", in {begun.folder}"),
+            found="a file that asks for something else",
+            next_step="give the file another name: what was merged and measured for the one that "
+            "is there is found again",
+        )
+    refuse_changed(warehouse, begun, progress)
+    return begun
+
+
+def refuse_changed(warehouse: Warehouse, search: Search, progress: Progress | None = None) -> None:
+    """Raise where results would not compare with those that are there: CheckpointChangedError for
+    other contents of a source, EvaluationError for another evaluator.
+    """
+    for text, contents in _contents(warehouse, search, progress).items():
+        if contents != search.contents[text]:
+            raise CheckpointChangedError(
+                "A source of a search is not what it was when the search began",
+                where=f"{text}, of the search {search.name}",
+                expected=", ".join(c[:16] for c in search.contents[text]),
+                found=", ".join(c[:16] for c in contents),
+                next_step="bring back what was there, or begin a search of another name",
+            )
+    found = evaluator_id(search.file.evaluator, search.folder)
+    if found != search.evaluator_id:
+        raise EvaluationError(
+            "The evaluator of a search is not what it was when the search began",
+            where=f"{search.file.evaluator.told}, of the search {search.name}",
+            expected=f"evaluator {search.evaluator_id[:8]}",
+            found=f"evaluator {found[:8]}: a file that it names has changed",
+            next_step="bring back what was there, or begin a search of another name",
+        )
+
+
+def resolved_of(warehouse: Warehouse, search: Search) -> ResolvedRecipe:
+    """A candidate in the middle of the space, checked and with its cost; no weight is read."""
+    parsed = parsed_of(search, Space(search.file, (), ()).recipe("a candidate", (0.5,)))
+    return resolve(warehouse, parsed, relative_to=search.folder)
+
+
+def parsed_of(search: Search, text: str, name: str | None = None) -> ParsedRecipe:
+    """The recipe of a candidate, parsed. Raises RecipeError, BudgetError."""
+    return parse(text, name=name or search.name, where=f"a recipe of the search {search.name}")
+
+
+def models_of(warehouse: Warehouse, search: Search) -> Mapping[str, Model]:
+    """The sources and the base, opened, by their texts in the file; no weight is read."""
+    return _models(warehouse, search.file, search.folder)
+
+
+def _models(warehouse: Warehouse, file: SearchFile, folder: Path) -> Mapping[str, Model]:
+    text = Space(file, (), ()).recipe("sources", (0.5,))
+    parsed = parse(text, name="search", where=f"the sources of a search in {folder}")
+    _, models = open_stage(warehouse, parsed, {}, folder)
+    found = {identity(r): model for r, model in zip(parsed.references, models, strict=True)}
+    return {text: found[identity(parse_reference(text))] for text in (*file.sources, file.base)}
+
+
+def _contents(
+    warehouse: Warehouse, search: Search, progress: Progress | None
+) -> dict[str, tuple[str, ...]]:
+    """By the text of each model the digests of what it holds, taken where nobody knows them."""
+    found = {}
+    for text, model in models_of(warehouse, search).items():
+        for checkpoint in model.checkpoints:
+            ensure_digests(warehouse, checkpoint, progress)
+        found[text] = tuple(content_of(warehouse.catalog, c) for c in model.checkpoints)
+    return found

@@ -1,0 +1,182 @@
+"""The search files of a warehouse, and what each asks for at present: what Dagster starts.
+
+What is to be done is read from files and ledger alone at each look, so that nothing is lost with a
+process that is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe_pipeline.deploy.recipe_files import (
+    RecipeFile,
+    identifier_of,
+    name_problem,
+    not_registered,
+    yaml_files,
+)
+from mergepipe_pipeline.digest import digest_json
+from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.recipe.references import parse_reference
+from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
+from mergepipe_pipeline.search.candidate import evaluate
+from mergepipe_pipeline.search.cost import SearchCost, search_cost
+from mergepipe_pipeline.search.ledger import Ledger, searches
+from mergepipe_pipeline.search.prior import search_prior
+from mergepipe_pipeline.search.proposing import SearchState, propose, state_of
+from mergepipe_pipeline.search.records import Prior, Result, Search
+from mergepipe_pipeline.search.search_file import SearchFile, parse_search
+from mergepipe_pipeline.search.start import start_search
+from mergepipe_pipeline.storage.regular import read_small
+from mergepipe_pipeline.text import escaped
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@dataclass(frozen=True)
+class SearchCard:
+    """A search file of the warehouse as definitions need it.
+
+    `members` are the catalog names of base and sources, the base first. `problem` says why the file
+    cannot be used (yet).
+    """
+
+    name: str
+    path: Path
+    file: SearchFile | None
+    members: tuple[str, ...]
+    problem: str | None
+
+    @property
+    def identifier(self) -> str:
+        """The name in letters, digits and underscores."""
+        return identifier_of(self.name)
+
+    @property
+    def workers(self) -> int:
+        """How many candidates are evaluated at once."""
+        return 1 if self.file is None else self.file.workers
+
+    @property
+    def token(self) -> str:
+        """Changes when definitions made from this card would change."""
+        return digest_json([self.name, self.members, self.workers, self.problem])[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchDue:
+    """What a standing search asks for at present.
+
+    `begins`: that its prior is made and candidates are proposed, as none is pending. `waiting` are
+    candidates that nobody evaluates, `known` all that are proposed. `results` changes with every
+    result, "" while there is none; `has_all` of them. `told` says where the search is.
+    """
+
+    begins: bool
+    waiting: tuple[int, ...]
+    known: tuple[int, ...]
+    results: str
+    has_all: bool
+    told: str
+
+
+def search_cards(warehouse: Warehouse, recipes: tuple[RecipeFile, ...]) -> tuple[SearchCard, ...]:
+    """Every search file of the warehouse, usable or not, in name order.
+
+    One that has the name of a recipe cannot be used: assets and refs of both would be alike.
+    """
+    files = {card.identifier: f"the recipe {card.name}" for card in recipes}
+    cards = []
+    for path in yaml_files(warehouse.searches):
+        problem = name_problem(path, files)
+        name = escaped(path.stem if problem is None else path.name)
+        card = SearchCard(name, path, None, (), problem and escaped(problem))
+        cards.append(card if problem else _card(warehouse, card))
+        files.setdefault(identifier_of(path.stem), path.name)
+    return tuple(cards)
+
+
+def due_of(warehouse: Warehouse, card: SearchCard) -> SearchDue:
+    """What a usable search asks for. Raises RecipeError for a file that is not what it began
+    with, CorruptionError for a damaged fact.
+    """
+    if card.name not in searches(warehouse):
+        return SearchDue(True, (), (), "", False, "it is to begin")
+    ledger = Ledger(warehouse, card.name)
+    search = ledger.search()
+    if (search.file, search.folder) != (card.file, card.path.resolve().parent):
+        raise RecipeError(
+            "A search asks for something else than it began with",
+            where=str(card.path),
+            expected=f"what {ledger.folder / 'search.json'} holds",
+            found="another file, or another folder",
+            next_step="bring the file back, or give the new one another name",
+        )
+    state = state_of(warehouse, search)
+    return SearchDue(
+        begins=not state.ended and not state.running and not state.waiting,
+        waiting=() if state.ended else state.waiting,
+        known=tuple(sorted(ledger.proposals())),
+        results=results_token(warehouse, card),
+        has_all=state.done >= state.evaluations,
+        told=f"{state.told}; {state.ended}" if state.ended else state.told,
+    )
+
+
+def begin(warehouse: Warehouse, card: SearchCard) -> tuple[SearchCost, Prior, list[int]]:
+    """Begin a search or go on with it: its worst cost, its prior, and what it proposes now.
+
+    Raises what `start_search`, `search_prior` and `propose` raise.
+    """
+    search = start_search(warehouse, card.path)
+    cost, prior = search_cost(warehouse, search), search_prior(warehouse, search)
+    return cost, prior, _fill(warehouse, search)
+
+
+def evaluate_candidate(
+    warehouse: Warehouse, card: SearchCard, number: int, options: EngineOptions
+) -> tuple[Result, SearchState]:
+    """Evaluate a candidate and propose what takes its place; its result and where the search is.
+
+    Raises what `evaluate` and `propose` raise.
+    """
+    search = Ledger(warehouse, card.name).search()
+    result = evaluate(warehouse, search, number, options=options)
+    _fill(warehouse, search)
+    return result, state_of(warehouse, search)
+
+
+def results_token(warehouse: Warehouse, card: SearchCard) -> str:
+    """What changes with every result of a search; "" while there is none."""
+    results = Ledger(warehouse, card.name).results()
+    return digest_json([[n, r.ended] for n, r in sorted(results.items())])[:16] if results else ""
+
+
+def _fill(warehouse: Warehouse, search: Search) -> list[int]:
+    """Propose a candidate for each worker that would have none."""
+    state = state_of(warehouse, search)
+    free = search.file.workers - len(state.running) - len(state.waiting)
+    return [] if state.ended or free <= 0 else propose(warehouse, search, free)
+
+
+def _card(warehouse: Warehouse, card: SearchCard) -> SearchCard:
+    """The card of a file, as its text and the names of the catalog give it."""
+    try:
+        text = read_small(card.path, MAX_NBYTES).decode()
+        file = parse_search(text, str(card.path))
+        members = tuple(dict.fromkeys(_members(file)))
+        missing = [name for name in members if name not in warehouse.catalog]
+    except Exception as error:  # whatever it is, it is this search's alone
+        return replace(card, problem=escaped(str(error)))
+    problem = not_registered(missing) if missing else None
+    return replace(card, file=file, members=members, problem=problem)
+
+
+def _members(file: SearchFile) -> Iterator[str]:
+    for text in (file.base, *file.sources):
+        ref = parse_reference(text)
+        yield ref.model
+        if ref.lora is not None:
+            yield ref.lora

@@ -1,0 +1,140 @@
+"""Watches searches: what each ledger says that is to be done, against what runs do already."""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import dagster as dg
+
+from assets.searches import SEARCH_TAG, candidates, pool
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.deploy.retry import reason_to_wait
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.text import visible
+from mergepipe_pipeline.verbs.standing_searches import SearchCard, SearchDue, due_of, search_cards
+from sensors import SOON_S, interval_s
+from sensors.attempts import ACTIVE, failed_attempts
+from sensors.pools import limit_pool
+
+#: What a run of a search does: the step, and the candidate or the results that it is about.
+STEP_TAG = "mergepipe/search_step"
+
+
+def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefinition:
+    """The level-triggered sensor over all search files; `jobs` by search and step."""
+
+    @dg.sensor(
+        name="search_sensor",
+        description=(
+            "Goes on with every search: begins it, has as many candidates evaluated at once as it "
+            "has workers, and has its front drawn and published; its ticks say where each is."
+        ),
+        jobs=[job for steps in jobs.values() for job in steps.values()],
+        minimum_interval_seconds=interval_s(SOON_S),
+        default_status=dg.DefaultSensorStatus.RUNNING,
+    )
+    def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
+        """Requests what searches ask for and no run does yet."""
+        warehouse, requests, partitions, told = mergepipe.warehouse, [], [], []
+        for card in search_cards(warehouse, recipe_files(warehouse)):
+            look = _Look(context.instance, card, jobs.get(card.name), mergepipe.retry_s)
+            try:
+                problem = look.problem
+                said = problem or look.at(due_of(warehouse, card))
+            except Exception as error:  # it is this search's alone
+                said = str(error)
+            requests += look.requests
+            partitions += look.partitions
+            told.append(visible(f"{card.name}: {said}"))
+        if requests:
+            context.log.info("\n".join(told))
+            return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=partitions)
+        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(told) or "no searches"))
+
+    return search_sensor
+
+
+class _Look:
+    """One look at one search: what it gives to request."""
+
+    def __init__(
+        self,
+        instance: dg.DagsterInstance,
+        card: SearchCard,
+        jobs: Mapping[str, Any] | None,
+        retry_s: float,
+    ) -> None:
+        self._instance, self._card, self._jobs, self._retry_s = instance, card, jobs, retry_s
+        self.requests: list[dg.RunRequest] = []
+        self.partitions: list[dg.AddDynamicPartitionsRequest] = []
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be asked for."""
+        return self._card.problem or (None if self._jobs else "its definitions are being loaded")
+
+    def at(self, due: SearchDue) -> str:
+        """Request what is due; says where the search is and what waits, why."""
+        limit_pool(self._instance, pool(self._card), self._card.workers)
+        wanted = dg.RunsFilter(tags={SEARCH_TAG: self._card.name}, statuses=ACTIVE)
+        doing = [run.tags.get(STEP_TAG, "") for run in self._instance.get_runs(wanted)]
+        waits = [*self._evaluate(due, doing)]
+        if not doing and not self.requests:
+            waits += [*self._begin_or_show(due)]
+        return "; ".join([due.told, *waits])
+
+    def _evaluate(self, due: SearchDue, doing: list[str]) -> Iterator[str]:
+        """Candidates that nobody evaluates, as long as there are free workers."""
+        known = set(self._instance.get_dynamic_partitions(candidates(self._card).name or ""))
+        missing = [key for n in due.known if (key := f"{n:04d}") not in known]
+        if missing:
+            self.partitions.append(candidates(self._card).build_add_request(missing))
+        free = self._card.workers - sum(step.startswith("evaluate") for step in doing)
+        for number in due.waiting:
+            if len(self.requests) < free and f"evaluate {number:04d}" not in doing:
+                yield from self._ask("evaluate", f"{number:04d}", partition=f"{number:04d}")
+
+    def _begin_or_show(self, due: SearchDue) -> Iterator[str]:
+        """What is asked for while no run works on the search."""
+        if due.begins:
+            yield from self._ask("begin", str(len(due.known)))
+        elif due.results and self._shown("front") != due.results:
+            yield from self._ask("show", due.results, assets=["front"])
+        elif due.results and due.has_all and self._shown("refs") != due.results:
+            yield from self._ask("show", f"refs {due.results}", assets=["refs"])
+
+    def _ask(
+        self,
+        step: str,
+        about: str,
+        *,
+        partition: str | None = None,
+        assets: list[str] | None = None,
+    ) -> Iterator[str]:
+        """Request a run unless attempts at the same have failed lately; why not, if so."""
+        assert self._jobs is not None
+        tags = {SEARCH_TAG: self._card.name, STEP_TAG: f"{step} {about}"}
+        attempts = failed_attempts(self._instance, tags)
+        waiting = reason_to_wait(attempts, time.time(), self._retry_s)
+        if waiting is not None:
+            yield f"{step} {about}: {waiting}"
+            return
+        # All that there were, so that a result that somebody removed is asked for anew.
+        attempt = self._instance.get_runs_count(dg.RunsFilter(tags=tags)) + 1
+        keys = None if assets is None else [dg.AssetKey([self._card.name, a]) for a in assets]
+        self.requests.append(
+            dg.RunRequest(
+                run_key=f"{self._card.name}:{step}:{about}:{attempt}",
+                job_name=self._jobs[step].name,
+                partition_key=partition,
+                asset_selection=keys,
+                tags=tags,
+            )
+        )
+
+    def _shown(self, asset: str) -> str | None:
+        """The results of which an asset was made last."""
+        key = dg.AssetKey([self._card.name, asset])
+        event = self._instance.get_latest_materialization_event(key)
+        made = event.asset_materialization if event else None
+        return ((made.tags or {}) if made else {}).get("dagster/data_version")

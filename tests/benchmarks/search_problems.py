@@ -1,0 +1,72 @@
+"""Problems with a known front, as searches see them: two objectives, maximised between anchors.
+
+Few of a problem's dimensions may be active: then the others change nothing, and a prior can name
+those that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mergepipe_pipeline.optimise.trials import REFERENCE, Array
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """DTLZ2, whose best points lie in the middle, or at a quarter (`dtlz2-low`), or ZDT1.
+
+    An objective is worth 1 where it is 0, and 0 at its anchor.
+
+    The anchor is what an objective is at the end of the front of a design drawn at random. Active
+    dimensions are drawn from `seed`.
+    """
+
+    name: str
+    dims: int
+    active: int
+
+    def which(self, seed: int) -> np.ndarray:
+        """The active dimensions, of which the first decides the place on the front."""
+        return np.random.default_rng((seed, self.dims)).permutation(self.dims)[: self.active]
+
+    def scores(self, seed: int) -> Array:
+        """What a prior would say that knows the active dimensions."""
+        return np.isin(np.arange(self.dims), self.which(seed)).astype(float)
+
+    def values(self, points: Array, seed: int) -> Array:
+        """Values [n, 2] of points [n, dims]."""
+        return 1 - _OBJECTIVES[self.name](points[:, self.which(seed)]) / self._anchors()
+
+    def most(self) -> float:
+        """The hypervolume of the front itself."""
+        beyond = 1 / 3 if self.name == "zdt1" else np.pi / 4
+        return float((1 - REFERENCE) ** 2 - beyond / np.prod(self._anchors()))
+
+    def _anchors(self) -> Array:
+        if self.name == "zdt1":
+            return np.array([1.0, 5.5])
+        variance = 1 / 12 + (0.5 - _BEST[self.name]) ** 2
+        return np.full(2, 1 + (self.active - 1) * variance)
+
+
+def _dtlz2(x: Array, best: float) -> Array:
+    g = 1 + ((x[:, 1:] - best) ** 2).sum(axis=1)
+    angle = x[:, 0] * np.pi / 2
+    return np.stack([g * np.cos(angle), g * np.sin(angle)], axis=1)
+
+
+def _zdt1(x: Array) -> Array:
+    g = 1 + 9 * x[:, 1:].mean(axis=1)
+    return np.stack([x[:, 0], g * (1 - np.sqrt(x[:, 0] / g))], axis=1)
+
+
+#: Where each dimension of DTLZ2 but the first is best.
+_BEST = {"dtlz2": 0.5, "dtlz2-low": 0.25}
+_OBJECTIVES: dict[str, Callable[[Array], Array]] = {
+    **{name: partial(_dtlz2, best=best) for name, best in _BEST.items()},
+    "zdt1": _zdt1,
+}

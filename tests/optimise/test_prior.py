@@ -1,0 +1,73 @@
+"""Length-scales from differences of layers, as AP-BMM's code has them."""
+
+from __future__ import annotations
+
+from math import exp
+from statistics import median
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe_pipeline.optimise.prior import (
+    length_scales,
+    mixed_scores,
+    proportional_length_scales,
+    with_head,
+)
+
+scores_of_layers = st.lists(st.integers(0, 100), min_size=3, max_size=40, unique=True)
+
+
+def robust(scores: list[float]) -> list[float]:
+    """The paper's normalisation, for scores of which no half is equal."""
+    middle = median(scores)
+    spread = 1.4826 * median(abs(s - middle) for s in scores) + 1e-8
+    return [1 / (1 + exp(-(s - middle) / spread)) for s in scores]
+
+
+@given(scores_of_layers, st.randoms(use_true_random=False))
+def test_scores_are_normalised_mixed_smoothed_and_clipped_as_in_the_paper(
+    parameter: list[int], random: object
+) -> None:
+    activation = sorted(parameter, key=lambda _: random.random())  # type: ignore[attr-defined]
+    mixed = [(p + a) / 2 for p, a in zip(robust(parameter), robust(activation), strict=True)]
+    inner = [(a + 2 * b + c) / 4 for a, b, c in zip(mixed, mixed[1:], mixed[2:], strict=False)]
+    expected = np.clip([mixed[0], *inner, mixed[-1]], 0.05, 1.0)
+    found = mixed_scores(np.array(parameter, float), np.array(activation, float))
+    assert found == pytest.approx(expected)
+
+
+def test_the_head_gets_the_mean_of_the_layers() -> None:
+    assert with_head(np.array([1.0, 2.0, 6.0])).tolist() == [1.0, 2.0, 6.0, 3.0]
+
+
+@pytest.mark.parametrize("huge", [0.0, 1e300])
+def test_scores_that_are_mostly_equal_or_unknown_or_far_apart_are_ranked_without_warning(
+    huge: float,
+) -> None:
+    assert mixed_scores(np.array([3.0, 3, 3, 3])).tolist() == [0.5] * 4
+    assert mixed_scores(np.full(4, np.nan)).tolist() == [0.5] * 4
+    found = mixed_scores(np.array([0.0, 0, 0, 1e-3 + huge, 0, 0, np.nan]))
+    assert found.argmax() in (3, 6)
+    few_apart = np.array([0.0, 1e-7, 1.0, 2e-7, huge])
+    assert np.isfinite(mixed_scores(few_apart)).all()
+    assert np.isfinite(mixed_scores(-few_apart)).all()
+
+
+def test_a_seventh_of_the_dimensions_is_expected_to_matter_and_a_third_not_to() -> None:
+    lengths, counts = np.unique(length_scales(np.arange(37.0)), return_counts=True)
+    assert dict(zip(lengths, counts, strict=True)) == {0.5: 6, 1.0: 9, 2.0: 11, 5.0: 11}
+    assert length_scales(np.array([7.0])).tolist() == [0.5]
+
+
+@given(scores_of_layers)
+def test_a_higher_score_never_has_a_longer_length_scale(scores: list[int]) -> None:
+    order = np.argsort(scores)
+    assert (np.diff(length_scales(np.array(scores, float))[order]) <= 0).all()
+
+
+def test_a_prior_that_is_held_keeps_how_far_scores_are_apart() -> None:
+    scores = np.array([1.0, 0.5, 0.05, 0.05])
+    assert np.allclose(proportional_length_scales(scores), [0.5, 1.0, 10.0, 10.0])

@@ -1,0 +1,1 @@
+"""Searches over a tiny family, with real merges and a real evaluator."""

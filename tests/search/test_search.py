@@ -1,0 +1,376 @@
+"""A whole search over a tiny family: by the command line, by its verbs, and where things fail."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.errors import (
+    BusyError,
+    CheckpointChangedError,
+    CorruptionError,
+    EvaluationError,
+    RecipeError,
+    SearchError,
+)
+from mergepipe_pipeline.search.ledger import Ledger
+from mergepipe_pipeline.snapshots.find import list_snapshots
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.verbs.gc import collect
+from mergepipe_pipeline.verbs.repair import repair
+from mergepipe_pipeline.verbs.search import (
+    evaluate,
+    front,
+    pending,
+    pick,
+    propose,
+    publish_front,
+    read_search,
+    run_search,
+    search_cost,
+    search_of,
+    search_prior,
+    searches,
+    start_search,
+    state_of,
+    waiting,
+)
+from mergepipe_pipeline.verbs.verify_all import verify_all
+from tests.family import tensors_of, write_model
+from tests.search.world import EVALUATOR, World
+
+
+def call(world: World, *words: object) -> Result:
+    return CliRunner().invoke(main, ["--home", str(world.home.root), *map(str, words)])
+
+
+def _snapshots(world: World) -> set[str]:
+    return {s.snapshot_id for s in list_snapshots(world.home.snapshots)}
+
+
+def test_a_search_publishes_its_front_and_costs_no_more_than_was_stated(world: World) -> None:
+    path, home = world.write(), world.home
+    dry = call(world, "--json", "search", path, "--dry-run")
+    assert searches(home) == []
+    cost = json.loads(dry.stdout)["cost"]
+    done = call(world, "--json", "search", path)
+    assert done.exit_code == 0, done.stderr
+    shown = json.loads(done.stdout)
+    told = [json.loads(line) for line in done.stderr.splitlines() if '"evaluations"' in line]
+    assert [line["done"] for line in told] == [1, 2, 3, 4, 5, 6]
+    trials = shown["trials"]
+    assert [t["number"] for t in trials] == [1, 2, 3, 4, 5, 6]
+    for t in trials:
+        first, _, last, _ = t["point"]
+        assert t["metrics"]["good"] == pytest.approx((first + last) / 2, abs=1e-6)
+        assert t["values"] == pytest.approx([t["metrics"]["good"], 1 - t["metrics"]["cost"] / 2])
+    spent = [t["merge"] for t in trials]
+    assert spent[0]["layers_merged"] == cost["layers"] == 5
+    # The embeddings are not searched: every other candidate takes them over.
+    assert [m["layers_merged"] for m in spent[1:]] == [cost["layers_changed"]] * 5 == [4] * 5
+    assert sum(m["nbytes_read"] for m in spent) <= cost["nbytes"] < cost["scratch_nbytes"]
+    assert all(m["nbytes_read"] < m["scratch_nbytes"] for m in spent[1:])
+    _front_is_published(world, shown)
+    again = call(world, "--json", "search", path)
+    assert json.loads(again.stdout)["trials"] == trials
+    assert len(world.log("begun")) == 6
+
+
+def _front_is_published(world: World, shown: dict) -> None:  # type: ignore[type-arg]
+    home, by_number = world.home, {t["number"]: t for t in shown["trials"]}
+    best = [by_number[n] for n in shown["front"]]
+    assert [t["ref"] for t in best] == [f"mix.{k}" for k in range(1, len(best) + 1)]
+    goods = [t["metrics"]["good"] for t in best]
+    assert goods == sorted(goods, reverse=True)
+    for t in shown["trials"]:
+        dominated = any(np.all(np.array(b["values"]) >= t["values"]) for b in best if b is not t)
+        assert dominated != (t in best)
+    assert home.refs.current("mix.1").snapshot_id == best[0]["snapshot_id"]
+    collect(home, older_than_s=0)
+    assert _snapshots(world) == {t["snapshot_id"] for t in best}
+    assert len(best) < len(by_number)
+    picture = world.folder / "front.svg"
+    shown_again = call(world, "--json", "front", world.folder / "mix.yml", "--picture", picture)
+    assert json.loads(shown_again.stdout)["front"] == shown["front"]
+    assert picture.read_text().startswith("<svg")
+    for command in (("explain", "snapshot", "mix.1"), ("verify", "mix.1"), ("replay", "mix.1")):
+        found = call(world, *command)
+        assert found.exit_code == 0, found.output
+
+
+def test_of_candidates_with_equal_values_the_first_is_on_the_front(world: World) -> None:
+    path = world.write("evaluations: 3\nmethod: sobol\n")
+    path.write_text(path.read_text().replace("good:", "half:").replace("cost:", "third:"))
+    evaluator = world.folder / "eval.py"
+    evaluator.write_text(evaluator.read_text().replace('"half": 0.5', '"half": 0.5, "third": 1'))
+    run_search(world.home, search := start_search(world.home, path))
+    assert len(front(world.home, search).trials) == 3
+    assert front(world.home, search).numbers == (1,)
+
+
+def test_a_failed_evaluation_is_a_result_and_not_the_end(world: World) -> None:
+    world.flag("picky")
+    search = start_search(world.home, world.write("evaluations: 4\nmethod: sobol\n"))
+    state = run_search(world.home, search)
+    trials = front(world.home, search).trials
+    failed = [t for t in trials if t.failure]
+    assert state.done == 4
+    assert 0 < state.failed == len(failed) < 4
+    assert all("this one is too hard" in t.failure and t.values == (-0.2, -0.2) for t in failed)
+    assert not any(t.is_on_front for t in failed)
+    assert [t.failure == "" for t in trials] == [t.point[0] <= 0.5 for t in trials]
+
+
+def test_a_search_whose_evaluations_all_fail_ends_and_goes_on_when_it_is_mended(
+    world: World,
+) -> None:
+    path = world.write("evaluations: 6\nmethod: sobol\nfailures: 3\n")
+    path.write_text(path.read_text().replace("good:", "best:"))
+    done = call(world, "search", path)
+    assert done.exit_code == SearchError.exit_code
+    assert "the last 3 evaluations failed" in done.stderr
+    assert "does not print the metric 'best'; it prints good, cost, half" in done.stderr
+    search = search_of(world.home, "mix")
+    assert (state_of(world.home, search).done, len(world.log("ended"))) == (3, 3)
+    assert call(world, "search", path).exit_code == SearchError.exit_code
+    for result in (world.home.search_ledgers / "mix" / "results").iterdir():
+        result.unlink()
+    assert waiting(world.home, search) == [1, 2, 3]
+
+
+def test_a_candidate_is_evaluated_by_one_process_at_a_time(world: World) -> None:
+    home = world.home
+    search = start_search(home, world.write("evaluations: 3\nmethod: sobol\n"))
+    assert propose(home, search, 2) == [1, 2]
+    with Ledger(home, "mix").claim(1):
+        assert (pending(home, search), waiting(home, search)) == ([1, 2], [2])
+        with pytest.raises(BusyError, match="process"):
+            evaluate(home, search, 1)
+    assert evaluate(home, search, 1) == evaluate(home, search, 1)
+    assert len(world.log("begun")) == 1
+    assert propose(home, search, 9) == [3]
+    assert propose(home, search, 1) == []
+    assert list(home.leases_dir.glob("search-mix-*.lock")) == []
+
+
+def test_a_search_whose_last_candidates_others_propose_meanwhile_is_not_used_up(
+    world: World,
+) -> None:
+    home = world.home
+    search = start_search(home, world.write("evaluations: 3\nmethod: sobol\nprior: none\n"))
+    for number in propose(home, search, 2):
+        evaluate(home, search, number)
+    ledger = Ledger(home, "mix")
+    with ThreadPoolExecutor(1) as pool:
+        with ledger.claim(3):
+            with ledger.turn():
+                running = pool.submit(run_search, home, search)
+                time.sleep(1)  # it has seen that one is left, and waits for its turn
+                ledger.put_proposal(3, (0.25,) * len(search_prior(home, search).labels))
+            time.sleep(1)
+            assert not running.done()
+        assert running.result(60).done == 3
+    assert len(world.log("begun")) == 3
+
+
+def test_a_search_that_has_tried_every_point_of_its_grid_says_so(world: World) -> None:
+    home = world.home
+    keys = "evaluations: 66\nmethod: sobol\nprior: none\nspace: {blocks: 1, head: 0.5}\n"
+    search = start_search(home, world.write(keys))
+    assert len(search_prior(home, search).labels) == 1
+    ledger = Ledger(home, "mix")
+    for number in range(1, 66):
+        ledger.put_proposal(number, ((number - 1) / 64,))
+    one = evaluate(home, search, 1)
+    for number, proposal in ledger.proposals().items():
+        ledger.put_result(replace(one, number=number, point=proposal.point))
+    with pytest.raises(SearchError, match="used up") as refused:
+        run_search(home, search)
+    assert "found 65 points, and no other on the grid" in str(refused.value)
+
+
+def test_another_file_another_source_and_another_evaluator_are_refused(world: World) -> None:
+    home, path = world.home, world.write()
+    search = start_search(home, path)
+    path.write_text("# the same\n" + path.read_text())
+    assert start_search(home, path).began == search.began
+    world.write("evaluations: 7\nmethod: sobol\n")
+    with pytest.raises(SearchError, match="Another search has this name"):
+        start_search(home, path)
+    world.write()
+    (number,) = propose(home, search, 1)
+    evaluator = world.folder / "eval.py"
+    evaluator.write_text(EVALUATOR + "# another")
+    with pytest.raises(EvaluationError, match="not what it was when the search began"):
+        evaluate(home, search, number)
+    evaluator.write_text(EVALUATOR)
+    world.make("one", 2.0)
+    with pytest.raises(CheckpointChangedError, match="one, of the search mix"):
+        evaluate(home, search, number)
+    world.make("one", 1.0)
+    assert evaluate(home, search, number).failure == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("space: {blocks: 9}", "space.blocks: expected at most 3, found 9"),
+        ("parameters: {wieght: 1}", "wieght"),
+        ("budget: lots", "lots"),
+        ("sources: [one, gone]", "gone"),
+        ("evaluate: {command: [python, gone.py]}", "gone.py"),
+        ("prompts: gone.txt", "gone.txt"),
+    ],
+)
+def test_what_does_not_fit_the_models_is_refused_before_anything_is_written(
+    world: World, keys: str, told: str
+) -> None:
+    path = world.write(f"evaluations: 3\n{keys}\n")
+    if (key := keys.partition(":")[0]) in ("sources", "evaluate"):
+        lines = [x for x in path.read_text().splitlines() if not x.startswith(key) or x == keys]
+        path.write_text("\n".join(lines))
+    found = call(world, "search", path)
+    assert found.exit_code not in (0, 1, 70), found.output
+    assert told in found.stderr
+    assert searches(world.home) == []
+
+
+def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) -> None:
+    home = world.home
+    search = start_search(home, world.write("evaluations: 5\nmethod: sobol\n"))
+    run_search(home, search)
+    trials = front(home, search).trials
+    enough = [t for t in trials if t.metrics["good"] >= 0.4]
+    cheapest = min(enough, key=lambda t: t.metrics["cost"])
+    collect(home, older_than_s=0)
+    assert pick(home, search, {"good": 0.4}).snapshot_id == cheapest.snapshot_id
+    best = pick(home, search, {}, cost="good", ref="best")
+    assert best.snapshot_id == max(trials, key=lambda t: t.metrics["good"]).snapshot_id
+    # A candidate off the front was collected: it is merged again, to the same bytes.
+    (off, *_) = [t for t in trials if not t.is_on_front]
+    assert off.snapshot_id not in _snapshots(world)
+    exact = {name: off.metrics[name] for name in ("good", "cost")}
+    assert pick(home, search, exact, exact, ref="off").snapshot_id == off.snapshot_id
+    with pytest.raises(SearchError) as caught:
+        pick(home, search, {"good": 0.95})
+    top = max(trials, key=lambda t: t.metrics["good"])
+    assert caught.value.found == (
+        f"the highest good is {top.metrics['good']:.10g}, of candidate {top.number}"
+    )
+    with pytest.raises(SearchError, match="Nothing of the search has this metric"):
+        pick(home, search, {"speed": 1})
+    assert call(world, "pick", "mix", "--min", "good").exit_code == 2
+
+
+def test_a_damaged_result_is_said_and_repair_has_it_evaluated_again(world: World) -> None:
+    home = world.home
+    search = start_search(home, world.write("evaluations: 2\nmethod: sobol\n"))
+    run_search(home, search)
+    before = front(home, search)
+    path = home.search_ledgers / "mix" / "results" / "0002.json"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError, match=r"0002\.json"):
+        front(home, search)
+    assert any(str(path) == f.file for f in verify_all(home, ("structure",)).findings)
+    # What may name a snapshot of the front is in doubt, so that all stay.
+    stay = _snapshots(world)
+    assert "may name one" in "".join(collect(home, older_than_s=0).notes)
+    assert _snapshots(world) == stay
+    assert str(path) in repair(home).taken
+    assert pending(home, search) == [2]
+    run_search(home, search)
+    assert [t.values for t in front(home, search).trials] == [t.values for t in before.trials]
+    assert len(world.log("begun")) == 2
+
+
+def test_a_fact_under_another_name_or_of_another_search_is_no_fact(world: World) -> None:
+    home = world.home
+    search = start_search(home, world.write("evaluations: 2\nmethod: sobol\n"))
+    propose(home, search, 2)
+    folder = home.search_ledgers / "mix" / "proposals"
+    (folder / "0003.json").write_bytes((folder / "0002.json").read_bytes())
+    with pytest.raises(CorruptionError, match=r"found mergepipe-search/1, proposals/0002\.json of"):
+        propose(home, search, 1)
+    (folder / "0003.json").unlink()
+    folder.parent.rename(home.search_ledgers / "other")
+    with pytest.raises(CorruptionError, match=r"search\.json of mix"):
+        search_of(home, "other")
+
+
+def test_layers_that_differ_more_have_shorter_length_scales_and_blocks_of_their_own(
+    world: World,
+) -> None:
+    world.make("one", 1.0, layer_1=9.0)
+    path = world.write("evaluations: 2\nmethod: sobol\nspace: {blocks: 2, embeddings: search}\n")
+    search = start_search(world.home, path)
+    prior = search_prior(world.home, search)
+    assert prior.parameter == pytest.approx((3 / 11, 27 / 11, 3 / 11), rel=1e-3)
+    assert prior.labels[2:] == ("head", "embed")
+    assert len(prior.blocks) == 2
+    assert prior.length_scales is not None
+    (own,) = [n for n, block in enumerate(prior.blocks) if "layer.01" in block]
+    assert prior.length_scales[own] == min(prior.length_scales)
+
+
+def test_layers_that_do_not_change_are_taken_over_from_other_candidates(world: World) -> None:
+    path = world.write("evaluations: 3\nmethod: sobol\nspace: {blocks: 1, head: 0.5}\n")
+    path.write_text(path.read_text().replace("task_arithmetic", "linear"))
+    search = start_search(world.home, path)
+    assert search_cost(world.home, search).layers_changed == 3
+    run_search(world.home, search)
+    trials = front(world.home, search).trials
+    assert [t.merge.layers_reused for t in trials if t.merge] == [0, 2, 2]
+    assert [t.metrics["good"] for t in trials] == pytest.approx([t.point[0] for t in trials])
+    (ref, *_) = publish_front(world.home, search)
+    merged = open_checkpoint(f"{world.home.snapshots / ref.snapshot_id}", "x")
+    assert len(merged.tensors) == len(open_checkpoint(f"{world.folder / 'base'}", "b").tensors)
+
+
+def test_each_source_may_have_a_weight_of_its_own_and_a_density(world: World) -> None:
+    text = "evaluations: 2\nmethod: sobol\nspace: {weights: each, density: [0.5, 1]}\n"
+    path = world.write(text)
+    path.write_text(path.read_text().replace("task_arithmetic", "ties"))
+    search = read_search(world.home, path)
+    assert len(search_prior(world.home, start_search(world.home, path)).labels) == 2 * 4 + 1
+    assert search_cost(world.home, search).layers_changed == 5
+    assert run_search(world.home, start_search(world.home, path)).failed == 0
+
+
+def test_a_file_that_is_none_and_a_search_that_is_none_are_said(world: World) -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_search(world.home, Path("gone.yml"))
+    assert call(world, "front", "gone").exit_code == 17
+
+
+def test_activations_over_prompts_differ_from_the_layer_on_in_which_sources_differ(
+    world: World,
+) -> None:
+    pytest.importorskip("transformers")
+    size = {"layers": 3, "hidden": 8, "vocab": 16}
+    tensors = tensors_of(0, None, **size, dtype=torch.float32)
+    write_model(world.folder / "base", tensors, **size)
+    write_model(world.folder / "zero", tensors, **size)
+    name = "model.layers.1.mlp.down_proj.weight"
+    write_model(world.folder / "one", tensors | {name: 30 * tensors[name]}, **size)
+    (world.folder / "prompts.txt").write_text("w3 w4 w5\n\nw6 w7\n")
+    path = world.write("evaluations: 2\nmethod: sobol\nprompts: prompts.txt\n")
+    prior = search_prior(world.home, start_search(world.home, path))
+    assert prior.activation is not None
+    before, at, after = prior.activation
+    assert before == pytest.approx(0.0, abs=1e-6)
+    assert min(at, after) > 1e-4
+    (world.folder / "prompts.txt").write_text("")
+    other = path.rename(world.folder / "other.yml")
+    with pytest.raises(EvaluationError, match="has no prompt"):
+        search_prior(world.home, start_search(world.home, other))
