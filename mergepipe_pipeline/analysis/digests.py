@@ -13,7 +13,7 @@ from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments, Segments
 from mergepipe_pipeline.spec.view import TensorView, view_of
 from mergepipe_pipeline.storage.reader import BlockReader
-from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.tensors.stored import read_stored
 from mergepipe_pipeline.tensors.verified import Verifier, Verify
 
@@ -36,6 +36,8 @@ def digest_checkpoint(
     wanted = [t for t in checkpoint.tensors if names is None or t.name in names]
     with open_source(checkpoint.root) as source, Workers(threads.FILES) as workers:
         reader = BlockReader(source, checkpoint, None)
+        if isinstance(source, FetchedAhead):
+            source.expect(FileRange(t.file, t.start_byte, t.start_byte + t.nbytes) for t in wanted)
 
         def digest(entry: TensorEntry) -> tuple[Segments, ...]:
             found: list[list[bytes]] = [[] for _ in levels]

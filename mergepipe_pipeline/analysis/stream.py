@@ -7,7 +7,7 @@ memory or how many threads there are. Memory is a few windows, whatever the tens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,11 +17,11 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.spec.view import TensorView, parts_of
 from mergepipe_pipeline.storage.reader import BlockReader
-from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
-from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
+from mergepipe_pipeline.tensors.low_rank import AdapterUpdate, open_update
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import announce_stored, read_stored
 from mergepipe_pipeline.tensors.verified import Verifier, Verify
@@ -115,6 +115,7 @@ class WindowReader:
 
                     yield Job(run, job.hint)
 
+        self._expect(v for f in families for v in (*f.experts, f.base))
         at = 0
         for number, found in self._ahead.results(jobs()):
             if number != at:
@@ -178,6 +179,18 @@ class WindowReader:
         for view, verifier in self._verifiers.popleft():
             verifier.finish(partial(read_stored, self._reader, view))
 
+    def _expect(self, views: Iterable[TensorView]) -> None:
+        """Tell sources that fetch ahead of the tensors that views read."""
+        ranges: dict[int, list[FileRange]] = {}
+        for part in (part for view in views for part in parts_of(view)):
+            e = part.entry
+            found = FileRange(e.file, e.start_byte, e.start_byte + e.nbytes)
+            ranges.setdefault(part.source, []).append(found)
+        for number, wanted in ranges.items():
+            source = self._sources[number]
+            if isinstance(source, FetchedAhead):
+                source.expect(wanted)
+
     def _check(self, view: TensorView) -> Verify | None:
         if self._known is None or not view.stored:
             return None
@@ -188,8 +201,8 @@ class WindowReader:
     def _reader(self, source: int) -> BlockReader:
         return self._readers[source]
 
-    def _update(self, view: TensorView) -> LowRankUpdate | None:
-        return LowRankUpdate(self._reader, view.low_rank, self._known) if view.low_rank else None
+    def _update(self, view: TensorView) -> AdapterUpdate | None:
+        return open_update(self._reader, view.low_rank, self._known)
 
     def _length(self, n_experts: int, row_elems: int) -> int:
         """Elements of a window: about as many bytes for any number of experts, in whole rows."""
@@ -207,7 +220,7 @@ class WindowReader:
     ) -> Iterator[Job[list[T]]]:
         updates = [self._update(v) for v in family.experts]
         base, base_update = family.base, self._update(family.base)
-        needs_base = any(v.stands_alone for v in family.experts)
+        needs_base = any(v.delta_needs_base for v in family.experts)
         self._verifiers.append([])
         checks = [None if is_taken and v.whole else self._check(v) for v in family.experts]
         is_base_taken = is_taken and family.hashed_with is not None
@@ -257,20 +270,20 @@ class WindowReader:
     def _delta(
         self,
         expert: TensorView,
-        update: LowRankUpdate | None,
+        update: AdapterUpdate | None,
         check: Verify | None,
         at: _Place,
         buffers: Buffers,
         number: int,
         base: TensorView,
-        base_update: LowRankUpdate | None,
+        base_update: AdapterUpdate | None,
     ) -> DeltaWindow:
         stop = max(at.start, min(at.stop, expert.numel))
         n = stop - at.start
         raw = buffers.bytes(number, n * itemsize(expert.dtype) if expert.stored else 0)
         row = ExpertRow(self._reader, expert, ((0, expert.numel),), raw, update, check)
         row.fetch(at.start, stop)
-        base_row = at.base_row if expert.stands_alone else None
+        base_row = at.base_row if expert.delta_needs_base else None
         raw_b = base_row.raw[: n * itemsize(base.dtype)] if base_row else raw[:0]
         plain = base_row is not None and (update, base_update) == (None, None)
         dtype = expert.dtype if plain and expert.dtype == base.dtype else None

@@ -174,4 +174,4 @@ def _views(layers: Iterable[LayerTask]) -> Iterator[tuple[TensorView, str]]:
 def _parts(view: TensorView) -> Iterator[Part]:
     yield from view.stored
     if view.low_rank:
-        yield from (view.low_rank.a, view.low_rank.b)
+        yield from view.low_rank.parts

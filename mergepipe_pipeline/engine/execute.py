@@ -75,8 +75,10 @@ class LayerRunner:
     def __init__(
         self, plan: MergePlan, options: EngineOptions, known: KnownSegments | None = None
     ) -> None:
-        self._options = options
-        self._sources = SourcePool(plan, known)
+        self._options = options.with_packs() if plan.packs else options
+        if _has_second_reading(plan):
+            self._options = self._options.with_second_reading()
+        self._sources = SourcePool(plan, known, self._options.held_bytes)
         self._window, make_buffers = _backend(options)
         self._buffers: FreeList[Any] = FreeList(make_buffers)
         self._n_inputs = sum(len(t.experts) for layer in plan.layers for t in layer.tasks)
@@ -107,6 +109,7 @@ class LayerRunner:
         Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full
         disk, CorruptionError if the bytes read are not the bytes planned, or not those analysed.
         """
+        self._sources.will_run([layer for layer, _ in layers])
         with closing(self._merged(self._windows([layer for layer, _ in layers]))) as merged:
             for layer, path in layers:
                 yield self._written(layer, path, merged, progress)
@@ -208,6 +211,11 @@ def _in_file_order(layer: LayerTask) -> list[TensorTask]:
     tasks = {t.name: t for t in layer.tasks}
     order = tensor_order([(t.name, t.out_dtype, t.shape) for t in layer.tasks])
     return [tasks[name] for name, _, _ in order]
+
+
+def _has_second_reading(plan: MergePlan) -> bool:
+    """Whether experts are read for their norms before they are merged."""
+    return any(e.l1 is not None for x in plan.layers for t in x.tasks for e in t.experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

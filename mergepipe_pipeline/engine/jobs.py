@@ -18,7 +18,7 @@ from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.blocks import clip, total_elems
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
-from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
+from mergepipe_pipeline.tensors.low_rank import open_update
 from mergepipe_pipeline.tensors.stored import Readers, read_stored
 from mergepipe_pipeline.tensors.verified import Verify
 
@@ -43,18 +43,14 @@ class Job:
         #: Bytes per stored element of each expert, and of the base at the end.
         self.sizes = [itemsize(e.view.dtype) for e in task.experts]
         self.sizes += [itemsize(task.base.view.dtype)] if task.base else []
-        self.updates = [
-            LowRankUpdate(expert, e.view.low_rank, known) if e.view.low_rank else None
-            for e in task.experts
-        ]
-        low_rank = task.base and task.base.view.low_rank
-        self.base_update = LowRankUpdate(base_readers, low_rank, known) if low_rank else None
+        self.updates = [open_update(expert, e.view.low_rank, known) for e in task.experts]
+        low_rank = task.base.view.low_rank if task.base else None
+        self.base_update = open_update(base_readers, low_rank, known)
         base = task.base
         #: Per expert, what it gets of a pack.
         self.packed = [sources.packed(e, before=before) for e in experts]
         #: Per expert, ranges as `ExpertInput` has them, of which windows ask again and again.
         self.differing = [e.differing for e in experts]
-        self.bits_read = [e.bits_read for e in experts]
         self._verifiers = [
             sources.verifier(e.view, e.digest) if e.read or _has_bits(e) else None for e in experts
         ]
@@ -75,13 +71,12 @@ class Job:
                 verifier.finish()
         if self._base_verifier and self.task.base:
             view = self.task.base.view
-            self._base_verifier.finish(partial(read_stored, self.sources.base_before, view))
+            self._base_verifier.finish(partial(read_stored, self.sources.base_besides, view))
 
     @property
     def needs_torch(self) -> bool:
         """Whether any window of it is computed by torch, which takes a second to load."""
-        is_bfloat16 = self.is_stored_bfloat16 or self.is_near_bfloat16
-        is_compiled = self.kernel is not None and is_bfloat16
+        is_compiled = self.kernel is not None and self.is_bfloat16
         return not self.unchanged and not (is_compiled and self.task.out_dtype == "BF16")
 
     @property
@@ -96,7 +91,7 @@ class Job:
         if self.unchanged:
             return 0
         held = self.stored_bytes_per_elem + MERGED_BYTES
-        if self.is_copy or (self.kernel is not None and self.is_stored_bfloat16):
+        if self.is_copy or (self.kernel is not None and self.is_bfloat16):
             return held
         rows = 4 * len(self.sizes)
         return held + rows + (0 if self.kernel is not None else _OPERATOR_BYTES)
@@ -172,27 +167,16 @@ class Job:
         return all(r.gives_bits for p in packed for r in p.ranges)
 
     @cached_property
-    def is_stored_bfloat16(self) -> bool:
-        """Whether the kernel can work on bytes as they are stored, or as a pack gives them back."""
-        return self.gives_bits and self._is_bfloat16 and (self.as_delta or self._stand_alone)
-
-    @cached_property
-    def is_near_bfloat16(self) -> bool:
-        """Whether the kernel can work on δ of stored bytes and on δ̂, a chunk after the other."""
-        return not self.gives_bits and self._is_bfloat16 and self.as_delta and self._stand_alone
+    def is_bfloat16(self) -> bool:
+        """Whether the kernel can work on bytes as they are stored, and on numbers from packs."""
+        is_plain = all(v.dtype == "BF16" and v.low_rank is None for v in self._views)
+        values = self.gives_bits and all(v.stands_alone for v in self._views)
+        return is_plain and (self.as_delta or values)
 
     @property
     def _views(self) -> list[TensorView]:
         base = self.task.base
         return [e.view for e in self.task.experts] + ([base.view] if base else [])
-
-    @property
-    def _is_bfloat16(self) -> bool:
-        return all(v.dtype == "BF16" and v.low_rank is None for v in self._views)
-
-    @property
-    def _stand_alone(self) -> bool:
-        return all(v.stands_alone for v in self._views)
 
     @cached_property
     def kernel(self) -> FusedKernel | None:
@@ -205,8 +189,7 @@ class Job:
     def is_delta(self) -> tuple[bool, ...]:
         """Per expert, whether what the kernel gets of it is δ, not T."""
         return tuple(
-            not self.is_stored_bfloat16 or e.view.is_delta or not e.view.stored
-            for e in self.task.experts
+            not self.is_bfloat16 or e.view.is_delta or not e.view.stored for e in self.task.experts
         )
 
 

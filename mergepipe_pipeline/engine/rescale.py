@@ -200,7 +200,8 @@ def _is_told_by_norm(job: Job, number: int) -> bool:
 
 
 def _is_other_norm(e: ExpertInput, whole: float) -> bool:
-    return e.l1 is not None and abs(whole - e.l1) > _NORM_ERROR * e.l1
+    # NaN is no norm, and nothing is larger than it is.
+    return e.l1 is not None and not abs(whole - e.l1) <= _NORM_ERROR * e.l1
 
 
 def _refuse_other_norm(job: Job, e: ExpertInput, whole: float) -> NoReturn:

@@ -10,20 +10,35 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Literal
 
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CheckpointChangedError
+from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.packs.elements import PackedElements
 from mergepipe_pipeline.packs.reader import Allowed, PackReader
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.pack import TIERS_OF, Tier
-from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan
+from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments
 from mergepipe_pipeline.spec.view import Part, TensorView
+from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, SecondReading
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader, Tally
-from mergepipe_pipeline.storage.source import Reading, open_source
+from mergepipe_pipeline.storage.source import (
+    CheckpointSource,
+    FetchedAhead,
+    FileRange,
+    LocalSource,
+    RangedFiles,
+    Reading,
+    open_source,
+)
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.tensors.verified import Verifier
+
+#: Whether who reads is the merge, or somebody before it, or reads what is not merged at all.
+_When = Literal["merge", "before", "besides"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +71,36 @@ class SourcePool:
     Raises CheckpointChangedError when a checkpoint is not the one that was planned.
     """
 
-    def __init__(self, plan: MergePlan, known: KnownSegments | None = None) -> None:
+    def __init__(
+        self, plan: MergePlan, known: KnownSegments | None = None, held_nbytes: int = 0
+    ) -> None:
+        """`held_nbytes`: of what is read before the merge, so many bytes are kept for it."""
         self._stack = ExitStack()
+        self._held = HeldBytes(held_nbytes)
+        self._held_files: dict[int, HeldFiles] = {}
         self.known = known
-        self._readers: dict[tuple[int, bool], BlockReader] = {}
-        self._before: dict[tuple[int, bool], BlockReader] = {}
+        self._readers: dict[tuple[int, bool, _When], BlockReader] = {}
         self._packs: dict[tuple[int, bool], PackReader] = {}
         self._tallies = {True: Tally(), False: Tally()}
         self._plan = plan
         # A budget is of bytes that storage delivers: nothing is fetched on the side.
         self._reading: Reading = "exact" if fits_page_cache(_planned_nbytes(plan)) else "once"
         self._lock = threading.Lock()
+        self._layers: Sequence[LayerTask] = ()
+        self._far: list[tuple[FetchedAhead, int, bool]] = []
 
     def __enter__(self) -> SourcePool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def will_run(self, layers: Sequence[LayerTask]) -> None:
+        """Say which layers will be merged, for sources that fetch ahead of the merge."""
+        with self._lock:
+            self._layers = layers
+            for files, number, gated in self._far:
+                files.expect(file_ranges(layers, number, gated=gated))
 
     @property
     def reads_ahead(self) -> bool:
@@ -89,11 +117,15 @@ class SourcePool:
 
     def expert_before(self, source: int) -> BlockReader:
         """As `expert`, for bytes that the merge itself will read and count."""
-        return self._reader(source, gated=True, before=True)
+        return self._reader(source, gated=True, when="before")
 
     def base_before(self, source: int) -> BlockReader:
         """As `base`, for bytes that the merge itself will read and count."""
-        return self._reader(source, gated=False, before=True)
+        return self._reader(source, gated=False, when="before")
+
+    def base_besides(self, source: int) -> BlockReader:
+        """As `base`, for bytes that are not merged, and not counted."""
+        return self._reader(source, gated=False, when="besides")
 
     def packed(self, e: ExpertInput, *, before: bool = False) -> PackedElements | None:
         """What an expert's input gets of a pack, as the plan says; `before` as above.
@@ -129,7 +161,9 @@ class SourcePool:
 
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if any file read so far is not the planned one any more."""
-        for reader in (*self._readers.values(), *self._before.values()):
+        with self._lock:  # workers that read ahead open more of them meanwhile
+            readers = list(self._readers.values())
+        for reader in readers:
             reader.verify_unchanged()
 
     def read_here(self) -> Read:
@@ -137,14 +171,14 @@ class SourcePool:
         expert, base = self._tallies[True], self._tallies[False]
         return Read(expert.nbytes, base.nbytes, expert.read_s + base.read_s)
 
-    def _reader(self, source: int, *, gated: bool, before: bool = False) -> BlockReader:
-        key, readers = (source, gated), self._before if before else self._readers
+    def _reader(self, source: int, *, gated: bool, when: _When = "merge") -> BlockReader:
+        key = source, gated, when
         with self._lock:  # one reader per source: workers ask at once, and each counts its bytes
-            if key not in readers:
-                readers[key] = self._open(source, gated=gated, before=before)
-            return readers[key]
+            if key not in self._readers:
+                self._readers[key] = self._open(source, gated, when)
+            return self._readers[key]
 
-    def _open(self, number: int, *, gated: bool, before: bool) -> BlockReader:
+    def _open(self, number: int, gated: bool, when: _When) -> BlockReader:
         planned = self._plan.sources[number]
         checkpoint = open_checkpoint(planned.root, planned.name, probes=False)
         if checkpoint.stamp != planned.stamp:
@@ -156,10 +190,26 @@ class SourcePool:
                 next_step="run the merge again: it plans anew from the files as they are",
             )
         # What is read before will be read again.
-        reading: Reading = "exact" if before else self._reading
+        is_merge = when == "merge"
+        reading: Reading = self._reading if is_merge else "exact"
         files = self._stack.enter_context(open_source(planned.root, reading))
+        if isinstance(files, FetchedAhead) and is_merge:
+            self._far.append((files, number, gated))
+            files.expect(file_ranges(self._layers, number, gated=gated))
         allowed = access_set(self._plan.layers, number) if gated else None
-        return BlockReader(files, checkpoint, allowed, None if before else self._tallies[gated])
+        tally = self._tallies[gated] if is_merge else None
+        return BlockReader(self._holding(files, number, when), checkpoint, allowed, tally)
+
+    def _holding(self, files: CheckpointSource, number: int, when: _When) -> RangedFiles:
+        """The files of a source; of a local one what is read before the merge is held for it."""
+        is_local = isinstance(files, LocalSource)  # what is far away is kept when it was fetched
+        if not is_local or not self._held.nbytes or when == "besides":
+            return files
+        held = self._held_files.setdefault(number, HeldFiles(self._held))
+        if when == "merge":
+            return SecondReading(files, held)
+        past = self._stack.enter_context(open_source(self._plan.sources[number].root, "once"))
+        return FirstReading(past, files, held, self._held)
 
     def _open_pack(self, number: int, before: bool) -> PackReader:
         tally = Tally() if before else self._tallies[True]
@@ -192,6 +242,27 @@ def access_set(layers: Sequence[LayerTask], source: int) -> dict[str, tuple[Rang
     return {name: coalesce(r) for name, r in ranges.items()}
 
 
+def file_ranges(layers: Sequence[LayerTask], source: int, *, gated: bool) -> Iterator[FileRange]:
+    """Bytes of a source's files that layers read as an expert's (`gated`) or the base's, in order.
+
+    Of the base only what is read in any case: an operator on values may do without it.
+    """
+    for task in (task for layer in layers for task in layer.tasks):
+        found = [p for e in task.experts for p in _parts_read(e)] if gated else _base_parts(task)
+        for part, ranges in found:
+            size, at = itemsize(part.entry.dtype), part.entry.start_byte
+            for a, b in coalesce(ranges) if part.source == source else ():
+                yield FileRange(part.entry.file, at + a * size, at + b * size)
+
+
+def _base_parts(task: TensorTask) -> list[tuple[Part, Sequence[Range]]]:
+    base, operator = task.base, OPERATORS.get(task.operator)
+    is_update = operator is None or operator.schema.space == "delta"
+    if base is None or not (is_update or (operator and operator.schema.base != "none")):
+        return []
+    return list(_parts(base.view, ((0, base.view.numel),)))
+
+
 def packed_access_set(layers: Sequence[LayerTask], pack: int) -> Allowed:
     """Tensor and tier of a pack to the elements that the layers read of it."""
     ranges: dict[tuple[str, Tier], list[Range]] = {}
@@ -206,13 +277,20 @@ def packed_access_set(layers: Sequence[LayerTask], pack: int) -> Allowed:
 
 def _parts_read(e: ExpertInput) -> Iterator[tuple[Part, Sequence[Range]]]:
     """The stored tensors of one input, with the ranges of their elements that it reads."""
-    view = e.view
-    if e.read and view.low_rank:
-        for factor in (view.low_rank.a, view.low_rank.b):
-            yield factor, [(0, factor.entry.numel)]
+    return _parts(e.view, e.read)
+
+
+def _parts(view: TensorView, read: Sequence[Range]) -> Iterator[tuple[Part, Sequence[Range]]]:
+    """The stored tensors of a view, with the ranges of their elements that elements in `read` are.
+
+    Factors of a low-rank update are read in whole.
+    """
+    if read and view.low_rank:
+        for part in view.low_rank.parts:
+            yield part, [(0, part.entry.numel)]
     if view.stored and not view.runs:
-        yield view.stored[0], e.read
+        yield view.stored[0], read
     for run in view.runs:
         shift = run.at_elem - run.start_elem
-        inside = clip(e.read, run.start_elem, run.start_elem + run.n_elems)
+        inside = clip(read, run.start_elem, run.start_elem + run.n_elems)
         yield view.stored[run.part], [(a + shift, b + shift) for a, b in inside]

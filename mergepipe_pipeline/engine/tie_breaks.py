@@ -13,7 +13,8 @@ from functools import partial
 import numpy as np
 
 from mergepipe_pipeline.concurrency.sequencer import Sequencer
-from mergepipe_pipeline.operators.kernels.bits import Stored
+from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, subtract, times
+from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.ties import TieBreaker
@@ -91,3 +92,17 @@ def nth_in(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[in
     below = np.empty(0, expert.dtype) if base is None else base
     place, count = nth_tie(expert, below, np.uint32(bits), nth)
     return int(place), int(count)
+
+
+def deltas_of(row: Stored, base: Stored | None, start_elem: int, steps: Floats) -> Floats:
+    """δ [n] of a part of an expert's row, from `start_elem` on; `steps` are of its tiles."""
+    delta = np.zeros(len(row), np.float32)
+    first = start_elem // TILE_ELEMS
+    for tile, step in enumerate(steps, first):
+        at = slice(max(0, tile * TILE_ELEMS - start_elem), (tile + 1) * TILE_ELEMS - start_elem)
+        if step == STORED:
+            below = np.zeros_like(row[at]) if base is None else base[at]
+            subtract(row[at], below, delta[at])
+        elif step != ABSENT:
+            times(row[at], step, delta[at])
+    return delta

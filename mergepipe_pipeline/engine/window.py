@@ -6,7 +6,7 @@ way the tensor goes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -15,13 +15,11 @@ import numpy as np
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
-from mergepipe_pipeline.engine.near_rows import ReadExpert, chunks_within
-from mergepipe_pipeline.engine.tie_breaks import RuleKey, nth_in, with_stops
+from mergepipe_pipeline.engine.tie_breaks import RuleKey, deltas_of, nth_in, with_stops
 from mergepipe_pipeline.operators import Window as OperatorWindow
 from mergepipe_pipeline.operators.kernels.bits import Bits, Floats, Stored, narrow
-from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
-from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, Ints
-from mergepipe_pipeline.packs.elements import ChunkPart
+from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
+from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, Ints, tiles_of
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.view import TensorView
@@ -86,11 +84,8 @@ class Window(Generic[D]):
         if job.is_copy:
             assert base is not None
             return self._to_bytes(base.values())
-        if job.kernel and job.is_stored_bfloat16:
+        if job.kernel and job.is_bfloat16:
             return self._fused(job.kernel, *self._fetch_bits(base))
-        if job.kernel and job.is_near_bfloat16:
-            assert base is not None
-            return self._fused_near(job.kernel, base.raw.view(np.uint16))
         values = base.values() if base else None
         rows = self._fill(self._buffers.rows(len(job.task.experts), self._n), values, base)
         if job.kernel:
@@ -163,57 +158,63 @@ class Window(Generic[D]):
             (expert.delta if job.as_delta else expert.value)(row, values)
         return rows
 
-    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, Ints, Ints]:
-        """Bits of the base [n] and of experts that have a part here [p, n], and which they are.
+    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, Ints, Floats]:
+        """What the kernel takes: the base [n], rows [p, n], whose they are and `steps` [p, tiles].
 
-        Which: their numbers, and from where to where in the window, [p, 2], there are bits of them;
-        outside they equal the base.
+        Rows hold bits of bfloat16 or numbers from packs, as `steps` says tile by tile. An expert
+        without a part here has none.
         """
         job, n = self._job, self._n
         below = base.raw.view(np.uint16) if base else np.empty(0, np.uint16)
         bits = self._buffers.take(len(job.task.experts) * n * 2).view(np.uint16).reshape(-1, n)
+        steps = np.empty((len(job.task.experts), tiles_of(self._start, n)), np.float32)
         present: list[int] = []
-        spans: list[Range] = []
         for k, e in job.present:
             stop = min(self._stop, e.view.numel) if e.view.stored else self._start
-            parts = [
-                (a - self._start, b - self._start)
-                for a, b in clip(job.differing[k], self._start, stop)
-            ]
+            parts = list(clip(job.differing[k], self._start, stop))
             if not parts and job.as_delta:
                 continue
-            row = bits[len(present)]
-            span = _tiles(parts[0][0], parts[-1][1], n) if job.as_delta else (0, n)
+            row, step = bits[len(present)], steps[len(present)]
             present.append(k)
-            spans.append(span)
-            at = span[0]
-            for a, b in (*parts, (span[1], span[1])):
-                row[at:a] = 0 if e.view.is_delta else below[at:a]
-                at = b
-            self._read_bits(k, row, below)
-        numbers = np.array(present, np.int64)
-        return below, bits[: len(present)], numbers, np.array(spans, np.int64).reshape(-1, 2)
+            step[:] = ABSENT if job.as_delta else STORED
+            for a, b in parts if job.as_delta else ():
+                step[self._tiles(a, b)] = STORED
+            self._fill_gaps(row, below, parts, step, is_delta=e.view.is_delta)
+            self._read_bits(k, row, below, step)
+        return below, bits[: len(present)], np.array(present, np.int64), steps[: len(present)]
 
-    def _read_bits(self, k: int, row: Stored, base: Stored) -> list[ChunkPart]:
-        """Read what is there of expert k into `row` [n], bits of bfloat16; `base` [n] likewise.
+    def _fill_gaps(
+        self, row: Bits, base: Bits, parts: Sequence[Range], step: Floats, *, is_delta: bool
+    ) -> None:
+        """Let `row` [n] be the base between `parts`, in tiles that hold stored elements."""
+        edges = [self._start, *(edge for part in parts for edge in part), self._stop]
+        for a, b in zip(edges[::2], edges[1::2], strict=True):
+            if a < b and (step[self._tiles(a, b)] != ABSENT).any():
+                inside = slice(a - self._start, b - self._start)
+                row[inside] = 0 if is_delta else base[inside]
 
-        Gives the parts of which a pack has no bits.
-        """
+    def _read_bits(self, k: int, row: Bits, base: Bits, step: Floats) -> None:
+        """Read what is there of expert k into `row` [n]; `base` [n] likewise, of all experts."""
         job, start = self._job, self._start
         view, verify, packed = job.task.experts[k].view, job.verify[k], job.packed[k]
         stop = min(self._stop, view.numel)
         for a, b in clip(job.task.experts[k].read, start, stop):
             piece = row[a - start : b - start].view(np.uint8)
             read_stored(job.sources.expert, view, a, b, piece.data, verify)
-        near = []
         for part in packed.fetch(start, stop) if packed else ():
-            if not part.gives_bits:
-                near.append(part)
-                continue
             inside = slice(part.start_elem - start, part.stop_elem - start)
-            out, below = (x[inside].view(np.uint8) for x in (row, base))
-            fill_verified(part, out, below, verify)
-        return near
+            if part.gives_bits:
+                out, below = (x[inside].view(np.uint8) for x in (row, base))
+                fill_verified(part, out, below, verify)
+            else:
+                part.numbers(row[inside].view(np.int16))
+                for a, b, of in part.steps:
+                    step[self._tiles(a, b)] = of
+
+    def _tiles(self, start_elem: int, stop_elem: int) -> slice:
+        """The window's tiles that elements [start, stop) lie in."""
+        first = self._start // TILE_ELEMS
+        return slice(start_elem // TILE_ELEMS - first, -(-stop_elem // TILE_ELEMS) - first)
 
     def _fused(
         self,
@@ -221,47 +222,13 @@ class Window(Generic[D]):
         base: Stored,
         experts: Stored,
         present: Ints,
-        spans: Ints | None = None,
+        steps: Floats | None = None,
     ) -> Bytes:
         merged = self._buffers.take(self._n * MERGED_BYTES).view(np.float32)
-        self._merge(kernel, self._start, base, experts, present, merged, spans)
-        return self._cast(merged)
-
-    def _fused_near(self, kernel: FusedKernel, base: Bits) -> Bytes:
-        """As `_fused`, of rows that are made chunk by chunk; `base` [n] are bits of bfloat16."""
-        job, start = self._job, self._start
-        merged = self._buffers.take(self._n * MERGED_BYTES).view(np.float32)
-        bits = self._buffers.take(len(job.present) * self._n * 2).view(np.uint16)
-        experts = []
-        for (k, _), row in zip(job.present, bits.reshape(-1, self._n), strict=True):
-            near = self._read_bits(k, row, base)
-            experts.append(ReadExpert(k, start, row, job.bits_read[k], near))
-        for first, stop in chunks_within(start, self._stop):
-            inside = slice(first - start, stop - start)
-            below = base[inside]
-            rows = self._buffers.floats(len(experts), stop - first)
-            present: list[int] = []
-            for expert in experts:
-                if expert.delta(first, below, rows[len(present)]):
-                    present.append(expert.number)
-            rows = rows[: len(present)]
-            self._merge(kernel, first, below, rows, np.array(present, np.int64), merged[inside])
-        return self._cast(merged)
-
-    def _merge(
-        self,
-        kernel: FusedKernel,
-        start: int,
-        base: Stored,
-        experts: Stored,
-        present: Ints,
-        out: Floats,
-        spans: Ints | None = None,
-    ) -> None:
-        """Fill `out` with the merge of the elements from `start` on."""
         if self._job.tie_breakers:
-            kernel = kernel.with_stops(self._stops(start, base, experts, present, spans, len(out)))
-        kernel.run(base, experts, present, start, out, spans)
+            kernel = kernel.with_stops(self._stops(base, experts, present, steps))
+        kernel.run(base, experts, present, self._start, merged, steps)
+        return self._cast(merged)
 
     def _cast(self, merged: Floats) -> Bytes:
         if self._job.task.out_dtype == "BF16":
@@ -271,29 +238,20 @@ class Window(Generic[D]):
         return self._to_bytes(torch.from_numpy(merged))
 
     def _stops(
-        self,
-        start: int,
-        base: Stored,
-        experts: Stored,
-        present: Ints,
-        spans: Ints | None,
-        n: int,
+        self, base: Stored, experts: Stored, present: Ints, steps: Floats | None
     ) -> Mapping[RuleKey, int]:
         places = {int(k): i for i, k in enumerate(present)}
 
         def find(k: int, bits: int, a: int, b: int, nth: int) -> tuple[int, int]:
             if k not in places:  # equal to the base: no ties
                 return -1, 0
-            row = places[k]
-            low, high = (0, n) if spans is None else spans[row]
-            first, last = max(a - start, int(low)), min(b - start, int(high))
-            if first >= last:
-                return -1, 0
-            below = None if self._job.is_delta[k] else base[first:last]
-            place, count = nth_in(experts[row, first:last], below, bits, nth)
-            return (place if place < 0 else first + place - (a - start)), count
+            inside = slice(a - self._start, b - self._start)
+            row, below = experts[places[k], inside], None if self._job.is_delta[k] else base[inside]
+            if steps is not None and (of := steps[places[k], self._tiles(a, b)]).any():
+                row, below = deltas_of(row, below, a, of), None
+            return nth_in(row, below, bits, nth)
 
-        return self._job.tie_breakers.stops(start, start + n, find)
+        return self._job.tie_breakers.stops(self._start, self._stop, find)
 
     def _stored(self, readers: Readers, view: TensorView, verify: Verify | None) -> Bytes:
         job, raw = self._job, np.empty(self._n * itemsize(view.dtype), np.uint8)
@@ -307,11 +265,6 @@ class Window(Generic[D]):
         row = ExpertRow(readers, view, read, raw, None, verify, packed.fetch)
         row.fetch(self._start, self._stop, base.raw)
         return raw
-
-
-def _tiles(start: int, stop: int, n: int) -> Range:
-    """[start, stop) of a window of n elements, grown to whole tiles of the kernel."""
-    return start // TILE_ELEMS * TILE_ELEMS, min(n, -(-stop // TILE_ELEMS) * TILE_ELEMS)
 
 
 def to_bytes(values: torch.Tensor, dtype: str) -> Bytes:

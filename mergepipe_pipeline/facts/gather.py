@@ -21,6 +21,8 @@ from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, sto
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.simulation import Simulate
 from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.remote.pace import pace_of
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.resolution.token_rows import Reindexer
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -118,8 +120,15 @@ def gather(
         kurtosis=tables.kurtosis,
     )
     profile = load_profile(warehouse.profile_path)
-    seek_nbytes = profile.seek_nbytes if profile else 0
+    seek_nbytes = max(profile.seek_nbytes if profile else 0, _request_nbytes(models))
     return PlanInputs(resolved, tuple(models), stats, facts, read, seek_nbytes, packs)
+
+
+def _request_nbytes(models: Sequence[Model]) -> int:
+    """What a request to the farthest of the models is worth, where `calibrate` measured it."""
+    roots = {c.root for model in models for c in model.checkpoints if is_address(c.root)}
+    paces = (pace_of(root) for root in roots)
+    return max((pace.gap_nbytes for pace in paces if pace), default=0)
 
 
 def _packs(

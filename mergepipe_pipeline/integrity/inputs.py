@@ -90,7 +90,8 @@ def _present(warehouse: Warehouse, inputs: Sequence[_Input], audit: Auditor) -> 
 
 
 def _sources(snapshot: Snapshot) -> list[_Input]:
-    return [(s["name"], s["root"], s["checkpoint_id"]) for s in provenance_of(snapshot)["sources"]]
+    sources = provenance_of(snapshot)["sources"]  # pickles that were converted have no id
+    return [(s["name"], s["root"], s["checkpoint_id"]) for s in sources if s["checkpoint_id"]]
 
 
 def _opened(catalog: Catalog, inputs: list[_Input], audit: Auditor) -> Iterator[Checkpoint]:

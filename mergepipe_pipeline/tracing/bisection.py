@@ -92,11 +92,13 @@ def bisect(
     gate: Gate,
     *,
     most: int,
+    layers: bool = True,
     options: EngineOptions | None = None,
     progress: Progress | None = None,
     tell: Tell = lambda _: None,
 ) -> Bisection:
-    """Find the fewest changes to undo, then the fewest layers, with at most `most` candidates.
+    """Find the fewest changes to undo, then, with `layers`, the fewest layers in which that is
+    enough; with at most `most` candidates.
 
     Raises what merging raises, and EvaluationError where no candidate could be measured.
     """
@@ -108,11 +110,11 @@ def bisect(
             bench.refuse_unmeasured()
             return _ended(bench, verdict, Narrowed((), True), (), _nothing_helps(regression))
         found = narrow(regression.suspects, bench.repairs, most - bench.spent)
-        layers: tuple[str, ...] = ()
-        if len(found.part) == 1:
-            layers = bench.fewest_layers(found.part, most - bench.spent)
+        fewest: tuple[str, ...] = ()
+        if layers and len(found.part) == 1:
+            fewest = bench.fewest_layers(found.part, most - bench.spent)
         bench.refuse_unmeasured()
-        return _ended(bench, verdict, found, layers, _told(regression, found, layers))
+        return _ended(bench, verdict, found, fewest, _told(regression, found, fewest))
 
 
 class _Bench:
@@ -218,13 +220,14 @@ def _ended(
     told: str,
 ) -> Bisection:
     r = bench.regression
+    is_live = r.is_live(found.part)
     return Bisection(
         recipe=r.parsed.name,
         live=r.live.snapshot_id,
         refused=r.refused.snapshot_id,
         verdict=verdict.told,
         guilty=tuple(s.name for s in found.part),
-        undoing=tuple(s.undoing for s in found.part),
+        undoing=tuple("as it is live" if is_live else s.undoing for s in found.part),
         layers=layers,
         is_smallest=found.is_smallest,
         candidates=tuple(bench.candidates),
@@ -243,12 +246,22 @@ def _nothing_helps(regression: Regression) -> str:
 
 def _told(regression: Regression, found: Narrowed[Suspect], layers: tuple[str, ...]) -> str:
     told = ", ".join(f"{s.name} ({s.undoing})" for s in found.part)
+    gone = ", ".join(s.name for s in found.part if s.previous is None)
+    is_live = regression.is_live(found.part)
     if not found.is_smallest:
         return f"the candidates ran out; the gate passes with all of these undone: {told}"
+    if len(found.part) > 1 and is_live and gone:
+        names = ", ".join(s.name for s in found.part)
+        return (
+            f"it cannot be told which of {names} is guilty: the gate does not pass without {gone} "
+            "either, and what is live of them is gone; keep each version in a folder of its own"
+        )
     if len(found.part) > 1:
         return f"no single expert is guilty; the gate passes with all of these undone: {told}"
     (guilty,) = found.part
     of = len(regression.refused.manifest.shards)
     named = "every layer" if len(layers) == of else f"{', '.join(layers)} (of {of} layers)"
     where = f" in {named}" if layers else ""
+    if is_live:
+        return f"{guilty.name} is guilty: it alone changed, and what is live passes{where}"
     return f"{guilty.name} is guilty: the gate passes {guilty.undoing}{where}"

@@ -42,7 +42,9 @@ class InputChange:
         what = self.name if self.role == "expert" else f"the base {self.name}"
         if self.before is None:
             return f"{what} came ({self.after})"
-        return f"{what} went" if self.after is None else f"{what}: {self.before} is {self.after}"
+        if self.after is None:
+            return f"{what} went"
+        return f"{what} changed from {self.before} to {self.after}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +105,19 @@ def contents_of(
 ) -> dict[tuple[str, str], str]:
     """By role and name what a snapshot was merged from: the digests that `content_of` gives.
 
-    Of an input whose record is gone, the digest of its tensors alone.
+    Of an input whose record is gone, the digest of its tensors alone. A stage's result is none, but
+    what that stage merged is.
     """
     catalog, models = warehouse.catalog, {m.name: m for m in request.models}
+    last = {e.name: (e.role, e.content_sha256) for e in snapshot.manifest.inputs}
     found = {}
-    for entry in snapshot.manifest.inputs:
-        model, content = models.get(entry.name), entry.content_sha256
-        if model is not None and model.content_sha256 == content:
+    for name, model in models.items():
+        role, content = last.get(name, ("expert", model.content_sha256))
+        if model.content_sha256 == content:
             with suppress(NotFoundError):
                 checkpoint = catalog.checkpoint(model.checkpoint_id, model.name, model.root)
                 content = content_of(catalog, checkpoint) if checkpoint else content
-        found[entry.role, entry.name] = content
+        found[role, name] = content
     return found
 
 

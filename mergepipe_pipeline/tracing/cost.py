@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.text import size
 from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.tracing.regression import Regression
 from mergepipe_pipeline.tracing.search import most_questions
@@ -35,32 +39,51 @@ class Cost:
         time = f"not predicted: {self.reason}" if self.seconds is None else f"{self.seconds:.0f} s"
         return (
             f"{self.candidates} candidates, {self.merges} of them merged: {self.layers} layers and "
-            f"{self.nbytes / 2**30:.2f} GiB to read; an evaluation takes {self.evaluation_s:.1f} s "
+            f"{size(self.nbytes)} to read; an evaluation takes {self.evaluation_s:.1f} s "
             f"(time: {time})"
         )
 
 
-def cost_of(warehouse: Warehouse, regression: Regression, most: int, evaluation_s: float) -> Cost:
-    """The worst case of tracing a regression with at most `most` candidates; reads no weight."""
+def cost_of(
+    warehouse: Warehouse, regression: Regression, most: int, evaluation_s: float, *, layers: bool
+) -> Cost:
+    """The worst case of tracing a regression with at most `most` candidates; reads no weight.
+
+    With `layers` the guilty expert's layers are searched, too.
+    """
     plan = load_plan(warehouse, regression.refused.manifest.plan_id)
+    plans = [plan, *_stages(warehouse, plan)]
     suspects = regression.suspects
     # Undoing all of them is the live snapshot, or one merge more.
     first = 0 if regression.is_live(suspects) else 1
     of_experts = min(most, first + most_questions(len(suspects))) if suspects else 0
     of_layers = min(most - of_experts, most_questions(len(plan.layers))) if suspects else 0
-    predicted = forecast_plan(warehouse, plan)
-    candidates, seconds = of_experts + of_layers, None
-    if predicted.seconds is not None:
-        seconds = of_experts * predicted.seconds.total_s + candidates * evaluation_s
+    candidates, seconds = of_experts + (of_layers if layers else 0), None
+    predicted = [forecast_plan(warehouse, p) for p in plans]
+    merge_s = [p.seconds.total_s for p in predicted if p.seconds is not None]
+    if len(merge_s) == len(plans):
+        seconds = of_experts * sum(merge_s) + candidates * evaluation_s
     return Cost(
         candidates,
         of_experts,
-        of_experts * len(plan.layers),
-        of_experts * _read_nbytes(plan),
+        of_experts * sum(len(p.layers) for p in plans),
+        of_experts * sum(map(_read_nbytes, plans)),
         evaluation_s,
         seconds,
-        predicted.reason,
+        next((p.reason for p in predicted if p.reason), ""),
     )
+
+
+def _stages(warehouse: Warehouse, plan: MergePlan) -> Iterator[MergePlan]:
+    """The plans of the stages whose results a plan merges, and of the stages before those."""
+    given = {model.root for model in plan.request.models}
+    for source in plan.sources:
+        folder = Path(source.root)
+        if source.root not in given and folder.parent == warehouse.snapshots:
+            made = load_snapshot(warehouse.snapshots, folder.name)
+            stage = load_plan(warehouse, made.manifest.plan_id)
+            yield stage
+            yield from _stages(warehouse, stage)
 
 
 def _read_nbytes(plan: MergePlan) -> int:

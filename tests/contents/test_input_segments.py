@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -225,9 +226,11 @@ def test_a_byte_that_is_read_wrong_only_while_factors_are_found_is_seen(
         def verify_unchanged(self) -> None:
             self._reader.verify_unchanged()
 
-    def half_wrong(pool: SourcePool, number: int, **how: bool) -> BlockReader | Wrong:
-        reader = opened(pool, number, **how)
-        return Wrong(reader) if how["before"] and how["gated"] is gated else reader
+    def half_wrong(
+        pool: SourcePool, number: int, of_expert: bool, when: Literal["merge", "before", "besides"]
+    ) -> BlockReader | Wrong:
+        reader = opened(pool, number, of_expert, when)
+        return Wrong(reader) if when == "before" and of_expert is gated else reader
 
     monkeypatch.setattr(SourcePool, "_open", half_wrong)
     with pytest.raises(CorruptionError, match="not those that were analysed"):

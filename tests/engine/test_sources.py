@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mergepipe_pipeline.engine.sources import SourcePool, access_set
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.storage.reader import BlockReader
 from tests.engine.plans import merged
 from tests.kinds import KINDS, Kinds, make_kinds
 
@@ -123,3 +125,21 @@ def test_a_checkpoint_changed_while_it_is_read_is_noticed(plan: MergePlan) -> No
         os.utime(plan.sources[1].root, ns=(1, 1))
         with pytest.raises(CheckpointChangedError, match="while it was read"):
             pool.verify_unchanged()
+
+
+def test_a_worker_opens_a_checkpoint_while_others_are_looked_at(
+    plan: MergePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SourcePool(plan) as pool:
+        pool.expert(1)
+        looked_at = BlockReader.verify_unchanged
+
+        def slow(reader: BlockReader) -> None:
+            worker = threading.Thread(target=pool.base, args=[0])
+            worker.start()
+            worker.join(10)
+            assert not worker.is_alive()
+            looked_at(reader)
+
+        monkeypatch.setattr(BlockReader, "verify_unchanged", slow)
+        pool.verify_unchanged()

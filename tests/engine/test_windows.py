@@ -33,6 +33,19 @@ def test_a_window_holds_whole_rows_and_at_least_one(
         assert n <= max(window_elems, row_elems)
 
 
+@given(memory_mib=st.integers(1, 4096))
+def test_what_is_read_twice_is_held_in_half_of_the_memory_that_was_asked_for(
+    memory_mib: int,
+) -> None:
+    asked = EngineOptions.given(memory_mib=memory_mib)
+    found = asked.with_second_reading()
+    if asked == EngineOptions():
+        assert (found.memory_bytes, found.held_bytes) == (asked.memory_bytes, 192 << 20)
+    else:
+        assert found.memory_bytes + found.held_bytes == asked.memory_bytes
+        assert 0 <= found.memory_bytes - found.held_bytes <= 1
+
+
 @given(
     working=HELD,
     out=st.sampled_from([2, 4, 8]),

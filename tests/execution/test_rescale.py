@@ -37,6 +37,22 @@ def scales(home: Warehouse, plan: MergePlan) -> list[list[float]]:
         return [[e.scale for e in prepass.rescaled(task).experts] for task in tasks]
 
 
+def test_a_flipped_bit_that_makes_no_number_of_an_element_is_refused_by_the_norm(
+    home: Warehouse, plan: MergePlan
+) -> None:
+    tasks = [task for layer in plan.layers for task in layer.tasks]
+    e = next(e for t in tasks for e in t.experts if "layernorm" in t.name and e.l1 is not None)
+    entry = e.view.stored[0].entry
+    path = Path(plan.sources[e.view.stored[0].source].root) / entry.file
+    high = path.read_bytes()[entry.start_byte + 1 : entry.start_byte + entry.nbytes : 2]
+    number = high.index(0x3F)  # of 1 and more: with all bits of its exponent it is NaN
+    with (
+        _flipped(path, entry.start_byte + 2 * number + 1, 0x40),
+        pytest.raises(CorruptionError, match=r"elements \d+ to"),
+    ):
+        scales(home, plan)
+
+
 def test_any_flipped_bit_of_an_expert_is_refused_by_the_norm_of_its_delta(
     home: Warehouse, plan: MergePlan
 ) -> None:

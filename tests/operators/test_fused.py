@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.operators.kernels.bits import narrow
-from mergepipe_pipeline.operators.kernels.merge_tiles import TILE_ELEMS
-from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
+from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
+from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, tiles_of
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
 from mergepipe_pipeline.spec.stats import narrowed
 from mergepipe_pipeline.spec.view import TensorView
@@ -142,20 +142,32 @@ def test_an_absent_expert_is_one_that_equals_the_base(
 
 @pytest.mark.parametrize("name", [n for n in FUSED if OPERATORS[n].schema.space == "delta"])
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**31), tiles=st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_outside_its_span_an_expert_equals_the_base_whatever_lies_there(
-    name: str, seed: int, tiles: list[int]
+@given(
+    seed=st.integers(0, 2**31),
+    start=st.integers(0, 2 * TILE_ELEMS),
+    kinds=st.lists(st.sampled_from([STORED, ABSENT, np.float32(0.01)]), min_size=12, max_size=12),
+)
+def test_each_tile_of_a_row_holds_stored_elements_numbers_in_steps_or_nothing(
+    name: str, seed: int, start: int, kinds: list[np.float32]
 ) -> None:
     n = 2 * TILE_ELEMS + 99
-    edges = np.minimum(np.array(tiles).reshape(3, 2) * TILE_ELEMS, n)
-    spans = np.sort(edges, axis=1)
     base, values = drawn(seed, 1, n, odd=False)[0], drawn(seed + 1, 3, n, odd=False)
-    stored = bits(values)
-    for row, (start, stop) in zip(values, spans, strict=True):
-        row[:start], row[stop:] = base[:start], base[stop:]
-    task, out = task_of(name, seed, n, 3), np.empty(n, np.float32)
-    kernel_of(task, is_delta=False).run(bits(base), stored, np.arange(3), 0, out, spans)
-    assert_same_bits(out, in_torch(task, base, values, 0))
+    rows, delta = bits(values), values - base
+    steps = np.array(kinds).reshape(3, 4)[:, : tiles_of(start, n)]
+    numbers = np.random.default_rng(seed).integers(-99, 99, (3, n)).astype(np.int16)
+    for k, tile in np.ndindex(steps.shape):
+        first = (start // TILE_ELEMS + tile) * TILE_ELEMS - start
+        here, step = slice(max(0, first), first + TILE_ELEMS), steps[k, tile]
+        if step == ABSENT:
+            delta[k, here] = 0
+        elif step != STORED:
+            delta[k, here] = numbers[k, here].astype(np.float32) * step
+            rows[k, here] = numbers[k, here].view(np.uint16)
+    task = task_of(name, seed, start + n, 3)
+    out, wanted = np.empty(n, np.float32), np.empty(n, np.float32)
+    kernel_of(task, is_delta=False).run(bits(base), rows, np.arange(3), start, out, steps)
+    kernel_of(task, is_delta=True).run(base, delta, np.arange(3), start, wanted)
+    assert_same_bits(out, wanted)
 
 
 @given(seed=st.integers(0, 2**31))

@@ -16,7 +16,7 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.spec.blocks import Range, coalesce
 from mergepipe_pipeline.spec.plan import ExpertInput
 from mergepipe_pipeline.spec.view import TensorView, view_of
-from mergepipe_pipeline.tensors.low_rank import LowRankUpdate
+from mergepipe_pipeline.tensors.low_rank import AdapterUpdate, open_update
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from tests.kinds import KINDS, Kind, Kinds, make_kinds, random_cuts
 from tests.stored import Floats, decode, encode, low_rank_of, write
@@ -30,8 +30,8 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     return make_kinds(tmp_path_factory.mktemp("kinds"), rows=40, cols=25)
 
 
-def update_for(view: TensorView, readers: list[CountingReader]) -> LowRankUpdate | None:
-    return LowRankUpdate(readers.__getitem__, view.low_rank) if view.low_rank else None
+def update_for(view: TensorView, readers: list[CountingReader]) -> AdapterUpdate | None:
+    return open_update(readers.__getitem__, view.low_rank)
 
 
 def rows_of(

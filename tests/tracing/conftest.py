@@ -18,6 +18,7 @@ def used_world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture
 def world(used_world: World) -> World:
     """A released recipe whose merge is 1 everywhere; nothing is left of what others tried."""
+    used_world.clear()
     used_world.write()
     assert used_world.becomes() is None
     collect(used_world.home, older_than_s=0)

@@ -22,10 +22,8 @@ from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.tracing.bisection import Bisection
 from mergepipe_pipeline.verbs.bisect import Prepared, bisect, prepare
 from mergepipe_pipeline.verbs.gc import collect
-from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.quarantine import quarantine
-from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.tracing.world import World
@@ -62,13 +60,15 @@ def _snapshots(home: Warehouse) -> set[str]:
     return {s.snapshot_id for s in list_snapshots(home.snapshots)}
 
 
-def _costs_no_more(home: Warehouse, prepared: Prepared, found: Bisection, before: set[str]) -> None:
+def _costs_no_more(
+    home: Warehouse, prepared: Prepared, found: Bisection, before: set[str], stages: int = 1
+) -> None:
     made = [s for s in list_snapshots(home.snapshots) if s.snapshot_id not in before]
     costs = [provenance_of(s)["realised"] for s in made]
     nbytes = sum(c["expert_bytes_read"] + c["base_bytes_read"] for c in costs)
     cost = prepared.cost
     assert 0 < len(found.candidates) <= cost.candidates
-    assert 0 < sum(c["layers_executed"] > 0 for c in costs) <= cost.merges
+    assert 0 < sum(c["layers_executed"] > 0 for c in costs) <= cost.merges * stages
     assert sum(c["layers_executed"] for c in costs) <= cost.layers
     assert nbytes <= cost.nbytes
 
@@ -81,14 +81,12 @@ def test_an_expert_goes_back_to_its_live_version_where_that_can_be_had(
     world.make(tmp_path / "one", 1.0, {})
     world.make(tmp_path / "two", 1.0, {"layer_1": 9.0})
     shutil.rmtree(home.inbox / "c")
-    register(home, tmp_path / "one", "c")
-    index_arrival(home, "c")
+    world.register("c", tmp_path / "one")
     if place == "its pack":
         (packed,) = pack(home, ["c"], base="base")
         move_to_cold(home, packed, tmp_path / "cold")
         shutil.rmtree(tmp_path / "cold")
-    register(home, tmp_path / "two", "c")
-    index_arrival(home, "c")
+    world.register("c", tmp_path / "two")
     world.index("a", 1.1)
     assert world.run() is not None
     found = bisect(home, prepare(home, "mix"))
@@ -106,7 +104,10 @@ def test_changes_that_are_bad_together_and_a_recipe_that_says_otherwise_accuse_n
     assert world.becomes(a=5.0, b=5.0) is not None
     found = bisect(home, prepare(home, "mix"))
     assert (found.culprit, found.guilty) == (None, ("a", "b"))
-    assert found.told.startswith("no single expert is guilty")
+    assert found.told == (
+        "it cannot be told which of a, b is guilty: the gate does not pass without a, b either, "
+        "and what is live of them is gone; keep each version in a folder of its own"
+    )
 
     world.write(weight=1.0)
     assert world.becomes(a=1.1) is not None
@@ -119,6 +120,44 @@ def test_changes_that_are_bad_together_and_a_recipe_that_says_otherwise_accuse_n
     found = bisect(home, prepare(home, "mix"))
     assert (found.culprit, found.guilty) == (None, ())
     assert found.told == "the live snapshot does not pass either, so that no change is to blame"
+
+
+def test_a_base_that_changed_is_found_where_its_live_version_can_be_had(
+    world: World, tmp_path: Path
+) -> None:
+    home = world.home
+    world.write(weight=0.2)
+    for version, value in (("one", 0.0), ("two", 9.0)):
+        world.make(tmp_path / version, value, {})
+    shutil.rmtree(home.inbox / "base")
+    world.register("base", tmp_path / "one")
+    assert world.run() is None
+    world.index("a", 1.1)
+    world.register("base", tmp_path / "two")
+    assert world.run() is not None
+    found = bisect(home, prepare(home, "mix"))
+    world.forget()
+    assert found.culprit == "base"
+    assert found.undoing[0].startswith("with version ")
+
+
+def test_an_expert_of_an_earlier_stage_is_found_and_not_the_stage(world: World) -> None:
+    home = world.home
+    world.write_stages()
+    assert world.becomes() is None
+    assert world.becomes(a=1.1, b=(1.0, {"layer_2": 9.0}), c=1.1) is not None
+    before = _snapshots(home)
+    prepared = prepare(home, "mix")
+    found = bisect(home, prepared)
+    assert (found.culprit, found.layers) == ("b", ("layer.02",))
+    _costs_no_more(home, prepared, found, before, stages=2)
+
+
+def test_an_expert_that_alone_changed_is_guilty_as_the_live_snapshot_passes(world: World) -> None:
+    assert world.becomes(d=(1.0, {"layer_2": 9.0})) is not None
+    found = bisect(world.home, prepare(world.home, "mix"))
+    told = "d is guilty: it alone changed, and what is live passes in layer.02 (of 6 layers)"
+    assert found.told == told
 
 
 def test_an_expert_that_a_selector_took_is_found_though_the_selector_takes_it_no_more(
@@ -136,7 +175,9 @@ def test_an_expert_that_a_selector_took_is_found_though_the_selector_takes_it_no
 
 
 def test_what_cannot_be_traced_is_refused_with_what_to_do(world: World) -> None:
-    home = world.home
+    home, path = world.home, world.home.recipe_path("mix")
+    path.write_text(f"{path.read_text()}ref: new\n")
+    world.run()
     with pytest.raises(NotFoundError, match="nothing to roll back"):
         prepare(home, "mix")
     with pytest.raises(NotFoundError, match="No standing recipe"):
@@ -172,7 +213,9 @@ def test_the_command_states_the_cost_asks_and_accuses_nobody_when_candidates_run
     args = ["bisect", "mix", "--most", "2", "--home", str(home.root)]
     asked = CliRunner().invoke(main, args, input="n\n")
     assert asked.exit_code == 1
-    assert re.search(r"since the live snapshot a: version \d+ is version \d+; b: ", asked.stderr)
+    assert re.search(
+        r"since the live snapshot a changed from version \d+ to version \d+; b ", asked.stderr
+    )
     assert "at most 2 candidates, 2 of them merged: 12 layers and " in asked.stderr
     assert len(world.evaluated()) == before
     done = CliRunner().invoke(main, [*args, "--yes", "--json"])

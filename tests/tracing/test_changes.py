@@ -17,6 +17,6 @@ def test_a_refusal_says_which_experts_and_layers_changed_since_the_live_snapshot
     assert found is not None
     told = re.sub(r"version \d+", "version N", found.told)
     assert (
-        "since the live snapshot b: version N is version N; e came (version N); c went; d went; "
-        "the recipe says something else; 6 of 6 layers differ"
+        "since the live snapshot b changed from version N to version N; e came (version N); "
+        "c went; d went; the recipe says something else; 6 of 6 layers differ"
     ) in told

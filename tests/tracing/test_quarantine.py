@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.contents.quarantine import decide, kept_out
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
-from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.errors import CorruptionError, GateError, NotFoundError
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.deploy import Due, due
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.ls import ls
+from mergepipe_pipeline.verbs.merge import merge
+from mergepipe_pipeline.verbs.promote import promote
+from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.verbs.quarantine import quarantine
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.verify_all import verify_all
@@ -85,6 +88,31 @@ def test_check_warns_of_an_expert_in_quarantine_and_ls_lists_it(
     assert (row["name"], row["is_now"]) == ("chat", True)
     told = CliRunner().invoke(main, ["ls", "--home", str(home.root)]).stdout
     assert "it forgot how to count" in told
+
+
+def test_what_holds_a_quarantined_content_gets_no_ref_behind_a_gate_and_a_warning_elsewhere(
+    home: Warehouse, recipe: Path, tmp_path: Path
+) -> None:
+    (recipe.parent / "eval.py").write_text("print('{\"x\": 1}')")
+    gated = "evaluate: {command: [python, eval.py]}\ngate: {x: {min: 0}}\n"
+    recipe.write_text(recipe.read_text() + gated)
+    snapshot = merge(home, recipe, relative_to=home.recipes).outcome.snapshot.snapshot_id
+    quarantine(home, "chat", reason="it forgot how to count")
+    for refused in (
+        lambda: publish(home, snapshot, "mix"),
+        lambda: promote(home, snapshot, "mix"),
+        lambda: merge(
+            home, recipe, relative_to=home.recipes, publish_ref=True, out=tmp_path / "out"
+        ),
+    ):
+        with pytest.raises(GateError, match=r"chat is quarantined since .* forgot how to count"):
+            refused()
+    assert not (tmp_path / "out").exists()
+    told = CliRunner().invoke(main, ["publish", snapshot, "--ref", "o", "--home", str(home.root)])
+    assert (told.exit_code, home.refs.names()) == (0, ["o"])
+    assert "chat is quarantined since " in told.stderr
+    forced = promote(home, snapshot, "mix", force="we look at it")
+    assert forced.ref.reason == "forced past the gate: we look at it"
 
 
 @pytest.mark.parametrize(("name", "release"), [("cha", False), ("chat", True)])

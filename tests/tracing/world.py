@@ -24,6 +24,7 @@ from mergepipe_pipeline.verbs.deploy import (
     snapshot_recipe,
 )
 from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import layout, write_model
 
@@ -73,6 +74,11 @@ class World:
         self.land(name, value, **layers)
         index_arrival(self.home, name)
 
+    def register(self, name: str, folder: Path) -> None:
+        """Have a name mean what is in a folder outside the inbox, and index it."""
+        register(self.home, folder, name)
+        index_arrival(self.home, name)
+
     def make(self, folder: Path, value: float, layers: Mapping[str, float]) -> None:
         """A checkpoint of one number, but in layers (`layer_2`) that have their own."""
 
@@ -91,10 +97,17 @@ class World:
     ) -> None:
         """Write the recipe: a quarter of each expert, all of them if none is named, on zeros."""
         entries = [f"model: {name}" for name in experts] or ["match: '[a-f]'"]
-        models = "".join(f"  - {{{e}, parameters: {{weight: {weight}}}}}\n" for e in entries)
+        self._write(_sum(dict.fromkeys(entries, weight)), gate)
+
+    def write_stages(self) -> None:
+        """Write the recipe as the sum of two stages: a half of a and b, then that, c and d."""
+        half = _sum({"model: a": 0.5, "model: b": 0.5})
+        whole = _sum({"model: half": 0.5, "model: c": 0.25, "model: d": 0.25})
+        self._write(f"name: half\n{half}---\n{whole}", "{distance: {max: 0.7}}")
+
+    def _write(self, text: str, gate: str) -> None:
         self.home.recipe_path("mix").write_text(
-            f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{models}"
-            f"evaluate: {{command: [python, eval.py], timeout: 60}}\ngate: {gate}\n"
+            f"{text}evaluate: {{command: [python, eval.py], timeout: 60}}\ngate: {gate}\n"
         )
 
     def becomes(self, **values: Value) -> Snapshot | None:
@@ -112,6 +125,12 @@ class World:
         """The recipe as it is now."""
         (card,) = recipe_files(self.home)
         return card
+
+    def clear(self) -> None:
+        """Take what other tests landed out of the inbox: no selector takes what is gone."""
+        for name in {f.name for f in self.home.inbox.iterdir()} - {"base", *EXPERTS}:
+            shutil.rmtree(self.home.inbox / name)
+            self._values.pop(name, None)
 
     def forget(self) -> None:
         """Land everything anew next time: somebody else wrote to the inbox."""
@@ -133,3 +152,9 @@ class World:
     def evaluated(self) -> list[str]:
         """The snapshots that the evaluator ran for, in order."""
         return (self.home.recipes / "eval.log").read_text().split()
+
+
+def _sum(weights: Mapping[str, float]) -> str:
+    """One stage's text: by entry, how much of it is added to the base."""
+    models = "".join(f"  - {{{e}, parameters: {{weight: {w}}}}}\n" for e, w in weights.items())
+    return f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{models}"

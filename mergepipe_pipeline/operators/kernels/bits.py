@@ -13,6 +13,7 @@ from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 
 Bits = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
+Numbers = npt.NDArray[np.int16]
 Stored = Bits | Floats
 
 _INFINITY = np.uint32(0x7F800000)
@@ -83,7 +84,14 @@ def narrow(values: Floats, out: Bits) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def subtract(bits: Bits, base: Bits, out: Floats) -> None:
+def subtract(bits: Stored, base: Stored, out: Floats) -> None:
     """Write T − B to `out`, float32 [n], of bits of bfloat16: `bits` [n] and `base` [n]."""
     for e in range(len(out)):
         out[e] = value_of(bits[e]) - value_of(base[e])
+
+
+@numba.njit(nogil=True, cache=True)
+def times(numbers: Numbers | Stored, step: np.float32, out: Floats) -> None:
+    """Write δ̂ to `out`, float32 [n]: `numbers` [n], int16 or its bits, times their step."""
+    for e in range(len(out)):
+        out[e] = np.float32(np.int16(numbers[e])) * step

@@ -18,13 +18,15 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, fma, value_of
+from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, fma, times, value_of
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
 
 Words = npt.NDArray[np.uint32]
 
-#: Elements that are worked on at once.
+#: Elements that are worked on at once: of a tensor, tiles begin at its multiples.
 TILE_ELEMS = 2048
+#: What `steps` say of a tile whose row holds stored elements, and of one where T equals B.
+STORED, ABSENT = np.float32(0), np.float32(-1)
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 #: One expert's part in an update; the fields of `FusedRow` for loops, and where its elements lie.
@@ -45,8 +47,6 @@ ROW = np.dtype(
         ("divisor", np.float32),
         ("weight", np.float32),
         ("place", np.int64),  # row of `experts`
-        ("span_start", np.int64),  # in elements of the window; outside, T equals B
-        ("span_stop", np.int64),
     ],
     align=True,
 )
@@ -65,6 +65,7 @@ class Mixing(NamedTuple):
 def merge_update(
     base: Stored,
     experts: Stored,
+    steps: Floats,
     rows: npt.NDArray[np.void],
     start_elem: int,
     mixing: Mixing,
@@ -73,34 +74,44 @@ def merge_update(
     """Fill `out` [n] with B + λ · the sum, or the vote, of what the steps leave of the deltas.
 
     `base` is [n], `experts` [p, n], `rows` [K] of type ROW; the window starts at `start_elem`.
+    `steps` [p, tiles] say what each row holds in each tile of the tensor's that the window has a
+    part of: STORED elements, nothing (ABSENT), or int16 numbers of that step, whose δ they are.
     """
     # A vote looks at all deltas again once the signs are known, a sum at one delta at a time.
     deltas = np.empty((len(rows) if mixing.votes else 1, TILE_ELEMS), np.float32)
     b, total = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
     sign, share = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
     drawn, nothing = np.empty(TILE_ELEMS, np.uint32), np.zeros(TILE_ELEMS, np.float32)
-    weights = np.empty(len(rows), np.float32)
-    for at in range(0, len(out), TILE_ELEMS):
-        m = min(TILE_ELEMS, len(out) - at)
+    weights, near = np.empty(len(rows), np.float32), np.empty(TILE_ELEMS, np.float32)
+    before = start_elem % TILE_ELEMS  # elements of the first tile that the window lacks
+    for tile in range(-(-(before + len(out)) // TILE_ELEMS)):
+        at = max(0, tile * TILE_ELEMS - before)
+        m = min((tile + 1) * TILE_ELEMS - before, len(out)) - at
         _widen(base[at : at + m], b)  # [m]
-        total[:m] = 0
+        # Once a tile, not once a row: to make a slice takes longer than some rows' arithmetic.
+        below, none, sums, numbers, random = b[:m], nothing[:m], total[:m], near[:m], drawn[:m]
+        sums[:] = 0
         count = 0  # experts that differ from the base in this tile
         for i in range(len(rows)):
-            row = rows[i]
-            if at < row.span_start or at >= row.span_stop:
+            row, step = rows[i], steps[rows[i].place, tile]
+            if step == ABSENT:
                 continue
             stored = experts[row.place, at : at + m]
             delta = deltas[count if mixing.votes else 0, :m]
-            below = nothing[:m] if row.is_delta else b[:m]
-            _add_row(stored, below, row, start_elem + at, drawn[:m], delta, total[:m])
             weights[count] = row.weight
             count += 1
+            if step != STORED:
+                times(stored, step, numbers)
+                _add_row(numbers, none, row, start_elem + at, random, delta, sums)
+                continue
+            subtracted = none if row.is_delta else below
+            _add_row(stored, subtracted, row, start_elem + at, random, delta, sums)
         if mixing.votes:
-            _vote(deltas, weights[:count], mixing.normalize, sign, share, total[:m])
+            _vote(deltas, weights[:count], mixing.normalize, sign, share, sums)
         elif mixing.divisor != 1:
             for e in range(m):
-                total[e] /= mixing.divisor
-        _add_update(b[:m], total, mixing.minus_lambda, out[at : at + m])
+                sums[e] /= mixing.divisor
+        _add_update(below, sums, mixing.minus_lambda, out[at : at + m])
 
 
 @numba.njit(nogil=True, cache=True)

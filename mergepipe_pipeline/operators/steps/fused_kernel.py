@@ -14,6 +14,8 @@ import numpy.typing as npt
 from mergepipe_pipeline.operators.kernels.bits import Floats, Stored
 from mergepipe_pipeline.operators.kernels.merge_tiles import (
     ROW,
+    STORED,
+    TILE_ELEMS,
     Mixing,
     merge_update,
     merge_values,
@@ -64,14 +66,14 @@ class FusedKernel:
         present: Ints,
         start_elem: int,
         out: Floats,
-        spans: Ints | None = None,
+        steps: Floats | None = None,
     ) -> None:
         """Fill `out`, float32 [n], with the merge of a window whose first element is `start_elem`.
 
         `base` [n] and `experts` [p, n] are float32, or uint16 as bits of bfloat16; `present` are
-        the numbers of the p experts, rising. Those absent equal the base, and so do those present
-        outside their elements `spans`, [p, 2], multiples of TILE_ELEMS or n; None is all. A mix of
-        values has all experts everywhere, and looks at no base.
+        the numbers of the p experts, rising. Those absent equal the base. Of those present, `steps`
+        [p, tiles_of(start_elem, n)] say what their rows hold, as for `merge_update`; None: stored
+        elements everywhere. A mix of values has all experts everywhere, and looks at no base.
         """
         if self._fused.mix == "values":
             assert len(present) == len(self._rows)
@@ -81,8 +83,15 @@ class FusedKernel:
         places = np.flatnonzero(self._adding[present])  # [K here] rows of `experts`
         rows = self._rows[present[places]]
         rows["place"] = places
-        rows["span_start"], rows["span_stop"] = (0, len(out)) if spans is None else spans[places].T
-        merge_update(base, experts, rows, start_elem, self._mixing, out)
+        if steps is None:
+            shape = len(experts), tiles_of(start_elem, len(out))
+            steps = np.full(shape, STORED, np.float32)
+        merge_update(base, experts, steps, rows, start_elem, self._mixing, out)
+
+
+def tiles_of(start_elem: int, n: int) -> int:
+    """How many tiles of a tensor a window of n elements from `start_elem` on has a part of."""
+    return -(-(start_elem % TILE_ELEMS + n) // TILE_ELEMS)
 
 
 def _fill(entry: np.void, row: FusedRow) -> None:
