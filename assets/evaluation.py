@@ -61,9 +61,10 @@ def _gate(card: RecipeFile) -> dg.AssetChecksDefinition:
         """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
         verdict = judge_recipe(mergepipe.warehouse, card).verdict
         assert verdict is not None
+        told = [verdict.told, verdict.since, "" if verdict.passed else _next(card)]
         return dg.AssetCheckResult(
             passed=verdict.passed,
-            description=description("; ".join(filter(None, (verdict.told, verdict.since)))),
+            description=description("; ".join(filter(None, told))),
             metadata={
                 "thresholds": _thresholds(verdict),
                 "snapshot id": verdict.snapshot_id,
@@ -72,6 +73,14 @@ def _gate(card: RecipeFile) -> dg.AssetChecksDefinition:
         )
 
     return gate
+
+
+def _next(card: RecipeFile) -> str:
+    """What a person does, or need not do, about a refusal."""
+    gate = card.recipe.gate
+    if gate is not None and gate.on_failure == "bisect":
+        return "next: bisect_sensor finds the guilty expert and keeps it out until it changes"
+    return f"next: mend what changed, or find the guilty expert: `mergepipe bisect {card.name}`"
 
 
 def _thresholds(verdict: Verdict) -> dg.MarkdownMetadataValue:

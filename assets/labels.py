@@ -4,6 +4,7 @@ from typing import TypedDict
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.settings import OWNERS
+from mergepipe_pipeline.verbs.standing_searches import SearchCard
 
 
 def owners() -> list[str]:
@@ -20,8 +21,8 @@ class Labels(TypedDict):
     kinds: set[str]
 
 
-def labels(card: RecipeFile, *kinds: str) -> Labels:
-    """What an asset of a recipe carries; `kinds` are at most three.
+def labels(card: RecipeFile | SearchCard, *kinds: str) -> Labels:
+    """What an asset of a recipe or search carries; `kinds` are at most three.
 
     The tag `expert/<name>` finds every asset that depends on an expert.
     """
@@ -29,7 +30,7 @@ def labels(card: RecipeFile, *kinds: str) -> Labels:
     experts = {f"expert/{member[:63]}": "" for member in card.members}
     return {
         "group_name": card.identifier,
-        "tags": {"recipe": card.name, **experts},
+        "tags": {"recipe" if isinstance(card, RecipeFile) else "search": card.name, **experts},
         "owners": owners(),
         "kinds": set(kinds),
     }

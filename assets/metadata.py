@@ -23,7 +23,7 @@ from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.shard import Shard
 from mergepipe_pipeline.spec.snapshot import operator_counts
 from mergepipe_pipeline.spec.view import TensorView
-from mergepipe_pipeline.text import in_one_line, markdown
+from mergepipe_pipeline.text import in_one_line, markdown, size
 from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, small_picture
 
 if TYPE_CHECKING:
@@ -174,14 +174,6 @@ def gib(nbytes: int) -> float:
     return short(nbytes / _GIB)
 
 
-def size(nbytes: int) -> str:
-    """Bytes with the unit that suits them, for tables and sentences."""
-    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << scale:
-            return f"{nbytes / (1 << scale):.2f} {unit}"
-    return f"{nbytes} bytes"
-
-
 def merge_metadata(cost: Realised, seconds: float) -> Mapping[str, Any]:
     """What all layers of a run cost together."""
     return {
@@ -254,7 +246,7 @@ def _origins(plan: MergePlan, layer: LayerTask) -> Sequence[str]:
             f"{plain_name(plan.sources[part.source].name)} {layer_name(view.name, n_layers)}"
             for task in layer.tasks
             for view in _views(task)
-            for part in (*view.stored, *([view.low_rank.a] if view.low_rank else []))
+            for part in (*view.stored, *(view.low_rank.parts if view.low_rank else ()))
         )
     )
 

@@ -15,7 +15,7 @@ from assets.evaluation import before_release, build_evaluation
 from assets.experts import expert_index
 from assets.failures import told
 from assets.freshness import release_freshness
-from assets.labels import labels, owners
+from assets.labels import labels
 from assets.layers import build_merge
 from assets.links import Link, expert_link
 from assets.metadata import (
@@ -28,17 +28,17 @@ from assets.metadata import (
     operators_table,
     plain_name,
     plan_metadata,
-    size,
     stages_metadata,
     time_metadata,
 )
+from assets.problems import problem_asset
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.spec.selector import by_expert
-from mergepipe_pipeline.text import in_one_line, visible
+from mergepipe_pipeline.text import in_one_line, size
 from mergepipe_pipeline.verbs.audit import audit_budget, audit_recipe
 from mergepipe_pipeline.verbs.curve import curve_of_plan
 from mergepipe_pipeline.verbs.deploy import (
@@ -80,16 +80,7 @@ def build_recipe_assets(
 
 def build_problem(card: RecipeFile) -> dg.AssetsDefinition:
     """An asset in the place of a recipe's plan that says why the recipe cannot be used."""
-    spec = dg.AssetSpec(
-        [card.name, "plan"],
-        deps=[_members(card)] if card.members else [],
-        description=description(card.problem or ""),
-        metadata={"problem": dg.MetadataValue.text(visible(card.problem or ""))},
-        group_name=card.identifier,
-        owners=owners(),
-        kinds={"problem"},
-    )
-    return dg.AssetsDefinition(specs=[spec])
+    return problem_asset(card, "plan", [_members(card)] if card.members else [])
 
 
 def _members(card: RecipeFile) -> dg.AssetDep:

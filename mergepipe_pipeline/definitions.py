@@ -11,11 +11,14 @@ import dagster as dg
 
 from assets.bisect import build_bisect, build_bisect_job
 from assets.experts import expert_index, index_burst
+from assets.problems import problem_asset
 from assets.recipes import build_problem, build_recipe_assets
+from assets.searches import build_search_assets, build_search_jobs
 from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.settings import SHARDS
+from mergepipe_pipeline.verbs.standing_searches import search_cards
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.bisect import build_bisect_sensor
 from sensors.failures import failure_sensor
@@ -27,8 +30,9 @@ from sensors.recipes import (
     build_recipe_sensor,
     job_name,
 )
-from sensors.reload import build_reload_sensor, recipes_token
+from sensors.reload import build_reload_sensor, definitions_token
 from sensors.retention import retention_sensor
+from sensors.searches import build_search_sensor
 
 
 def build_definitions(
@@ -51,6 +55,7 @@ def build_definitions(
     jobs = [chain.job for chain in chains]
     traced = {chain.card.name: chain.bisect for chain in chains if chain.bisect}
     built = [d for chain in chains for d in chain.assets]
+    searches = _searches(home, cards)
     refused = {
         card.token: p.problem or ""
         for card, p in zip(cards, parts, strict=True)
@@ -61,23 +66,22 @@ def build_definitions(
             expert_index,
             *(build_problem(card) for card in problems),
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
+            *searches.assets,
         ],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
-        jobs=[index_job, index_burst, *jobs, *traced.values()],
+        jobs=[index_job, index_burst, *jobs, *traced.values(), *searches.jobs],
         schedules=[chain.nightly for chain in chains if chain.nightly],
         sensors=[
             inbox_sensor,
             orphans_sensor,
             build_recipe_sensor([chain.card for chain in chains], refused, jobs, loaded_s),
-            build_reload_sensor(recipes_token(cards)),
+            build_reload_sensor(definitions_token(home)),
             retention_sensor,
             failure_sensor,
             *([build_bisect_sensor(traced)] if traced else []),
+            *searches.sensors,
         ],
-        resources={
-            "mergepipe": mergepipe or MergePipe(home=str(home.root)),
-            "engine": Engine(),
-        },
+        resources={"mergepipe": mergepipe or MergePipe(home=str(home.root)), "engine": Engine()},
         executor=build_executor(home),
     )
 
@@ -91,6 +95,30 @@ class _Chain:
     nightly: dg.ScheduleDefinition | None
     bisect: AssetJob | None
     assets: list[dg.AssetsDefinition | dg.AssetChecksDefinition]
+
+
+@dataclass(frozen=True)
+class _Searches:
+    """The definitions of all searches; no sensor where there is no search file."""
+
+    assets: list[dg.AssetsDefinition]
+    jobs: list[AssetJob]
+    sensors: list[dg.SensorDefinition]
+
+
+def _searches(home: Warehouse, recipes: tuple[RecipeFile, ...]) -> _Searches:
+    """Of every search file its assets, or one that says why it cannot be used."""
+    cards = search_cards(home, recipes)
+    usable = [card for card in cards if card.problem is None]
+    jobs = {card.name: build_search_jobs(card) for card in usable}
+    return _Searches(
+        [
+            *(asset for card in usable for asset in build_search_assets(card)),
+            *(problem_asset(card, "prior") for card in cards if card.problem is not None),
+        ],
+        [job for steps in jobs.values() for job in steps.values()],
+        [build_search_sensor(jobs)] if cards else [],
+    )
 
 
 def _parts(card: RecipeFile, shards: int) -> _Chain | RecipeFile:

@@ -122,6 +122,12 @@ class InputChangedError(CheckpointChangedError):
     exit_code = 26
 
 
+class RemoteError(CheckpointError):
+    """An address cannot be reached, refuses, or does not serve what reading or writing needs."""
+
+    exit_code = 29
+
+
 class IncompatibleCheckpointsError(MergePipeError):
     """Checkpoints of one recipe do not fit together (tensors, shapes, layers)."""
 
@@ -200,6 +206,12 @@ class GateError(MergePipeError):
     """A release gate refuses a snapshot: its metrics are not what the recipe asks for."""
 
     exit_code = 28
+
+
+class SearchError(MergePipeError):
+    """A search cannot begin, go on, or give what is asked of its front."""
+
+    exit_code = 30
 
 
 class DefectError(MergePipeError):

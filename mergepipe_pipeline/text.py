@@ -36,6 +36,17 @@ def in_one_line(text: str) -> str:
     return _UNSAFE.sub(_escape, text).replace("\n", "\\n")
 
 
+def size(nbytes: float | None) -> str:
+    """Bytes for people: 1.2 GiB."""
+    if nbytes is None:
+        return "unlimited"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
 def json_text(data: Any) -> str:
     """JSON for machines: NaN and infinity are null, half characters are escaped, what JSON does not
     know is its text.

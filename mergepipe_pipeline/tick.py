@@ -14,13 +14,12 @@ from typing import Any
 import dagster as dg
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.reload import recipes_token
+from sensors.reload import definitions_token
 
-#: The last is there where a recipe has its refusals traced.
-SENSORS = ("inbox_sensor", "recipe_sensor", "bisect_sensor")
+#: The last two are there where a recipe has its refusals traced, and where there is a search.
+SENSORS = ("inbox_sensor", "recipe_sensor", "bisect_sensor", "search_sensor")
 
 
 class Ticker:
@@ -58,7 +57,7 @@ class Ticker:
         return [r.skip_reason.skip_message or "" for r in results if r.skip_reason]
 
     def _definitions(self) -> dg.Definitions:
-        token = recipes_token(recipe_files(self._home))
+        token = definitions_token(self._home)
         if token != self._token:
             self._defs = build_definitions(self._home, self._resource)
             self._token = token
@@ -93,6 +92,7 @@ class Ticker:
             instance=self._instance,
             partition_key=request.partition_key,
             run_config=request.run_config,
+            asset_selection=request.asset_selection,
             tags={**request.tags, "dagster/sensor_name": sensor},
             raise_on_error=False,
         )

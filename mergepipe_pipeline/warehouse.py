@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.catalog import Catalog
     from mergepipe_pipeline.packs.replaced import ReplacedStore
     from mergepipe_pipeline.packs.store import PackStore
+    from mergepipe_pipeline.snapshots.mirror import Mirror
 
 ENVIRONMENT = "MERGEPIPE_HOME"
+#: The variable that names the bucket which results are published to.
+BUCKET = "MERGEPIPE_BUCKET"
 DEFAULT = "warehouse"
 
 
@@ -65,6 +68,7 @@ class Warehouse:
             self.inbox,
             self.arrivals,
             self.recipes,
+            self.searches,
             self.catalog_dir,
             self.packs_dir,
             self.replaced_dir,
@@ -122,6 +126,19 @@ class Warehouse:
         return RefStore(self.refs_dir)
 
     @cached_property
+    def mirror(self) -> Mirror | None:
+        """The copy of results in a bucket; None unless MERGEPIPE_BUCKET names one.
+
+        Raises RemoteError for what is no bucket's address.
+        """
+        address = os.environ.get(BUCKET)
+        if not address:
+            return None
+        from mergepipe_pipeline.snapshots.mirror import mirror_at
+
+        return mirror_at(address, BUCKET)
+
+    @cached_property
     def leases(self) -> Leases:
         """What work that goes on needs."""
         return Leases(self.leases_dir)
@@ -150,6 +167,11 @@ class Warehouse:
         return self.recipes / f"{name}.yml"
 
     @property
+    def searches(self) -> Path:
+        """Search files that run by themselves."""
+        return self.root / "searches"
+
+    @property
     def catalog_dir(self) -> Path:
         """Parquet facts."""
         return self.root / "catalog"
@@ -158,6 +180,11 @@ class Warehouse:
     def quarantined_dir(self) -> Path:
         """Which contents of experts are kept out of merges, a chain of decisions per name."""
         return self.catalog_dir / "quarantined"
+
+    @property
+    def search_ledgers(self) -> Path:
+        """What each search asked for, proposed and found, a folder for each."""
+        return self.catalog_dir / "searches"
 
     @property
     def token_rows(self) -> Path:

@@ -12,7 +12,7 @@ from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt, is_lasting, 
 from mergepipe_pipeline.text import plain_of_markdown
 
 RECIPE_TAG = "mergepipe/recipe"
-_ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
+ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 _FAILED = [Status.FAILURE, Status.CANCELED]
 #: What Dagster raises for a blocking check: the same snapshot fails it again.
 _CHECK_FAILED = "DagsterAssetCheckFailedError"
@@ -21,7 +21,7 @@ _CHECK_FAILED = "DagsterAssetCheckFailedError"
 def recipes_under_way(instance: dg.DagsterInstance) -> set[str]:
     """The recipes that a run works on, or waits to; somebody's own choice of assets among them."""
     found = set[str]()
-    for run in instance.get_runs(dg.RunsFilter(statuses=_ACTIVE)):
+    for run in instance.get_runs(dg.RunsFilter(statuses=ACTIVE)):
         found |= {key.path[0] for key in run.asset_selection or ()}
         if RECIPE_TAG in run.tags:
             found.add(run.tags[RECIPE_TAG])

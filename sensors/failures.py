@@ -3,6 +3,7 @@
 import dagster as dg
 
 from assets.experts import EXPERTS_TAG
+from assets.searches import SEARCH_TAG
 from mergepipe_pipeline.deploy.notify import RunFailure, post, run_failure
 from mergepipe_pipeline.settings import WEBHOOK
 from mergepipe_pipeline.text import in_one_line
@@ -36,6 +37,8 @@ def failure_of(instance: dg.DagsterInstance, run: dg.DagsterRun) -> RunFailure:
     attempt = attempt_of(instance, run.run_id)
     recipe = run.tags.get(RECIPE_TAG, "")
     experts = run.tags.get("dagster/partition") or run.tags.get(EXPERTS_TAG)
-    what = f"Recipe {recipe}" if recipe else f"The index of {experts}" if experts else run.job_name
+    search = run.tags.get(SEARCH_TAG)
+    named = f"Recipe {recipe}" if recipe else f"The search {search}" if search else ""
+    what = named or (f"The index of {experts}" if experts else run.job_name)
     error = in_one_line(attempt.error)
     return run_failure(what, recipe, run.run_id, error, is_lasting=attempt.is_lasting)

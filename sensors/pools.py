@@ -20,3 +20,10 @@ def make_pools_known(instance: dg.DagsterInstance) -> None:
     for pool in POOLS:
         if pool not in known:
             storage.initialize_concurrency_limit_to_default(pool)
+
+
+def limit_pool(instance: dg.DagsterInstance, pool: str, most: int) -> None:
+    """Let at most so many runs take a place of a pool at once."""
+    storage = instance.event_log_storage
+    if (pool, most) not in {(limit.name, limit.limit) for limit in storage.get_pool_limits()}:
+        storage.set_concurrency_slots(pool, most)

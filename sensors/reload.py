@@ -15,14 +15,18 @@ import dagster as dg
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.verbs.standing_searches import SearchCard, search_cards
+from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
 
 #: Seconds that loading definitions may take.
 _TIMEOUT_S = 180
+#: Held from when this process asked for its successor: asked twice, the server loads twice.
+_ASKED = threading.Lock()
 
 
 def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
-    """The sensor that reloads definitions; `loaded` is the token of the loaded recipes."""
+    """The sensor that reloads definitions; `loaded` is the token of those that are loaded."""
 
     @dg.sensor(
         name="reload_sensor",
@@ -33,7 +37,7 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
     )
     def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
         """Has this process replaced by one that loads the recipes as they are now."""
-        if recipes_token(recipe_files(mergepipe.warehouse)) == loaded:
+        if definitions_token(mergepipe.warehouse) == loaded:
             return dg.SkipReason("recipes are loaded as they are")
         server = code_server()
         if server is None:
@@ -41,6 +45,8 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
                 "recipes changed; no code server runs above this process, so that the daemon loads "
                 "definitions anew by itself, within a minute, and a webserver at its Reload button"
             )
+        if not _ASKED.acquire(blocking=False):
+            return dg.SkipReason("recipes changed; the code server is about to have loaded them")
         # The server replaces this process and waits for its ticks: nobody may wait for the server.
         threading.Thread(target=_reload, args=(server,), daemon=True).start()
         return dg.SkipReason("recipes changed; the code server loads definitions anew")
@@ -48,8 +54,14 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
     return reload_sensor
 
 
-def recipes_token(cards: Sequence[RecipeFile]) -> str:
-    """Changes when any recipe's definitions would change."""
+def definitions_token(warehouse: Warehouse) -> str:
+    """Changes when any definitions would change."""
+    recipes = recipe_files(warehouse)
+    return cards_token((*recipes, *search_cards(warehouse, recipes)))
+
+
+def cards_token(cards: Sequence[RecipeFile | SearchCard]) -> str:
+    """Changes when the definitions of any of these would change."""
     return "-".join(c.token for c in cards) or "none"
 
 
@@ -88,5 +100,6 @@ def _reload(server: Namespace) -> None:
     try:
         client = DagsterGrpcClient(host=host, port=port, socket=None if port else server.socket)
         client.reload_code(timeout=_TIMEOUT_S)
-    except Exception:  # the next tick tries again
+    except Exception:
         logging.getLogger(__name__).exception("The code server did not load definitions anew.")
+        _ASKED.release()  # the next tick tries again

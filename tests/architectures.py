@@ -54,6 +54,7 @@ ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", _GROUPED | _UNTIED),
     "llama_tied": Architecture("llama", "LlamaForCausalLM", _GROUPED | _TIED),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _GROUPED | _TIED | _HEAD_DIM),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _GROUPED | _UNTIED),
     "mistral": Architecture("mistral", "MistralForCausalLM", _GROUPED | _UNTIED | _HEAD_DIM),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", _GROUPED | _TIED | _HEAD_DIM | {"sliding_window": 32}

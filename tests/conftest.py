@@ -13,6 +13,9 @@ from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import make_family
 
+#: A text like `org/model` is a name of the hub, which no test may ask.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", max_examples=25, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
+
+from tests.processes import Processes
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -47,17 +47,15 @@ def wait_for(what: str, look: Callable[[], T], seconds: float = 60.0, every_s: f
     raise AssertionError(f"{what} did not happen in {seconds:g} s")
 
 
-class Cluster:
+class Cluster(Processes):
     """A scheduler at `address`, and its workers by name; what they say is in `folder`."""
 
     def __init__(self, folder: Path, settings: dict[str, str]) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        super().__init__(folder)
         file = folder / "scheduler.json"
         options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
         command = [*_DASK, "scheduler", *options, "--scheduler-file", str(file)]
-        self._start("scheduler", command, dict(os.environ))
+        self.start("scheduler", command, dict(os.environ))
         self.address = str(wait_for("a scheduler", lambda: _address(file)))
         self.settings = {**settings, "MERGEPIPE_DASK_SCHEDULER": self.address}
 
@@ -72,41 +70,7 @@ class Cluster:
             seen_at.mkdir(parents=True, exist_ok=True)
             mounts = f"mount --bind {home} {seen_at} && mount -t tmpfs none {home}"
             command = ["unshare", "-m", "sh", "-c", f"{mounts} && exec {shlex.join(command)}"]
-        self._start(name, command, env)
-
-    def pid(self, name: str) -> int:
-        """The process of a worker."""
-        return self._processes[name].pid
-
-    def kill(self, name: str) -> None:
-        """SIGKILL a worker, and nothing that it has started."""
-        self._processes[name].send_signal(signal.SIGKILL)
-        self._processes[name].wait(timeout=20)
-
-    def log(self, name: str) -> str:
-        """The end of what a process said."""
-        return (self._folder / f"{name}.log").read_text(errors="replace")[-3000:]
-
-    def stop(self) -> None:
-        """SIGKILL every process, and what it has started."""
-        for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=20)
-
-    def _start(self, name: str, command: list[str], env: dict[str, str]) -> None:
-        own = self._folder / name
-        own.mkdir(exist_ok=True)
-        with (self._folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
-                command,
-                cwd=own,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.start(name, command, env)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TextIO
 from mergepipe_pipeline.text import in_one_line
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from mergepipe_pipeline.progress import Advance
 
 #: Seconds between two lines about one task.
@@ -36,12 +38,16 @@ class Bars(_Warning):
     def __init__(self, warn: Warn, *, visible: bool) -> None:
         super().__init__(warn)
         self._visible = visible
+        self._bars: Progress | None = None
 
     @contextmanager
     def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
         """One bar in bytes, with rate and time left."""
         if not self._visible or total_nbytes == 0:
             yield lambda nbytes: None
+            return
+        if self._bars is not None:  # a terminal shows one display, with a line for each task
+            yield self._line(self._bars, label, total_nbytes)
             return
         from rich.console import Console as RichConsole
         from rich.progress import (
@@ -61,8 +67,16 @@ class Bars(_Warning):
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=RichConsole(stderr=True)) as bars:
-            bar = bars.add_task(in_one_line(label), total=total_nbytes)
-            yield lambda nbytes: bars.advance(bar, nbytes)
+            self._bars = bars
+            try:
+                yield self._line(bars, label, total_nbytes)
+            finally:
+                self._bars = None
+
+    @staticmethod
+    def _line(bars: Progress, label: str, total_nbytes: int) -> Advance:
+        bar = bars.add_task(in_one_line(label), total=total_nbytes)
+        return lambda nbytes: bars.advance(bar, nbytes)
 
 
 class JsonLines(_Warning):

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, size, table, verb
+from mergepipe_pipeline.cli.common import Console, table, verb
+from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.spec.machine_profile import EnginePace
 
 
+class _Place(click.Path):
+    """A path that exists, or an address."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As for a path; an address is left as it is."""
+        return value if _is_address(str(value)) else super().convert(value, param, ctx)
+
+
+def _is_address(text: str) -> bool:
+    from mergepipe_pipeline.remote.address import is_address  # storage, which help does without
+
+    return is_address(text)
+
+
 @click.command()
-@click.argument("path", type=click.Path(exists=True), required=False)
+@click.argument("path", type=_Place(), required=False)
 @click.option(
     "--size",
     "temp_mib",
@@ -31,9 +49,13 @@ def calibrate(console: Console, path: str | None, temp_mib: int, storage_only: b
     """Measure what seeks, reads and writes cost here, on a file under PATH that is read cold, and
     how fast the engine is, on a small family made for it.
 
-    Default: the largest file of a registered checkpoint. The planner weighs scattered blocks with
-    the result, and `check` tells how long a merge will take.
+    Of an address, as hf://org/model, what requests and bytes take; plans and downloads weigh
+    requests with it. Default: the largest file of a registered checkpoint. The planner weighs
+    scattered blocks with the result, and `check` tells how long a merge will take.
     """
+    if path is not None and _is_address(path):
+        _measure(console, path)
+        return
     from mergepipe_pipeline.timing.calibrate import calibrate as run
 
     done = run(
@@ -67,6 +89,20 @@ def calibrate(console: Console, path: str | None, temp_mib: int, storage_only: b
         *_engine_lines(p.engine),
         "",
         *table(("reads", "number", "of size", "took s", "model s"), rows),
+    )
+
+
+def _measure(console: Console, address: str) -> None:
+    """Measure what requests to an address take."""
+    from mergepipe_pipeline.timing.remote_benchmark import measure_address
+
+    pace = measure_address(address, console.progress)
+    console.show(
+        {"address": address, **asdict(pace), "gap_nbytes": pace.gap_nbytes},
+        f"measured on {address}",
+        f"  request  {1000 * pace.latency_s:.1f} ms, as long as {size(pace.gap_nbytes)} of one of "
+        "several",
+        f"  read     {size(pace.bytes_per_s)}/s",
     )
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, size, table, verb
+from mergepipe_pipeline.cli.common import Console, download_options, table, verb
 from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.cli.packs import pack_lines
+from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.views import View
@@ -63,6 +64,7 @@ def tag(console: Console, name: str, add: tuple[str, ...], remove: tuple[str, ..
 @click.option("--base", help="Analyse against this base instead of the registered one.")
 @click.option("--block-size", "block_elems", type=int, help="Elements per block (a power of two).")
 @click.option("--pack", "is_packed", is_flag=True, help="Pack the experts, too; see `pack`.")
+@download_options
 @verb
 def analyze(
     console: Console,

@@ -99,6 +99,28 @@ class _Warner(logging.Handler):
         self._console.warn([record.getMessage()])
 
 
+def download_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that may read at addresses `--cache-limit`."""
+
+    def limit(_: click.Context, __: click.Parameter, text: str | None) -> None:
+        if text is not None:
+            from mergepipe_pipeline.remote.pieces import LIMIT, parse_size
+
+            try:
+                parse_size(text, "--cache-limit")
+            except MergePipeError as error:
+                raise click.BadParameter(str(error)) from error
+            os.environ[LIMIT] = text
+
+    return click.option(
+        "--cache-limit",
+        metavar="SIZE",
+        expose_value=False,
+        callback=limit,
+        help="Bytes of downloads to keep on disk (default: $MERGEPIPE_CACHE_LIMIT or 20GB).",
+    )(command)
+
+
 def options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command or a group `--home` and `--json`; those of the innermost that has them hold.
 
@@ -160,17 +182,6 @@ def fail(error: MergePipeError, as_json: bool) -> NoReturn:
             click.echo(json_text(shown))
     click.echo(f"error: {visible(error.for_terminal())}", err=True)
     sys.exit(error.exit_code)
-
-
-def size(nbytes: float | None) -> str:
-    """Bytes for people: 1.2 GiB."""
-    if nbytes is None:
-        return "unlimited"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"
 
 
 def counted(n: int, noun: str) -> str:

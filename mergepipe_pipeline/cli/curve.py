@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,13 +10,14 @@ import click
 from mergepipe_pipeline.cli.common import (
     Console,
     recipe_folder,
-    size,
     table,
     verb,
     write_csv,
     write_file,
 )
-from mergepipe_pipeline.cli.merging import planning_options
+from mergepipe_pipeline.cli.merging import egress_lines, planning_options
+from mergepipe_pipeline.cli.reading import reading
+from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.verbs.curve import RecipeCurve
@@ -62,7 +64,7 @@ def curve(
 
     told = run(
         console.warehouse,
-        load_recipe(recipe, console.warehouse),
+        load_recipe(recipe, console.warehouse, **reading(planning)),
         relative_to=recipe_folder(recipe),
         progress=console.progress,
         shares=shares or SHARES,
@@ -83,8 +85,10 @@ def curve(
             "knee": next((p for p in points if p["is_knee"]), None),
             "chosen": {**chosen, "bound_note": told.bound_note},
             "points": points,
+            "egress": [asdict(e) for e in told.egress],
         },
         *_lines(told),
+        *egress_lines(told.egress, "download  "),
     )
 
 

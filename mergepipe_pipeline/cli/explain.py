@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, percent, size, table, verb, write_csv, write_file
+from mergepipe_pipeline.cli.common import Console, percent, table, verb, write_csv, write_file
 from mergepipe_pipeline.cli.compare import comparison_lines
 from mergepipe_pipeline.cli.evaluation import evaluation_lines, evaluation_records
 from mergepipe_pipeline.cli.merging import bound_text, error_text, packed_lines, strategy_text
 from mergepipe_pipeline.cli.packs import estimate_lines
 from mergepipe_pipeline.cli.selected import selected_lines
+from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.report.shares import LevelShare, OperatorChoice, Share
@@ -312,6 +313,7 @@ def _snapshot(console: Console, what: str) -> Answer:
         "plan_id": plan_id,
         "recipe": story.provenance["recipe_name"],
         "selected": story.provenance.get("request", {}).get("selected", []),
+        "made_by": story.provenance.get("made_by"),
         "figures": records,
         "layers": layer_records(story.comparison) if story.comparison else None,
         "evaluations": measured,
@@ -322,6 +324,10 @@ def _snapshot(console: Console, what: str) -> Answer:
 
 def _snapshot_lines(story: SnapshotStory, records: list[dict[str, Any]]) -> list[str]:
     told = story.provenance
+    if made_by := told.get("made_by"):
+        given = [(name, str(value)) for name, value in made_by["parameters"].items()]
+        head = f"snapshot {story.snapshot.snapshot_id}  {made_by['verb']}, {told['created']}"
+        return [head, "", *table(("parameter", "value"), given)]
     rows = [
         (
             r["figure"].replace("_", " "),

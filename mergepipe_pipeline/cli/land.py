@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, size, verb
+from mergepipe_pipeline.cli.common import Console, download_options, verb
+from mergepipe_pipeline.text import size
 
 
 @click.command()
@@ -14,12 +15,16 @@ from mergepipe_pipeline.cli.common import Console, size, verb
 @click.option("--name", help="Name in the inbox (default: the folder's name).")
 @click.option("--link", is_flag=True, help="Link the files instead of copying them.")
 @click.option("--tag", "tags", multiple=True, help="Give the name a tag; see `tag`.")
+@download_options
 @verb
 def land(console: Console, path: str, name: str | None, link: bool, tags: tuple[str, ...]) -> None:
-    """Put a checkpoint into the inbox whole; it replaces an older version of its name."""
+    """Put a checkpoint into the inbox whole; it replaces an older version of its name.
+
+    PATH is a folder or an address, as hf://org/model.
+    """
     from mergepipe_pipeline.verbs.land import land as run
 
-    done = run(console.warehouse, path, name, link=link, tags=tags)
+    done = run(console.warehouse, path, name, link=link, tags=tags, progress=console.progress)
     console.show(
         asdict(done),
         f"{done.name}: {done.files} file(s), {size(done.nbytes)}, in {done.path}"

@@ -28,9 +28,12 @@ from mergepipe_pipeline.cli.land import land
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
 from mergepipe_pipeline.cli.packs import pack, unpack
+from mergepipe_pipeline.cli.push import pull, pull_pack, push
 from mergepipe_pipeline.cli.quarantine import quarantine
 from mergepipe_pipeline.cli.replay import replay
+from mergepipe_pipeline.cli.search import front, pick, search
 from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback
+from mergepipe_pipeline.cli.tools import convert, extract_lora, moe, transplant_tokenizer
 from mergepipe_pipeline.cli.ui import ui
 from mergepipe_pipeline.cli.verify import repair, verify
 
@@ -61,7 +64,13 @@ for command in (
     publish,
     history,
     rollback,
+    push,
+    pull,
+    pull_pack,
     bisect,
+    search,
+    front,
+    pick,
     verify,
     repair,
     explain,
@@ -70,6 +79,10 @@ for command in (
     replay,
     ls,
     sql,
+    convert,
+    extract_lora,
+    moe,
+    transplant_tokenizer,
     calibrate,
     gc,
     ui,

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, recipe_folder, size, table, verb
+from mergepipe_pipeline.cli.common import (
+    Console,
+    download_options,
+    recipe_folder,
+    table,
+    verb,
+)
 from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.cli.packs import estimate_lines
+from mergepipe_pipeline.cli.reading import AS_WRITTEN, reading, reading_options
 from mergepipe_pipeline.cli.selected import selected_lines
+from mergepipe_pipeline.cli.shards import cut_of, exported
+from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.execution.run import MergeOutcome
     from mergepipe_pipeline.facts.packs import PackedCost
+    from mergepipe_pipeline.remote.egress import Egress
     from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
     from mergepipe_pipeline.spec.plan import MergePlan
 
@@ -51,7 +61,7 @@ def planning_options(function: Callable[..., None]) -> Callable[..., None]:
         ),
     ):
         function = option(function)
-    return function
+    return reading_options(function)
 
 
 @click.command()
@@ -67,13 +77,14 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
     from mergepipe_pipeline.verbs.check import check as run
 
     warehouse = console.warehouse
-    parsed = load_recipe(recipe, warehouse)
+    parsed = load_recipe(recipe, warehouse, **reading(planning))
     found = run(warehouse, parsed, relative_to=recipe_folder(recipe), **planning)
     console.warn(found.warnings)
     stages = list(zip(found.stages, found.packed, strict=True))
     *before, last = (_stage_json(*stage) for stage in stages)
     estimates = [asdict(p) for p in found.estimates]
     shown = {**last, "time": found.forecast.to_json(), "pack_estimates": estimates}
+    shown["egress"] = [asdict(e) for e in found.egress]
     if before:
         shown["stages"] = [*before, last]
     lines = [line for stage in stages for line in _stage_lines(*stage)]
@@ -81,6 +92,7 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
         shown,
         *lines,
         f"  time                {time_text(shown['time'])}",
+        *egress_lines(found.egress, "  download            "),
         *estimate_lines(found.estimates, "  packs               "),
         *selected_lines(found.stages[-1].request.selected),
     )
@@ -131,12 +143,15 @@ def _stage_lines(resolved: ResolvedRecipe, packed: PackedCost | None) -> tuple[s
 @click.command()
 @click.argument("recipe", type=click.Path())
 @planning_options
+@download_options
 @verb
 def plan(console: Console, recipe: str, **planning: Any) -> None:
     """Decide what to read under the budget, and print the bound on what that costs."""
+    from mergepipe_pipeline.execution.egress import egress_of_plan
     from mergepipe_pipeline.report.shares import shares
 
     made = _plan(console, recipe, planning)
+    egress = egress_of_plan(made)
     e = made.estimates
     console.warn(made.warnings)
     rows = [
@@ -151,6 +166,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
             "layers": len(made.layers),
             "selected": [asdict(s) for s in made.request.selected],
             **asdict(e),
+            "egress": [asdict(found) for found in egress],
         },
         f"plan {made.plan_id[:16]}  {made.method}, {strategy_text(made)}",
         f"  expert bytes   {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}"
@@ -161,10 +177,25 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
         f"  error          {error_text(made)}",
         f"  error bound    {bound_text(made)}",
         f"  reads          {e.reads}",
+        *egress_lines(egress, "  download       "),
         "",
         *table(("expert", "size", "read", "known zero"), rows),
         *selected_lines(made.request.selected),
     )
+
+
+def egress_lines(egress: Sequence[Egress], label: str) -> list[str]:
+    """What is to be fetched from each address, and what is on disk already."""
+    lines = [
+        f"{label}{e.address}: {'at most ' if e.at_most else ''}{size(e.nbytes)} in {e.requests} "
+        f"request(s), {e.why}"
+        + (f", about {_short(e.seconds)}" if e.seconds is not None else "")
+        + (f", {size(e.kept_nbytes)} on disk" if e.kept_nbytes else "")
+        for e in egress
+    ]
+    if len(egress) > 1:
+        lines.append(f"{label}{size(sum(e.nbytes for e in egress))} in all")
+    return lines
 
 
 def packed_lines(made: MergePlan, label: str) -> list[str]:
@@ -215,7 +246,7 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 
     return make_plan(
         console.warehouse,
-        load_recipe(recipe, console.warehouse),
+        load_recipe(recipe, console.warehouse, **reading(planning)),
         relative_to=recipe_folder(recipe),
         progress=console.progress,
         **planning,
@@ -226,6 +257,13 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 @click.argument("recipe", type=click.Path())
 @planning_options
 @click.option("--out", type=click.Path(), help="Also write a plain Hugging Face folder here.")
+@click.option(
+    "--shard-size",
+    "--out-shard-size",
+    "shard_size",
+    help="Bytes of a weight file in --out: 5GB, 500MiB, none for one file (default: a file per "
+    "layer).",
+)
 @click.option("--publish", "publish_ref", is_flag=True, help="Publish under the recipe's ref.")
 @click.option("--threads", type=_COUNT, help="Threads for arithmetic and reading.")
 @click.option("--window-size", "window_elems", type=_COUNT, help="Elements per window.")
@@ -234,6 +272,7 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 )
 @click.option("--device", help="Where to compute: cpu (default), cuda or cuda:N.")
 @click.option("--fresh", is_flag=True, help="Run every layer, those merged before, too.")
+@download_options
 @verb
 def merge(
     console: Console,
@@ -245,6 +284,7 @@ def merge(
     memory_mib: int | None,
     device: str | None,
     fresh: bool,
+    shard_size: str | None,
     **planning: Any,
 ) -> None:
     """Plan and merge a recipe into a snapshot; registers and analyses what is not known yet.
@@ -253,23 +293,27 @@ def merge(
     folder nor ref.
     """
     from mergepipe_pipeline.engine.options import EngineOptions
+    from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.merge import merge as run
 
     console.tell_of_compilation()
+    asked, cut = reading(planning), cut_of(console.place, out, shard_size)
     merged = run(
         console.place,
-        recipe,
+        load_recipe(recipe, console.place, **asked) if asked != AS_WRITTEN else recipe,
         relative_to=recipe_folder(recipe),
         options=EngineOptions.given(
             threads=threads, window_elems=window_elems, memory_mib=memory_mib, device=device
         ),
-        out=out,
+        out=None if cut else out,
         publish_ref=publish_ref,
         fresh=fresh,
         progress=console.progress,
         began_s=console.began_s,
         **planning,
     )
+    if cut is not None:
+        merged = exported(console.place, merged, *cut)
     lines = _merged_lines(merged.outcome)
     if merged.judged is not None:
         lines.append(f"  metrics       {metrics_text(merged.judged.evaluation.metrics)}")
@@ -291,6 +335,10 @@ def _merged_lines(outcome: MergeOutcome) -> list[str]:
         f"planned of {size(s['expert_bytes_total'])} (budget {size(s['budget_bytes'])})",
         *packed_lines(outcome.plan, "  from packs    "),
         f"  base bytes    {size(s['base_bytes_read'])} read, {size(s['bytes_written'])} written",
+        *(
+            f"  downloaded    {size(d['nbytes'])} in {d['requests']} request(s) from {address}"
+            for address, d in outcome.times.downloaded().items()
+        ),
         f"  error         {error_text(outcome.plan)}",
         f"  error bound   {bound_text(outcome.plan)}",
         f"  time          {s['time']['realised']['total_s']:.2f} s, "

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, size, verb
+from mergepipe_pipeline.cli.common import Console, verb
+from mergepipe_pipeline.text import size
 
 _COUNT = click.IntRange(min=1)
 

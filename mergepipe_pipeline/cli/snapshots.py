@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, size, table, verb
+from mergepipe_pipeline.cli.common import Console, table, verb
+from mergepipe_pipeline.text import size
 
 
 @click.command()
@@ -20,7 +21,9 @@ def publish(console: Console, snapshot: str, ref: str, reason: str, expected: in
     """Make a ref name a snapshot, after checking every byte of it."""
     from mergepipe_pipeline.verbs.publish import publish as run
 
-    done = run(console.warehouse, snapshot, ref, reason=reason, expected=expected)
+    warehouse, progress = console.warehouse, console.progress
+    done = run(warehouse, snapshot, ref, reason=reason, expected=expected, progress=progress)
+    _warn_of_kept_out(console, done.snapshot_id)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
 
 
@@ -50,11 +53,20 @@ def rollback(console: Console, ref: str, to: int | None, reason: str) -> None:
     from mergepipe_pipeline.verbs.publish import rollback as run
 
     done = run(console.warehouse, ref, to, reason)
+    _warn_of_kept_out(console, done.snapshot_id)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
 
 
-def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float) -> float:
-    if not math.isfinite(seconds):
+def _warn_of_kept_out(console: Console, snapshot_id: str) -> None:
+    from mergepipe_pipeline.snapshots.find import load_snapshot
+    from mergepipe_pipeline.verbs.guard import kept_out_in
+
+    snapshot = load_snapshot(console.warehouse.snapshots, snapshot_id)
+    console.warn([str(decision) for decision in kept_out_in(console.warehouse, snapshot)])
+
+
+def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float | None) -> float | None:
+    if seconds is not None and not math.isfinite(seconds):
         raise click.BadParameter(f"{seconds} is not a number of seconds.", ctx, parameter)
     return seconds
 
@@ -66,21 +78,27 @@ def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float) -> f
     "older_than_s",
     type=click.FloatRange(min=0),
     callback=_finite,
-    default=3600.0,
-    show_default=True,
+    show_default="3600; of a bucket 604800",
     help="Keep what nobody needs for this many seconds after its last use, so that a merge that is "
     "run again finds it. Merges that run now keep what they need, at any age.",
 )
+@click.option(
+    "--bucket",
+    is_flag=True,
+    help="Collect the bucket of MERGEPIPE_BUCKET instead: what no version of a ref there names.",
+)
 @verb
-def gc(console: Console, dry_run: bool, older_than_s: float) -> None:
+def gc(console: Console, dry_run: bool, older_than_s: float | None, bucket: bool) -> None:
     """Remove what nobody needs: old staging, stages, unreferenced objects and actions."""
-    from mergepipe_pipeline.verbs.gc import collect
+    from mergepipe_pipeline.verbs.gc import collect, collect_bucket
 
-    done = collect(console.warehouse, older_than_s=older_than_s, dry_run=dry_run)
+    run = collect_bucket if bucket else collect
+    given = {} if older_than_s is None else {"older_than_s": older_than_s}
+    done = run(console.warehouse, dry_run=dry_run, **given)
     console.warn(done.notes)
     verb_done = "would remove" if dry_run else "removed"
     console.show(
         asdict(done),
         f"{verb_done} {done.files} files, {size(done.nbytes)}",
-        *(f"  stage {snapshot_id}" for snapshot_id in done.snapshots),
+        *(f"  {'snapshot' if bucket else 'stage'} {snapshot_id}" for snapshot_id in done.snapshots),
     )

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, counted, size, verb
+from mergepipe_pipeline.cli.common import Console, counted, verb
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.text import size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.integrity.auditor import Finding, Scope
@@ -43,7 +44,8 @@ def verify(
     fresh: bool,
     inputs: bool,
 ) -> None:
-    """Re-hash every byte of a snapshot (id, prefix, ref, REF@VERSION), or with --all of all.
+    """Re-hash every byte of a snapshot (id, prefix, ref, REF@VERSION, a folder of --out), or with
+    --all of all.
 
     Exit 0, or name what is wrong and exit 19.
     """
@@ -73,7 +75,7 @@ def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
     from mergepipe_pipeline.execution.lookup import snapshot_named
     from mergepipe_pipeline.verbs.verify_all import verify_all
 
-    snapshot = snapshot_named(console.warehouse, done.snapshot_id)
+    snapshot = snapshot_named(console.warehouse, what)
     report = verify_all(console.warehouse, _INPUTS, inputs_of=snapshot, progress=console.progress)
     _show(console, report, asdict(done), told)
 

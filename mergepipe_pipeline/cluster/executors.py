@@ -63,8 +63,8 @@ def _definition(name: str) -> dg.ExecutorDefinition:
             where=EXECUTOR.variable,
             expected=f"what {name} needs",
             found=str(error),
-            next_step="install the extra `cluster` for dask, dagster-celery or dagster-k8s for "
-            "these, or choose another executor",
+            next_step="install the extra `cluster` for dask, `celery` or `k8s` for these, "
+            "or choose another executor",
         ) from error
     return found
 

@@ -103,7 +103,7 @@ def build_family(
         staged = cache / f".{folder.name}.{uuid.uuid4().hex[:8]}"
         staged.mkdir(parents=True)
         try:
-            with quiet(), _reproducible(settings.seed):
+            with quiet(), reproducible(settings.seed):
                 _train_family(staged, settings, progress)
             publish_dir(staged, folder)
         finally:
@@ -129,7 +129,7 @@ def retrain_layers(
     for name, parameter in expert.named_parameters():
         parameter.requires_grad = any(f".layers.{i}." in name for i in layers)
     loss, seed = _expert_loss(base, skill, settings), settings.seed + 99
-    _train(expert, loss, settings.retrain_steps, settings.expert_rate, seed)
+    train(expert, loss, settings.retrain_steps, settings.expert_rate, seed)
 
 
 def _user_cache() -> Path:
@@ -138,7 +138,7 @@ def _user_cache() -> Path:
 
 
 @contextmanager
-def _reproducible(seed: int) -> Iterator[None]:
+def reproducible(seed: int) -> Iterator[None]:
     """Seeded, and one thread, because their number decides the order of sums; then as before."""
     with single_threaded_torch(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -148,19 +148,19 @@ def _reproducible(seed: int) -> Iterator[None]:
 def _train_family(folder: Path, s: Settings, progress: Callable[[str], None]) -> None:
     base = LlamaForCausalLM(_config(s))
     progress(f"training the base on {len(SKILLS)} skills, tags at random")
-    _train(base, _base_loss(s), s.base_steps, s.base_rate, s.seed + 1)
-    _save(base, folder / "base")
+    train(base, _base_loss(s), s.base_steps, s.base_rate, s.seed + 1)
+    save(base, folder / "base")
     progress(f"training {len(SKILLS)} experts, and a second version of {SKILLS[-1]}")
     # The longest task first. One core each: operations this small gain little from a second one,
     # and wait for it whenever another process has it.
     with Workers(cores()) as workers:
 
-        def train(skill: str) -> str:
+        def train_one(skill: str) -> str:
             torch.set_num_threads(1)  # is each thread's own
             _train_expert(folder, base, skill, s)
             return skill
 
-        for skill in workers.map(train, reversed(SKILLS)):
+        for skill in workers.map(train_one, reversed(SKILLS)):
             progress(f"trained the expert for {skill}")
 
 
@@ -168,11 +168,11 @@ def _train_expert(folder: Path, base: LlamaForCausalLM, skill: str, s: Settings)
     """Leave the expert for `skill` in `folder`, and version 2 of the last one."""
     expert = copy.deepcopy(base)
     seed = s.seed + 10 + SKILLS.index(skill)
-    _train(expert, _expert_loss(base, skill, s), s.expert_steps, s.expert_rate, seed)
-    _save(expert, folder / skill)
+    train(expert, _expert_loss(base, skill, s), s.expert_steps, s.expert_rate, seed)
+    save(expert, folder / skill)
     if skill == SKILLS[-1]:
         retrain_layers(expert, base, skill, RETRAINED_LAYERS, s)
-        _save(expert, folder / f"{skill}-v2")
+        save(expert, folder / f"{skill}-v2")
 
 
 def _config(s: Settings) -> LlamaConfig:
@@ -239,7 +239,7 @@ def _answer_logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     return logits[:, PROMPT_LENGTH - 1 :]
 
 
-def _train(model: LlamaForCausalLM, loss_of: _Loss, steps: int, rate: float, seed: int) -> None:
+def train(model: LlamaForCausalLM, loss_of: _Loss, steps: int, rate: float, seed: int) -> None:
     """AdamW with a short warm-up and cosine decay; parameters that need no gradient stay."""
     generator = torch.Generator().manual_seed(seed)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -256,7 +256,7 @@ def _train(model: LlamaForCausalLM, loss_of: _Loss, steps: int, rate: float, see
         optimizer.step()
 
 
-def _save(model: LlamaForCausalLM, folder: Path) -> None:
+def save(model: LlamaForCausalLM, folder: Path) -> None:
     """A Hugging Face folder in bfloat16 with a tokenizer that takes one character per token."""
     copy.deepcopy(model).bfloat16().save_pretrained(folder)
     characters = Tokenizer(models.WordLevel(TOKEN_ID, unk_token="<pad>"))

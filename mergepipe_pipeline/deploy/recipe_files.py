@@ -74,7 +74,7 @@ class RecipeFile:
     @property
     def identifier(self) -> str:
         """The name in letters, digits and underscores."""
-        return _identifier(self.name)
+        return identifier_of(self.name)
 
     @property
     def token(self) -> str:
@@ -90,7 +90,7 @@ def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
     cards: list[RecipeFile] = []
     files: dict[str, str] = {}
     for path in _files(warehouse):
-        problem = _name_problem(path, files)
+        problem = name_problem(path, files)
         if problem is None:
             cards.append(_card(warehouse, path, choose, checkpoints))
         else:
@@ -125,7 +125,12 @@ def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
 
 def _files(warehouse: Warehouse) -> Iterator[Path]:
     """The recipe files, in name order. A warehouse that is only looked at is not made."""
-    for path in sorted(warehouse.recipes.iterdir()) if warehouse.recipes.is_dir() else ():
+    return yaml_files(warehouse.recipes)
+
+
+def yaml_files(folder: Path) -> Iterator[Path]:
+    """The YAML files of a folder that may be missing, in name order, but hidden ones."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.suffix in {".yml", ".yaml"} and not path.name.startswith("."):
             yield path
 
@@ -148,25 +153,26 @@ def _presentable(cards: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
         yield replace(card, name=name, problem=card.problem and escaped(card.problem))
 
 
-def _name_problem(path: Path, files: Mapping[str, str]) -> str | None:
+def name_problem(path: Path, files: Mapping[str, str]) -> str | None:
     """Why a file's name cannot name assets, if so; `files` are those that do, by identifier."""
     if not _NAME.fullmatch(path.stem):
         return str(
             RecipeError(
-                "A recipe's file name cannot name assets",
+                "A file's name cannot name assets",
                 where=path.name,
                 expected="at most 63 letters, digits, '.', '_' and '-', a letter or digit first",
                 found=repr(path.stem),
                 next_step="rename the file",
             )
         )
-    other = files.get(_identifier(path.stem))
+    other = files.get(identifier_of(path.stem))
     if other is not None:
         return f"{path.name} would have the same assets or job as {other}; rename one of them"
     return None
 
 
-def _identifier(name: str) -> str:
+def identifier_of(name: str) -> str:
+    """A name in letters, digits and underscores."""
     return re.sub(r"[^A-Za-z0-9]", "_", name)
 
 
@@ -213,7 +219,7 @@ def _card(
         found = {m: checkpoints.get(m) for m in card.members}
         missing = [m for m, checkpoint in found.items() if checkpoint is None]
         if missing:
-            return replace(card, problem=_not_registered(missing))
+            return replace(card, problem=not_registered(missing))
         known = {m: c for m, c in found.items() if c is not None}
         return replace(card, layers=_layers(warehouse, card, known))
     except Exception as error:
@@ -227,8 +233,8 @@ def _members(card: RecipeFile) -> Iterator[str]:
             yield from uses(ref, stage)
 
 
-def _not_registered(names: list[str]) -> str:
-    """Paths are not taken: partitions and lineage have names."""
+def not_registered(names: list[str]) -> str:
+    """That models are missing. Paths are not taken: partitions and lineage have names."""
     which = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} are"
     paths = [name for name in names if "/" in name]
     how = (

@@ -34,6 +34,10 @@ class Ended:
     output: bytes
 
 
+class AbandonedError(Exception):
+    """Nobody wants the child's result any more."""
+
+
 class _Kept:
     """The start and the end of a stream of bytes."""
 
@@ -64,12 +68,18 @@ class _Kept:
 
 
 def run_child(
-    command: Sequence[str], *, folder: Path, environment: Mapping[str, str], timeout_s: float
+    command: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    stop: int | None = None,
 ) -> Ended:
     """Run a command in `folder`, without a shell, for at most `timeout_s` seconds.
 
     It has a process group of its own, which is killed when the command ends, when its time is over,
-    when this function is left by an exception, and when this process dies.
+    when this function is left by an exception, and when this process dies. Raises AbandonedError as
+    soon as the descriptor `stop` can be read.
     """
     deadline = time.monotonic() + timeout_s
     with _started(command, folder, environment) as (process, status):
@@ -78,7 +88,7 @@ def run_child(
         streams = {process.stdout.fileno(): _Kept(), process.stderr.fileno(): _Kept()}
         output = _Kept()
         code = None
-        for ready, data in _read(status, list(streams), deadline):
+        for ready, data in _read(status, list(streams), deadline, stop):
             if ready == status:
                 code = int(data)
                 break
@@ -128,16 +138,21 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _read(status: int | None, pipes: list[int], deadline: float) -> Iterator[tuple[int, bytes]]:
+def _read(
+    status: int | None, pipes: list[int], deadline: float, stop: int | None = None
+) -> Iterator[tuple[int, bytes]]:
     """What comes through the pipes, until all have ended or it is time.
 
-    `status` says more by its end than nothing: the supervisor was killed.
+    `status` says more by its end than nothing: the supervisor was killed. Raises AbandonedError
+    when `stop` can be read.
     """
     with selectors.DefaultSelector() as selector:
-        for pipe in pipes if status is None else [*pipes, status]:
+        for pipe in (*pipes, *(extra for extra in (status, stop) if extra is not None)):
             selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
+                if key.fd == stop:
+                    raise AbandonedError
                 data = os.read(key.fd, _CHUNK_NBYTES)
                 if data:
                     yield key.fd, data

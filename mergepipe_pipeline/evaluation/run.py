@@ -28,11 +28,12 @@ def evaluate(
     folder: Path,
     *,
     fresh: bool = False,
+    stop: int | None = None,
 ) -> Evaluation:
     """What an evaluator says of a snapshot: as it is kept, or measured now (always, if `fresh`).
 
     `folder` is that of the recipe. Raises EvaluationError, naming the log, for an evaluator that
-    fails each time.
+    fails each time, and AbandonedError as soon as the descriptor `stop` can be read.
     """
     digest = evaluator_id(evaluator, folder)
     found = None if fresh else kept(warehouse, snapshot.snapshot_id, digest)
@@ -40,7 +41,9 @@ def evaluate(
         return found
     command = [*command_of(evaluator, folder), snapshot.path]
     with warehouse.leases.hold(Need(snapshot_ids=frozenset([snapshot.snapshot_id])), "evaluate"):
-        metrics, log, seconds = _tries(warehouse, snapshot, evaluator, folder, digest, command)
+        metrics, log, seconds = _tries(
+            warehouse, snapshot, evaluator, folder, digest, command, stop
+        )
     found = Evaluation(
         snapshot.snapshot_id,
         digest,
@@ -61,6 +64,7 @@ def _tries(
     folder: Path,
     digest: str,
     command: list[str],
+    stop: int | None,
 ) -> tuple[Metrics, bytes, float]:
     """The metrics of the first attempt that gives some, the log of all, and that one's seconds."""
     log, most = b"", 1 + evaluator.retries
@@ -71,6 +75,7 @@ def _tries(
             folder=folder,
             environment=environment_of(evaluator, Path(snapshot.path)),
             timeout_s=evaluator.timeout_s,
+            stop=stop,
         )
         log += f"== attempt {attempt} of {most}: {evaluator.told}\n".encode() + ended.output
         try:

@@ -77,7 +77,7 @@ def audit_budget(plan: MergePlan) -> BudgetReport:
     inputs = ((t.name, e) for layer in plan.layers for t in layer.tasks for e in t.experts)
     tensor, most = max(inputs, key=lambda pair: pair[1].read_nbytes)
     view = most.view
-    (part, *_) = (*view.stored, *([view.low_rank.a] if view.low_rank else []))
+    (part, *_) = (*view.stored, *(view.low_rank.parts if view.low_rank else ()))
     source = plan.sources[part.source]
     told = (
         f"{e.expert_bytes_planned} bytes of experts would be read, "

@@ -35,13 +35,14 @@ MOST = 20
 class Prepared:
     """A regression that can be traced, by which thresholds, with how many candidates, at what cost.
 
-    `cost` is the worst case.
+    `cost` is the worst case. Without `layers` the guilty expert's layers are not searched.
     """
 
     regression: Regression
     evaluator: Evaluator
     gate: Gate
     most: int
+    layers: bool
     cost: Cost
 
 
@@ -70,14 +71,14 @@ def prepare_snapshots(
     refused: Snapshot,
     metric: str | None = None,
     most: int = MOST,
+    layers: bool = True,
 ) -> Prepared:
     """As `prepare`, of two snapshots of a recipe that lies in `folder`."""
     gate, evaluator = _gate(parsed, metric), require_evaluator(parsed)
     regression = regression_of(warehouse, folder, live, refused)
-    cost = cost_of(
-        warehouse, regression, most, evaluate(warehouse, refused, evaluator, folder).seconds
-    )
-    return Prepared(regression, evaluator, gate, most, cost)
+    evaluation_s = evaluate(warehouse, refused, evaluator, folder).seconds
+    cost = cost_of(warehouse, regression, most, evaluation_s, layers=layers)
+    return Prepared(regression, evaluator, gate, most, layers, cost)
 
 
 def bisect(
@@ -98,6 +99,7 @@ def bisect(
         prepared.evaluator,
         prepared.gate,
         most=prepared.most,
+        layers=prepared.layers,
         options=options,
         progress=progress,
         tell=tell,

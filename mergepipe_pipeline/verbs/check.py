@@ -6,8 +6,9 @@ What packs of analysed experts would take is told besides, from some chunks of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
+from mergepipe_pipeline.execution.egress import egress_of_recipe
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate
 from mergepipe_pipeline.facts.packs import PackedCost
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -17,19 +18,24 @@ from mergepipe_pipeline.verbs.gate import refuse_unready
 from mergepipe_pipeline.verbs.pack_estimates import estimates_of_recipe
 from mergepipe_pipeline.warehouse import Warehouse
 
+if TYPE_CHECKING:
+    from mergepipe_pipeline.remote.egress import Egress
+
 
 @dataclass(frozen=True)
 class Check:
     """A recipe that can run: its stages, the last one last, and how long it will take here.
 
     `packed` says of each stage what its experts' packs spare, None without packs. `estimates` say
-    about what packs of analysed experts would take and save, where they have none.
+    about what packs of analysed experts would take and save, where they have none. `egress` says
+    what the last stage fetches from addresses.
     """
 
     stages: tuple[ResolvedRecipe, ...]
     forecast: Forecast
     packed: tuple[PackedCost | None, ...]
     estimates: tuple[PackEstimate, ...] = ()
+    egress: tuple[Egress, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -49,4 +55,5 @@ def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Plannin
     stages = (*last.before, last)
     packed = tuple(packed_of(warehouse, stage) for stage in stages)
     estimates = {p.name: p for stage in stages for p in estimates_of_recipe(warehouse, stage)}
-    return Check(stages, forecast(warehouse, last), packed, tuple(estimates.values()))
+    egress = egress_of_recipe(warehouse, last)
+    return Check(stages, forecast(warehouse, last), packed, tuple(estimates.values()), egress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import nan
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from mergepipe_pipeline.execution.problem import SolvedProblem, solve_plan, solve_recipe
 from mergepipe_pipeline.pictures import Line, Mark, curve_picture, sketch
@@ -17,15 +17,22 @@ from mergepipe_pipeline.resolution.resolve import Planning
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
 
+if TYPE_CHECKING:
+    from mergepipe_pipeline.remote.egress import Egress
+
 
 @dataclass(frozen=True)
 class RecipeCurve:
-    """A curve; `read` names the experts that had to be analysed for it first."""
+    """A curve; `read` names the experts that had to be analysed for it first.
+
+    `egress` is what a merge under the recipe's budget fetches from addresses.
+    """
 
     recipe: str
     curve: BudgetCurve
     bound_note: str
     read: tuple[str, ...]
+    egress: tuple[Egress, ...] = ()
 
     @property
     def unknown(self) -> str:
@@ -63,7 +70,7 @@ def _told(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
     recipe = solved.recipe
     packed = solved.level_problem
     found = budget_curve(solved.problem, recipe.budget, solved.selection, shares, packed)
-    return RecipeCurve(recipe.name, found, solved.bound.note, solved.read)
+    return RecipeCurve(recipe.name, found, solved.bound.note, solved.read, solved.egress)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:

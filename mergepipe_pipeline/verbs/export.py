@@ -7,17 +7,19 @@ from pathlib import Path
 
 from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.snapshots.folder_export import RECIPE_FILE, export_snapshot
-from mergepipe_pipeline.snapshots.out_folder import check_out
+from mergepipe_pipeline.snapshots.folder_export import Shards, export_snapshot
+from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE
+from mergepipe_pipeline.snapshots.out_folder import check_out, refuse_full
 from mergepipe_pipeline.warehouse import Warehouse
 
-__all__ = ["RECIPE_FILE", "check_out", "export"]
+__all__ = ["RECIPE_FILE", "Shards", "check_out", "export", "refuse_full"]
 
 
-def export(warehouse: Warehouse, snapshot_id: str, out: Path) -> None:
-    """Copy a snapshot to `out`, with what was measured of it.
+def export(warehouse: Warehouse, snapshot_id: str, out: Path, shards: Shards | None = None) -> None:
+    """Copy a snapshot to `out`, with what was measured of it; in `shards` of another size.
 
     Raises what `snapshots.folder_export` raises.
     """
     measured = [asdict(e) for e in evaluations_of(warehouse, snapshot_id)]
-    export_snapshot(load_snapshot(warehouse.snapshots, snapshot_id), out, measured)
+    snapshot = load_snapshot(warehouse.snapshots, snapshot_id)
+    export_snapshot(snapshot, out, measured, shards)

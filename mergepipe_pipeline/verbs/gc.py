@@ -1,9 +1,10 @@
 """The verb `gc`: free the space of what nobody needs; safe at any moment, at any age.
 
 All snapshots but stages and those that a gate refused are needed. These are needed if a ref has
-ever named one, if a registered checkpoint lies in it, or if the current plan of a standing recipe
-reads or makes it. The layers of such plans are needed, and what living processes lease. What was
-measured of a snapshot goes with it. `idle_packs` says which packs stay.
+ever named one, if a registered checkpoint lies in it, if it is on the front of a search, or if the
+current plan of a standing recipe reads or makes it. The layers of such plans are needed, and what
+living processes lease. What was measured of a snapshot goes with it. `idle_packs` says which packs
+stay.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.plan_leases import need_of
 from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.search.front import front
+from mergepipe_pipeline.search.ledger import Ledger, searches
 from mergepipe_pipeline.snapshots.collection import GcReport, Roots
 from mergepipe_pipeline.snapshots.collection import collect as run
 from mergepipe_pipeline.snapshots.leases import Living, Need
@@ -26,7 +29,7 @@ from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.verbs.idle_packs import idle_packs
 from mergepipe_pipeline.verbs.land import half_landed
-from mergepipe_pipeline.warehouse import Warehouse
+from mergepipe_pipeline.warehouse import BUCKET, Warehouse
 
 #: The least age of what is removed from quarantine, in seconds.
 _QUARANTINE_S = 30 * 86400.0
@@ -69,6 +72,26 @@ def collect(
     )
 
 
+def collect_bucket(
+    warehouse: Warehouse, *, older_than_s: float = 7 * 86400.0, dry_run: bool = False
+) -> GcReport:
+    """Remove what no version of a ref names from the bucket, older than `older_than_s`.
+
+    Raises MergePipeError without a bucket, and as `snapshots.bucket_collection`.
+    """
+    if warehouse.mirror is None:
+        raise MergePipeError(
+            "There is no bucket to collect",
+            where=BUCKET,
+            expected="the address of a bucket",
+            found="nothing",
+            next_step=f"set {BUCKET}=s3://bucket/prefix",
+        )
+    from mergepipe_pipeline.snapshots.bucket_collection import collect_bucket as run_there
+
+    return run_there(warehouse.mirror, older_than_s=older_than_s, dry_run=dry_run)
+
+
 def _has_snapshot(warehouse: Warehouse, measured: Path) -> bool:
     return (warehouse.snapshots / measured.name).exists()
 
@@ -84,7 +107,8 @@ def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
 def _roots(warehouse: Warehouse, living: Living) -> Roots:
     """What must stay. Where a file that may name a stage cannot be read, all stages do."""
     need, doubts = Need(), []
-    for part in (_published(warehouse), _registered(warehouse), _planned(warehouse)):
+    parts = _published, _registered, _planned, _searched
+    for part in (find(warehouse) for find in parts):
         for found in part:
             if isinstance(found, Need):
                 need |= found
@@ -108,6 +132,16 @@ def _published(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
     for name in refs.names():
         try:
             yield Need(snapshot_ids=frozenset(r.snapshot_id for r in refs.history(name)))
+        except MergePipeError as error:
+            yield error
+
+
+def _searched(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
+    """What lies on the front of each search; what another one dominates is never on it again."""
+    for name in searches(warehouse):
+        try:
+            found = front(warehouse, Ledger(warehouse, name).search()).best
+            yield Need(snapshot_ids=frozenset(t.snapshot_id for t in found if t.snapshot_id))
         except MergePipeError as error:
             yield error
 

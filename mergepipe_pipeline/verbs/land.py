@@ -11,15 +11,29 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import NAME
 from mergepipe_pipeline.deploy.arrivals import mark_landed
 from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.progress import Advance, Progress, Silent
+from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.storage.atomic import copy_file, link_file, remove_tree, replace_dir
-from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
+from mergepipe_pipeline.storage.atomic import (
+    copy_file,
+    link_file,
+    remove_tree,
+    replace_dir,
+    write_atomic,
+)
+from mergepipe_pipeline.storage.open_checkpoint import INDEX, open_checkpoint
+from mergepipe_pipeline.storage.side_files import pieces, side_files
+from mergepipe_pipeline.storage.source import FetchedAhead, FileRange, open_source
 from mergepipe_pipeline.verbs.tag import check_tags
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -46,32 +60,65 @@ def land(
     *,
     link: bool = False,
     tags: Collection[str] = (),
+    progress: Progress | None = None,
 ) -> Landing:
-    """Put the checkpoint folder at `path` into the inbox; with `link`, without a copy.
+    """Put the checkpoint at a folder or an address into the inbox; with `link`, without a copy.
 
     The files at the top of the folder are taken, those that links lead to as files. Linked files
     must not be written to afterwards. The name has the `tags` before the folder is there. Raises
     MergePipeError for a name that cannot be one or a folder of the inbox itself, CheckpointError
-    for what is not whole, StorageFullError.
+    for what is not whole, RemoteError for an address that cannot be read, StorageFullError.
     """
-    source = Path(path).resolve()
-    chosen = name or source.name
+    found = locate_checkpoint(warehouse, path) if is_address(path) else None
+    source = Path(path if found is None else found.root).resolve()
+    chosen = name or (source.name if found is None else found.name)
     final = warehouse.inbox / chosen
-    _refuse_wrong_places(warehouse, source, chosen)
     check_tags(tags)
-    open_checkpoint(str(source), chosen, probes=False)
+    if found is None or not is_address(found.root):
+        _refuse_wrong_places(warehouse, source, chosen)
+        open_checkpoint(str(source), chosen, probes=False)
+    elif not NAME.fullmatch(chosen):
+        raise _misplaced(path, f"the name {chosen!r}")
     replaced = final.exists()
     with _staged(warehouse, chosen) as staged:
-        for file in sorted(f for f in source.iterdir() if f.is_file()):
-            (link_file if link else copy_file)(file.resolve(), staged / file.name)
-            stat = file.stat()
-            os.utime(staged / file.name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        if found is not None and is_address(found.root):
+            _download(found, staged, progress or Silent())
+        else:
+            _copy(source, staged, link=link)
         open_checkpoint(str(staged), chosen, probes=False)
         stamps, _ = stamps_of(staged)
         mark_landed(warehouse, chosen, token_of(stamps))
         warehouse.catalog.put_tags(chosen, tags, ())
         replace_dir(staged, final)
     return Landing(chosen, str(final), len(stamps), sum(s.nbytes for s in stamps), replaced)
+
+
+def _copy(source: Path, staged: Path, *, link: bool) -> None:
+    """Put the files at the top of a folder into another one, with their times."""
+    for file in sorted(f for f in source.iterdir() if f.is_file()):
+        (link_file if link else copy_file)(file.resolve(), staged / file.name)
+        stat = file.stat()
+        os.utime(staged / file.name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def _download(checkpoint: Checkpoint, staged: Path, progress: Progress) -> None:
+    """Put the files of a model at an address into a folder: weights, their index, side files."""
+    with open_source(checkpoint.root) as source:
+        weights = [file.path for file in checkpoint.files]
+        wanted = dict.fromkeys([*weights, *side_files(source, checkpoint.root)])
+        wanted |= dict.fromkeys({INDEX, ADAPTER_CONFIG}.intersection(source.list()))
+        sizes = {name: source.size(name) for name in wanted}
+        if isinstance(source, FetchedAhead):
+            source.expect(FileRange(name, 0, nbytes) for name, nbytes in sizes.items())
+        label = f"download {checkpoint.name}"
+        with progress.task(label, sum(sizes.values())) as advance:
+            for name, nbytes in sizes.items():
+                told = partial(_tell, advance)
+                write_atomic(staged / name, pieces(source, name, nbytes, told))
+
+
+def _tell(advance: Advance, piece: bytes) -> None:
+    advance(len(piece))
 
 
 @contextmanager
@@ -108,9 +155,13 @@ def _refuse_wrong_places(warehouse: Warehouse, source: Path, name: str) -> None:
         found = f"the name {name!r}"
     else:
         return
-    raise MergePipeError(
+    raise _misplaced(str(source), found)
+
+
+def _misplaced(where: str, found: str) -> MergePipeError:
+    return MergePipeError(
         "This cannot land in the inbox",
-        where=str(source),
+        where=where,
         expected="a folder outside the inbox, and a name of letters, digits, '.', '_' and '-'",
         found=found,
         next_step="give another folder, or another name with --name",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.base_prefetch import prefetch_base
+from mergepipe_pipeline.execution.egress import traffic, traffic_since
 from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
@@ -25,6 +27,7 @@ from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.verbs.export import check_out, export
 from mergepipe_pipeline.verbs.gate import Judged, judge_snapshot, mark, refuse, refuse_unready
+from mergepipe_pipeline.verbs.guard import refuse_kept_out
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -81,20 +84,19 @@ def merge(
         began_s: when the caller began (`time.monotonic`), for the time that is told.
         planning: what stands for the recipe's own budget, strategy and block size.
 
-    Raises what `check` raises, BudgetError, DeviceError, CheckpointChangedError when an input
-    changes meanwhile, StorageFullError, CommitConflictError, and EvaluationError or GateError
-    before the result has a folder or a ref.
+    Raises what `check` raises, BudgetError, DeviceError, CheckpointChangedError, StorageFullError,
+    CommitConflictError, and EvaluationError or GateError before there is a folder or a ref.
     """
     began_s, progress = began_s or time.monotonic(), progress or Silent()
-    options = options or EngineOptions()
-    options.check()
+    downloaded = partial(traffic_since, traffic())
+    (options := options or EngineOptions()).check()
     folder = None if out is None else check_out(out, warehouse.root)
     parsed = recipe if isinstance(recipe, ParsedRecipe) else load_recipe(recipe, warehouse)
     here = refuse_unready(parsed.evaluator, planning.get("relative_to"))
     warehouse.ensure()
     resolved, stages = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
     began_s = time.monotonic() if parsed.before else began_s
-    start = RunStart(began_s, forecast(warehouse, resolved).to_json())
+    start = RunStart(began_s, forecast(warehouse, resolved).to_json(), downloaded)
     with prefetch_base(resolved):
         plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
     progress.warn(*plan.warnings)
@@ -104,7 +106,8 @@ def merge(
     non_finite = merged_non_finite(warehouse, plan)
     progress.warn(*non_finite_warning(non_finite, plan))
     judged = _judged(warehouse, parsed, here, outcome.snapshot)
-    ref = _handed_on(warehouse, outcome.snapshot, folder, plan.ref if publish_ref else None, judged)
+    wanted = plan.ref if publish_ref else None
+    ref = _handed_on(warehouse, outcome.snapshot, folder, wanted, judged, progress)
     return Merged(outcome, non_finite, folder, ref, judged)
 
 
@@ -126,11 +129,15 @@ def _handed_on(
     folder: Path | None,
     ref: str | None,
     judged: Judged | None,
+    progress: Progress,
 ) -> Ref | None:
-    """Give the snapshot the folder and the ref that were asked for."""
+    """Give the snapshot the folder and the ref that were asked for. Raises GateError."""
+    if ref is not None:
+        is_guarded = judged is not None and judged.verdict is not None
+        refuse_kept_out(warehouse, snapshot, ref, is_guarded=is_guarded)
     if folder is not None:
         export(warehouse, snapshot.snapshot_id, folder)
     if ref is None:
         return None
     expected = None if judged is None else judged.live_version
-    return publish(warehouse, snapshot.snapshot_id, ref, expected=expected)
+    return publish(warehouse, snapshot.snapshot_id, ref, expected=expected, progress=progress)

@@ -13,6 +13,7 @@ from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.snapshot import Ref
 from mergepipe_pipeline.verbs.gate import Judged, judge_snapshot, mark, refuse
+from mergepipe_pipeline.verbs.guard import refuse_kept_out
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -42,8 +43,10 @@ def promote(
     snapshot = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
     if force is not None:
         told = f"forced past the gate: {force}"
-        return Promoted(publish(warehouse, snapshot.snapshot_id, ref, reason=told), None)
+        done = publish(warehouse, snapshot.snapshot_id, ref, reason=told, is_forced=True)
+        return Promoted(done, None)
     parsed = _gated(warehouse, ref, recipe)
+    refuse_kept_out(warehouse, snapshot, ref, is_guarded=True)
     folder = Path(parsed.where).resolve().parent
     judged = judge_snapshot(warehouse, parsed, folder, snapshot, ref)
     mark(warehouse, parsed.name, judged)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.snapshot import Ref
+from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -17,18 +18,41 @@ def publish(
     reason: str = "published",
     expected: int | None = None,
     audit: bool = True,
+    is_forced: bool = False,
+    progress: Progress | None = None,
 ) -> Ref:
     """Make `ref` name the snapshot, after checking every byte of it (unless `audit` is False).
 
     `expected` is the version the caller has seen; another one raises CommitConflictError. Raises
-    NotFoundError for an unknown snapshot, CorruptionError for a damaged one.
+    NotFoundError for an unknown snapshot, CorruptionError for a damaged one, and unless it
+    `is_forced` GateError for one with a quarantined content under a ref that a gate guards. If
+    there is a bucket, the ref names the snapshot there first: see `Mirror.publish` for what that
+    raises.
     """
     found_id = load_snapshot(warehouse.snapshots, snapshot_id).snapshot_id
     with warehouse.leases.hold(Need(snapshot_ids=frozenset([found_id])), "publish"):
         snapshot = load_snapshot(warehouse.snapshots, found_id)
+        if not is_forced:
+            # It reads the catalog; commands that only list refs start without NumPy.
+            from mergepipe_pipeline.verbs.guard import refuse_kept_out
+
+            refuse_kept_out(warehouse, snapshot, ref)
         if audit:
             verify_snapshot(warehouse.snapshots / snapshot.snapshot_id)
+        warehouse.refs.refuse_other(ref, expected)
+        _mirror(warehouse, snapshot, ref, reason, progress or Silent())
         return warehouse.refs.publish(ref, snapshot.snapshot_id, reason, expected)
+
+
+def _mirror(
+    warehouse: Warehouse, snapshot: Snapshot, ref: str, reason: str, progress: Progress
+) -> None:
+    """Publish in the bucket, too, if there is one."""
+    if warehouse.mirror is None:
+        return
+    total = sum(s.nbytes for s in snapshot.manifest.shards)
+    with progress.task(f"publish in {warehouse.mirror.bucket.address.text}", total) as advance:
+        warehouse.mirror.publish(snapshot, warehouse.objects, ref, reason, advance)
 
 
 def history(warehouse: Warehouse, ref: str) -> tuple[Ref, ...]:
@@ -45,7 +69,7 @@ def rollback(
     """
     refs = warehouse.refs
     target = refs.target(ref, to)
-    verify_snapshot(
-        warehouse.snapshots / load_snapshot(warehouse.snapshots, target.snapshot_id).snapshot_id
-    )
+    snapshot = load_snapshot(warehouse.snapshots, target.snapshot_id)
+    verify_snapshot(warehouse.snapshots / snapshot.snapshot_id)
+    _mirror(warehouse, snapshot, ref, f"{reason} to version {target.number}", Silent())
     return refs.rollback(ref, target.number, reason)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
-from mergepipe_pipeline.resolution.locate import expanded, free_name, locate_registered
+from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.resolution.locate import expanded, locate_checkpoint, locate_registered
+from mergepipe_pipeline.resolution.names import free_name
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -14,7 +17,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 def register(
     warehouse: Warehouse, path: str | Path, name: str | None = None, base: str | None = None
 ) -> Registration:
-    """Register the checkpoint at `path` under `name` (default: its folder's name).
+    """Register the checkpoint at a path or an address under `name` (default: its folder's name).
 
     An unchanged checkpoint adds no version. Raises CheckpointError for what is not a readable
     checkpoint, NotFoundError for an unknown base.
@@ -22,6 +25,9 @@ def register(
     catalog = warehouse.catalog
     if base is not None:
         base = locate_registered(warehouse, base).name
+    if is_address(str(path)):
+        found = locate_checkpoint(warehouse, str(path))
+        return catalog.register(replace(found, name=name or found.name), base)
     root = Path(os.path.realpath(expanded(path)))
     chosen = name or free_name(catalog, root, {})
     return catalog.register(open_checkpoint(str(root), chosen), base)

@@ -31,7 +31,7 @@ from mergepipe_pipeline.execution.run_stages import run_stages
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
-from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
@@ -81,6 +81,10 @@ def replay(
         name=str(provenance["recipe_name"]),
         where=snapshot.path,
         choose=Recorded(request.selected),
+        lenient=request.lenient,
+    )
+    parsed = as_asked(
+        parsed, copies_tokenizer=request.copies_tokenizer, truncates=request.truncates
     )
     with _scratch(warehouse, keep) as scratch:
         if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
@@ -103,6 +107,14 @@ def _request(snapshot: Snapshot, provenance: Mapping[str, Any]) -> Request:
     try:
         return Request.from_json(provenance["request"])
     except (KeyError, TypeError) as error:
+        if made_by := provenance.get("made_by"):
+            raise NotFoundError(
+                "No recipe made this snapshot",
+                where=snapshot.path,
+                expected="the snapshot of a merge",
+                found=f"one that `mergepipe {made_by['verb']}` made",
+                next_step="run that command again: `made_by` in provenance.json has its parameters",
+            ) from error
         raise NotFoundError(
             "A snapshot does not say how it was asked for",
             where=snapshot.path,

@@ -55,7 +55,9 @@ def trace_refusal(
 ) -> Traced | None:
     """Bisect what the recipe's gate refused, and quarantine the guilty expert's content.
 
-    None where nothing is refused at present. Raises what bisecting raises.
+    Its layers are left to `mergepipe bisect`: they take most of the candidates, and the next
+    version waits for the end. None where nothing is refused at present. Raises what bisecting
+    raises.
     """
     found = _refusal(warehouse, card)
     if found is None or found.verdict.live_snapshot_id is None:
@@ -65,7 +67,13 @@ def trace_refusal(
         for snapshot_id in (found.verdict.snapshot_id, found.verdict.live_snapshot_id)
     )
     prepared = prepare_snapshots(
-        warehouse, card.recipe, warehouse.recipes, live=live, refused=refused, most=MOST
+        warehouse,
+        card.recipe,
+        warehouse.recipes,
+        live=live,
+        refused=refused,
+        most=MOST,
+        layers=False,
     )
     tell(f"at most {prepared.cost.told}")
     done = bisect(warehouse, prepared, options=options, tell=tell)

@@ -135,7 +135,7 @@ def test_a_bin_checkpoint_says_how_to_convert(
         f"models:\n  - model: {old}\n    parameters: {{weight: 1}}\n"
     )
     assert result.exit_code == 12
-    assert "safe_serialization" in result.stderr
+    assert "mergepipe convert" in result.stderr
 
 
 def test_a_header_of_absurd_length_is_refused(

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+import threading
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from dagster import DagsterRunStatus as Status
 
-from assets.experts import EXPERTS_TAG, expert_index
+from assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
-from tests.dagster_layer.daemon import Daemon, most_at_once, running_daemon
+from tests.dagster_layer.daemon import Daemon, asks_again, most_at_once, running_daemon
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 _RETRY_S = 1
+
+
+def test_a_database_that_is_malformed_for_a_moment_is_asked_again_and_one_that_stays_so_is_told(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "runs.db"
+
+    @asks_again
+    def look() -> int:
+        with closing(sqlite3.connect(path)) as database:
+            return int(database.execute("SELECT n FROM runs").fetchone()[0])
+
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE runs AS SELECT 7 AS n")
+    whole = path.read_bytes()
+    malformed = whole[:4096] + b"\xff" * (len(whole) - 4096)
+    path.write_bytes(malformed)
+    mended = threading.Timer(0.2, path.write_bytes, [whole])
+    mended.start()
+    assert look() == 7
+    mended.join()
+    path.write_bytes(malformed)
+    with pytest.raises(sqlite3.DatabaseError, match="malformed"):
+        look()
 
 
 def test_a_cancelled_run_loses_no_expert_and_a_power_loss_leaves_no_run_started(
@@ -62,11 +89,7 @@ def test_many_that_land_at_once_obey_their_pool_and_one_that_fails_is_quarantine
 def several_are_indexed_in_one_run_and_no_more_runs_at_once_than_their_pool_takes(
     daemon: Daemon, names: list[str]
 ) -> None:
-    def indexed() -> bool:
-        with daemon.instance as instance:
-            return instance.get_materialized_partitions(expert_index.key) == set(names)
-
-    daemon.wait_for("eight experts", indexed, seconds=300)
+    daemon.wait_for("eight experts", lambda: daemon.indexed() == set(names), seconds=300)
     daemon.wait_for("the runs' ends", lambda: len(daemon.runs("index_burst", Status.SUCCESS)) == 4)
     (known,) = {
         said.partition("waiting: headless: ")[2].partition(" Where:")[0]

@@ -72,25 +72,30 @@ def merged(home: Warehouse, ref: str) -> dict[str, torch.Tensor]:
     return tensors(home.snapshots / history(home, ref)[-1].snapshot_id)
 
 
-@pytest.mark.parametrize("reference", REFERENCES)
-def test_an_adapter_that_lands_runs_the_recipe_that_names_it_and_no_other(
-    home: Warehouse, ticker: Ticker, drop: Drop, reference: str
+def test_an_adapter_that_lands_runs_the_recipes_that_name_it_and_no_other(
+    home: Warehouse, ticker: Ticker, drop: Drop
 ) -> None:
     for name in ("base", "expert_00", "expert_01"):
         drop(name)
-    home.recipe_path("skill").write_text(sum_of("base", "expert_01", reference))
+    skills = [f"skill_{i}" for i in range(len(REFERENCES))]
+    # Weights of their own, so that no recipe finds its layers merged by another.
+    for skill, reference, weight in zip(skills, REFERENCES, ("0.5", "0.4", "0.3"), strict=True):
+        text = sum_of("base", "expert_01", reference).replace("0.5", weight)
+        home.recipe_path(skill).write_text(text)
+    merges = [f"merge_{skill}" for skill in skills]
     home.recipe_path("other").write_text(sum_of("base", "expert_00", "expert_01"))
     assert jobs(ticker.tick()) == ["base", "expert_00", "expert_01", "merge_other"]
     write_lora(home.inbox / "lora")
-    assert jobs(ticker.tick()) == ["lora", "merge_skill"]
-    first = merged(home, "skill")
+    assert jobs(ticker.tick()) == ["lora", *merges]
+    first = {skill: merged(home, skill) for skill in skills}
     write_lora(home.inbox / "lora", seeds=(0, 7))
     runs = ticker.tick()
-    assert jobs(runs) == ["lora", "merge_skill"]
-    assert remerged(runs[1]) == {"01"}
-    second = merged(home, "skill")
-    changed = {n for n, value in second.items() if not torch.equal(value, first[n])}
-    assert changed == {"model.layers.1.self_attn.q_proj.weight"}
+    assert jobs(runs) == ["lora", *merges]
+    for run, skill in zip(runs[1:], skills, strict=True):
+        assert remerged(run) == {"01"}
+        second = merged(home, skill)
+        changed = {n for n, value in second.items() if not torch.equal(value, first[skill][n])}
+        assert changed == {"model.layers.1.self_attn.q_proj.weight"}
     assert ticker.tick() == []
 
 

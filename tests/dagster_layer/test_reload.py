@@ -51,6 +51,9 @@ def test_a_new_recipe_appears_on_any_port_and_an_edited_one_is_merged_once(
             lambda: all("release is current" in s for s in daemon.skips("recipe_sensor")[:2]),
         )
         assert len(daemon.runs("merge_new")) == 2
+        said = daemon.skips("reload_sensor", limit=None)
+        asked = [s for s in said if "loads definitions anew" in s]
+        assert len(asked) == 2  # of a server that is loading nobody asks to load once more
         assert [r.number for r in history(home, "new")] == [1, 2]
 
 

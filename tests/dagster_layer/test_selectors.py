@@ -19,7 +19,7 @@ from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.tag import tag
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.reload import recipes_token
+from sensors.reload import cards_token
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs
 
@@ -87,11 +87,11 @@ def test_what_no_selector_takes_changes_neither_definitions_nor_what_is_wanted(
 ) -> None:
     write(home, "match: chat-*, exclude: [chat-x*]")
     land(home, drop, base="base", chat_a="expert_00")
-    before = recipes_token([card_of(home)]), wanted(home, card_of(home))
+    before = cards_token([card_of(home)]), wanted(home, card_of(home))
     land(home, drop, math="expert_01", chat_x1="expert_02")
-    assert (recipes_token([card_of(home)]), wanted(home, card_of(home))) == before
+    assert (cards_token([card_of(home)]), wanted(home, card_of(home))) == before
     land(home, drop, chat_b="expert_00")
-    token, state = recipes_token([card_of(home)]), wanted(home, card_of(home))
+    token, state = cards_token([card_of(home)]), wanted(home, card_of(home))
     assert token != before[0]
     assert state != before[1]
     shutil.rmtree(home.inbox / "chat-a")

@@ -87,7 +87,14 @@ def test_no_other_module_knows_a_variable() -> None:
     # The demo starts Dagster, as a user does, and an evaluator its program: both give variables.
     given = {"demo_run.py", "identity.py"}
     elsewhere = {name for path, name in found if path not in {"settings.py", *given}}
-    assert elsewhere == {"MERGEPIPE_HOME", "MERGEPIPE_ROOTS", "MERGEPIPE_TRACEBACK"}
+    assert elsewhere == {
+        "MERGEPIPE_BUCKET",
+        "MERGEPIPE_HOME",
+        "MERGEPIPE_ROOTS",
+        "MERGEPIPE_TRACEBACK",
+        "MERGEPIPE_DOWNLOADS",
+        "MERGEPIPE_CACHE_LIMIT",
+    }
 
 
 def launch(

@@ -15,14 +15,14 @@ from tests.docs.page import DOCS, ROOT, blocks, mergepipe, run_page
 EXAMPLES = DOCS / "examples"
 
 
-@pytest.mark.parametrize("name", ["quickstart", "lora", "budget"])
+@pytest.mark.parametrize("name", ["quickstart", "lora", "budget", "search"])
 def test_an_example_prints_what_its_page_shows(name: str, models: Path) -> None:
     run_page(EXAMPLES / name / "README.md")
 
 
 def test_every_example_is_tested_and_listed() -> None:
     folders = {p.name for p in EXAMPLES.iterdir() if p.is_dir()}
-    assert folders == {"quickstart", "lora", "budget", "dagster"}
+    assert folders == {"quickstart", "lora", "budget", "search", "dagster"}
     listed = (EXAMPLES / "README.md").read_text()
     assert all(f"]({name}/README.md)" in listed for name in folders)
 

@@ -109,13 +109,13 @@ def test_paths_that_contributors_are_sent_to_exist() -> None:
 def test_every_command_and_option_that_a_page_names_exists() -> None:
     for path in PAGES:
         text = path.read_text().replace("\\|", "/")
-        for name, options in re.findall(r"mergepipe ([a-z]+)\b([^`\n]*)`", text):
+        for name, options in re.findall(r"mergepipe ([a-z]+(?:-[a-z]+)*)\b([^`\n]*)`", text):
             known = {o for p in main.commands[name].params for o in p.opts}
             assert set(re.findall(r"--[a-z-]+", options)) <= known, f"{path.name}: {name}{options}"
 
 
 def test_every_command_is_in_the_table() -> None:
-    named = re.findall(r"`mergepipe (\w+)", CLI[: CLI.index("## ")])
+    named = re.findall(r"`mergepipe ([\w-]+)", CLI[: CLI.index("## ")])
     assert set(main.commands) == set(named)
 
 

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.evaluation.child import KEPT_NBYTES, Ended, run_child
+from mergepipe_pipeline.evaluation.child import KEPT_NBYTES, AbandonedError, Ended, run_child
 
 #: Starts a process that would live for a minute in the group, and writes its number.
 NURSE = "import subprocess as s; p = s.Popen(['sleep', '60']); print(p.pid, flush=True)"
@@ -68,6 +69,27 @@ def test_a_command_that_is_not_there_ends_as_a_shell_would_say_it() -> None:
     ended = run_child(["/no/such"], folder=Path(), environment=os.environ, timeout_s=30)
     assert ended.code == 127
     assert b"/no/such: No such file" in ended.output
+
+
+def test_a_child_that_nobody_wants_the_result_of_any_more_is_killed_with_what_it_started(
+    tmp_path: Path,
+) -> None:
+    read, write = os.pipe()
+    number = tmp_path / "number"
+    code = f"{NURSE}; open({str(number)!r}, 'w').write(str(p.pid)); p.wait()"
+    command = [sys.executable, "-I", "-S", "-c", code]
+
+    def close() -> None:
+        within(20, lambda: number.exists() and bool(number.read_text()))
+        os.close(write)
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    with pytest.raises(AbandonedError):
+        run_child(command, folder=Path(), environment=os.environ, timeout_s=60, stop=read)
+    closer.join()
+    os.close(read)
+    assert within(5, lambda: is_gone(int(number.read_text())))
 
 
 def test_time_over_kills_the_child_and_what_it_started() -> None:

@@ -1,9 +1,10 @@
-"""`python -m tests.soak.cluster`: a merge over two workers of dask, one of which is killed.
+"""`python -m tests.soak.cluster`: a merge over two workers, one of which is killed.
 
-The workers have homes, directories and (with --apart) mount points of their own. With
---multiprocess, a process of Dagster's executor is killed instead, and the run that fails of it is
-followed by another. Prints who merged which layers, and exits 1 if the ids are not those of one
-process, or if a layer that was finished was merged again.
+They are of dask, or with --celery of celery, and have homes, directories and (of dask, with
+--apart) mount points of their own. With --postgres Dagster's instance is in a PostgreSQL server
+that is started for it. With --multiprocess, a process of Dagster's executor is killed instead, and
+the run that fails of it is followed by another. Prints who merged which layers, and exits 1 if the
+ids are not those of one process, or if a layer that was finished was merged again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,12 +39,14 @@ from mergepipe_pipeline.verbs.deploy import (
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.shards import merged_layers
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.dask_cluster import Cluster, environment, running_cluster, wait_for
+from tests.celery_cluster import CeleryCluster, celery_cluster
+from tests.dagster_layer.postgres import running_server
+from tests.dask_cluster import ROOT, Cluster, environment, running_cluster, wait_for
 from tests.family import tensors_of, write_model
 
 #: Kills who works in a process.
 Kill = Callable[[int], None]
-_SHARDS = 4
+_POSTGRES = ROOT / "docs" / "platform" / "dagster-postgres.yaml"
 #: Layers that a worker may have finished when it is killed, and not told of.
 _UNTOLD = 3
 _EXPERTS = ("expert_00", "expert_01", "expert_02")
@@ -57,40 +60,48 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--apart", action="store_true", help="other mount points; needs root")
     parser.add_argument("--keep", type=Path, help="a folder to work in, and leave")
     parser.add_argument("--spare", action="store_true", help="kill no worker")
+    parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--multiprocess", action="store_true", help="without a cluster")
+    parser.add_argument("--celery", action="store_true", help="workers of celery, over redis")
+    parser.add_argument("--postgres", action="store_true", help="Dagster's instance is in it")
     chosen = parser.parse_args(argv)
     folder = chosen.keep or Path(tempfile.mkdtemp(prefix="mergepipe-cluster-"))
     try:
-        return _run(folder, chosen)
+        with running_server() if chosen.postgres else nullcontext({}) as variables:
+            os.environ.update(variables)
+            return _run(folder, chosen, variables)
     finally:
         if not chosen.keep:
             shutil.rmtree(folder)
 
 
-def _run(folder: Path, chosen: argparse.Namespace) -> int:
-    home = _warehouse(folder / "warehouse", chosen.layers, chosen.hidden)
+def _run(folder: Path, chosen: argparse.Namespace, variables: dict[str, str]) -> int:
+    home = small_warehouse(folder / "warehouse", chosen.layers, chosen.hidden)
     expected = _alone(home)
     started, launcher = time.monotonic(), folder / "launcher"
+    settings = {"MERGEPIPE_SHARDS": str(chosen.shards), **variables}
     if chosen.multiprocess:
-        settings = {"MERGEPIPE_EXECUTOR": "multiprocess", "MERGEPIPE_SHARDS": str(_SHARDS)}
-        killed = _executed(home, launcher, settings, None if chosen.spare else _kill_step)
+        settings = {"MERGEPIPE_EXECUTOR": "multiprocess", **settings}
+        killed = execute(home, launcher, settings, None if chosen.spare else _kill_step)
         if killed:
-            _executed(home, launcher, settings)
+            execute(home, launcher, settings)
     else:
-        with running_cluster(folder / "cluster", MERGEPIPE_SHARDS=str(_SHARDS)) as cluster:
+        running = celery_cluster if chosen.celery else running_cluster
+        with running(folder / "cluster", **settings) as cluster:
             for name in "ab":
                 cluster.add(name, home.root, folder / f"mount-{name}" if chosen.apart else None)
             kill = None if chosen.spare else partial(_kill_worker, cluster)
-            killed = _executed(home, launcher, cluster.settings, kill)
+            killed = execute(home, launcher, cluster.settings, kill)
     return _judge(home, launcher, expected, killed, time.monotonic() - started)
 
 
-def _executed(
+def execute(
     home: Warehouse, dagster_home: Path, settings: dict[str, str], kill: Kill | None = None
 ) -> str | None:
     """Run recipe r's chain, and kill who finishes the first layer; who that was."""
     env = environment(home.root, dagster_home, **settings)
-    (dagster_home / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    own = _POSTGRES.read_text() if "DAGSTER_PG_HOST" in settings else ""
+    (dagster_home / "dagster.yaml").write_text(f"telemetry: {{enabled: false}}\n{own}")
     command = [sys.executable, "-m", "dagster", "job", "execute"]
     command += ["-m", "mergepipe_pipeline.definitions", "-j", "merge_r"]
     with dagster_home.with_suffix(".log").open("ab") as log:
@@ -120,7 +131,7 @@ def _kill_one_at_work(home: Warehouse, run: subprocess.Popen[bytes], kill: Kill)
     return f"{process}, after {layer}"
 
 
-def _kill_worker(cluster: Cluster, step: int) -> None:
+def _kill_worker(cluster: Cluster | CeleryCluster, step: int) -> None:
     """Kill the worker of a step's process, and not that process."""
     cluster.kill(next(name for name in "ab" if cluster.pid(name) == _parent(step)))
 
@@ -134,7 +145,8 @@ def _parent(process: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-def _warehouse(root: Path, layers: int, hidden: int) -> Warehouse:
+def small_warehouse(root: Path, layers: int, hidden: int) -> Warehouse:
+    """A warehouse of a base and three experts of so many layers, indexed, and the recipe r."""
     home = Warehouse.at(root).ensure()
     size = {"layers": layers, "hidden": hidden, "vocab": 512}
     for seed, name in enumerate(("base", *_EXPERTS)):
@@ -166,7 +178,11 @@ def _judge(
     records = dict(zip([x.name for x in plan.layers], merged_layers(home, "r", plan), strict=True))
     made = _made_by_layer(dagster_home)
     release = last_release(home, "r")
-    print(f"{len(plan.layers)} layers in {_SHARDS} shards, {wall_s:.1f} s; killed: {killed}")
+    with dg.DagsterInstance.from_config(str(dagster_home)) as instance:
+        storage = type(instance.run_storage).__name__
+    shards = len({record.shard for record in records.values()})
+    print(f"{len(plan.layers)} layers in {shards} shards, {wall_s:.1f} s; killed: {killed}")
+    print(f"runs are in {storage}")
     for layer, record in records.items():
         print(f"  {layer:10} shard {record.shard}  {record.worker}  merged {made.get(layer, 0)}x")
     wrong = []

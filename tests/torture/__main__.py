@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     root = Path(tempfile.mkdtemp(prefix="torture-"))
     try:
         world = make_world(root / "world")
-        _warm_up(world)
+        warm_up(world)
         learn_ids(world, root / "oracle")
         tallies = [_run(name, world, root / name, given) for name in wanted]
     finally:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     return int(any(t.problems for t in tallies))
 
 
-def _warm_up(world: Path) -> None:
+def warm_up(world: Path) -> None:
     """Load and compile what verbs need, once: a child then starts in milliseconds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
