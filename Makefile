@@ -13,7 +13,7 @@ BENCH_ROWS ?= bench/rows.jsonl
 BENCH_RESULTS ?= bench/RESULTS.md
 TORTURE ?= all
 
-.PHONY: help venv demo ui test lint types layers pytest bench torture soak clean-demo
+.PHONY: help venv demo ui test lint types kernels layers pytest bench torture soak clean-demo
 
 help:
 	@echo "make demo    train a small family, land it, merge under budgets, print the table"
@@ -40,7 +40,9 @@ demo: venv
 ui: venv
 	DAGSTER_HOME= $(BIN)/mergepipe ui --home $(DEMO_HOME) --port $(UI_PORT)
 
-test: venv lint types layers pytest
+test: venv lint
+	$(MAKE) -j 2 types kernels
+	$(MAKE) layers pytest
 
 lint: venv
 	$(BIN)/ruff check .
@@ -48,6 +50,10 @@ lint: venv
 
 types: venv
 	$(BIN)/mypy
+
+# Before the suite, beside another check: its workers would compile them each for itself.
+kernels: venv
+	$(BIN)/python -m tests.kernels
 
 layers: venv
 	$(BIN)/lint-imports
