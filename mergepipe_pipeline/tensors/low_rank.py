@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mergepipe_pipeline.concurrency.threads import single_threaded_torch
 from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.spec.view import LowRank, Part, RowValues, Update, view_of
 from mergepipe_pipeline.tensors.stored import Readers, as_float32, read_stored
@@ -52,7 +53,9 @@ class AdapterUpdate(ABC):
 
     def load(self) -> None:
         """Read what the update is computed from."""
-        with self._lock:
+        # The last bits of an SVD depend on how many threads share it, and that is a setting of
+        # each thread, which a new one takes over from the others only with some operations.
+        with self._lock, single_threaded_torch():
             if not self._loaded:
                 self._load()
                 self._loaded = True
@@ -61,7 +64,8 @@ class AdapterUpdate(ABC):
         """Update elements [start, start + n) in `row`, float32 [n] on any device."""
         self.load()
         if len(row):
-            self._add_to(row, start_elem)
+            with single_threaded_torch():
+                self._add_to(row, start_elem)
 
     @abstractmethod
     def _load(self) -> None: ...

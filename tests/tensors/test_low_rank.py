@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -106,6 +108,29 @@ def test_single_rows_and_columns_are_updates_too(shape: tuple[int, int]) -> None
         row = torch.zeros(shape[0] * shape[1])
         LowRankUpdate(readers.__getitem__, spec).add_to(row, 0)
     assert set(row.tolist()) == {2.0}
+
+
+def test_principal_components_do_not_depend_on_the_threads_that_torch_is_given(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(3)
+    factors = random_factors(rng, 100, 64, 4, "F32")
+    factors["w.c"] = encode(rng.standard_normal((100, 64)), "F32")
+    checkpoint = write(tmp_path, "adapter", factors)
+    spec = low_rank_of(checkpoint, "w", 1.0, transposed=False)
+    weights = replace(spec.a, entry=checkpoint.by_name["w.c"])
+    pissa = replace(spec, weights=weights, is_residual=True)
+    with opened([checkpoint]) as readers:
+
+        def update(n_threads: int) -> bytes:
+            torch.set_num_threads(n_threads)
+            row = torch.zeros(100 * 64)
+            LowRankUpdate(readers.__getitem__, pissa).add_to(row, 0)
+            assert torch.get_num_threads() == n_threads
+            return row.numpy().tobytes()
+
+        with ThreadPoolExecutor(1) as other:  # the number is each thread's own
+            assert len(set(other.map(update, [1, 2, 3]))) == 1
 
 
 def test_factors_are_read_once_in_one_request_each() -> None:
