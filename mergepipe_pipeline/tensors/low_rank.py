@@ -183,10 +183,7 @@ def _principal(weights: torch.Tensor, rank: int) -> _Term:
     """What PiSSA took away from W before training: its r principal components."""
     import torch
 
-    # Of a copy, which torch aligns: the last bits depend on where a matrix lies.
-    u, s, v = torch.linalg.svd(
-        weights.clone(memory_format=torch.contiguous_format), full_matrices=False
-    )
+    u, s, v = torch.linalg.svd(weights, full_matrices=False)
     return _Term((u[:, :rank] * s[:rank]).contiguous(), v[None, :rank].contiguous(), -1.0)
 
 
