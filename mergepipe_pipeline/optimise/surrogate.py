@@ -1,8 +1,9 @@
 """What trials say about points not tried: one Gaussian process per objective.
 
 Matérn 5/2 with a length-scale per dimension, and two terms that few trials tell enough about: a
-linear one, and one over the distance to the middle of the cube alone, as a model would else try the
-corners one by one, stitched from pure layers, which it knows least. The noise is fitted, too.
+linear one, and one over the whole cube: over the mean coordinate, which is what a sweep of one
+weight for all layers varies, and the distance to the middle. A model would else try the corners one
+by one, stitched from pure layers, which it knows least. The noise is fitted, too.
 Points lie in the unit cube already; values are standardised. What is expected of dimensions enters
 through length-scales:
 
@@ -52,7 +53,7 @@ def fitted(trials: Trials, length_scales: Array | None, prior: Prior) -> SingleT
     model = SingleTaskGP(
         torch.from_numpy(trials.points),
         values,
-        covar_module=kernel + _linear(dims, objectives) + _of_distance(2 * dims, objectives),
+        covar_module=kernel + _linear(dims, objectives) + _of_whole(2 * dims, objectives),
         outcome_transform=Standardize(objectives),
         input_transform=_with_terms(lengths),
     )
@@ -96,8 +97,8 @@ def _kernel(start: Any, objectives: int, limits: tuple[float, float], law: Any) 
 
 
 def _with_terms(lengths: Any) -> Any:
-    """Points [d] with what the other terms look at: d coordinates from the middle of the cube, and
-    the distance to it, 1 in the corners.
+    """Points [d] with what the other terms look at: d coordinates from the middle of the cube,
+    their mean, −1 to 1, and the squared distance to the middle, 1 in the corners.
 
     Dimensions count as their length-scales say.
     """
@@ -109,7 +110,9 @@ def _with_terms(lengths: Any) -> Any:
         import torch
 
         away = (points - 0.5) * weights.sqrt()
-        return torch.cat([away, 4 * (away**2).sum(-1, keepdim=True)], -1).unsqueeze(-2)
+        mean = 2 * (away * weights.sqrt()).sum(-1, keepdim=True)
+        distance = 4 * (away**2).sum(-1, keepdim=True)
+        return torch.cat([away, mean, distance], -1).unsqueeze(-2)
 
     return AppendFeatures(f=terms, transform_on_train=True)
 
@@ -127,8 +130,8 @@ def _linear(dims: int, objectives: int) -> Any:
     ).double()
 
 
-def _of_distance(place: int, objectives: int) -> Any:
-    """The kernel over that distance."""
+def _of_whole(place: int, objectives: int) -> Any:
+    """The kernel over that mean and that distance, at `place` and after it."""
     import torch
     from gpytorch.constraints import Interval
     from gpytorch.kernels import MaternKernel, ScaleKernel
@@ -136,7 +139,8 @@ def _of_distance(place: int, objectives: int) -> Any:
     batch = torch.Size([objectives])
     kernel = MaternKernel(
         nu=2.5,
-        active_dims=(place,),
+        ard_num_dims=2,
+        active_dims=(place, place + 1),
         batch_shape=batch,
         lengthscale_constraint=Interval(0.1, 10.0, transform=None, initial_value=1.0),
     )

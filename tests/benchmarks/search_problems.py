@@ -6,9 +6,7 @@ those that do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -17,12 +15,12 @@ from mergepipe_pipeline.optimise.trials import REFERENCE, Array
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """DTLZ2, whose best points lie in the middle, or at a quarter (`dtlz2-low`), or ZDT1.
+    """DTLZ2, whose best points lie in the middle, or anywhere (`dtlz2-any`), or ZDT1.
 
     An objective is worth 1 where it is 0, and 0 at its anchor.
 
     The anchor is what an objective is at the end of the front of a design drawn at random. Active
-    dimensions are drawn from `seed`.
+    dimensions, and what is best anywhere, are drawn from `seed`.
     """
 
     name: str
@@ -39,7 +37,15 @@ class Problem:
 
     def values(self, points: Array, seed: int) -> Array:
         """Values [n, 2] of points [n, dims]."""
-        return 1 - _OBJECTIVES[self.name](points[:, self.which(seed)]) / self._anchors()
+        x = points[:, self.which(seed)]
+        found = _zdt1(x) if self.name == "zdt1" else _dtlz2(x, self._best(seed))
+        return 1 - found / self._anchors()
+
+    def _best(self, seed: int) -> Array:
+        """Where each active dimension of DTLZ2 but the first is best."""
+        if self.name == "dtlz2":
+            return np.full(self.active - 1, 0.5)
+        return np.random.default_rng((seed, self.dims, 1)).random(self.active - 1)
 
     def most(self) -> float:
         """The hypervolume of the front itself."""
@@ -49,11 +55,12 @@ class Problem:
     def _anchors(self) -> Array:
         if self.name == "zdt1":
             return np.array([1.0, 5.5])
-        variance = 1 / 12 + (0.5 - _BEST[self.name]) ** 2
-        return np.full(2, 1 + (self.active - 1) * variance)
+        # The mean square of two numbers' distance: from the middle, or from anywhere.
+        square = 1 / 12 if self.name == "dtlz2" else 1 / 6
+        return np.full(2, 1 + (self.active - 1) * square)
 
 
-def _dtlz2(x: Array, best: float) -> Array:
+def _dtlz2(x: Array, best: Array) -> Array:
     g = 1 + ((x[:, 1:] - best) ** 2).sum(axis=1)
     angle = x[:, 0] * np.pi / 2
     return np.stack([g * np.cos(angle), g * np.sin(angle)], axis=1)
@@ -62,11 +69,3 @@ def _dtlz2(x: Array, best: float) -> Array:
 def _zdt1(x: Array) -> Array:
     g = 1 + 9 * x[:, 1:].mean(axis=1)
     return np.stack([x[:, 0], g * (1 - np.sqrt(x[:, 0] / g))], axis=1)
-
-
-#: Where each dimension of DTLZ2 but the first is best.
-_BEST = {"dtlz2": 0.5, "dtlz2-low": 0.25}
-_OBJECTIVES: dict[str, Callable[[Array], Array]] = {
-    **{name: partial(_dtlz2, best=best) for name, best in _BEST.items()},
-    "zdt1": _zdt1,
-}
