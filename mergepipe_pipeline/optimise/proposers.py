@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.optimise.design import design
@@ -131,13 +132,20 @@ class _Proposer:
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """torch adds up in one order, and its generator is left as it was."""
+    """torch adds up in one order, and its generator is left as it was.
+
+    So does SciPy, whose threads for a hundred numbers wait for each other: a point takes half.
+    """
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with (
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+            threadpool_limits(1, "blas"),
+        ):
             # Of values that are all equal, or of a fit that stops at its last step.
             warnings.simplefilter("ignore")
             yield
