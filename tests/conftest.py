@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+
+# Workers of pytest share the cores: threads that wait for each other busily take four times as much
+# of them as the work. Libraries read this when they are loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
