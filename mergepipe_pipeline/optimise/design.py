@@ -1,8 +1,10 @@
-"""Points that fill the unit cube evenly: where every search starts."""
+"""Points that a search starts with: some fill the unit cube evenly, some have one value for all."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from mergepipe_pipeline.optimise.grid import rounded
 from mergepipe_pipeline.optimise.trials import Array
@@ -15,3 +17,8 @@ def design(dims: int, seed: int, count: int) -> Array:
 
     engine: Any = SobolEngine
     return rounded(engine(dims, scramble=True, seed=seed).draw(count, dtype=float64).numpy())
+
+
+def diagonal(dims: int, count: int) -> Array:
+    """`count` points [count, dims] of the grid from corner to corner, each of equal coordinates."""
+    return rounded(np.repeat(np.linspace(0.0, 1.0, count)[:, None], dims, axis=1))

@@ -54,15 +54,18 @@ def proposer(
     initial: int,
     length_scales: Array | None = None,
     prior: Prior = "map",
+    begin: Array | None = None,
 ) -> Proposer:
     """The proposer of a method for a cube of `dims` dimensions and two objectives or more.
 
-    The first `initial` points are of the design. `length_scales`: what is expected of dimensions,
-    by `prior`; without, nothing is. Raises MergePipeError where a package is not installed.
+    The first `initial` points are those of `begin`, then of the design. `length_scales`: what is
+    expected of dimensions, by `prior`; without, nothing is. Raises MergePipeError where a package
+    is not installed.
     """
     if method in ("async", "sync"):
         _refuse_without_botorch(method)
-    return _Proposer(method, dims, objectives, seed, initial, length_scales, prior)
+    begin = np.empty((0, dims)) if begin is None else begin
+    return _Proposer(method, dims, objectives, seed, initial, length_scales, prior, begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,15 @@ class _Proposer:
     initial: int
     length_scales: Array | None
     prior: Prior
+    begin: Array
 
     def propose(self, trials: Trials, pending: Array, count: int) -> Array:
         taken = pending.reshape(-1, self.dims)
         if self.method == "sync" and len(taken):
             return taken[:0]
         first = len(trials) + len(taken)
-        spare = design(self.dims, self.seed, 2 * (first + count) + 64)
+        even = design(self.dims, self.seed, 2 * (first + count) + 64)
+        spare = np.concatenate([self.begin, even])
         candidates: Candidates | None = None
         with _repeatable():
             for number in range(first, first + count):

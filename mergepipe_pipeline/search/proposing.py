@@ -9,6 +9,7 @@ from itertools import takewhile
 import numpy as np
 
 from mergepipe_pipeline.errors import SearchError
+from mergepipe_pipeline.optimise.design import diagonal
 from mergepipe_pipeline.optimise.proposers import proposer
 from mergepipe_pipeline.optimise.trials import Array, Trials
 from mergepipe_pipeline.progress import Progress
@@ -114,6 +115,8 @@ def _points(
         initial=file.initial,
         length_scales=None if prior.length_scales is None else np.array(prior.length_scales),
         prior=file.prior,
+        # One weight for all layers, which layers that fit each other often need.
+        begin=diagonal(dims, file.initial // 2),
     )
     tried, pending = sorted(results), sorted(proposals.keys() - results.keys())
     trials = Trials(

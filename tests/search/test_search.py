@@ -107,6 +107,14 @@ def _front_is_published(world: World, shown: dict) -> None:  # type: ignore[type
         assert found.exit_code == 0, found.output
 
 
+def test_half_of_the_first_candidates_have_one_weight_for_all_layers(world: World) -> None:
+    search = start_search(world.home, world.write("evaluations: 6\ninitial: 6\nmethod: sobol\n"))
+    run_search(world.home, search)
+    points = [t.point for t in front(world.home, search).trials]
+    assert points[:3] == [(x,) * 4 for x in (0.0, 0.5, 1.0)]
+    assert all(len(set(point)) == 4 for point in points[3:])
+
+
 def test_of_candidates_with_equal_values_the_first_is_on_the_front(world: World) -> None:
     path = world.write("evaluations: 3\nmethod: sobol\n")
     path.write_text(path.read_text().replace("good:", "half:").replace("cost:", "third:"))
@@ -246,7 +254,7 @@ def test_what_does_not_fit_the_models_is_refused_before_anything_is_written(
 
 def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) -> None:
     home = world.home
-    search = start_search(home, world.write("evaluations: 5\nmethod: sobol\n"))
+    search = start_search(home, world.write("evaluations: 5\ninitial: 1\nmethod: sobol\n"))
     run_search(home, search)
     trials = front(home, search).trials
     enough = [t for t in trials if t.metrics["good"] >= 0.4]

@@ -69,7 +69,9 @@ class World:
             tensors[tensor] = torch.full(shape, mine[0] if mine else value)
         return write_model(self.folder / name, tensors, **_SIZE)
 
-    def write(self, extra: str = "evaluations: 6\nmethod: sobol\n", name: str = "mix") -> Path:
+    def write(
+        self, extra: str = "evaluations: 6\ninitial: 1\nmethod: sobol\n", name: str = "mix"
+    ) -> Path:
         """A search file."""
         path = self.folder / f"{name}.yml"
         path.write_text(SEARCH + extra)
