@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 #: Whole files that are hashed at once: as many as keep a fast disk busy.
 FILES = 2
+#: Windows whose frames are read at once, past the page cache: as many as keep a fast disk busy.
+READING = 4
 #: Catalog files that are read or written at once.
 CATALOG = 2
 #: Tensors that the planner works on at once: its compiled passes and the operators run without the
@@ -36,7 +38,9 @@ def analysis() -> int:
 def single_threaded_torch() -> Iterator[None]:
     """Load torch and keep its operations to one thread each; restores the number afterwards.
 
-    For work that is parallel already: threads inside an operation would wait for each other.
+    For work that is parallel already: threads inside an operation would wait for each other. The
+    number is this thread's own: others begin with it, but only torch's own loops there look at it,
+    not the libraries that it calls, such as LAPACK.
     """
     import torch
 

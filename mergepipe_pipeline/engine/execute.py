@@ -21,7 +21,7 @@ from typing import Any
 
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.lookahead import lookahead
-from mergepipe_pipeline.concurrency.threads import single_threaded_torch
+from mergepipe_pipeline.concurrency.threads import READING, single_threaded_torch
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
@@ -36,6 +36,7 @@ from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.storage.finite import count_non_finite
 from mergepipe_pipeline.storage.header import tensor_order
+from mergepipe_pipeline.storage.page_room import PageRoom
 from mergepipe_pipeline.storage.source import ANNOUNCED
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.tensors.stored import Bytes
@@ -84,11 +85,14 @@ class LayerRunner:
         self._n_inputs = sum(len(t.experts) for layer in plan.layers for t in layer.tasks)
         self._stack = ExitStack()
         self._has_torch = False
+        self._rooms = FreeList(PageRoom)
+        self._has_packs = bool(plan.packs)
 
     def __enter__(self) -> LayerRunner:
         self._stack.enter_context(self._sources)
         threads = self._options.threads
         self._workers = self._stack.enter_context(Workers(threads))
+        self._readers = self._stack.enter_context(Workers(READING))
         self._prepass = self._stack.enter_context(RescalePrepass(self._sources, threads))
         return self
 
@@ -170,20 +174,38 @@ class LayerRunner:
                 self._has_torch = True
             numel = prod(task.shape)
             n = self._options.window_for(
-                job.working_bytes_per_elem, itemsize(task.out_dtype), job.row_elems, self._n_inputs
+                job.working_bytes_per_elem,
+                itemsize(task.out_dtype),
+                job.row_elems,
+                self._n_inputs,
+                job.ahead_bytes_per_elem,
             )
             for start, stop in cut(numel, min(numel, n)) if numel else ():
                 yield self._window(job, start, stop)
 
     def _merged(self, windows: Iterator[Window[Any]]) -> Generator[_Done]:
         """Windows done, in order, while the next ones are being worked on."""
+        ahead = ANNOUNCED if self._sources.reads_ahead else 0
         # A window may wait for the one before it, which failed or is cancelled: let it go, too.
         return self._workers.map(
             self._run_window,
-            lookahead(windows, ANNOUNCED),
+            lookahead(self._with_frames(windows), ahead),
             depth=self._options.in_flight,
             on_cancel=lambda pair: pair[0].cancel(),
         )
+
+    def _with_frames(self, windows: Iterator[Window[Any]]) -> Iterator[Window[Any]]:
+        """The windows in order, once what they take from packs is read."""
+        if not self._has_packs:
+            return windows
+        return self._readers.map(self._read_frames, windows, depth=READING)
+
+    def _read_frames(self, window: Window[Any]) -> Window[Any]:
+        before, room = self._sources.read_here(), self._rooms.take()
+        room.clear()
+        window.read_packed(room)
+        window.read, window.room = self._sources.read_here() - before, room
+        return window
 
     def _run_window(self, window_and_seen: tuple[Window[Any], list[Window[Any]]]) -> _Done:
         """Announce the windows seen, then read and merge one."""
@@ -193,9 +215,11 @@ class LayerRunner:
         began, before = time.perf_counter(), self._sources.read_here()
         with self._buffers.lent() as buffers:
             out = window.run(buffers)
+        if window.room:
+            self._rooms.give_back(window.room)
         task = window.task
         non_finite = count_non_finite(out, task.out_dtype) + window.n_cut_off
-        read = self._sources.read_here() - before
+        read = window.read + (self._sources.read_here() - before)
         last = window if window.is_last else None
         return _Done(
             tensor=task.name,

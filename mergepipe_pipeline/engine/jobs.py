@@ -97,6 +97,12 @@ class Job:
         return held + rows + (0 if self.kernel is not None else _OPERATOR_BYTES)
 
     @property
+    def ahead_bytes_per_elem(self) -> int:
+        """Bytes per element that are read before a window is worked on: of packs, and the base."""
+        nbytes = sum(e.packed.nbytes for e in self.task.experts if e.packed)
+        return -(-nbytes // prod(self.task.shape)) + self.sizes[-1] if nbytes else 0
+
+    @property
     def stored_bytes_per_elem(self) -> int:
         """Bytes per element of the inputs that a window reads."""
         return self.sizes[-1] if self.is_copy else sum(self.sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from mergepipe_pipeline.concurrency.threads import cores, merging
+from mergepipe_pipeline.concurrency.threads import READING, cores, merging
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, FINE_ELEMS
 
 _QUANTUM = FINE_ELEMS
@@ -94,19 +94,28 @@ class EngineOptions:
         return 2 * self.threads + 2
 
     def window_for(
-        self, working_bytes: int, out_bytes: int, row_elems: int = 1, n_inputs: int = 0
+        self,
+        working_bytes: int,
+        out_bytes: int,
+        row_elems: int = 1,
+        n_inputs: int = 0,
+        ahead_bytes: int = 0,
     ) -> int:
         """Window length in elements for a tensor that takes so many bytes per element.
 
-        `working_bytes` while a worker is on it, `out_bytes` of result until they are written.
-        `n_inputs`: tensors of experts in the whole plan. A multiple of `row_elems`, so a row longer
-        than a window is held whole.
+        Args:
+            working_bytes: while a worker is on it.
+            out_bytes: of result, until they are written.
+            row_elems: the length is a multiple, so a row longer than a window is held whole.
+            n_inputs: tensors of experts in the whole plan.
+            ahead_bytes: of what is read before a worker is on it.
         """
         if self.window_elems is not None:
             elems = self.window_elems
         else:
             plan = min(self.memory_bytes // 2, n_inputs * _INPUT_NBYTES)
             each = self.threads * working_bytes + self.in_flight * out_bytes
+            each += (READING + self.in_flight) * ahead_bytes
             fits = (self.memory_bytes - plan) // each
             # Whole segments, where there is room for one: their ends would have to be copied.
             quantum = COARSE_ELEMS if fits >= COARSE_ELEMS else _QUANTUM

@@ -35,6 +35,7 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
 )
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
+from mergepipe_pipeline.storage.page_room import PageRoom
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import Bytes
 
@@ -173,11 +174,12 @@ class _PrepassWindow:
         job, n = self._job, self._n
         verify, update = None if d.is_told else job.verify[d.number], job.updates[d.number]
         # Here and at once: the room is another expert's next.
-        packed = job.packed[d.number]
-        fetch = packed.fetch if packed else None
-        view, read = d.expert.view, d.expert.read
-        row = ExpertRow(self._sources.expert_before, view, read, room, update, verify, fetch)
-        row.fetch(self._start, self._stop, base.raw)
+        pack = job.packed[d.number]
+        packed = pack.fetch(self._start, self._stop, PageRoom()) if pack else ()
+        row = ExpertRow(
+            self._sources.expert_before, d.expert.view, d.expert.read, room, update, verify
+        )
+        row.fetch(self._start, self._stop, packed, base.raw)
         which = (d.key, self._start, d.last, sums)
         if base.bits is not None and (bits := row.bits(base.bits)) is not None:
             kept_l1_bfloat16(bits, base.bits, *which)

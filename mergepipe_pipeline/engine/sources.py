@@ -84,7 +84,9 @@ class SourcePool:
         self._tallies = {True: Tally(), False: Tally()}
         self._plan = plan
         # A budget is of bytes that storage delivers: nothing is fetched on the side.
-        self._reading: Reading = "exact" if fits_page_cache(_planned_nbytes(plan)) else "once"
+        # Frames are read ahead of the merge by threads of their own, and not kept.
+        is_kept = not plan.packs and fits_page_cache(_planned_nbytes(plan))
+        self._reading: Reading = "exact" if is_kept else "once"
         self._lock = threading.Lock()
         self._layers: Sequence[LayerTask] = ()
         self._far: list[tuple[FetchedAhead, int, bool]] = []

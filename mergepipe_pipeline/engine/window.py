@@ -15,14 +15,18 @@ import numpy as np
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
+from mergepipe_pipeline.engine.sources import Read
 from mergepipe_pipeline.engine.tie_breaks import RuleKey, deltas_of, nth_in, with_stops
 from mergepipe_pipeline.operators import Window as OperatorWindow
 from mergepipe_pipeline.operators.kernels.bits import Bits, Floats, Stored, narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, Ints, tiles_of
+from mergepipe_pipeline.packs.elements import PackedPart
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.uncached import pages_nbytes
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, fill_verified
 from mergepipe_pipeline.tensors.stored import (
     Bytes,
@@ -48,6 +52,12 @@ class Window(Generic[D]):
         self._job = job
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
+        #: What `read_packed` read, and where to.
+        self.read = Read()
+        self.room: PageRoom | None = None
+        #: Per expert, what was read of its pack; and the base, if that was read with them.
+        self._base: BaseRow | None = None
+        self._packed: Sequence[Sequence[PackedPart]] = [()] * len(job.packed)
         #: Elements that `run` had to cut off at the end of the output's type.
         self.n_cut_off = 0
 
@@ -64,12 +74,17 @@ class Window(Generic[D]):
         base = job.task.base
         if base is not None and base.view.stored and job.needs_base(start, stop):
             announce_stored(job.sources.base, base.view, start, stop)
-        for e, packed in zip(job.task.experts, job.packed, strict=True):
+        for e in job.task.experts:
             if e.view.stored:
                 for a, b in clip(e.read, start, min(stop, e.view.numel)):
                     announce_stored(job.sources.expert, e.view, a, b)
-            if packed:
-                packed.announce(start, stop)
+
+    def read_packed(self, room: PageRoom) -> None:
+        """Read into `room` what the plan takes from packs, and the base; `run` needs it there."""
+        job, start, stop = self._job, self._start, self._stop
+        self._packed = [p.fetch(start, stop, room) if p else () for p in job.packed]
+        if any(self._packed):
+            self._base = self._read_base(room.take(pages_nbytes(0, self._n * job.sizes[-1])))
 
     def run(self, buffers: D) -> Bytes:
         """Read what the plan allows, merge it, and give the window's output bytes.
@@ -133,10 +148,14 @@ class Window(Generic[D]):
         self._buffers.clear(self._n * (job.stored_bytes_per_elem + result), len(job.sizes) + 1)
 
     def _fetch_base(self) -> BaseRow | None:
-        job, base = self._job, self._job.task.base
-        if base is None or not job.needs_base(self._start, self._stop):
+        job = self._job
+        if job.task.base is None or not job.needs_base(self._start, self._stop):
             return None
-        buffer = self._buffers.take(self._n * job.sizes[-1])
+        return self._base or self._read_base(self._buffers.take(self._n * job.sizes[-1]))
+
+    def _read_base(self, buffer: Bytes) -> BaseRow:
+        job, base = self._job, self._job.task.base
+        assert base is not None
         row = BaseRow(job.sources.base, base.view, buffer, job.base_update, job.verify_base)
         row.fetch(self._start, self._stop)
         return row
@@ -146,13 +165,14 @@ class Window(Generic[D]):
     ) -> torch.Tensor:
         """Put all experts into `rows` [K, n] float32: δ or T, as the operator wants them."""
         job, task = self._job, self._job.task
-        fetches = [p.fetch if p else None for p in job.packed]
         experts = []
-        helpers = zip(job.updates, job.verify, fetches, strict=True)
-        for e, size, all_three in zip(task.experts, job.sizes, helpers, strict=False):
+        helpers = zip(job.updates, job.verify, self._packed, strict=True)
+        for e, size, (update, verify, packed) in zip(
+            task.experts, job.sizes, helpers, strict=False
+        ):
             buffer = self._buffers.take(self._n * size)
-            expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, *all_three)
-            expert.fetch(self._start, self._stop, base.raw if base else None)
+            expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, update, verify)
+            expert.fetch(self._start, self._stop, packed, base.raw if base else None)
             experts.append(expert)
         for row, expert in zip(rows, experts, strict=True):
             (expert.delta if job.as_delta else expert.value)(row, values)
@@ -196,12 +216,12 @@ class Window(Generic[D]):
     def _read_bits(self, k: int, row: Bits, base: Bits, step: Floats) -> None:
         """Read what is there of expert k into `row` [n]; `base` [n] likewise, of all experts."""
         job, start = self._job, self._start
-        view, verify, packed = job.task.experts[k].view, job.verify[k], job.packed[k]
+        view, verify = job.task.experts[k].view, job.verify[k]
         stop = min(self._stop, view.numel)
         for a, b in clip(job.task.experts[k].read, start, stop):
             piece = row[a - start : b - start].view(np.uint8)
             read_stored(job.sources.expert, view, a, b, piece.data, verify)
-        for part in packed.fetch(start, stop) if packed else ():
+        for part in self._packed[k]:
             inside = slice(part.start_elem - start, part.stop_elem - start)
             if part.gives_bits:
                 out, below = (x[inside].view(np.uint8) for x in (row, base))
@@ -255,15 +275,15 @@ class Window(Generic[D]):
 
     def _stored(self, readers: Readers, view: TensorView, verify: Verify | None) -> Bytes:
         job, raw = self._job, np.empty(self._n * itemsize(view.dtype), np.uint8)
-        packed = None if job.is_copy else job.packed[0]
-        if packed is None:
+        packed = () if job.is_copy else self._packed[0]
+        if not packed:
             read_stored(readers, view, self._start, self._stop, raw.data, verify)
             return raw
         self._clear()
         base, read = self._fetch_base(), job.task.experts[0].read
         assert base is not None
-        row = ExpertRow(readers, view, read, raw, None, verify, packed.fetch)
-        row.fetch(self._start, self._stop, base.raw)
+        row = ExpertRow(readers, view, read, raw, None, verify)
+        row.fetch(self._start, self._stop, packed, base.raw)
         return raw
 
 

@@ -120,7 +120,7 @@ def _read_tier(pack: Pack, files: FrameFiles, tier: Tier) -> int:
     for tensor in pack.tensors.values():
         for first in range(0, _n_chunks(tensor), _CHUNKS_AT_ONCE):
             stop = min(first + _CHUNKS_AT_ONCE, _n_chunks(tensor))
-            nbytes += sum(map(len, files.read(tensor, tier, first, stop)))
+            nbytes += int(files.read(tensor, (tier,), first, stop).nbytes.sum())
     return nbytes
 
 

@@ -17,16 +17,9 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.operators.kernels.bits import Numbers, times
 from mergepipe_pipeline.packs import ternary
-from mergepipe_pipeline.packs.exact import Bits, bitmap_nbytes, restore, split
-from mergepipe_pipeline.packs.expand import count_ones
-from mergepipe_pipeline.packs.frames import (
-    Bytes,
-    as_array,
-    contents_of,
-    refuse,
-    sections_of,
-    to_frame,
-)
+from mergepipe_pipeline.packs.exact import Bits, count_large, restore, split
+from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, as_array, refuse, to_frame
+from mergepipe_pipeline.packs.sections import contents_of, sections_of
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level, Tier
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
@@ -37,20 +30,18 @@ BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
 }
 #: The tiers that approximate, in their order.
 APPROXIMATE: tuple[Tier, ...] = TIERS_OF["L3"]
+_X20, _X = TIERS.index("X20"), TIERS.index("X")
 #: A unit is so many times the root mean square of what is not zero.
 _RMS_PER_UNIT = 9
 _STEPS_PER_OCTAVE = 16
 #: Far from where a unit, a 27th of it or its inverse would lose bits.
 _LEAST_UNIT, _LARGEST_UNIT = 2.0**-100, 2.0**100
 _SIZE = np.uint32(0x7FFFFFFF)
-_NONE = as_array(b"")
 _ALIGN = 64
 #: Sums of float64 are off by less.
 _ROUNDING = 1 + 2.0**-40
 
 Floats = npt.NDArray[np.float32]
-#: A tier's frames of consecutive chunks.
-Frames = Sequence[memoryview | None]
 
 
 class _Room(threading.local):
@@ -116,88 +107,74 @@ def encode_chunk(
     return EncodedChunk(found, _rounded_up(residual_sq))
 
 
-def decode_numbers(frames: Sequence[Frames], n_tiers: Sequence[int], out: Numbers) -> None:
+def decode_numbers(frames: Frames, n_tiers: Sequence[int], out: Numbers) -> None:
     """Fill `out`, int16 [n], with δ̂ in steps of the last tier of each chunk.
 
-    `frames` are those of L0, L1 … in order, each of the same chunks, which lie one after the other
-    and are whole but for the tensor's last. A chunk has `n_tiers` of them; one without bytes, or
-    None, is of zeros. Raises CorruptionError.
+    Chunks lie one after the other and are whole but for the tensor's last; each has the first
+    `n_tiers` of the tiers. One without bytes is of zeros. Raises CorruptionError.
     """
-    n = len(out)
-    elems = [min(CHUNK_ELEMS, n - at) for at in range(0, n, CHUNK_ELEMS)]
-    of_units, *of_trits = frames
-    sizes = [ternary.trit_nbytes(m) for m in elems]
-    units, *trits = _room.of(n, *[sum(sizes)] * len(of_trits))
-    _fill_units(of_units, elems, units)
-    for of, room in zip(of_trits, trits, strict=True):
-        contents_of(of, sizes, int(ternary.NO_TRITS), room)
-    has_units = np.array([*map(bool, of_units)])
+    elems, most = _elems(len(out)), max(n_tiers)
+    trits = -(-elems // ternary.PER_BYTE)
+    sizes = np.array([elems, *[trits] * (most - 1)])
+    front = ternary.trit_nbytes(CHUNK_ELEMS)
+    (unpacked,) = _room.of(front + int(sizes.sum()))
+    unpacked[:front] = ternary.NO_TRITS
+    starts, nbytes = frames.starts[:most], frames.nbytes[:most]
+    places, _ = contents_of(frames.raw, starts, nbytes, sizes, unpacked, front)
     counts = np.array(n_tiers, np.int64)
-    first, second, third = [*(as_array(room.data) for room in trits), _NONE, _NONE, _NONE][:3]
-    rows = first, second, third
-    ternary.add_up(as_array(units.data), has_units, rows, counts, CHUNK_ELEMS, out)
-
-
-def _fill_units(frames: Frames, nbytes: Sequence[int], out: Bytes) -> None:
-    """The units of chunks that have any; what lies between them stays as it is."""
-    for number, frame in enumerate(frames):
-        if frame:
-            n, at = nbytes[number], number * CHUNK_ELEMS
-            contents_of([frame], [n], 0, out[at : at + n])
+    ternary.add_up(frames.raw, as_array(unpacked.data), places, counts, CHUNK_ELEMS, out)
 
 
 def decode_exact(
     x20: memoryview | None, x: memoryview | None, base_bits: Bits, out_bits: Bits
 ) -> None:
     """As `decode_bits`, of one chunk."""
-    decode_bits([x20], [x], base_bits, out_bits)
+    decode_bits(Frames.of({"X20": [x20], "X": [x]}), base_bits, out_bits)
 
 
-def decode_bits(x20: Frames, x: Frames, base_bits: Bits, out_bits: Bits) -> None:
+def decode_bits(frames: Frames, base_bits: Bits, out_bits: Bits) -> None:
     """Fill `out_bits` [n] with the expert's bits, given the base's.
 
-    Of chunks that lie one after the other and are whole but for the tensor's last. Without `x` what
-    is not in `x20` is the base's: that is level X20. Raises CorruptionError.
+    Of chunks that lie one after the other and are whole but for the tensor's last. Without frames
+    of X what is not in X20 is the base's: that is level X20. Raises CorruptionError.
     """
-    n, size = len(out_bits), out_bits.itemsize
-    if not any(x20) and not any(x):
+    if not frames.nbytes[_X20].any() and not frames.nbytes[_X].any():
         out_bits[:] = base_bits
         return
-    elems = [min(CHUNK_ELEMS, n - at) for at in range(0, n, CHUNK_ELEMS)]
-    bitmap_sizes = [*map(bitmap_nbytes, elems)]
-    folded, bitmaps, *rooms = _room.of(
-        min(n, CHUNK_ELEMS) * size, sum(bitmap_sizes), *[n] * (2 * size)
+    n, size, raw = len(out_bits), out_bits.itemsize, frames.raw
+    elems = _elems(n)
+    bitmap_sizes = -(-elems // 8)
+    front = CHUNK_ELEMS
+    folded, unpacked = _room.of(
+        min(n, CHUNK_ELEMS) * size, front + int(bitmap_sizes.sum()) + 2 * size * n
     )
-    first, *large = _sections(x20, 1 + size)
-    contents_of(first, bitmap_sizes, 0, bitmaps)
-    if n % 8 and bitmaps[-1] >> (n % 8):
-        refuse(f"a bitmap of {elems[-1]} elements", "bits behind the last")
+    unpacked[:front] = 0
+    starts, nbytes = sections_of(frames, _X20, 1 + size)
+    bitmaps, at = contents_of(raw, starts[0], nbytes[0], bitmap_sizes, unpacked, front)
     n_large = np.empty(len(elems), np.int64)
-    count_ones(bitmaps, bitmap_nbytes(CHUNK_ELEMS), n_large)
-    n_rest = np.array(elems) - n_large
-    most = _planes(large, n_large, rooms[:size])
-    others = _planes(_sections(x, size), n_rest, rooms[size:])
-    order, bitmap = folded.view(out_bits.dtype), as_array(bitmaps.data)
-    restore(bitmap, n_large, most, others, CHUNK_ELEMS, base_bits, order, out_bits)
+    if not count_large(raw, as_array(unpacked.data), bitmaps, elems, n_large):
+        refuse(f"a bitmap of {elems[-1]} elements", "bits behind the last")
+    large, at = _planes(raw, starts[1:], nbytes[1:], n_large, unpacked, at)
+    starts, nbytes = sections_of(frames, _X, size)
+    rest, _ = _planes(raw, starts, nbytes, elems - n_large, unpacked, at)
+    places, order = (bitmaps, n_large, large, rest), folded.view(out_bits.dtype)
+    restore(raw, as_array(unpacked.data), *places, CHUNK_ELEMS, base_bits, order, out_bits)
 
 
 def _planes(
-    sections: Sequence[Frames], counts: npt.NDArray[np.int64], rooms: Sequence[Bytes]
-) -> tuple[Bytes, ...]:
-    """Each byte of distances, `counts` of every chunk; one without bytes is of zeros."""
-    found = []
-    for plane, room in zip(sections, rooms, strict=True):
-        content = room[: int(counts.sum())]
-        if any(plane):
-            contents_of(plane, counts.tolist(), 0, content)
-        found.append(as_array(content.data) if any(plane) else _NONE)
-    return tuple(found)
+    raw: Bytes, starts: Longs, nbytes: Longs, counts: Longs, unpacked: Bytes, at: int
+) -> tuple[Longs, int]:
+    """As `contents_of`, of each byte of distances, `counts` of every chunk."""
+    # A plane of no elements has no bytes, whatever says so.
+    sizes = np.broadcast_to(counts, starts.shape)
+    return contents_of(raw, starts, nbytes, sizes, unpacked, at)
 
 
-def _sections(frames: Frames, n_sections: int) -> list[list[memoryview | None]]:
-    """The sections of frames, by their place in a frame. Raises CorruptionError."""
-    found = [sections_of(f, n_sections) if f else [None] * n_sections for f in frames]
-    return [list(of) for of in zip(*found, strict=True)]
+def _elems(n: int) -> Longs:
+    """How many of n elements lie in each chunk."""
+    elems = np.full(-(-n // CHUNK_ELEMS), CHUNK_ELEMS)
+    elems[-1:] = n - (len(elems) - 1) * CHUNK_ELEMS
+    return elems
 
 
 def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> Floats:
@@ -210,10 +187,9 @@ def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> 
     n, n_tiers = len(delta), len(TIERS_OF[level])
     units, trits, _ = _quantise(np.ascontiguousarray(delta), unit)
     out, numbers = np.empty(n, np.float32), np.empty(n, np.int16)
-    rows = (as_array(trits[0].data), as_array(trits[1].data), as_array(trits[2].data))
-    counts = np.full(1, n_tiers, np.int64)
-    has_units = np.ones(1, np.bool_)
-    ternary.add_up(as_array(units.data), has_units, rows, counts, max(n, 1), numbers)
+    raw = as_array(np.concatenate([units.view(np.uint8), *trits]).data)
+    places = np.array([0, *(n + tier * trits.shape[1] for tier in range(len(trits)))])
+    ternary.add_up(raw, raw, places[:, None], np.array([n_tiers]), max(n, 1), numbers)
     times(numbers, ternary.step_of(unit, n_tiers - 1), out)
     return out
 

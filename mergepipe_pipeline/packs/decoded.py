@@ -72,8 +72,8 @@ class Decoder:
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
         theirs = np.frombuffer(raw, BITS_OF[base.dtype])
         found = np.empty_like(theirs)
-        x20, x = (self._files.read(tensor, tier, first, stop) for tier in ("X20", "X"))
-        decode_bits(x20, x, theirs, found)
+        frames = self._files.read(tensor, ("X20", "X"), first, stop)
+        decode_bits(frames, theirs, found)
         return found.data.cast("B")
 
 

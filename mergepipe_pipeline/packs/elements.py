@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -22,29 +22,25 @@ from mergepipe_pipeline.packs.codec import (
     APPROXIMATE,
     BITS_OF,
     Floats,
-    Frames,
     decode_bits,
     decode_numbers,
 )
 from mergepipe_pipeline.packs.exact import Bits
+from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.packs.ternary import step_of
-from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.pack import (
     CHUNK_ELEMS,
     EXACT,
+    TIERS,
     TIERS_OF,
     Level,
     PackedInput,
     PackedTensor,
-    Tier,
 )
+from mergepipe_pipeline.storage.page_room import PageRoom
 
 _STOP = attrgetter("stop_elem")
-#: Elements behind those that were asked for that the disk hears of with them.
-_AHEAD_ELEMS = 1 << 22
-#: By tier and chunk, the frames that were read.
-_Read = dict[Tier, dict[int, memoryview]]
 
 
 class _Piece(NamedTuple):
@@ -66,7 +62,7 @@ class PackedPart:
     """Elements [start, stop) of a tensor, as they were read: of whole chunks, or of one chunk.
 
     `levels` are those of the chunks that they lie in: one exact level, or any approximate ones.
-    `frames` are, for each tier of the highest, those of the chunks; None where a level is lower.
+    `frames` are those of the chunks.
     `root` is the pack's folder.
     """
 
@@ -75,7 +71,7 @@ class PackedPart:
     levels: Sequence[Level]
     start_elem: int
     stop_elem: int
-    frames: tuple[Frames, ...]
+    frames: Frames
 
     @property
     def gives_bits(self) -> bool:
@@ -127,18 +123,15 @@ class PackedPart:
 
         def decode(chunks: slice, elems: slice) -> None:
             n_tiers = [len(TIERS_OF[level]) for level in self.levels[chunks]]
-            decode_numbers([of[chunks] for of in self.frames], n_tiers, whole[elems])
+            decode_numbers(self.frames[chunks], n_tiers, whole[elems])
 
         self._named(decode)
         if whole is not out:
             out[:] = whole[self._inside]
 
     def _exact(self, base: Bits, out: Bits) -> None:
-        x20, *others = self.frames
-        x = others[0] if others else [None] * len(x20)
-
         def decode(chunks: slice, elems: slice) -> None:
-            decode_bits(x20[chunks], x[chunks], base[elems], out[elems])
+            decode_bits(self.frames[chunks], base[elems], out[elems])
 
         self._named(decode)
 
@@ -168,7 +161,7 @@ class PackedPart:
     @property
     def _n(self) -> int:
         """Elements of the chunks."""
-        stop = (self._first + len(self.frames[0])) * CHUNK_ELEMS
+        stop = (self._first + len(self.levels)) * CHUNK_ELEMS
         return min(stop, prod(self.tensor.shape)) - self._first * CHUNK_ELEMS
 
     @property
@@ -198,33 +191,35 @@ class PackedElements:
                 found="content {}, unit {}".format(*found),
                 next_step="run the same command again: it plans anew",
             )
+        #: By tier and chunk, whether the plan takes the frame.
+        self._wanted = np.zeros(self._tensor.nbytes.shape, np.bool_)
+        for r in packed.ranges:
+            tiers = [TIERS.index(tier) for tier in TIERS_OF[r.level]]
+            self._wanted[tiers, slice(*_chunks(r.start_elem, r.stop_elem))] = True
         self._lock = threading.Lock()
-        #: Elements before this one were announced.
-        self._announced = 0
         #: Chunks of which some elements were asked for: frames, and how many elements are to come.
-        self._begun: dict[int, tuple[_Read, int]] = {}
+        self._begun: dict[int, tuple[Frames, int]] = {}
 
-    def fetch(self, start_elem: int, stop_elem: int) -> list[PackedPart]:
+    def fetch(self, start_elem: int, stop_elem: int, room: PageRoom) -> list[PackedPart]:
         """Read what the plan takes from the pack of elements [start, stop), in order.
 
-        Raises BudgetError, CorruptionError.
+        What is read lies in `room`, until that is cleared. Raises BudgetError, CorruptionError.
         """
-        pieces = list(self._pieces(start_elem, stop_elem))
-        found = self._read([p for p in pieces if not p.is_part])
-        return [
-            self._part(of, self._shared(of[0]) if of[0].is_part else found)
-            for of in _joined(pieces)
-        ]
-
-    def announce(self, start_elem: int, stop_elem: int) -> None:
-        """Say that elements [start, stop) will be fetched soon, and those behind them."""
-        with self._lock:
-            if stop_elem <= self._announced:
-                return
-            start, self._announced = max(start_elem, self._announced), stop_elem + _AHEAD_ELEMS
-        for tier, runs in _runs(self._pieces(start, self._announced)).items():
-            for first, stop in runs:
-                self._reader.will_need(self._tensor, tier, first, stop)
+        stop_elem = min(stop_elem, self._numel)
+        first = -(-start_elem // CHUNK_ELEMS)
+        stop = _chunks(0, stop_elem)[1] if stop_elem == self._numel else stop_elem // CHUNK_ELEMS
+        whole = self._read(first, stop, room) if first < stop else None
+        parts = []
+        for pieces in _joined(list(self._pieces(start_elem, stop_elem))):
+            edges = pieces[0].start_elem, pieces[-1].stop_elem
+            a, b = _chunks(*edges)
+            if whole is None or pieces[0].is_part:
+                frames = self._shared(pieces[0])
+            else:
+                frames = whole[a - first : b - first]
+            levels = [p.level for p in pieces for _ in range(*_chunks(p.start_elem, p.stop_elem))]
+            parts.append(PackedPart(self._reader.root, self._tensor, levels, *edges, frames))
+        return parts
 
     def _pieces(self, start_elem: int, stop_elem: int) -> Iterator[_Piece]:
         """What of [start, stop) comes from the pack: whole chunks of a level, and parts of one."""
@@ -240,37 +235,20 @@ class PackedElements:
             for a, b in pairwise(sorted({start, after, before, stop})):
                 yield _Piece(r.level, a, b, b - a < _length(self._tensor, a // CHUNK_ELEMS))
 
-    def _part(self, pieces: Sequence[_Piece], read: _Read) -> PackedPart:
-        levels: list[Level] = []
-        for piece in pieces:
-            first, last = _chunks(piece.start_elem, piece.stop_elem)
-            levels += [piece.level] * (last - first)
-        start, stop = pieces[0].start_elem, pieces[-1].stop_elem
-        chunks = range(*_chunks(start, stop))
-        tiers = max((TIERS_OF[level] for level in set(levels)), key=len)
-        frames = tuple([*map(read[tier].get, chunks)] for tier in tiers)
-        return PackedPart(self._reader.root, self._tensor, levels, start, stop, frames)
-
-    def _shared(self, piece: _Piece) -> _Read:
+    def _shared(self, piece: _Piece) -> Frames:
         """The frames of a chunk of which some elements are asked for, and the others by others."""
         n, chunk = piece.stop_elem - piece.start_elem, piece.start_elem // CHUNK_ELEMS
         with self._lock:
             found, left = self._begun.pop(chunk, (None, _length(self._tensor, chunk)))
             if found is None:
-                found = self._read([piece])
+                found = self._read(chunk, chunk + 1, PageRoom())
             if left > n:
                 self._begun[chunk] = found, left - n
             return found
 
-    def _read(self, pieces: Sequence[_Piece]) -> _Read:
-        """All frames that the chunks of `pieces` have, each run of neighbours by one read."""
-        found: _Read = {}
-        for tier, runs in _runs(pieces).items():
-            frames = found[tier] = {}
-            for first, stop in runs:
-                read = self._reader.read(self._tensor, tier, first, stop)
-                frames.update(zip(range(first, stop), read, strict=True))
-        return found
+    def _read(self, first: int, stop: int, room: PageRoom) -> Frames:
+        """All frames that the plan takes of chunks [first, stop)."""
+        return self._reader.read(self._tensor, self._wanted, first, stop, room)
 
 
 def _joined(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
@@ -282,20 +260,6 @@ def _joined(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
             found[-1].append(piece)
         else:
             found.append([piece])
-    return found
-
-
-def _runs(pieces: Iterable[_Piece]) -> dict[Tier, list[Range]]:
-    """By tier, in order: the runs of chunks [first, stop) whose frames are read."""
-    found: dict[Tier, list[Range]] = {}
-    for piece in pieces:
-        first, stop = _chunks(piece.start_elem, piece.stop_elem)
-        for tier in TIERS_OF[piece.level]:
-            runs = found.setdefault(tier, [])
-            if runs and first <= runs[-1][1]:
-                runs[-1] = runs[-1][0], stop
-            else:
-                runs.append((first, stop))
     return found
 
 

@@ -13,19 +13,16 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.packs.expand import expand
+from mergepipe_pipeline.packs.expand import count_ones, expand
+from mergepipe_pipeline.packs.sections import ABSENT, content_at
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Bytes = npt.NDArray[np.uint8]
+Longs = npt.NDArray[np.int64]
 
 #: Sums are taken in so many lanes, added in order: nothing depends on the CPU's vector length.
 _LANES = 256
 _SIZE, _ZERO = np.uint32(0x7FFFFFFF), np.float32(0)
-
-
-def bitmap_nbytes(n: int) -> int:
-    """Bytes of a bitmap of n elements."""
-    return -(-n // 8)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -73,12 +70,31 @@ def split(
     return n_large, energy
 
 
+@numba.njit(cache=True)
+def count_large(raw: Bytes, unpacked: Bytes, bitmaps: Longs, elems: Longs, counts: Longs) -> bool:
+    """Fill `counts` [chunks] with how many elements each chunk's bitmap has, of its `elems`.
+
+    `bitmaps` [chunks] are places of contents. False if a bit is set behind the last element.
+    """
+    for chunk in range(len(counts)):
+        counts[chunk], n = 0, elems[chunk]
+        if bitmaps[chunk] != ABSENT:
+            source, at = content_at(raw, unpacked, bitmaps[chunk])
+            bitmap = source[at : at + -(-n // 8)]
+            counts[chunk] = count_ones(bitmap)
+            if n % 8 and bitmap[-1] >> (n % 8):
+                return False
+    return True
+
+
 @numba.njit(nogil=True, cache=True)
 def restore(
-    bitmaps: Bytes,
-    n_large: npt.NDArray[np.int64],
-    large: tuple[Bytes, ...],
-    rest: tuple[Bytes, ...],
+    raw: Bytes,
+    unpacked: Bytes,
+    bitmaps: Longs,
+    n_large: Longs,
+    large: Longs,
+    rest: Longs,
     chunk_elems: int,
     base: Bits,
     folded: Bits,
@@ -86,20 +102,20 @@ def restore(
 ) -> None:
     """Fill `out` [n] with the bits that have these distances to `base` [n].
 
-    Of chunks of `chunk_elems` that lie one after the other; `bitmaps` say which elements are large,
-    `n_large` [chunks] how many. Plane p of `large`, and of `rest`, the others, holds byte p of each
-    of all chunks; empty planes are of zeros. `folded` is room for the distances of a chunk.
+    Of chunks of `chunk_elems` that lie one after the other; places are of contents. `bitmaps`
+    [chunks] say which elements are large, `n_large` [chunks] how many. `large` [bytes, chunks] have
+    each byte of theirs, `rest` that of the others; absent ones are zeros. `folded` is room for the
+    distances of a chunk.
     """
-    before, bitmap_nbytes = 0, -(-chunk_elems // 8)
     for chunk in range(len(n_large)):
         first, count = chunk * chunk_elems, n_large[chunk]
         part = out[first : first + chunk_elems]
         ordered = folded[: len(part)]
-        _join(large, before, ordered[:count])
-        _join(rest, first - before, ordered[count:])
-        before += count
+        _join(raw, unpacked, large[:, chunk], ordered[:count])
+        _join(raw, unpacked, rest[:, chunk], ordered[count:])
         if count and count < len(part):
-            expand(bitmaps[chunk * bitmap_nbytes :], count, ordered, part)
+            source, at = content_at(raw, unpacked, bitmaps[chunk])
+            expand(source[at : at + -(-len(part) // 8)], count, ordered, part)
         else:
             for e in range(len(part)):  # an assignment to all of it takes five times as long
                 part[e] = ordered[e]
@@ -117,18 +133,20 @@ def _add_to(base: Bits, out: Bits) -> None:
 
 
 @numba.njit
-def _join(planes: Any, start: Any, out: Any) -> None:
-    """Fill `out` [n] with numbers whose bytes lie in `planes` from `start` on."""
+def _join(raw: Any, unpacked: Any, places: Any, out: Any) -> None:
+    """Fill `out` [n] with numbers whose bytes lie at `places`."""
     number = out.dtype.type
-    if len(planes[0]):
-        first = planes[0][start : start + len(out)]
+    if places[0] != ABSENT:
+        source, at = content_at(raw, unpacked, places[0])
+        first = source[at : at + len(out)]
         for e in range(len(out)):
             out[e] = first[e]
     else:
         out[:] = 0
-    for p in range(1, len(planes)):
-        if len(planes[p]):
-            plane, shift = planes[p][start : start + len(out)], number(8 * p)
+    for p in range(1, len(places)):
+        if places[p] != ABSENT:
+            source, at = content_at(raw, unpacked, places[p])
+            plane, shift = source[at : at + len(out)], number(8 * p)
             for e in range(len(out)):
                 out[e] |= number(number(plane[e]) << shift)
 

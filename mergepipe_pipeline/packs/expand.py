@@ -23,14 +23,12 @@ _HAS_INSTRUCTION = bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
 
 
 @numba.njit(nogil=True, cache=True)
-def count_ones(bitmaps: Bytes, nbytes: int, counts: npt.NDArray[np.int64]) -> None:
-    """Fill `counts` [chunks] with how many bits are set in each chunk's `nbytes` of `bitmaps`."""
-    for chunk in range(len(counts)):
-        part = bitmaps[chunk * nbytes : (chunk + 1) * nbytes]
-        count = np.int64(0)
-        for i in range(len(part)):
-            count += np.int64(_ones(np.uint32(part[i])))  # type: ignore[call-arg]
-        counts[chunk] = count
+def count_ones(bitmap: Bytes) -> int:
+    """How many bits are set."""
+    count = 0
+    for i in range(len(bitmap)):
+        count += _ones(np.uint32(bitmap[i]))  # type: ignore[call-arg]
+    return count
 
 
 @numba.njit(nogil=True, cache=True)

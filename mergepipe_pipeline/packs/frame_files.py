@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 
 from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
+from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, as_array
 from mergepipe_pipeline.packs.index import REMADE, frames_name, frames_path
+from mergepipe_pipeline.packs.runs import RUN_FIELDS, Flags, lay_out, read_runs
+from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
+from mergepipe_pipeline.storage.page_room import PageRoom
 from mergepipe_pipeline.storage.source import LocalSource, Reading
+from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
 
 
 class FrameFiles:
@@ -27,48 +33,80 @@ class FrameFiles:
     def __exit__(self, *_: object) -> None:
         self._source.close()
 
-    def read(
-        self, tensor: PackedTensor, tier: Tier, first_chunk: int, stop_chunk: int
-    ) -> list[memoryview]:
-        """The frames of chunks [first, stop) by one read; empty ones for chunks that have none.
+    def read(self, tensor: PackedTensor, tiers: Collection[Tier], first: int, stop: int) -> Frames:
+        """The frames of some tiers and chunks [first, stop).
 
         Raises CorruptionError naming file, tensor and chunk.
         """
-        number = TIERS.index(tier)
-        starts = tensor.frame_starts[number, first_chunk : stop_chunk + 1].tolist()
-        raw = np.empty(starts[-1] - starts[0], np.uint8).data
-        if not raw:
-            return [raw] * (stop_chunk - first_chunk)
-        try:
-            self._source.read_into(frames_name(tier), starts[0], raw)
-        except CheckpointError as error:
-            path = frames_path(self._root, tier)
-            raise _damaged(path, tensor, first_chunk, error.expected, error.found) from error
-        frames = [raw[a - starts[0] : b - starts[0]] for a, b in pairwise(starts)]
-        checksums = tensor.checksums[number, first_chunk:stop_chunk].tolist()
-        for chunk, (frame, expected) in enumerate(zip(frames, checksums, strict=True), first_chunk):
-            if frame and (found := frame_checksum(frame)) != expected:
-                path = frames_path(self._root, tier)
-                raise _damaged(path, tensor, chunk, f"XXH3 {expected:016x}", f"{found:016x}")
+        wanted = np.zeros(tensor.nbytes.shape, np.bool_)
+        wanted[[TIERS.index(tier) for tier in tiers], first:stop] = True
+        return self.read_wanted(tensor, wanted, first, stop, PageRoom())
+
+    def read_wanted(
+        self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, room: PageRoom
+    ) -> Frames:
+        """Those frames of chunks [first, stop) that are `wanted` [tiers, chunks of the tensor].
+
+        They lie in `room`, until it is cleared. Raises as `read`.
+        """
+        starts, nbytes = np.zeros((2, len(TIERS), stop - first), np.int64)
+        runs = np.empty((starts.size, RUN_FIELDS), np.int64)
+        places = starts, nbytes, runs
+        n, size = lay_out(tensor.frame_starts, tensor.nbytes, wanted, first, *places)
+        raw = room.take(size)
+        is_compared = self._read_runs(tensor, runs[:n], raw, starts, nbytes, first)
+        frames = Frames(as_array(raw.data), starts, nbytes)
+        # What is too short for the compiled comparison, or everything, to find what is wrong.
+        left = (nbytes > 0) & (nbytes <= SHORT_NBYTES) if is_compared else nbytes > 0
+        for tier, chunk in zip(*np.nonzero(left), strict=True):
+            self._compare(tensor, frames, int(tier), int(chunk), first)
         return frames
 
-    def will_need(
-        self, tensor: PackedTensor, tier: Tier, first_chunk: int, stop_chunk: int
+    def _read_runs(
+        self,
+        tensor: PackedTensor,
+        runs: Longs,
+        room: Bytes,
+        starts: Longs,
+        nbytes: Longs,
+        first: int,
+    ) -> bool:
+        """Read runs of frames into `room`; whether all but short frames were compared."""
+        descriptors, direct = np.zeros(len(TIERS), np.int32), np.zeros(len(TIERS), np.bool_)
+        done, are_equal = 0, False
+        with suppress(CheckpointError), ExitStack() as lent:
+            for tier in {*runs[:, 0].tolist()}:
+                file = self._source.lent(frames_name(TIERS[tier]))
+                descriptors[tier], direct[tier] = lent.enter_context(file)
+            frames = starts, nbytes, tensor.checksums, first
+            done, are_equal = read_runs(runs, descriptors, direct, room, *frames)
+        # An ordinary read says what is wrong, or gives what another one could not.
+        for tier, chunk, start_byte, nbytes, at in runs[done:].tolist():
+            begin = at + start_byte % PAGE_NBYTES
+            into = room.data[begin : begin + nbytes]
+            try:
+                self._source.read_into(frames_name(TIERS[tier]), start_byte, into)
+            except CheckpointError as error:
+                raise self._damaged(tensor, tier, chunk, error.expected, error.found) from error
+        return are_equal
+
+    def _compare(
+        self, tensor: PackedTensor, frames: Frames, tier: int, chunk: int, first: int
     ) -> None:
-        """Say that the frames of chunks [first, stop) will be read soon."""
-        starts = tensor.frame_starts[TIERS.index(tier)]
-        start, stop = int(starts[first_chunk]), int(starts[stop_chunk])
-        if start < stop:
-            self._source.will_need(frames_name(tier), start, stop - start)
+        """Compare one frame, that of `chunk` after the first, with its checksum."""
+        frame = frames.frame(TIERS[tier], chunk)
+        expected, found = int(tensor.checksums[tier, first + chunk]), frame_checksum(frame)
+        if found != expected:
+            texts = f"XXH3 {expected:016x}", f"{found:016x}"
+            raise self._damaged(tensor, tier, first + chunk, *texts)
 
-
-def _damaged(
-    path: Path, tensor: PackedTensor, chunk: int, expected: str | None, found: str | None
-) -> CorruptionError:
-    return CorruptionError(
-        "A frame of a pack is not what was written",
-        where=f"{path}, tensor {tensor.name}, chunk {chunk}",
-        expected=expected,
-        found=found,
-        next_step=REMADE,
-    )
+    def _damaged(
+        self, tensor: PackedTensor, tier: int, chunk: int, expected: str | None, found: str | None
+    ) -> CorruptionError:
+        return CorruptionError(
+            "A frame of a pack is not what was written",
+            where=f"{frames_path(self._root, TIERS[tier])}, tensor {tensor.name}, chunk {chunk}",
+            expected=expected,
+            found=found,
+            next_step=REMADE,
+        )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -18,9 +19,11 @@ import numpy.typing as npt
 import zstandard
 
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.sparse import from_pairs, to_pairs
+from mergepipe_pipeline.packs.sparse import to_pairs
+from mergepipe_pipeline.spec.pack import TIERS, Tier
 
 Bytes = npt.NDArray[np.uint8]
+Longs = npt.NDArray[np.int64]
 
 #: Neighbouring deltas have nothing in common: what repeats is by chance, but for long runs. So a
 #: few matches of seven bytes and more; level 1 takes short ones, which are 1 to 10 % longer in all
@@ -42,62 +45,56 @@ _SPARSE = 8
 
 
 class _Zstd(threading.local):
-    """A thread's compressor and decompressor, which are for one thread each."""
+    """A thread's compressor, which is for one thread."""
 
     def __init__(self) -> None:
         self.compress = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress
-        self.decompressor = zstandard.ZstdDecompressor()
 
 
 _zstd = _Zstd()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frames:
+    """Frames of consecutive chunks of one tensor, which lie anywhere in `raw`.
+
+    `starts` and `nbytes` are int64 [tiers, chunks] in the order of TIERS; what a chunk does not
+    have has no bytes.
+    """
+
+    raw: Bytes
+    starts: Longs
+    nbytes: Longs
+
+    @classmethod
+    def none(cls, raw: Bytes, n_chunks: int) -> Frames:
+        """Frames in `raw` that are still to be filled in."""
+        shape = len(TIERS), n_chunks
+        return cls(as_array(raw.data), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
+
+    @classmethod
+    def of(cls, given: Mapping[Tier, Sequence[bytes | memoryview | None]]) -> Frames:
+        """A copy of frames that lie by themselves; each tier has those of the same chunks."""
+        n_chunks = max(map(len, given.values()))
+        every = [given.get(tier, [None] * n_chunks) for tier in TIERS]
+        nbytes = np.array([[len(f or b"") for f in of] for of in every], np.int64)
+        starts = nbytes.cumsum().reshape(nbytes.shape) - nbytes
+        return cls(as_array(b"".join(f or b"" for of in every for f in of)), starts, nbytes)
+
+    def __getitem__(self, chunks: slice) -> Frames:
+        return Frames(self.raw, self.starts[:, chunks], self.nbytes[:, chunks])
+
+    def frame(self, tier: Tier, chunk: int) -> memoryview:
+        """One chunk's frame of a tier; without bytes if there is none."""
+        at = TIERS.index(tier), chunk
+        start = int(self.starts[at])
+        return self.raw.data[start : start + int(self.nbytes[at])]
 
 
 def to_frame(sections: Sequence[Bytes]) -> bytes:
     """The frame of a chunk's sections, in order."""
     stored = [_stored(np.ascontiguousarray(section)) for section in sections]
     return b"".join([*(_LENGTH.pack(len(s)) for s in stored[:-1]), *stored])
-
-
-def sections_of(frame: memoryview, n_sections: int) -> list[memoryview]:
-    """The sections of a frame, as they are stored. Raises CorruptionError."""
-    head = _LENGTH.size * (n_sections - 1)
-    if len(frame) < head:
-        refuse(f"a frame of {n_sections} sections", f"{len(frame)} bytes")
-    found, at = [], head
-    for (length,) in _LENGTH.iter_unpack(frame[:head]):
-        found.append(frame[at : at + length])
-        at += length
-    if at > len(frame):
-        refuse(f"sections of {at - head} bytes", str(len(frame) - head))
-    return [*found, frame[at:]]
-
-
-def contents_of(
-    sections: Sequence[memoryview | None], nbytes: Sequence[int], absent: int, out: Bytes
-) -> None:
-    """Fill `out` with the contents of sections, one after the other; they have `nbytes` bytes.
-
-    Where there is no section, all bytes are `absent`. Raises CorruptionError.
-    """
-    zipped: list[memoryview] = []
-    places: list[memoryview] = []
-    stop, room = 0, out.data
-    for section, n in zip(sections, nbytes, strict=True):
-        start, stop = stop, stop + n
-        into = room[start:stop]
-        if not section:
-            out[start:stop] = absent
-        elif len(section) == n:
-            into[:] = section
-        elif len(section) < n and section[: len(_MAGIC)] == _MAGIC:
-            zipped.append(section)
-            places.append(into)
-        elif len(section) > n:
-            refuse(f"a section of up to {n} bytes", str(len(section)))
-        elif not from_pairs(as_array(section), out[start:stop]):
-            refuse(f"pairs for {n} bytes", "pairs that lead out of them")
-    if zipped:
-        _decompress(zipped, places)
 
 
 def as_array(raw: bytes | memoryview) -> Bytes:
@@ -125,20 +122,3 @@ def _stored(content: Bytes) -> bytes:
     # Pairs may be longer than zstd by a quarter, as they are many times as fast.
     is_sparse = n >= 0 and 4 * n <= 5 * len(found) and n < len(whole)
     return sparse if is_sparse and not sparse.startswith(_MAGIC) else found
-
-
-def _decompress(zipped: list[memoryview], places: Sequence[memoryview]) -> None:
-    """Fill each place with a zstd frame's content: one call, which leaves Python alone once."""
-    sizes = np.array([len(into) for into in places], np.uint64)
-    try:
-        # What is stated is what would be allocated.
-        stated = [zstandard.frame_content_size(section) for section in zipped]
-        if stated == sizes.tolist():
-            decompress = _zstd.decompressor.multi_decompress_to_buffer
-            found = decompress([*zipped], decompressed_sizes=sizes.data, threads=0)
-            for number, into in enumerate(places):
-                into[:] = memoryview(found[number])  # type: ignore[arg-type]
-            return
-    except zstandard.ZstdError as error:
-        refuse("compressed sections", str(error))
-    refuse(f"sections of {sizes.tolist()[:4]} bytes", f"of {stated[:4]}")

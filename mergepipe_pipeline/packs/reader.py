@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import read_index
+from mergepipe_pipeline.packs.runs import Flags
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.spec.blocks import Range, clip
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, PackedTensor, PackSource, Tier
+from mergepipe_pipeline.spec.blocks import Range
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, PackSource, Tier
+from mergepipe_pipeline.storage.page_room import PageRoom
 from mergepipe_pipeline.storage.reader import Tally
 from mergepipe_pipeline.storage.source import Reading
 
@@ -35,6 +40,7 @@ class PackReader:
         self._files = FrameFiles(root, reading)
         self.root = source.root
         self._allowed, self._tally = allowed, tally
+        self._gates: dict[str, Flags] = {}
 
     def __enter__(self) -> PackReader:
         return self
@@ -47,34 +53,35 @@ class PackReader:
         return self._tensors[name]
 
     def read(
-        self, tensor: PackedTensor, tier: Tier, first_chunk: int, stop_chunk: int
-    ) -> list[memoryview]:
-        """The frames of chunks [first, stop), by one read; empty ones for chunks without any.
-
-        Raises BudgetError outside the plan, CorruptionError naming file, tensor and chunk.
-        """
-        self._check(tensor, tier, first_chunk, stop_chunk)
+        self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, room: PageRoom
+    ) -> Frames:
+        """As `FrameFiles.read_wanted`. Raises BudgetError outside the plan, CorruptionError."""
+        outside = wanted[:, first:stop] & ~self._gate(tensor)[:, first:stop]
+        if outside.any():
+            self._refuse(tensor, outside, first)
         began = time.perf_counter()
-        frames = self._files.read(tensor, tier, first_chunk, stop_chunk)
+        frames = self._files.read_wanted(tensor, wanted, first, stop, room)
         self._tally.read_s += time.perf_counter() - began
-        self._tally.nbytes += sum(map(len, frames))
+        self._tally.nbytes += int(frames.nbytes.sum())
         return frames
 
-    def will_need(
-        self, tensor: PackedTensor, tier: Tier, first_chunk: int, stop_chunk: int
-    ) -> None:
-        """Say that these frames will be read soon."""
-        self._files.will_need(tensor, tier, first_chunk, stop_chunk)
+    def _gate(self, tensor: PackedTensor) -> Flags:
+        """The frames that may be read, [tiers, chunks]."""
+        if tensor.name not in self._gates:
+            gate = np.zeros(tensor.nbytes.shape, np.bool_)
+            for number, tier in enumerate(TIERS):
+                for a, b in self._allowed.get((tensor.name, tier), ()):
+                    gate[number, a // CHUNK_ELEMS : -(-b // CHUNK_ELEMS)] = True
+            self._gates[tensor.name] = gate
+        return self._gates[tensor.name]
 
-    def _check(self, tensor: PackedTensor, tier: Tier, first_chunk: int, stop_chunk: int) -> None:
-        start = first_chunk * CHUNK_ELEMS
-        stop = min(stop_chunk * CHUNK_ELEMS, prod(tensor.shape))
-        allowed = self._allowed.get((tensor.name, tier), ())
-        if list(clip(allowed, start, stop)) != [(start, stop)]:
-            raise BudgetError(
-                "A read would leave the access set of the plan",
-                where=f"{self.root}, {tier}, tensor {tensor.name}",
-                expected=f"elements inside {list(allowed)[:4]}",
-                found=f"[{start}, {stop})",
-                next_step="this is a defect of mergepipe: please report it with the plan",
-            )
+    def _refuse(self, tensor: PackedTensor, outside: Flags, first: int) -> NoReturn:
+        number, chunk = (int(x[0]) for x in np.nonzero(outside))
+        allowed = self._allowed.get((tensor.name, TIERS[number]), ())
+        raise BudgetError(
+            "A read would leave the access set of the plan",
+            where=f"{self.root}, {TIERS[number]}, tensor {tensor.name}",
+            expected=f"elements inside {list(allowed)[:4]}",
+            found=f"chunk {first + chunk}, of {CHUNK_ELEMS} elements",
+            next_step="this is a defect of mergepipe: please report it with the plan",
+        )

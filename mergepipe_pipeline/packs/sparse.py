@@ -34,8 +34,7 @@ def to_pairs(content: Bytes, out: Bytes) -> int:
     return at
 
 
-# It keeps the interpreter's lock: to let it go and to get it back takes longer than a section.
-@numba.njit(cache=True)
+@numba.njit(nogil=True, cache=True)
 def from_pairs(pairs: Bytes, out: Bytes) -> bool:
     """Fill `out` [n] with the content of pairs; False if they lead out of it."""
     out[:] = 0

@@ -16,11 +16,13 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.packs.sections import ABSENT, content_at
+
 #: Tiers there are: L0 and those of trits.
 N_TIERS = 4
-_PER_BYTE = 5
+PER_BYTE = 5
 _GROUP_NBYTES = 64
-_GROUP_ELEMS = _PER_BYTE * _GROUP_NBYTES
+_GROUP_ELEMS = PER_BYTE * _GROUP_NBYTES
 _MOST = np.float32(127)
 _HALF, _THREE, _ZERO = np.float32(0.5), np.float32(3), np.float32(0)
 #: Added and taken away again, it rounds a small float32 to the nearest integer, ties to even.
@@ -34,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def trit_nbytes(n: int) -> int:
     """Bytes that a tier of trits takes for n elements."""
-    return -(-n // _PER_BYTE)
+    return -(-n // PER_BYTE)
 
 
 def step_of(unit: float, tier: int) -> np.float32:
@@ -72,12 +74,12 @@ def quantise(
     for at in range(0, len(delta) - left, _GROUP_ELEMS):
         # Loops whose lengths are known have no ends to look after: they take half as long.
         part, whole = delta[at : at + _GROUP_ELEMS], units[at : at + _GROUP_ELEMS]
-        codes = trits[:, at // _PER_BYTE :]
+        codes = trits[:, at // PER_BYTE :]
         n_lost += _quantise_group(
             part, _GROUP_ELEMS, _GROUP_NBYTES, per_unit, steps, whole, codes, lanes, room
         )
     at = len(delta) - left
-    codes, width = trits[:, at // _PER_BYTE :], -(-left // _PER_BYTE)
+    codes, width = trits[:, at // PER_BYTE :], -(-left // PER_BYTE)
     n_lost += _quantise_group(
         delta[at:], left, width, per_unit, steps, units[at:], codes, lanes, room
     )
@@ -129,7 +131,7 @@ def _join(digits: Any, width: Any, out: Any) -> None:
     """Fill `out` [width] with bytes of five trits, `width` apart in `digits`."""
     for j in range(width):
         code = digits[j]
-        for i in range(1, _PER_BYTE):
+        for i in range(1, PER_BYTE):
             code = np.uint16(code * 3 + digits[i * width + j])
         # Out of 256, not of 243: then each trit is a product's upper byte.
         out[j] = np.uint8((np.uint32(code) * np.uint32(256) + 242) // np.uint32(243))
@@ -145,9 +147,9 @@ def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> Non
 
 @numba.njit(nogil=True, cache=True)
 def add_up(
-    units: Bytes,
-    has_units: npt.NDArray[np.bool_],
-    trits: tuple[Bytes, Bytes, Bytes],
+    raw: Bytes,
+    unpacked: Bytes,
+    places: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
     chunk_elems: int,
     out: npt.NDArray[np.int16],
@@ -155,56 +157,62 @@ def add_up(
     """Fill `out` [n] with what tiers add up to: δ̂ in steps of each chunk's last.
 
     Chunks lie one after the other, each of `chunk_elems` but for the last, and have the first
-    `counts` [chunks] tiers. `units` are the bits of int8 [n]; those of chunks without `has_units`
-    are not looked at. `trits` are those of each tier, trit_nbytes of every chunk.
+    `counts` [chunks] tiers. `places` [tiers, chunks] are those of contents: bits of int8 [n] of
+    L0, whose absent ones are zeros, then trits, whose absent ones lie in front of `unpacked`.
     """
-    nbytes = -(-chunk_elems // _PER_BYTE)
     for chunk in range(len(counts)):
         first, n_tiers = chunk * chunk_elems, counts[chunk]
         n = min(chunk_elems, len(out) - first)
+        x, at_x = content_at(raw, unpacked, places[min(1, n_tiers - 1), chunk])
+        y, at_y = content_at(raw, unpacked, places[min(2, n_tiers - 1), chunk])
+        z, at_z = content_at(raw, unpacked, places[n_tiers - 1, chunk])
         rest = n % _GROUP_ELEMS
         for start in range(0, n - rest, _GROUP_ELEMS):
             # Loops whose lengths are known have no ends to look after: they take half as long.
-            at = np.uint64(chunk * nbytes + start // _PER_BYTE)
-            _add_trits(trits, n_tiers, at, np.uint64(first + start), _GROUP_NBYTES, out)
+            at = np.uint64(start // PER_BYTE)
+            trits = (x, at_x + at, y, at_y + at, z, at_z + at)
+            _add_trits(trits, n_tiers, np.uint64(first + start), _GROUP_NBYTES, out)
         if rest:
             start, last = n - rest, np.empty(_GROUP_ELEMS, np.int16)
-            at, width = np.uint64(chunk * nbytes + start // _PER_BYTE), -(-rest // _PER_BYTE)
-            _add_trits(trits, n_tiers, at, np.uint64(0), width, last)
+            at, width = np.uint64(start // PER_BYTE), -(-rest // PER_BYTE)
+            trits = (x, at_x + at, y, at_y + at, z, at_z + at)
+            _add_trits(trits, n_tiers, np.uint64(0), width, last)
             out[first + start : first + n] = last[:rest]
-        if has_units[chunk]:
+        if places[0, chunk] != ABSENT:
+            units, at = content_at(raw, unpacked, places[0, chunk])
             per_unit = np.int16(3 ** (n_tiers - 1))
             for i in range(n):
-                e = np.uint64(first) + np.uint64(i)
-                out[e] += np.int16(np.int16(np.int8(units[e])) * per_unit)
+                unit = np.int16(np.int8(units[at + np.uint64(i)]))
+                out[np.uint64(first) + np.uint64(i)] += np.int16(unit * per_unit)
 
 
 # Arrays and places in them, not slices: for each slice an atomic counter goes up and down, which
 # takes as long as a group's arithmetic. Unsigned, so that no place is looked at for being negative.
 @numba.njit(inline="always")
-def _add_trits(trits: Any, n_tiers: Any, at: Any, first: Any, width: Any, out: Any) -> None:
-    """Let `out` be, from `first` on, what a group's trits add up to, of bytes from `at` on."""
+def _add_trits(trits: Any, n_tiers: Any, first: Any, width: Any, out: Any) -> None:
+    """Let `out` be, from `first` on, what a group's trits add up to: three arrays and places."""
+    x, at_x, y, at_y, z, at_z = trits
     power = np.uint16(1)
-    for i in range(_PER_BYTE):
+    for i in range(PER_BYTE):
         e = first + np.uint64(i * width)
         if n_tiers == 1:
             for j in range(width):
                 out[e + np.uint64(j)] = 0
         elif n_tiers == 2:
             for j in range(width):
-                code = at + np.uint64(j)
-                out[e + np.uint64(j)] = _digit(trits[0][code], power) - np.int16(1)
+                k = np.uint64(j)
+                out[e + k] = _digit(x[at_x + k], power) - np.int16(1)
         elif n_tiers == 3:
             for j in range(width):
-                code = at + np.uint64(j)
-                number = _digit(trits[0][code], power) * np.int16(3)
-                out[e + np.uint64(j)] = number + _digit(trits[1][code], power) - np.int16(4)
+                k = np.uint64(j)
+                number = _digit(x[at_x + k], power) * np.int16(3)
+                out[e + k] = number + _digit(y[at_y + k], power) - np.int16(4)
         else:
             for j in range(width):
-                code = at + np.uint64(j)
-                number = _digit(trits[0][code], power) * np.int16(9)
-                number += _digit(trits[1][code], power) * np.int16(3)
-                out[e + np.uint64(j)] = number + _digit(trits[2][code], power) - np.int16(13)
+                k = np.uint64(j)
+                number = _digit(x[at_x + k], power) * np.int16(9)
+                number += _digit(y[at_y + k], power) * np.int16(3)
+                out[e + k] = number + _digit(z[at_z + k], power) - np.int16(13)
         power = np.uint16(power * np.uint16(3))
 
 

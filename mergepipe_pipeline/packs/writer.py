@@ -176,12 +176,12 @@ def _taken_over(
 ) -> list[EncodedChunk]:
     """Chunks of an older pack, compared with their checksums; damaged ones are `encoded` anew."""
     try:
-        frames = {tier: files.read(tensor, tier, first, stop) for tier in tiers}
+        frames = files.read(tensor, tiers, first, stop)
     except CorruptionError:
         return encoded(first, stop)
     return [
         EncodedChunk(
-            {tier: bytes(of[at]) for tier, of in frames.items()},
+            {tier: bytes(frames.frame(tier, at)) for tier in tiers},
             tensor.residual_sq[:, first + at],
         )
         for at in range(stop - first)

@@ -6,7 +6,8 @@ Ranged reads only: nothing above this can ask for a whole file by accident.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -20,7 +21,11 @@ from mergepipe_pipeline.storage.regular import (
     text_of,
 )
 from mergepipe_pipeline.storage.roots import UNMOUNTED, refuse_unmounted
-from mergepipe_pipeline.storage.uncached import read_uncached
+from mergepipe_pipeline.storage.uncached import (
+    is_cold,
+    open_direct,
+    read_uncached,
+)
 
 #: What storage may do beside what is asked for: fetch on; nothing; nor keep it in the page cache.
 Reading = Literal["ahead", "exact", "once"]
@@ -103,6 +108,10 @@ class LocalSource:
         self._only = path.name if os.path.isfile(path) else None
         self._folder = path.parent if self._only else path
         self._places = places_of(path)
+        #: By file, whether it is read past the page cache.
+        self._cold: dict[str, bool] = {}
+        #: Owns the descriptors that do so.
+        self._direct = object()
 
     def list(self) -> list[str]:
         """Names of what there is at the top of the folder, of whatever kind, sorted.
@@ -144,23 +153,50 @@ class LocalSource:
         """Fill `buffer` from `start_byte`. Raises CheckpointChangedError past the end."""
         file, done = self._take(path), 0
         try:
-            if self._reading != "ahead":
-                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             if self._reading == "once":
                 done = read_uncached(file.descriptor, start_byte, buffer)
-            while done < len(buffer):
-                n = os.preadv(file.descriptor, [buffer[done:]], start_byte + done)
-                if n == 0:
-                    raise CheckpointChangedError(
-                        "A file ended while it was read",
-                        where=str(self._resolve(path)),
-                        expected=f"{len(buffer)} bytes from byte {start_byte}",
-                        found=f"{done} bytes",
-                        next_step="let the copy finish, then run again",
-                    )
-                done += n
+            self._read_rest(file, path, start_byte, buffer, done)
         finally:
             HANDLES.give_back(file)
+
+    @contextmanager
+    def lent(self, path: str) -> Iterator[tuple[int, bool]]:
+        """A descriptor to read from, and whether it reads whole pages, past the page cache.
+
+        Raises CheckpointError if the file is not there.
+        """
+        direct = self._take_direct(path) if self._is_cold(path) else None
+        file = direct or self._take(path)
+        try:
+            yield file.descriptor, direct is not None
+        finally:
+            HANDLES.give_back(file)
+
+    def _is_cold(self, path: str) -> bool:
+        """Whether a file is read past the page cache; found when it is first read so."""
+        if self._reading != "once":
+            return False
+        if path not in self._cold:
+            file = self._take(path)
+            try:
+                nbytes = os.fstat(file.descriptor).st_size
+                self._cold[path] = is_cold(file.descriptor, 0, nbytes)
+            finally:
+                HANDLES.give_back(file)
+        return self._cold[path]
+
+    def _take_direct(self, path: str) -> OpenFile | None:
+        """None where the file system cannot read past the page cache."""
+        with suppress(OSError):
+            return HANDLES.take(self._direct, path, self._open_direct)
+        return None
+
+    def _open_direct(self, path: str) -> int:
+        descriptor = self._open(path)
+        try:
+            return open_direct(descriptor)
+        finally:
+            os.close(descriptor)
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
         """Say that these bytes will be read soon; a hint without effect on results."""
@@ -175,12 +211,31 @@ class LocalSource:
     def close(self) -> None:
         """Close all files."""
         HANDLES.close(self)
+        HANDLES.close(self._direct)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _read_rest(
+        self, file: OpenFile, path: str, start_byte: int, buffer: memoryview, done: int
+    ) -> None:
+        """Fill `buffer`, of which `done` bytes are there, through the page cache."""
+        if done < len(buffer) and self._reading != "ahead":
+            os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        while done < len(buffer):
+            n = os.preadv(file.descriptor, [buffer[done:]], start_byte + done)
+            if n == 0:
+                raise CheckpointChangedError(
+                    "A file ended while it was read",
+                    where=str(self._resolve(path)),
+                    expected=f"{len(buffer)} bytes from byte {start_byte}",
+                    found=f"{done} bytes",
+                    next_step="let the copy finish, then run again",
+                )
+            done += n
 
     def _resolve(self, path: str) -> Path:
         """The file's place; a name that leaves the folder (an index may be hostile) is refused."""

@@ -19,7 +19,7 @@ from mergepipe_pipeline.storage.regular import open_regular
 #: Smaller reads do not repay the extra calls.
 _LEAST_NBYTES = 128 << 10
 #: Offsets, lengths and addresses of direct reads are multiples of this on every usual disk.
-_ALIGN = 4096
+PAGE_NBYTES = 4096
 _CACHESTAT = 451  # the same number on every architecture
 
 _local = threading.local()
@@ -52,26 +52,53 @@ def read_uncached(descriptor: int, start_byte: int, out: memoryview) -> int:
 
     0 where an ordinary read is better or the only one.
     """
-    if len(out) < _LEAST_NBYTES:
+    if len(out) < _LEAST_NBYTES or not is_cold(descriptor, start_byte, len(out)):
         return 0
-    cached = cached_nbytes(descriptor, start_byte, len(out))
-    if cached is None or 2 * cached > len(out):
-        return 0
-    first = start_byte // _ALIGN * _ALIGN
-    room = _room(-(-(start_byte + len(out) - first) // _ALIGN) * _ALIGN)
+    room = _room(pages_nbytes(start_byte, len(out)))
     try:
-        direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        direct = open_direct(descriptor)
     except OSError:
         return 0
     try:
-        found = os.preadv(direct, [room], first)
-    except OSError:
-        return 0
+        n = read_pages(direct, start_byte, len(out), room)
     finally:
         os.close(direct)
-    n = max(0, min(len(out), found - (start_byte - first)))
-    out[:n] = room[start_byte - first : start_byte - first + n]
+    if n:
+        import numpy as np  # whose copies let other threads go on; commands start without it
+
+        lead = start_byte % PAGE_NBYTES
+        np.copyto(np.frombuffer(out, np.uint8)[:n], np.frombuffer(room, np.uint8)[lead : lead + n])
     return n
+
+
+def open_direct(descriptor: int) -> int:
+    """A descriptor of the same file that reads past the page cache. Raises OSError."""
+    path = f"/proc/self/fd/{descriptor}"
+    return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+
+def read_pages(direct: int, start_byte: int, nbytes: int, room: memoryview) -> int:
+    """Read bytes from `start_byte` on to where in `room` they lie in their page; how many it read.
+
+    `room` begins at a page's address and has `pages_nbytes`. 0 where an ordinary read is needed.
+    """
+    lead, size = start_byte % PAGE_NBYTES, pages_nbytes(start_byte, nbytes)
+    try:
+        found = os.preadv(direct, [room[:size]], start_byte - lead)
+    except OSError:
+        return 0
+    return max(0, min(nbytes, found - lead))
+
+
+def is_cold(descriptor: int, start_byte: int, nbytes: int) -> bool:
+    """Whether at most half of these bytes are in the page cache; False where nobody can tell."""
+    cached = cached_nbytes(descriptor, start_byte, nbytes)
+    return cached is not None and 2 * cached <= nbytes
+
+
+def pages_nbytes(start_byte: int, nbytes: int) -> int:
+    """Bytes of the pages of a file that bytes [start, start + n) lie in."""
+    return -(-(start_byte % PAGE_NBYTES + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def new_room(nbytes: int) -> mmap.mmap:

@@ -6,7 +6,7 @@ widened there, and must stay until that device has come so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -53,15 +53,11 @@ class DecodedPart(Protocol):
         ...
 
 
-#: Reads what of elements [start, stop) comes from a pack.
-FetchPacked = Callable[[int, int], Sequence[DecodedPart]]
-
-
 class ExpertRow:
     """A row of an expert: `read` are the element ranges that may be fetched.
 
     `buffer` holds one window of stored bytes; `update` is shared by all windows of the
-    tensor, `verify` is given what is read. What `packed` gives is fetched besides.
+    tensor, `verify` is given what is read.
     """
 
     def __init__(
@@ -72,10 +68,9 @@ class ExpertRow:
         buffer: Bytes,
         update: AdapterUpdate | None,
         verify: Verify | None = None,
-        packed: FetchPacked | None = None,
     ) -> None:
         self._readers, self._view, self._read = readers, view, read
-        self._verify, self._packed = verify, packed
+        self._verify = verify
         self._itemsize = itemsize(view.dtype)
         self._raw = buffer
         self._update = update if read else None
@@ -83,10 +78,17 @@ class ExpertRow:
         self._parts: tuple[Range, ...] = ()
         self._approximate: list[DecodedPart] = []
 
-    def fetch(self, start_elem: int, stop_elem: int, base: Bytes | None = None) -> None:
+    def fetch(
+        self,
+        start_elem: int,
+        stop_elem: int,
+        packed: Sequence[DecodedPart] = (),
+        base: Bytes | None = None,
+    ) -> None:
         """Read what is allowed of [start, stop) into the row's buffer.
 
-        `base` are the base's stored bytes there, which bits from a pack are told apart from.
+        `packed` is what was read of a pack besides; `base` are the base's stored bytes there, which
+        bits from a pack are told apart from.
         """
         self._start = start_elem
         if self._update:
@@ -97,7 +99,7 @@ class ExpertRow:
         parts = list(clip(self._read, start_elem, stop_elem))
         for a, b in parts:
             read_stored(self._readers, self._view, a, b, self._bytes(a, b).data, self._verify)
-        for part in self._packed(start_elem, stop_elem) if self._packed else ():
+        for part in packed:
             if part.gives_bits:
                 assert base is not None
                 a, b = part.start_elem, part.stop_elem

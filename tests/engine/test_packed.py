@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -17,10 +18,11 @@ from mergepipe_pipeline.errors import BudgetError, CorruptionError
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.packs.codec import quantised
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, Level
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
 from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.spec.segments import KnownSegments
+from mergepipe_pipeline.storage.page_room import PageRoom
 from tests.engine.packed import (
     NUMEL,
     Levels,
@@ -260,10 +262,17 @@ def test_frames_that_the_plan_does_not_name_are_refused(family: PackedFamily) ->
         assert runner._sources.packed(e) is not None
         reader = runner._sources._packs[0, False]
         tensor = reader.tensor("w")
-        assert len(reader.read(tensor, "L1", 1, 2)) == 1
+        assert reader.read(tensor, frames(tensor, "L1", 1, 2), 0, 3, PageRoom()).nbytes.any()
         for tier, first, stop in (("L1", 0, 2), ("L1", 2, 3), ("L2", 1, 2), ("X", 1, 2)):
             with pytest.raises(BudgetError, match="access set"):
-                reader.read(tensor, tier, first, stop)
+                reader.read(tensor, frames(tensor, tier, first, stop), 0, 3, PageRoom())
+
+
+def frames(tensor: PackedTensor, tier: Tier, first: int, stop: int) -> npt.NDArray[np.bool_]:
+    """The frames of one tier and chunks [first, stop), as a reader is asked for them."""
+    wanted = np.zeros(tensor.nbytes.shape, np.bool_)
+    wanted[TIERS.index(tier), first:stop] = True
+    return wanted
 
 
 def test_what_is_passed_through_from_a_pack_keeps_every_pattern_of_bits(tmp_path: Path) -> None:

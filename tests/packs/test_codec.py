@@ -18,12 +18,15 @@ from mergepipe_pipeline.packs.codec import (
     APPROXIMATE,
     BITS_OF,
     EncodedChunk,
+    decode_bits,
     decode_exact,
+    decode_numbers,
     encode_chunk,
     quantised,
     unit_of,
 )
-from mergepipe_pipeline.packs.frames import contents_of, sections_of, to_frame
+from mergepipe_pipeline.packs.frames import Frames, to_frame
+from mergepipe_pipeline.packs.sections import contents_of, sections_of
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
 from tests.packs.approximate import decode_approximate
 
@@ -220,6 +223,18 @@ def test_hostile_frames_are_refused_or_decoded_to_some_numbers(
             decode()
 
 
+@given(st.lists(HOSTILE, min_size=12, max_size=12), st.integers(1, 700))
+def test_hostile_frames_of_several_chunks_are_refused_or_decoded_to_some_numbers(
+    given_as: list[bytes], n: int
+) -> None:
+    frames = Frames.of({tier: given_as[2 * i : 2 * i + 2] for i, tier in enumerate(TIERS)})
+    total = CHUNK_ELEMS + n
+    with suppress(CorruptionError):
+        decode_numbers(frames, [4, 2], np.empty(total, np.int16))
+    with suppress(CorruptionError):
+        decode_bits(frames, np.zeros(total, np.uint16), np.empty(total, np.uint16))
+
+
 def test_a_section_that_states_a_vast_size_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(CorruptionError, match=str(1 << 60)):
         decode_approximate([memoryview(VAST)], 1.0, np.empty(100, np.float32))
@@ -271,16 +286,23 @@ def test_sections_come_back_however_many_of_their_bytes_are_zero(
     rng = np.random.default_rng(seed)
     content = np.where(rng.random(n) < share, rng.integers(0, 256, n), 0).astype(np.uint8)
     frame = to_frame([content, content[::-1]])
-    found = np.empty(2 * n, np.uint8)
-    contents_of(sections_of(memoryview(frame), 2), [n, n], 0, found)
-    assert np.array_equal(found, [*content, *content[::-1]])
+    assert sections(frame, 2, n) == [content.tobytes(), content[::-1].tobytes()]
     assert len(frame) <= 4 + 2 * n
+
+
+def sections(frame: bytes, n_sections: int, n: int) -> list[bytes]:
+    """The contents of a frame's sections of n bytes each."""
+    frames = Frames.of({"X": [frame]})
+    starts, nbytes = sections_of(frames, TIERS.index("X"), n_sections)
+    unpacked = np.zeros((n_sections + 1) * n, np.uint8)
+    sizes = np.full(starts.shape, n)
+    places, _ = contents_of(frames.raw, starts, nbytes, sizes, unpacked, n)
+    where = [(frames.raw, p) if p >= 0 else (unpacked, ~p) for p in places[:, 0].tolist()]
+    return [source[at : at + n].tobytes() for source, at in where]
 
 
 def test_pairs_that_look_like_a_zstd_frame_are_not_written() -> None:
     content = np.zeros(1000, np.uint8)
     content[0x28], content[0x28 + 0x2F] = 0xB5, 0xFD
     frame = to_frame([content])
-    found = np.empty(1000, np.uint8)
-    contents_of(sections_of(memoryview(frame), 1), [1000], 0, found)
-    assert np.array_equal(found, content)
+    assert sections(frame, 1, 1000) == [content.tobytes()]

@@ -14,8 +14,10 @@ from mergepipe_pipeline.engine.sources import packed_access_set
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import Floats, quantised
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
+from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level
+from mergepipe_pipeline.storage.page_room import PageRoom
 from mergepipe_pipeline.storage.reader import Tally
 from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from
 from tests.stored import decode
@@ -46,8 +48,7 @@ def test_windows_of_any_length_in_any_order_read_each_frame_once(
     with PackReader(family.packs[0], packed_access_set(plan.layers, 0), tally) as reader:
         elements = PackedElements(reader, e.packed, e.digest)
         for start, stop in windows:
-            elements.announce(start, stop)
-            for part in elements.fetch(start, stop):
+            for part in elements.fetch(start, stop, PageRoom()):
                 found[part.start_elem : part.stop_elem] = _delta(part, family)
     assert tally.nbytes == e.packed.nbytes
     (tensor,), delta = family.tensors, family.experts[0] - family.base
@@ -62,7 +63,7 @@ def test_a_frame_that_makes_no_sense_is_named_though_its_checksum_is_right(
     family: PackedFamily, level: Level
 ) -> None:
     (tensor,) = family.tensors
-    frames = tuple([memoryview(f"{tier} is not a frame".encode())] for tier in TIERS_OF[level])
+    frames = Frames.of({tier: [f"{tier} is not a frame".encode()] for tier in TIERS_OF[level]})
     part = PackedPart("/packs/p", tensor, [level], CHUNK_ELEMS, 2 * CHUNK_ELEMS, frames)
     with pytest.raises(CorruptionError) as caught:
         _delta(part, family)

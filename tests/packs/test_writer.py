@@ -12,7 +12,7 @@ import pytest
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.packs.codec import BITS_OF, decode_exact, quantised
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, quantised
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
@@ -32,11 +32,8 @@ def decoded(warehouse: Warehouse, pack_id: str) -> dict[str, bytes]:
         for name, tensor in known.tensors.items():
             bits = np.frombuffer(base[name][2], BITS_OF[tensor.dtype])
             found = np.empty_like(bits)
-            chunks = tensor.nbytes.shape[1]
-            frames = (files.read(tensor, tier, 0, chunks) for tier in ("X20", "X"))
-            for at, pair in enumerate(zip(*frames, strict=True)):
-                part = slice(at * CHUNK_ELEMS, (at + 1) * CHUNK_ELEMS)
-                decode_exact(*pair, bits[part], found[part])
+            frames = files.read(tensor, ("X20", "X"), 0, tensor.nbytes.shape[1])
+            decode_bits(frames, bits, found)
             out[name] = found.tobytes()
     return out
 
@@ -73,7 +70,8 @@ def test_lossy_levels_are_what_the_planner_takes_them_for(tmp_path: Path) -> Non
     delta = decode(expert_tensors(base)[name]) - decode(base[name])
     first = np.ascontiguousarray(delta[:CHUNK_ELEMS])
     with FrameFiles(known.root) as files:
-        frames = [files.read(tensor, tier, 0, 1)[0] for tier in TIERS[:3]]
+        read = files.read(tensor, TIERS[:3], 0, 1)
+    frames = [read.frame(tier, 0) for tier in TIERS[:3]]
     found = np.empty_like(first)
     decode_approximate(frames, tensor.unit, found)
     assert np.array_equal(found, quantised(first, tensor.unit, tensor.threshold_bits, "L2"))

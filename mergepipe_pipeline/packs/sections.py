@@ -1,0 +1,171 @@
+"""Finds the contents of frames' sections, and unpacks those that are not stored as they are.
+
+All sections of a window at once: what is left to Python is one call of zstd. A section is told by
+its length and its first bytes, as `frames` says; the length of its content is known.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numba
+import numpy as np
+import zstandard
+
+from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, refuse
+from mergepipe_pipeline.packs.sparse import from_pairs
+
+#: The place of a section that is not there: the front of what is unpacked. Who decodes puts there
+#: what such a section holds.
+ABSENT = -1
+_LENGTH_NBYTES = 4
+_MAGIC = np.uint32(int.from_bytes(zstandard.FRAME_HEADER, "little"))
+
+
+class _Zstd(threading.local):
+    """A thread's decompressor, which is for one thread."""
+
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
+
+
+def sections_of(frames: Frames, tier: int, n_sections: int) -> tuple[Longs, Longs]:
+    """Where the sections of one tier's frames lie, and their bytes: int64 [sections, chunks].
+
+    Raises CorruptionError.
+    """
+    nbytes = np.ascontiguousarray(frames.nbytes[tier])
+    shape = n_sections, len(nbytes)
+    starts, sizes = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    bad = _split(frames.raw, np.ascontiguousarray(frames.starts[tier]), nbytes, starts, sizes)
+    if bad >= 0:
+        refuse(f"a frame of {n_sections} sections", f"{nbytes[bad]} bytes that hold less")
+    return starts, sizes
+
+
+def contents_of(
+    raw: Bytes, starts: Longs, nbytes: Longs, sizes: Longs, unpacked: Bytes, at: int
+) -> tuple[Longs, int]:
+    """Where the contents of sections lie, in the shape of `starts`, and where `unpacked` is free.
+
+    Args:
+        raw: what sections lie in.
+        starts: where, int64 of any shape.
+        nbytes: their bytes in the same shape; 0 for a section that is absent.
+        sizes: the bytes of their contents.
+        unpacked: has room for all contents from `at` on. A place p there is given as ~p.
+        at: where the room begins.
+
+    Raises CorruptionError.
+    """
+    places, zipped = np.empty(starts.size, np.int64), np.empty(starts.size, np.int64)
+    shape = starts.shape
+    starts, nbytes, sizes = (np.ascontiguousarray(x).reshape(-1) for x in (starts, nbytes, sizes))
+    stop, n_zipped, bad = _locate(raw, starts, nbytes, sizes, unpacked, at, places, zipped)
+    if bad >= 0:
+        refuse(f"a section of {sizes[bad]} bytes, or pairs for them", f"{nbytes[bad]} others")
+    if n_zipped:
+        of = zipped[:n_zipped]
+        _decompress(raw, starts[of], nbytes[of], sizes[of], unpacked, ~places[of])
+    return places.reshape(shape), stop
+
+
+@numba.njit(inline="always")
+def content_at(raw: Any, unpacked: Any, place: Any) -> Any:
+    """The array that a place is in, and where in it."""
+    return (raw, np.uint64(place)) if place >= 0 else (unpacked, np.uint64(~place))
+
+
+# These keep the interpreter's lock: to let it go and to get it back takes longer.
+@numba.njit(cache=True)
+def _split(raw: Bytes, starts: Longs, nbytes: Longs, places: Longs, sizes: Longs) -> int:
+    """Fill in where the sections of each frame lie; the first frame that makes no sense, or −1."""
+    n_sections = len(places)
+    head = _LENGTH_NBYTES * (n_sections - 1)
+    for chunk in range(len(starts)):
+        if not nbytes[chunk]:
+            continue
+        at, left = starts[chunk] + head, nbytes[chunk] - head
+        if left < 0:
+            return chunk
+        for s in range(n_sections):
+            length = np.int64(left)
+            if s < n_sections - 1:
+                length = np.int64(_word(raw, starts[chunk] + _LENGTH_NBYTES * s))
+            if length > left:
+                return chunk
+            places[s, chunk], sizes[s, chunk] = at, length
+            at, left = at + length, left - length
+    return -1
+
+
+@numba.njit(cache=True)
+def _locate(
+    raw: Bytes,
+    starts: Longs,
+    nbytes: Longs,
+    sizes: Longs,
+    unpacked: Bytes,
+    at: int,
+    places: Longs,
+    zipped: Longs,
+) -> tuple[int, int, int]:
+    """Fill in the places of contents, and unpack pairs.
+
+    Gives where `unpacked` is free, how many sections zstd has to unpack, whose numbers `zipped`
+    gets, and the first section that makes no sense, or −1.
+    """
+    n_zipped = 0
+    for s in range(len(starts)):
+        start, n, size = starts[s], nbytes[s], sizes[s]
+        if n == 0:
+            places[s] = ABSENT
+        elif n == size:
+            places[s] = start
+        elif n > size:
+            return at, n_zipped, s
+        else:
+            places[s] = ~at
+            if n >= _LENGTH_NBYTES and _word(raw, start) == _MAGIC:
+                zipped[n_zipped] = s
+                n_zipped += 1
+            elif not from_pairs(raw[start : start + n], unpacked[at : at + size]):
+                return at, n_zipped, s
+            at += size
+    return at, n_zipped, -1
+
+
+@numba.njit(inline="always")
+def _word(raw: Any, at: Any) -> Any:
+    """Four bytes as a little-endian number."""
+    found = np.uint32(0)
+    for i in range(4):
+        found |= np.uint32(raw[at + i]) << np.uint32(8 * i)
+    return found
+
+
+def _decompress(
+    raw: Bytes, starts: Longs, nbytes: Longs, sizes: Longs, out: Bytes, places: Longs
+) -> None:
+    """Put the contents of zstd frames into `out`: one call, which leaves Python alone once."""
+    segments = np.stack([starts, nbytes], axis=1).astype(np.uint64)
+    try:
+        given = zstandard.BufferWithSegments(raw, segments)  # type: ignore[arg-type]
+        # What is stated is what would be allocated.
+        size_of: Any = zstandard.frame_content_size
+        stated = [size_of(given[i]) for i in range(len(starts))]
+        if stated == sizes.tolist():
+            expected = sizes.astype(np.uint64).data
+            decompress = _zstd.decompressor.multi_decompress_to_buffer
+            found = decompress(given, decompressed_sizes=expected, threads=0)
+            room = out.data
+            for number, (at, n) in enumerate(zip(places.tolist(), stated, strict=True)):
+                room[at : at + n] = found[number]  # type: ignore[call-overload]
+            return
+    except zstandard.ZstdError as error:
+        refuse("compressed sections", str(error))
+    refuse(f"sections of {sizes.tolist()[:4]} bytes", f"of {stated[:4]}")
