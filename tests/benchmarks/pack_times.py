@@ -21,10 +21,10 @@ from tests.benchmarks import limit
 from tests.benchmarks.cases import CASES, MERGEPIPE, Family, write_recipe
 from tests.benchmarks.measure import Measurement, run, weight_files
 
-#: A recipe's case and the options of `merge`.
+#: A recipe's case and the options of `merge`. The originals do not fit 60 %, exact levels do.
 _ASKED = (
     ("originals", ("--no-packs",)),
-    ("packs, exact", ()),
+    ("packs, exact", ("--budget", "60%")),
     ("packs, 25%", ("--budget", "25%")),
     ("packs, 10%", ("--budget", "10%")),
     ("blocks, 10%", ("--budget", "10%", "--no-packs")),
