@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.concurrency.threads import READING
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import count_cut_off, to_bytes
@@ -51,14 +52,17 @@ def test_what_is_read_twice_is_held_in_half_of_the_memory_that_was_asked_for(
     out=st.sampled_from([2, 4, 8]),
     threads=st.integers(1, 16),
     n_inputs=st.integers(0, 10_000),
+    ahead=st.integers(0, 300),
 )
-def test_all_windows_in_flight_fit_the_memory_beside_the_plan(
-    working: int, out: int, threads: int, n_inputs: int
+def test_all_windows_in_flight_and_read_ahead_fit_the_memory_beside_the_plan(
+    working: int, out: int, threads: int, n_inputs: int, ahead: int
 ) -> None:
-    options = EngineOptions(threads=threads)
-    n = options.window_for(working, out, 1, n_inputs)
-    assert options.in_flight > threads
-    held = n * (threads * working + options.in_flight * out) + 3328 * n_inputs
+    usual = EngineOptions(threads=threads)
+    options = usual.with_packs() if ahead else usual
+    n = options.window_for(working, out, 1, n_inputs, ahead)
+    assert options.in_flight > options.threads
+    held = n * (options.threads * working + options.in_flight * out) + 3328 * n_inputs
+    held += n * ahead * (READING + options.in_flight)
     assert n == 4096 or held <= options.memory_bytes
 
 

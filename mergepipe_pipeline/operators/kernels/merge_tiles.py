@@ -96,24 +96,21 @@ def merge_update(
             row, step = rows[i], steps[rows[i].place, tile]
             if step == ABSENT:
                 continue
-            stored = experts[row.place, at : at + m]
-            delta = deltas[count if mixing.votes else 0, :m]
+            stored, delta = experts[row.place, at : at + m], deltas[count * mixing.votes, :m]
             weights[count] = row.weight
             count += 1
+            subtracted = none if row.is_delta else below
             if not mixing.votes and _is_plain(row):
-                _sum_row(stored, none if row.is_delta else below, step, row, sums)
-                continue
-            if step != STORED:
+                _sum_row(stored, subtracted, step, row, sums)
+            elif step == STORED:
+                _add_row(stored, subtracted, row, start_elem + at, random, delta, sums)
+            else:
                 times(stored, step, numbers)
                 _add_row(numbers, none, row, start_elem + at, random, delta, sums)
-                continue
-            subtracted = none if row.is_delta else below
-            _add_row(stored, subtracted, row, start_elem + at, random, delta, sums)
         if mixing.votes:
             _vote(deltas, weights[:count], mixing.normalize, sign, share, sums)
-        elif mixing.divisor != 1:
-            for e in range(m):
-                sums[e] /= mixing.divisor
+        else:
+            _divide(sums, mixing.divisor)
         _add_update(below, sums, mixing.minus_lambda, out[at : at + m])
 
 
@@ -148,9 +145,7 @@ def merge_values(experts: Stored, weights: Floats, divisor: np.float32, out: Flo
             _widen(experts[k, at : at + m], x)
             for e in range(m):
                 total[e] = fma(x[e], weights[k], total[e])  # type: ignore[call-arg]
-        if divisor != 1:
-            for e in range(m):
-                total[e] /= divisor
+        _divide(total[:m], divisor)
         out[at : at + m] = total[:m]
 
 
@@ -330,6 +325,13 @@ def _vote(
             total[e] /= share[e] if share[e] != 0 else _ONE
     for e in range(m):
         total[e] *= sign[e]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _divide(total: Floats, divisor: np.float32) -> None:
+    if divisor != 1:
+        for e in range(len(total)):
+            total[e] /= divisor
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
