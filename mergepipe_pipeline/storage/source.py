@@ -168,6 +168,8 @@ class LocalSource:
         direct = self._take_direct(path) if self._is_cold(path) else None
         file = direct or self._take(path)
         try:
+            if not direct and self._reading != "ahead":
+                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             yield file.descriptor, direct is not None
         finally:
             HANDLES.give_back(file)
