@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.operators.kernels.bits import Numbers, times
+from mergepipe_pipeline.operators.kernels.bits import Numbers
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, count_large, restore, split
 from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, as_array, refuse, to_frame
 from mergepipe_pipeline.packs.sections import contents_of, sections_of
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level, Tier
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
 
 #: The types of elements that a pack has levels of, as NumPy has their bits.
 BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
@@ -175,23 +175,6 @@ def _elems(n: int) -> Longs:
     elems = np.full(-(-n // CHUNK_ELEMS), CHUNK_ELEMS)
     elems[-1:] = n - (len(elems) - 1) * CHUNK_ELEMS
     return elems
-
-
-def quantised(delta: Floats, unit: float, threshold_bits: int, level: Level) -> Floats:
-    """δ̂ of any `delta` [n] at a level, as its decoder gives it; not finite ones become zero."""
-    if level == "X":
-        return delta.copy()
-    if level == "X20":
-        is_large = delta.view(np.uint32) & _SIZE >= _least(threshold_bits)
-        return np.where(is_large, delta, np.float32(0))
-    n, n_tiers = len(delta), len(TIERS_OF[level])
-    units, trits, _ = _quantise(np.ascontiguousarray(delta), unit)
-    out, numbers = np.empty(n, np.float32), np.empty(n, np.int16)
-    raw = as_array(np.concatenate([units.view(np.uint8), *trits]).data)
-    places = np.array([0, *(n + tier * trits.shape[1] for tier in range(len(trits)))])
-    ternary.add_up(raw, raw, places[:, None], np.array([n_tiers]), max(n, 1), numbers)
-    times(numbers, ternary.step_of(unit, n_tiers - 1), out)
-    return out
 
 
 def _quantise(

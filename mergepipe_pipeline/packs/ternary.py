@@ -106,17 +106,14 @@ def _quantise_group(
     rest, number, digits = room
     n_lost = 0
     for e in range(m):
-        is_finite = delta[e] - delta[e] == _ZERO
-        n_lost += not is_finite
-        x = delta[e] * per_unit if is_finite else _ZERO
-        whole = (min(max(x, -_MOST), _MOST) + _ROUND) - _ROUND
-        rest[e] = (x - whole) * _THREE
+        n_lost += delta[e] - delta[e] != _ZERO  # infinite, or no number
+        whole, rest[e] = _in_units(delta[e], per_unit)
         number[e] = np.int32(whole)
         units[e] = np.int8(number[e])
     _add_residual(delta, m, number, steps[0], lanes[0])
     for tier in range(1, N_TIERS):
         for e in range(m):
-            trit = np.int32(rest[e] > _HALF) - np.int32(rest[e] < -_HALF)
+            trit = _trit(rest[e])
             rest[e] = (rest[e] - np.float32(trit)) * _THREE
             number[e] = number[e] * np.int32(3) + trit
             digits[e] = np.uint16(trit + 1)
@@ -143,6 +140,40 @@ def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> Non
         if delta[e] - delta[e] == _ZERO:
             difference = np.float64(delta[e]) - np.float64(np.float32(number[e]) * step)
             lanes[e] += difference * difference
+
+
+@numba.njit(nogil=True, cache=True)
+def nearest(
+    delta: Floats, per_unit: np.float32, step: np.float32, tier: int, room: Any, out: Floats
+) -> None:
+    """Fill `out` [n] with δ̂ of `delta` [n] as the tiers up to one, of this `step`, add up to it.
+
+    `room` is float32 [n] and int32 [n].
+    """
+    rest, number = room
+    for e in range(len(delta)):
+        whole, rest[e] = _in_units(delta[e], per_unit)
+        number[e] = np.int32(whole)
+    for _ in range(tier):
+        for e in range(len(delta)):
+            trit = _trit(rest[e])
+            rest[e] = (rest[e] - np.float32(trit)) * _THREE
+            number[e] = number[e] * np.int32(3) + trit
+    for e in range(len(delta)):
+        out[e] = np.float32(number[e]) * step
+
+
+@numba.njit(inline="always")
+def _in_units(delta: Any, per_unit: Any) -> Any:
+    """The whole units of an element, and thrice what they leave; of what is not finite, zeros."""
+    x = delta * per_unit if delta - delta == _ZERO else _ZERO
+    whole = (min(max(x, -_MOST), _MOST) + _ROUND) - _ROUND
+    return whole, (x - whole) * _THREE
+
+
+@numba.njit(inline="always")
+def _trit(rest: Any) -> Any:
+    return np.int32(rest > _HALF) - np.int32(rest < -_HALF)
 
 
 @numba.njit(nogil=True, cache=True)

@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.planner.candidates import Floats, Row
 from mergepipe_pipeline.planner.levels import Levels
-from mergepipe_pipeline.planner.packed_rows import NOTHING, ORIGINAL
+from mergepipe_pipeline.planner.packed_rows import N_LEVELS, Flags
 from mergepipe_pipeline.planner.simulation import PARTS, Samples, Simulate
 from mergepipe_pipeline.spec.blocks import BlockGrid
-from mergepipe_pipeline.spec.pack import TIERS
+from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 
+_X = TIERS.index("X")
+_NO_LEVELS = np.zeros(N_LEVELS, np.bool_)
 #: Sampled elements of one tensor and all its experts that are tried at most.
 _MAX_ELEMS = 1 << 18
 
@@ -46,6 +48,13 @@ class LevelSamples:
         self._blocks = np.arange(0, n_blocks, step)
         self._sites = self._blocks * elems // grid.block_elems
         lengths = np.minimum(elems, numel - elems * self._blocks).astype(np.float64)
+        of = [row.levels for row in rows]
+        self._units = np.array([o.packed.unit if o else 1.0 for o in of])
+        self._thresholds_bits = np.array(
+            [o.packed.threshold_bits if o else 0 for o in of], np.uint32
+        )
+        #: [E, levels of a choice]: the tiers that samples are quantised to.
+        self._tiers = np.array([_tiers(o.exact if o else _NO_LEVELS) for o in of], np.int8)
         #: Elements that each sampled block stands for.
         self._lengths = lengths * (numel / lengths.sum())
 
@@ -79,18 +88,10 @@ class LevelSamples:
 
     def _near(self, levels: Levels) -> Samples:
         """The samples as they are read at `levels` [blocks, E]."""
-        out = self._deltas.copy()
-        for i, row in enumerate(self._rows):
-            for number in np.unique(levels[:, i]).tolist():
-                here = levels[:, i] == number
-                if number == NOTHING:
-                    out[i, here] = 0
-                elif number != ORIGINAL and row.levels and not row.levels.exact[number - 1]:
-                    packed = row.levels.packed
-                    out[i, here] = _quantised(
-                        out[i, here], packed.unit, packed.threshold_bits, number
-                    )
-        return out
+        from mergepipe_pipeline.packs.quantise import quantised
+
+        tiers = np.take_along_axis(self._tiers, levels.T.astype(np.intp), axis=1)
+        return quantised(self._deltas, self._units, self._thresholds_bits, tiers)
 
     def _of_sum(self, residuals: Samples, residual_sq: Floats) -> Floats:
         """What is known of the norms, times by how much samples say that residuals cancel."""
@@ -113,9 +114,7 @@ class LevelSamples:
         return weighed
 
 
-def _quantised(delta: Samples, unit: float, threshold_bits: int, number: int) -> Samples:
-    from mergepipe_pipeline.packs.codec import quantised
-
-    return quantised(delta.reshape(-1), unit, threshold_bits, TIERS[number - 1]).reshape(
-        -1, SAMPLE_WIDTH
-    )
+def _tiers(exact: Flags) -> list[int]:
+    """For each number of a choice the tier of its level, or X where that is exact."""
+    lossy = [_X if is_exact else tier for tier, is_exact in enumerate(exact.tolist())]
+    return [NOT_READ, *lossy, _X]

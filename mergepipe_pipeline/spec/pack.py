@@ -27,6 +27,8 @@ Tier = Literal["L0", "L1", "L2", "L3", "X20", "X"]
 #: A level is named after the last of its tiers.
 Level = Tier
 TIERS: tuple[Tier, ...] = ("L0", "L1", "L2", "L3", "X20", "X")
+#: As the number of a tier: none is read.
+NOT_READ = -1
 #: The tiers that are read for a level.
 TIERS_OF: Mapping[Level, tuple[Tier, ...]] = {
     "L0": ("L0",),

@@ -16,7 +16,6 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.errors import BudgetError, CorruptionError
 from mergepipe_pipeline.operators import OPERATORS, Window
-from mergepipe_pipeline.packs.codec import quantised
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
@@ -33,6 +32,7 @@ from tests.engine.packed import (
     write_pack,
 )
 from tests.engine.test_accelerator import MERGES, WEIGHTED, on
+from tests.packs.approximate import quantised_at
 from tests.stored import content_of
 
 C = CHUNK_ELEMS
@@ -181,7 +181,7 @@ def _delta(family: PackedFamily, e: ExpertInput) -> np.ndarray:
     assert packed is not None
     for r in packed.ranges:
         part = slice(r.start_elem, r.stop_elem)
-        delta[part] = quantised(delta[part], tensor.unit, tensor.threshold_bits, r.level)
+        delta[part] = quantised_at(r.level, delta[part], tensor.unit, tensor.threshold_bits)
     return delta
 
 

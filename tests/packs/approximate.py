@@ -1,4 +1,4 @@
-"""Chunks of approximate levels, decoded one at a time."""
+"""Deltas at a level: chunks decoded one at a time, and any delta quantised."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 from mergepipe_pipeline.operators.kernels.bits import Floats, times
 from mergepipe_pipeline.packs.codec import decode_numbers
 from mergepipe_pipeline.packs.frames import Frames
+from mergepipe_pipeline.packs.quantise import quantised
 from mergepipe_pipeline.packs.ternary import step_of
-from mergepipe_pipeline.spec.pack import TIERS
+from mergepipe_pipeline.spec.pack import TIERS, Level
 
 
 def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: Floats) -> None:
@@ -19,3 +20,10 @@ def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: Fl
     given = Frames.of({tier: [frame] for tier, frame in zip(TIERS, frames, strict=False)})
     decode_numbers(given, [len(frames)], numbers)
     times(numbers, step_of(unit, len(frames) - 1), out)
+
+
+def quantised_at(level: Level, delta: Floats, unit: float, threshold_bits: int) -> Floats:
+    """δ̂ of `delta` [n] at one level."""
+    tiers = np.array([[TIERS.index(level)]], np.int8)
+    least = np.array([threshold_bits], np.uint32)
+    return quantised(delta[None, None], np.array([unit]), least, tiers)[0, 0]

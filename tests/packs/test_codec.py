@@ -22,13 +22,13 @@ from mergepipe_pipeline.packs.codec import (
     decode_exact,
     decode_numbers,
     encode_chunk,
-    quantised,
     unit_of,
 )
 from mergepipe_pipeline.packs.frames import Frames, to_frame
+from mergepipe_pipeline.packs.quantise import quantised
 from mergepipe_pipeline.packs.sections import contents_of, sections_of
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
-from tests.packs.approximate import decode_approximate
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, NOT_READ, TIERS, TIERS_OF, Tier
+from tests.packs.approximate import decode_approximate, quantised_at
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
@@ -36,6 +36,7 @@ Floats = npt.NDArray[np.float32]
 LENGTHS = st.one_of(st.integers(1, 700), st.sampled_from([CHUNK_ELEMS - 1, CHUNK_ELEMS]))
 DTYPES = st.sampled_from(sorted(BITS_OF))
 SEEDS = st.integers(0, 2**32 - 1)
+TIER_NUMBERS = st.integers(NOT_READ, len(TIERS) - 1)
 #: Float32 patterns of magnitudes, of ordinary deltas and of any.
 THRESHOLDS = st.one_of(st.just(0), st.integers(0x35000000, 0x3F800000), st.integers(0, 0x7F7FFFFF))
 #: What is special of bfloat16, and as the upper half of float32: zeros, a subnormal, ∞ and NaNs.
@@ -126,12 +127,28 @@ def test_quantised_gives_what_the_decoder_gives(n: int, seed: int, threshold_bit
     unit = unit_for(delta)
     chunk = of_delta(delta, unit, threshold_bits)
     for level in APPROXIMATE:
-        found = quantised(delta, unit, threshold_bits, level)
+        found = quantised_at(level, delta, unit, threshold_bits)
         assert np.array_equal(found, approximated(chunk, level, unit, n))
     base, found = np.zeros(n, np.uint32), np.empty(n, np.uint32)
     decode_exact(memoryview(chunk.frames["X20"]), None, base, found)
-    assert np.array_equal(quantised(delta, unit, threshold_bits, "X20"), found.view(np.float32))
-    assert np.array_equal(quantised(delta, unit, threshold_bits, "X"), delta)
+    assert np.array_equal(quantised_at("X20", delta, unit, threshold_bits), found.view(np.float32))
+    assert np.array_equal(quantised_at("X", delta, unit, threshold_bits), delta)
+
+
+@given(SEEDS, THRESHOLDS, st.lists(TIER_NUMBERS, min_size=1, max_size=9), st.integers(1, 3))
+def test_rows_are_quantised_each_at_its_own_level_and_by_its_experts_unit(
+    seed: int, threshold_bits: int, numbers: list[int], n_experts: int
+) -> None:
+    tiers = np.array([np.roll(numbers, e) for e in range(n_experts)], np.int8)
+    delta = deltas(130 * tiers.size, seed).reshape(*tiers.shape, -1)
+    units = np.array([unit_for(of.reshape(-1)) for of in delta])
+    least = (threshold_bits + np.arange(n_experts)).astype(np.uint32)
+    found = quantised(delta, units, least, tiers)
+    for e, r in np.ndindex(*tiers.shape):
+        wanted = np.zeros_like(delta[e, r])
+        if tiers[e, r] != NOT_READ:
+            wanted = quantised_at(TIERS[tiers[e, r]], delta[e, r], units[e], int(least[e]))
+        assert np.array_equal(found[e, r], wanted, equal_nan=True)
 
 
 @given(LENGTHS, DTYPES, SEEDS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.engine.sources import packed_access_set
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.codec import Floats, quantised
+from mergepipe_pipeline.packs.codec import Floats
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.reader import PackReader
@@ -20,6 +20,7 @@ from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level
 from mergepipe_pipeline.storage.page_room import PageRoom
 from mergepipe_pipeline.storage.reader import Tally
 from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from
+from tests.packs.approximate import quantised_at
 from tests.stored import decode
 
 CHUNKS = [*range(0, NUMEL, CHUNK_ELEMS), NUMEL]
@@ -54,7 +55,7 @@ def test_windows_of_any_length_in_any_order_read_each_frame_once(
     (tensor,), delta = family.tensors, family.experts[0] - family.base
     for r in e.packed.ranges:
         inside = slice(r.start_elem, r.stop_elem)
-        wanted = quantised(delta[inside], tensor.unit, tensor.threshold_bits, r.level)
+        wanted = quantised_at(r.level, delta[inside], tensor.unit, tensor.threshold_bits)
         assert np.array_equal(found[inside], wanted)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits, quantised
+from mergepipe_pipeline.packs.codec import BITS_OF, decode_bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS
@@ -20,7 +20,7 @@ from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.packs.approximate import decode_approximate
+from tests.packs.approximate import decode_approximate, quantised_at
 from tests.packs.models import base_tensors, expert_tensors, warehouse_of
 from tests.stored import decode, write
 
@@ -74,7 +74,7 @@ def test_lossy_levels_are_what_the_planner_takes_them_for(tmp_path: Path) -> Non
     frames = [read.frame(tier, 0) for tier in TIERS[:3]]
     found = np.empty_like(first)
     decode_approximate(frames, tensor.unit, found)
-    assert np.array_equal(found, quantised(first, tensor.unit, tensor.threshold_bits, "L2"))
+    assert np.array_equal(found, quantised_at("L2", first, tensor.unit, tensor.threshold_bits))
 
 
 def test_a_pack_that_is_there_is_left_and_equal_tensors_are_taken_over(tmp_path: Path) -> None:

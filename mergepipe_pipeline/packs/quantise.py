@@ -1,0 +1,60 @@
+"""Quantises any deltas as a pack does, without encoding them: plans try it on samples."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe_pipeline.packs.ternary import N_TIERS, nearest, steps
+from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
+
+_X20 = TIERS.index("X20")
+_SIZE = np.uint32(0x7FFFFFFF)
+
+Floats = npt.NDArray[np.float32]
+
+
+def quantised(
+    delta: Floats,
+    units: npt.NDArray[np.float64],
+    thresholds_bits: npt.NDArray[np.uint32],
+    tiers: npt.NDArray[np.int8],
+) -> Floats:
+    """δ̂ of `delta` [experts, rows, n] as decoders give it.
+
+    `units` and `thresholds_bits` [experts] are those of packed tensors. Each row is read at the
+    level of one of TIERS, `tiers` [experts, rows], or NOT_READ. Lossy levels make zeros of what is
+    not finite.
+    """
+    out = np.empty_like(delta)
+    per_unit, step = (1 / units).astype(np.float32), np.array([steps(u) for u in units.tolist()])
+    _quantise(delta, per_unit, step, np.maximum(thresholds_bits, 1), tiers, out)
+    return out
+
+
+@numba.njit(nogil=True, cache=True)
+def _quantise(
+    delta: Floats,
+    per_unit: Floats,
+    step: Floats,
+    least: npt.NDArray[np.uint32],
+    tiers: npt.NDArray[np.int8],
+    out: Floats,
+) -> None:
+    n = delta.shape[2]
+    room = np.empty(n, np.float32), np.empty(n, np.int32)
+    for e in range(delta.shape[0]):
+        for r in range(delta.shape[1]):
+            tier, mine = tiers[e, r], out[e, r]
+            if tier == NOT_READ:
+                mine[:] = 0
+            elif tier < N_TIERS:
+                nearest(delta[e, r], per_unit[e], step[e, tier], tier, room, mine)
+            else:
+                mine[:] = delta[e, r]
+                if tier == _X20:
+                    bits = mine.view(np.uint32)
+                    for i in range(n):
+                        if bits[i] & _SIZE < least[e]:
+                            mine[i] = 0
