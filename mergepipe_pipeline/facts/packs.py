@@ -166,11 +166,11 @@ def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
     """What a pack, as number 0, offers to the pairs of tensors that it serves."""
     rows: dict[Pair, PackedRow] = {}
     try:
-        for row, nbytes, residual_sq in served.pack.sizes():
+        for row, nbytes, residual_sq in served.pack.sizes(grid.block_elems):
             pairs = served.of(row.content)
             if pairs:
                 known = 0, row.content.name, row.unit, row.threshold_bits
-                rows |= dict.fromkeys(pairs, packed_row(*known, nbytes, residual_sq, grid))
+                rows |= dict.fromkeys(pairs, packed_row(*known, nbytes, residual_sq))
     except CorruptionError as error:
         said_damaged(served.pack.root, error)
         return {}

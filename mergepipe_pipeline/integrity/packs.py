@@ -7,6 +7,7 @@ again, unless the expert's own files were moved away.
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
@@ -15,8 +16,9 @@ from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.spec.pack import PackedTensor, Tier
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, PackedTensor, Tier
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -110,7 +112,8 @@ def _check_rest(warehouse: Warehouse, checkpoint_id: str) -> None:
 
 def _read_all(warehouse: Warehouse, pack_id: str) -> None:
     """Read all of a pack but its frames."""
-    for _ in warehouse.packs.open(pack_id).tensors.values():
+    pack = warehouse.packs.open(pack_id)
+    for _ in chain(pack.tensors.values(), pack.sizes(SUMMED_CHUNKS * CHUNK_ELEMS)):
         pass
 
 

@@ -1,8 +1,9 @@
-"""What is in a pack: three sealed Parquet files beside the frames.
+"""What is in a pack: sealed Parquet files beside the frames.
 
 `index` has a row per tensor. `chunks` has, per chunk, the sizes of frames and the residuals, which
-plans are made from; `checksums` what frames are compared with when they are read. These two are
-read a few tensors at a time. The seals cover the pack's id, so no file serves another pack.
+plans are made from, and `sums` the same of longer blocks; `checksums` has what frames are compared
+with when they are read. These three are read a few tensors at a time. The seals cover the pack's
+id, so no file serves another pack.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ import pyarrow as pa
 
 from mergepipe_pipeline.catalog.arrow_tables import decode, encode
 from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, footer_of
-from mergepipe_pipeline.catalog.seals import find_sealed, place_of, read_sealed, seal_of
+from mergepipe_pipeline.catalog.seals import (
+    find_sealed,
+    place_of,
+    read_sealed,
+    seal_of,
+    sealed_path,
+)
 from mergepipe_pipeline.catalog.seals import write_sealed as _write_sealed
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
 from mergepipe_pipeline.spec.pack import CODEC_VERSION, TIERS, PackedTensor, TensorContent, Tier
 
 #: Rows of `index`: what the whole of a tensor has; lists are in the order of TIERS.
@@ -39,7 +47,7 @@ INDEX = pa.schema(
         ("nbytes", pa.list_(pa.int64())),
     ]
 )
-#: Rows of `chunks` and `checksums`: a tensor's arrays as little-endian bytes.
+#: Rows of `chunks`, `sums` and `checksums`: a tensor's arrays as little-endian bytes.
 CHUNKS = pa.schema([("tensor", pa.string()), ("nbytes", pa.binary()), ("residual_sq", pa.binary())])
 CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
 #: What brings a damaged pack back.
@@ -47,8 +55,9 @@ REMADE = (
     "run `mergepipe repair`, then `mergepipe pack` again; until then `--no-packs` reads the "
     "original, which must come back first if it is in cold storage"
 )
-#: Of arrays in a row group: those of some hundred MiB of an expert.
+#: Of arrays in a row group: those of some hundred MiB of an expert, and of one that is read whole.
 _GROUP_NBYTES = 1 << 18
+_WHOLE_NBYTES = 1 << 24
 
 Longs = npt.NDArray[np.int64]
 
@@ -66,11 +75,15 @@ class TensorRow:
 
 @dataclass(frozen=True, eq=False)
 class PackIndex:
-    """All tensors of a pack, in the order of its files, and the tiers that it has."""
+    """All tensors of a pack, in the order of its files, and the tiers that it has.
+
+    `sums` None: it was packed before these were kept.
+    """
 
     tiers: tuple[Tier, ...]
     rows: tuple[TensorRow, ...]
     chunks: Path
+    sums: Path | None
     checksums: Path
 
     @property
@@ -101,17 +114,14 @@ def frames_path(root: Path, tier: Tier) -> Path:
 def write_index(
     staged: Path, final: Path, tiers: Sequence[Tier], of: Sequence[PackedTensor]
 ) -> None:
-    """Write the three files of a pack that will be named `final`. Raises StorageFullError."""
+    """Write the sealed files of a pack that will be named `final`. Raises StorageFullError."""
     sealed = {}
-    for stem, schema, row in (
-        (
-            "chunks",
-            CHUNKS,
-            lambda t: (t.name, _bytes(t.nbytes, "<u4"), _bytes(t.residual_sq, "<f4")),
-        ),
-        ("checksums", CHECKSUMS, lambda t: (t.name, _bytes(t.checksums, "<u8"))),
+    for stem, schema, row, most_nbytes in (
+        ("chunks", CHUNKS, _chunks_row, _GROUP_NBYTES),
+        ("sums", CHUNKS, _sums_row, _WHOLE_NBYTES),
+        ("checksums", CHECKSUMS, _checksums_row, _GROUP_NBYTES),
     ):
-        data = encode_groups(schema, _groups(schema, of, row), {}, compression="none")
+        data = encode_groups(schema, _groups(schema, of, row, most_nbytes), {}, compression="none")
         sealed[stem] = seal_of(footer_of(data), place_of(final, stem))
         _write_sealed(staged, stem, data, sealed[stem])
     columns = zip(*map(_index_row, of), strict=True)
@@ -128,12 +138,12 @@ def read_index(root: Path) -> PackIndex:
     """
     rows, meta = _read_rows(root)
     tiers = tuple(t for t in TIERS if t in meta["tiers"])
-    index = PackIndex(
-        tiers,
-        rows,
-        root / f"chunks.{meta['chunks']}.parquet",
-        root / f"checksums.{meta['checksums']}.parquet",
-    )
+    paths = {
+        stem: sealed_path(root, stem, meta[stem])
+        for stem in ("chunks", "sums", "checksums")
+        if stem in meta
+    }
+    index = PackIndex(tiers, rows, paths["chunks"], paths.get("sums"), paths["checksums"])
     _refuse_other(root, index)
     return index
 
@@ -165,13 +175,13 @@ def _refuse_other(root: Path, index: PackIndex) -> None:
         found = path.stat().st_size if path.is_file() else None
         if found != sizes[tier]:
             raise damaged_pack(path, f"{sizes[tier]} bytes", _told(found))
-    for path in (index.chunks, index.checksums):
-        if not path.is_file():
-            raise damaged_pack(path, "the file", "none")
+    for sealed in (index.chunks, index.sums, index.checksums):
+        if sealed is not None and not sealed.is_file():
+            raise damaged_pack(sealed, "the file", "none")
 
 
 class ChunkRows:
-    """A file of `chunks` or `checksums`, by tensor; a file is open only while it is read.
+    """A file of `chunks`, `sums` or `checksums`, by tensor; a file is open only while it is read.
 
     Raises CorruptionError, here and while reading, for what is not as it was written.
     """
@@ -227,6 +237,7 @@ def _groups(
     schema: pa.Schema,
     tensors: Sequence[PackedTensor],
     row_of: Callable[[PackedTensor], tuple[str | bytes, ...]],
+    most_nbytes: int,
 ) -> Iterator[tuple[Key, pa.Table]]:
     """Row groups of a few tensors each, in order."""
     rows: list[tuple[str | bytes, ...]] = []
@@ -234,10 +245,23 @@ def _groups(
     for number, tensor in enumerate(tensors, 1):
         rows.append(row_of(tensor))
         nbytes += sum(len(array) for array in rows[-1][1:])
-        if nbytes >= _GROUP_NBYTES or number == len(tensors):
+        if nbytes >= most_nbytes or number == len(tensors):
             names, *arrays = (list(column) for column in zip(*rows, strict=True))
             yield tuple(map(str, names)), pa.table([names, *arrays], schema=schema)
             rows, nbytes = [], 0
+
+
+def _chunks_row(t: PackedTensor) -> tuple[str | bytes, ...]:
+    return t.name, _bytes(t.nbytes, "<u4"), _bytes(t.residual_sq, "<f4")
+
+
+def _sums_row(t: PackedTensor) -> tuple[str | bytes, ...]:
+    nbytes, residual_sq = summed(t.nbytes, t.residual_sq, SUMMED_CHUNKS)
+    return t.name, _bytes(nbytes, "<u4"), _bytes(residual_sq, "<f4")
+
+
+def _checksums_row(t: PackedTensor) -> tuple[str | bytes, ...]:
+    return t.name, _bytes(t.checksums, "<u8")
 
 
 def _index_row(t: PackedTensor) -> tuple[Any, ...]:

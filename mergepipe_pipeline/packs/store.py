@@ -26,7 +26,15 @@ from mergepipe_pipeline.packs.index import (
     per_tier,
     read_index,
 )
-from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, PackSource, TensorContent, Tier
+from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
+from mergepipe_pipeline.spec.pack import (
+    CHUNK_ELEMS,
+    TIERS,
+    PackedTensor,
+    PackSource,
+    TensorContent,
+    Tier,
+)
 
 _PACK_ID = re.compile(r"[0-9a-f]{64}")
 _LOSSY: tuple[tuple[Tier, ...], ...] = tuple(TIERS[:n] for n in (4, 3, 2, 1, 0))
@@ -68,11 +76,24 @@ class Pack:
         """Tensors by name, in the order of the files; each is read when it is asked for."""
         return _Tensors(self.index)
 
-    def sizes(self) -> Iterator[tuple[TensorRow, npt.NDArray[np.uint32], npt.NDArray[np.float32]]]:
-        """Per tensor in order `nbytes` [tiers, chunks] and `residual_sq` [levels, chunks]."""
-        arrays = ChunkRows(self.index.chunks, CHUNKS).all()
-        for row, (nbytes, residual_sq) in zip(self.index.rows, arrays, strict=True):
-            yield row, per_tier(nbytes, "<u4"), per_tier(residual_sq, "<f4")
+    def sizes(
+        self, block_elems: int
+    ) -> Iterator[tuple[TensorRow, npt.NDArray[np.uint32], npt.NDArray[np.float32]]]:
+        """Per tensor in order `nbytes` [tiers, blocks] and `residual_sq` [levels, blocks].
+
+        `block_elems` is a multiple of CHUNK_ELEMS.
+        """
+        n, sums = block_elems // CHUNK_ELEMS, self.index.sums
+        path, steps = self.index.chunks, [n]
+        if n % SUMMED_CHUNKS == 0:
+            steps = [SUMMED_CHUNKS, n // SUMMED_CHUNKS]
+            if sums is not None:
+                path, steps = sums, steps[1:]
+        for row, found in zip(self.index.rows, ChunkRows(path, CHUNKS).all(), strict=True):
+            sizes = per_tier(found[0], "<u4"), per_tier(found[1], "<f4")
+            for step in steps:
+                sizes = summed(*sizes, step)
+            yield row, *sizes
 
 
 class _Tensors(Mapping[str, PackedTensor]):

@@ -119,21 +119,15 @@ def packed_row(
     threshold_bits: int,
     nbytes: npt.NDArray[np.uint32],
     residual_sq: npt.NDArray[np.float32],
-    grid: PackGrid,
 ) -> PackedRow:
-    """A packed tensor on `grid`; the arrays are as in `PackedTensor`."""
-    starts = np.arange(0, nbytes.shape[1], grid.block_elems // CHUNK_ELEMS)
-    per_tier = np.add.reduceat(nbytes, starts, axis=1, dtype=np.uint32)  # [tiers, blocks]
-    exactly = np.add.reduceat(residual_sq, starts, axis=1, dtype=np.float64)  # [levels, blocks]
-    # To float32, and up: the bound has to hold.
-    rounded = np.nextafter(exactly.astype(np.float32), np.float32(np.inf))
+    """A packed tensor; `nbytes` [tiers, blocks] and `residual_sq` [levels, blocks] on a grid."""
     return PackedRow(
         pack=pack,
         tensor=tensor,
         unit=unit,
         threshold_bits=threshold_bits,
-        nbytes=_READ @ per_tier,
-        residual_sq=np.where(exactly > 0, rounded, np.float32(0)),
+        nbytes=_READ @ nbytes,
+        residual_sq=residual_sq,
     )
 
 

@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.operators import OPERATORS
@@ -106,13 +108,18 @@ def _unknown(
     nbytes = elems = 0
     base_nbytes: dict[tuple[int, str], int] = {}  # read once for all experts
     paired = {expert for expert, _ in pairs}
-    for (expert, base), wanted in pairs.items():
-        ids = models[base].model_id, models[expert].model_id, grid.block_elems
-        for mine, theirs in catalog.missing_pairs(*ids, wanted):
-            view = models[expert].views[mine]
-            nbytes, elems = nbytes + view.nbytes, elems + view.numel
-            if view.delta_needs_base:
-                base_nbytes[base, theirs] = models[base].views[theirs].nbytes
+
+    def missing(numbers: tuple[int, int]) -> list[tuple[str, str]]:
+        expert, base = (models[n].model_id for n in numbers)
+        return catalog.missing_pairs(base, expert, grid.block_elems, pairs[numbers])
+
+    with Workers(threads.CATALOG) as workers:
+        for (expert, base), found in zip(pairs, workers.map(missing, pairs), strict=True):
+            for mine, theirs in found:
+                view = models[expert].views[mine]
+                nbytes, elems = nbytes + view.nbytes, elems + view.numel
+                if view.delta_needs_base:
+                    base_nbytes[base, theirs] = models[base].views[theirs].nbytes
     for number, model in enumerate(models):
         if number not in paired and not any(base == number for _, base in pairs):
             unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]

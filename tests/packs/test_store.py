@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mergepipe_pipeline.catalog.arrow_tables import decode, encode
+from mergepipe_pipeline.catalog.seals import place_of, read_sealed, seal_of, write_sealed
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
+from mergepipe_pipeline.packs.index import INDEX, frames_path, pack_id_of, write_index
 from mergepipe_pipeline.packs.store import TIER_SETS, PackStore
-from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, TensorContent, Tier
+from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, TensorContent, Tier
 from mergepipe_pipeline.storage.atomic import publish_dir
 
 HOWS = ("flip", "cut", "gone")
@@ -73,7 +77,7 @@ def test_a_pack_is_found_by_its_contents_and_tells_what_was_written(tmp_path: Pa
     assert store.ids() == [pack_id]
     assert pack.nbytes == sum(int(t.nbytes.sum()) for t in of)
     assert list(pack.contents.values()) == [t.content for t in of]
-    for tensor, (row, nbytes, residual_sq) in zip(of, pack.sizes(), strict=True):
+    for tensor, (row, nbytes, residual_sq) in zip(of, pack.sizes(CHUNK_ELEMS), strict=True):
         found = pack.tensors[tensor.name]
         assert (found.content, found.unit, found.threshold_bits) == (tensor.content, 0.5, 7)
         assert row.start_byte.tolist() == found.start_byte.tolist() == tensor.start_byte.tolist()
@@ -81,6 +85,34 @@ def test_a_pack_is_found_by_its_contents_and_tells_what_was_written(tmp_path: Pa
             assert np.array_equal(getattr(found, array), getattr(tensor, array))
         assert np.array_equal(nbytes, tensor.nbytes)
         assert np.array_equal(residual_sq, tensor.residual_sq)
+
+
+@pytest.mark.parametrize("n", [1, 2, SUMMED_CHUNKS, 3 * SUMMED_CHUNKS])
+def test_sizes_of_blocks_are_sums_whether_a_pack_keeps_them_or_not(tmp_path: Path, n: int) -> None:
+    store, of = PackStore(tmp_path / "packs"), some(1, SUMMED_CHUNKS, 70)
+    kept, older = write(store, of, tmp_path), PackStore(tmp_path / "older" / "packs")
+    shutil.copytree(store.path(kept), older.path(kept))
+    _without_sums(older.path(kept))
+    assert older.open(kept).index.sums is None
+    found, again = (list(s.open(kept).sizes(n * CHUNK_ELEMS)) for s in (store, older))
+    for tensor, (_, nbytes, left), (_, *same) in zip(of, found, again, strict=True):
+        assert all(map(np.array_equal, (nbytes, left), same))
+        starts = np.arange(0, tensor.nbytes.shape[1], n)
+        assert np.array_equal(nbytes, np.add.reduceat(tensor.nbytes, starts, axis=1))
+        exactly = np.add.reduceat(tensor.residual_sq.astype(np.float64), starts, axis=1)
+        assert (exactly <= left).all()
+        assert (left <= exactly * (1 + 1e-6)).all()
+
+
+def _without_sums(root: Path) -> None:
+    """Make a pack one of those that kept no sums."""
+    (sums,), (index,) = root.glob("sums.*"), root.glob("index.*")
+    sums.unlink()
+    table, meta = decode(read_sealed(index), str(index), INDEX)
+    index.unlink()
+    meta.pop("sums")
+    data = encode(table, meta)
+    write_sealed(root, "index", data, seal_of(data, place_of(root, "index")))
 
 
 def test_contents_determine_the_id_and_nothing_else_does() -> None:
@@ -112,7 +144,7 @@ def test_of_several_packs_of_one_content_the_one_with_most_tiers_is_best(tmp_pat
 @pytest.mark.parametrize(
     ("file", "how"),
     [
-        *((file, how) for file in ("index", "chunks", "checksums") for how in HOWS),
+        *((file, how) for file in ("index", "chunks", "sums", "checksums") for how in HOWS),
         ("L2.frames", "cut"),  # a frame that is flipped is found when it is read
         ("L2.frames", "gone"),
     ],
@@ -129,8 +161,14 @@ def test_what_is_not_as_it_was_written_is_named_and_never_used(
     if how != "gone":
         path.write_bytes(data if how == "flip" else data[:-1])
     with pytest.raises(CorruptionError) as caught:
-        list(store.open(pack_id).tensors.values())
+        _read_all(store, pack_id)
     assert file in str(caught.value) or pack_id in str(caught.value)
+
+
+def _read_all(store: PackStore, pack_id: str) -> None:
+    pack = store.open(pack_id)
+    list(pack.tensors.values())
+    list(pack.sizes(SUMMED_CHUNKS * CHUNK_ELEMS))
 
 
 def test_a_pack_under_another_id_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -108,7 +108,7 @@ def test_the_files_do_not_depend_on_threads(
         root = warehouse.packs.path(made.pack_id)
         found.append({p.name: p.read_bytes() for p in root.iterdir()})
     assert found[0] == found[1]
-    assert len(found[0]) == len(TIERS) + 3
+    assert len(found[0]) == len(TIERS) + 4
 
 
 def test_tiers_that_do_not_go_together_are_refused(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.packs.sums import summed
 from mergepipe_pipeline.planner.candidates import Row, lay_out
 from mergepipe_pipeline.planner.level_selection import select_levels
 from mergepipe_pipeline.planner.levels import LevelTable, packed_input
 from mergepipe_pipeline.planner.packed_rows import (
     NOTHING,
     ORIGINAL,
-    PackGrid,
     packed_row,
     row_levels,
 )
@@ -201,10 +201,10 @@ def test_blocks_have_the_bytes_and_residuals_of_their_chunks() -> None:
     nbytes = rng.integers(0, 9999, (len(TIERS), 10)).astype(np.uint32)
     residual_sq = rng.random((len(TIERS), 10), dtype=np.float32)
     residual_sq[0, 9] = np.inf
-    found = packed_row(0, "w", 1.0, 7, nbytes, residual_sq, PackGrid(4 * CHUNK_ELEMS))
-    summed = np.add.reduceat(nbytes, [0, 4, 8], axis=1).astype(np.int64)
-    assert np.array_equal(found.nbytes[TIERS.index("L2")], summed[:3].sum(axis=0))
-    assert np.array_equal(found.nbytes[TIERS.index("X")], summed[4:].sum(axis=0))
+    found = packed_row(0, "w", 1.0, 7, *summed(nbytes, residual_sq, 4))
+    wanted = np.add.reduceat(nbytes, [0, 4, 8], axis=1).astype(np.int64)
+    assert np.array_equal(found.nbytes[TIERS.index("L2")], wanted[:3].sum(axis=0))
+    assert np.array_equal(found.nbytes[TIERS.index("X")], wanted[4:].sum(axis=0))
     exact = np.add.reduceat(residual_sq.astype(np.float64), [0, 4, 8], axis=1)
     assert (found.residual_sq >= exact).all()
     assert np.isinf(found.residual_sq[0, 2])
@@ -218,7 +218,6 @@ PACKED = packed_row(
     100,
     np.ones((len(TIERS), 1), np.uint32),
     np.ones((len(TIERS), 1), np.float32),
-    GRID,
 )
 
 

@@ -1,0 +1,32 @@
+"""Sizes and residuals of chunks, added up for longer blocks.
+
+A pack keeps those of SUMMED_CHUNKS chunks beside those of chunks: plans of large merges look at
+nothing finer, and read a sixteenth. Longer blocks are sums of these, whether a pack keeps them or
+not, so that a plan does not depend on it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+#: Chunks of the sums that a pack keeps: 1 Mi elements.
+SUMMED_CHUNKS = 16
+
+Sizes = npt.NDArray[np.uint32]
+Residuals = npt.NDArray[np.float32]
+
+
+def summed(nbytes: Sizes, residual_sq: Residuals, n: int) -> tuple[Sizes, Residuals]:
+    """`nbytes` [tiers, columns] and `residual_sq` [levels, columns] of each n columns.
+
+    The last may be fewer.
+    """
+    if n == 1:
+        return nbytes, residual_sq
+    starts = np.arange(0, nbytes.shape[1], n)
+    exactly = np.add.reduceat(residual_sq, starts, axis=1, dtype=np.float64)
+    # To float32, and up: the bound has to hold.
+    rounded = np.nextafter(exactly.astype(np.float32), np.float32(np.inf))
+    total = np.add.reduceat(nbytes, starts, axis=1, dtype=np.uint32)
+    return total, np.where(exactly > 0, rounded, np.float32(0))
