@@ -29,6 +29,11 @@ def merging() -> int:
     return cores() + 1
 
 
+def prepass() -> int:
+    """Windows read for norms at once, by threads that read and add up in turn: most wait."""
+    return max(merging(), READING + 1)
+
+
 def analysis() -> int:
     """Windows analysed at once: with more than one per core they only evict each other."""
     return min(_MAX_ANALYSIS, cores())

@@ -191,9 +191,11 @@ class SourcePool:
                 found=checkpoint.stamp,
                 next_step="run the merge again: it plans anew from the files as they are",
             )
-        # What is read before will be read again.
         is_merge = when == "merge"
-        reading: Reading = self._reading if is_merge else "exact"
+        # What is read before is read again: what is not held then waits in the page cache if all
+        # of the plan fits there, and else is the disk's again.
+        is_held = when == "before" and self._held.nbytes
+        reading: Reading = self._reading if is_merge or is_held else "exact"
         files = self._stack.enter_context(open_source(planned.root, reading))
         if isinstance(files, FetchedAhead) and is_merge:
             self._far.append((files, number, gated))

@@ -96,23 +96,23 @@ class HeldFiles:
 
 @dataclass(frozen=True, slots=True)
 class FirstReading:
-    """Files whose bytes are held where there is room: read `past` the page cache, else through it.
+    """Files whose bytes are held where there is room, read `past` the page cache.
 
-    What is there already is what others did with `cached`.
+    Others are read from `source` as from the files themselves.
     """
 
     past: RangedFiles
-    cached: RangedFiles
+    source: RangedFiles
     files: HeldFiles
     held: HeldBytes
 
     def size(self, path: str) -> int:
         """As the files'."""
-        return self.cached.size(path)
+        return self.source.size(path)
 
     def mtime_ns(self, path: str) -> int:
         """As the files'."""
-        return self.cached.mtime_ns(path)
+        return self.source.mtime_ns(path)
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
         """Nothing: that would be through the page cache."""
@@ -123,7 +123,7 @@ class FirstReading:
         is_known = bool(self.files.held(path, start_byte, start_byte + nbytes))
         room = None if is_known or nbytes > _PIECE_NBYTES else self.held.room()
         if room is None:
-            self.cached.read_into(path, start_byte, buffer)
+            self.source.read_into(path, start_byte, buffer)
             return
         try:
             self.past.read_into(path, start_byte, room[:nbytes])
