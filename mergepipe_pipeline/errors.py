@@ -166,6 +166,13 @@ class DamagedLayerError(CorruptionError):
     exit_code = 25
 
 
+class DamagedPackError(CorruptionError):
+    """A pack is damaged where it is stored; the next try does without it."""
+
+    exit_code = 31
+    pack_id: str = ""
+
+
 class StorageFullError(MergePipeError):
     """The disk is full or a quota is reached; nothing published was touched."""
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
+from mergepipe_pipeline.contents.damaged_packs import set_aside
 from mergepipe_pipeline.contents.input_segments import plan_inputs
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import DamagedLayerError
+from mergepipe_pipeline.errors import DamagedLayerError, DamagedPackError
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
 from mergepipe_pipeline.execution.fetched import fetch_layers
@@ -129,7 +130,7 @@ def run_layers(
 ) -> Iterator[LayerOutcome]:
     """Run or reuse the named layers (default: all) in plan order, yielding each as it is done.
 
-    `fresh` ones are all run.
+    `fresh` ones are all run. Raises DamagedPackError for a pack that is set aside by then.
     """
     progress = progress or Silent()
     wanted = [layer for layer in plan.layers if names is None or layer.name in names]
@@ -145,7 +146,10 @@ def run_layers(
         progress.task(f"merge {plan.recipe_name}", total) as advance,
         _LayerMerger(warehouse, plan, options or EngineOptions(), advance) as merger,
     ):
-        yield from merger.merge(wanted, known)
+        try:
+            yield from merger.merge(wanted, known)
+        except DamagedPackError as error:
+            raise set_aside(warehouse, plan, error) from error
 
 
 class _LayerMerger:

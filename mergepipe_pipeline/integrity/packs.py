@@ -11,6 +11,7 @@ from itertools import chain
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.packs.frame_files import FrameFiles
@@ -26,19 +27,6 @@ from mergepipe_pipeline.warehouse import Warehouse
 _CHUNKS_AT_ONCE = 64
 
 _REMADE = "`mergepipe pack` makes it again"
-
-
-def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
-    """The ids of packs of experts whose files were moved away; of all if a record is damaged."""
-    store, found = warehouse.replaced, set()
-    for checkpoint_id in store.ids():
-        try:
-            record = store.find(checkpoint_id)
-        except CorruptionError:
-            return frozenset(warehouse.packs.ids())
-        if record is not None and record.is_away:
-            found.add(record.pack_id)
-    return frozenset(found)
 
 
 def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:

@@ -52,8 +52,8 @@ CHUNKS = pa.schema([("tensor", pa.string()), ("nbytes", pa.binary()), ("residual
 CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
 #: What brings a damaged pack back.
 REMADE = (
-    "run `mergepipe repair`, then `mergepipe pack` again; until then `--no-packs` reads the "
-    "original, which must come back first if it is in cold storage"
+    "copy the original back first if it is in cold storage; then run `mergepipe repair`, and "
+    "`mergepipe pack` again; until then `--no-packs` reads the original"
 )
 #: Of arrays in a row group: those of some hundred MiB of an expert, and of one that is read whole.
 _GROUP_NBYTES = 1 << 18

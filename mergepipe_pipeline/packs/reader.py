@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
-from mergepipe_pipeline.errors import BudgetError
+from mergepipe_pipeline.errors import BudgetError, CorruptionError, DamagedPackError
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import read_index
@@ -34,9 +35,10 @@ class PackReader:
     def __init__(
         self, source: PackSource, allowed: Allowed, tally: Tally, reading: Reading = "ahead"
     ) -> None:
-        """Raises CorruptionError for a pack that is not as it was written."""
-        root = Path(source.root)
-        self._tensors = Pack(source.pack_id, root, read_index(root)).tensors
+        """Raises DamagedPackError for a pack that is not as it was written."""
+        self._pack_id, root = source.pack_id, Path(source.root)
+        with self._damage_named():
+            self._tensors = Pack(source.pack_id, root, read_index(root)).tensors
         self._files = FrameFiles(root, reading)
         self.root = source.root
         self._allowed, self._tally = allowed, tally
@@ -49,21 +51,32 @@ class PackReader:
         self._files.__exit__(*error)
 
     def tensor(self, name: str) -> PackedTensor:
-        """What the index tells of a tensor. Raises CorruptionError."""
-        return self._tensors[name]
+        """What the index tells of a tensor. Raises DamagedPackError."""
+        with self._damage_named():
+            return self._tensors[name]
 
     def read(
         self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, room: PageRoom
     ) -> Frames:
-        """As `FrameFiles.read_wanted`. Raises BudgetError outside the plan, CorruptionError."""
+        """As `FrameFiles.read_wanted`. Raises BudgetError outside the plan, DamagedPackError."""
         outside = wanted[:, first:stop] & ~self._gate(tensor)[:, first:stop]
         if outside.any():
             self._refuse(tensor, outside, first)
         began = time.perf_counter()
-        frames = self._files.read_wanted(tensor, wanted, first, stop, room)
+        with self._damage_named():
+            frames = self._files.read_wanted(tensor, wanted, first, stop, room)
         self._tally.read_s += time.perf_counter() - began
         self._tally.nbytes += int(frames.nbytes.sum())
         return frames
+
+    @contextmanager
+    def _damage_named(self) -> Iterator[None]:
+        try:
+            yield
+        except CorruptionError as error:
+            damaged = DamagedPackError(error.what)
+            damaged.__dict__ |= {**error.__dict__, "pack_id": self._pack_id}
+            raise damaged from error
 
     def _gate(self, tensor: PackedTensor) -> Flags:
         """The frames that may be read, [tiers, chunks]."""

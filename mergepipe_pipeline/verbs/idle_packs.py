@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.integrity.packs import irreplaceable_packs
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.warehouse import Warehouse

@@ -7,12 +7,14 @@ is read. CLI and Python API call this; Dagster runs its steps one by one (`verbs
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.execution.base_prefetch import prefetch_base
 from mergepipe_pipeline.execution.egress import traffic, traffic_since
 from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
@@ -21,8 +23,10 @@ from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_w
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
-from mergepipe_pipeline.resolution.resolve import Planning
+from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.outcome import RunStart
+from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.timing.forecast import forecast
 from mergepipe_pipeline.verbs.export import check_out, export
@@ -97,18 +101,32 @@ def merge(
     resolved, stages = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
     began_s = time.monotonic() if parsed.before else began_s
     start = RunStart(began_s, forecast(warehouse, resolved).to_json(), downloaded)
-    with prefetch_base(resolved):
-        plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
-    progress.warn(*plan.warnings)
-    outcome = run_plan(
-        warehouse, plan, options=options, progress=progress, start=start, fresh=fresh
-    )
+    run = partial(run_plan, options=options, progress=progress, start=start, fresh=fresh)
+    plan, outcome = _planned_and_run(warehouse, resolved, stages, progress, run)
     non_finite = merged_non_finite(warehouse, plan)
     progress.warn(*non_finite_warning(non_finite, plan))
     judged = _judged(warehouse, parsed, here, outcome.snapshot)
     wanted = plan.ref if publish_ref else None
     ref = _handed_on(warehouse, outcome.snapshot, folder, wanted, judged, progress)
     return Merged(outcome, non_finite, folder, ref, judged)
+
+
+def _planned_and_run(
+    warehouse: Warehouse,
+    resolved: ResolvedRecipe,
+    stages: Mapping[str, Checkpoint],
+    progress: Progress,
+    run: Callable[[Warehouse, MergePlan], MergeOutcome],
+) -> tuple[MergePlan, MergeOutcome]:
+    """Plan and run; once more for each pack that turns out to be damaged, without it."""
+    with prefetch_base(resolved):
+        plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
+    progress.warn(*plan.warnings)
+    try:
+        return plan, run(warehouse, plan)
+    except DamagedPackError as error:
+        progress.warn(f"{error.what} ({error.where}): the merge begins again without it")
+    return _planned_and_run(warehouse, resolved, stages, progress, run)
 
 
 def _judged(

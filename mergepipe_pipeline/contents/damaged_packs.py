@@ -1,0 +1,73 @@
+"""Takes damaged packs away, so that the next plan does without them.
+
+A pack can be made again from its expert, unless it stands for one whose files were moved away.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
+from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.storage.atomic import rename
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
+    """The ids of packs of experts whose files were moved away; of all if a record is damaged."""
+    try:
+        return frozenset(record.pack_id for record in _away(warehouse))
+    except CorruptionError:
+        return frozenset(warehouse.packs.ids())
+
+
+def set_aside(warehouse: Warehouse, plan: MergePlan, error: DamagedPackError) -> DamagedPackError:
+    """Take the damaged pack of a plan away; gives the error that says so.
+
+    Raises CorruptionError for a pack that stands for its expert, which stays.
+    """
+    refuse_irreplaceable(warehouse, error.pack_id, error)
+    path, folder = warehouse.packs.path(error.pack_id), warehouse.new_quarantine()
+    with suppress(FileNotFoundError):  # another merge was here first
+        rename(path, folder / path.relative_to(warehouse.root))
+    names = " and ".join(_names(plan, error.pack_id))
+    error.what = f"The pack of {names} is damaged, and was set aside"
+    error.next_step = (
+        f"run the same command again: it does without this pack; `mergepipe pack {names}` makes "
+        f"it again, and what was set aside is in {folder}"
+    )
+    return error
+
+
+def refuse_irreplaceable(warehouse: Warehouse, pack_id: str, error: CorruptionError) -> None:
+    """Raise CorruptionError if a damaged pack stands for an expert whose files were moved away."""
+    for record in _away(warehouse):
+        if record.pack_id == pack_id:
+            raise CorruptionError(
+                f"The pack that stands for {record.name} is damaged",
+                where=error.where,
+                expected=error.expected,
+                found=error.found,
+                next_step=f"copy {record.cold} back to {record.root}, then run `mergepipe repair` "
+                f"and `mergepipe pack {record.name}`",
+            ) from error
+
+
+def _away(warehouse: Warehouse) -> list[Replaced]:
+    """Records of experts whose files were moved away. Raises CorruptionError."""
+    store = warehouse.replaced
+    found = (store.find(checkpoint_id) for checkpoint_id in store.ids())
+    return [record for record in found if record is not None and record.is_away]
+
+
+def _names(plan: MergePlan, pack_id: str) -> list[str]:
+    """The experts of a plan that are read from a pack."""
+    experts = [e for layer in plan.layers for task in layer.tasks for e in task.experts]
+    sources = {
+        part.source
+        for e in experts
+        if e.packed and plan.packs[e.packed.pack].pack_id == pack_id
+        for part in e.view.stored
+    }
+    return sorted(plan.sources[number].name for number in sources)
