@@ -13,7 +13,7 @@ from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, as_array
 from mergepipe_pipeline.packs.index import REMADE, frames_name, frames_path
 from mergepipe_pipeline.packs.runs import RUN_FIELDS, Flags, lay_out, read_runs
-from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES
+from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES, are_equal
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.storage.page_room import PageRoom
 from mergepipe_pipeline.storage.source import LocalSource, Reading
@@ -49,6 +49,8 @@ class FrameFiles:
 
         They lie in `room`, until it is cleared. Raises as `read`.
         """
+        assert 0 <= first <= stop <= tensor.nbytes.shape[1]  # compiled code does not look
+        assert wanted.shape == tensor.nbytes.shape
         starts, nbytes = np.zeros((2, len(TIERS), stop - first), np.int64)
         runs = np.empty((starts.size, RUN_FIELDS), np.int64)
         places = starts, nbytes, runs
@@ -73,22 +75,27 @@ class FrameFiles:
     ) -> bool:
         """Read runs of frames into `room`; whether all but short frames were compared."""
         descriptors, direct = np.zeros(len(TIERS), np.int32), np.zeros(len(TIERS), np.bool_)
-        done, are_equal = 0, False
+        done, are_alike = 0, False
         with suppress(CheckpointError), ExitStack() as lent:
             for tier in {*runs[:, 0].tolist()}:
                 file = self._source.lent(frames_name(TIERS[tier]))
                 descriptors[tier], direct[tier] = lent.enter_context(file)
-            frames = starts, nbytes, tensor.checksums, first
-            done, are_equal = read_runs(runs, descriptors, direct, room, *frames)
+            done, are_alike = read_runs(
+                runs, descriptors, direct, room, starts, nbytes, tensor.checksums, first
+            )
+        if done == len(runs):
+            return are_alike
         # An ordinary read says what is wrong, or gives what another one could not.
-        for tier, chunk, start_byte, nbytes, at in runs[done:].tolist():
+        for tier, chunk, start_byte, run_nbytes, at in runs[done:].tolist():
             begin = at + start_byte % PAGE_NBYTES
-            into = room.data[begin : begin + nbytes]
+            into = room.data[begin : begin + run_nbytes]
             try:
                 self._source.read_into(frames_name(TIERS[tier]), start_byte, into)
             except CheckpointError as error:
                 raise self._damaged(tensor, tier, chunk, error.expected, error.found) from error
-        return are_equal
+            if direct[tier]:
+                self._source.read_through_cache(frames_name(TIERS[tier]))
+        return are_equal(room, starts, nbytes, tensor.checksums, first)
 
     def _compare(
         self, tensor: PackedTensor, frames: Frames, tier: int, chunk: int, first: int

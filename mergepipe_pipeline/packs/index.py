@@ -8,6 +8,7 @@ id, so no file serves another pack.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,15 @@ from mergepipe_pipeline.catalog.seals import (
 from mergepipe_pipeline.catalog.seals import write_sealed as _write_sealed
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
-from mergepipe_pipeline.spec.pack import CODEC_VERSION, TIERS, PackedTensor, TensorContent, Tier
+from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, Residuals, Sizes, summed
+from mergepipe_pipeline.spec.pack import (
+    CHUNK_ELEMS,
+    CODEC_VERSION,
+    TIERS,
+    PackedTensor,
+    TensorContent,
+    Tier,
+)
 
 #: Rows of `index`: what the whole of a tensor has; lists are in the order of TIERS.
 INDEX = pa.schema(
@@ -143,6 +151,8 @@ def read_index(root: Path) -> PackIndex:
         for stem in ("chunks", "sums", "checksums")
         if stem in meta
     }
+    if not paths.keys() >= {"chunks", "checksums"}:
+        raise damaged_pack(root, "an index that names its other files", ", ".join(paths) or "none")
     index = PackIndex(tiers, rows, paths["chunks"], paths.get("sums"), paths["checksums"])
     _refuse_other(root, index)
     return index
@@ -169,7 +179,13 @@ def _refuse_other(root: Path, index: PackIndex) -> None:
         raise damaged_pack(
             root, f"the contents of pack {root.name[:16]}", f"those of {pack_id[:16]}"
         )
-    sizes = dict(zip(TIERS, index.tier_nbytes, strict=True))
+    start_byte = np.zeros(len(TIERS), np.int64)
+    for row in index.rows:
+        is_placed = np.array_equal(row.start_byte, start_byte) and row.nbytes.shape == (len(TIERS),)
+        if not is_placed or (row.nbytes < 0).any():
+            raise damaged_pack(root, "frames of tensors one after the other", row.content.name)
+        start_byte += row.nbytes
+    sizes = dict(zip(TIERS, start_byte.tolist(), strict=True))
     for tier in index.tiers:
         path = frames_path(root, tier)
         found = path.stat().st_size if path.is_file() else None
@@ -196,15 +212,17 @@ class ChunkRows:
         """The bytes of a tensor's arrays. Those of its row group are held until another is read."""
         held = self._held
         if tensor not in held:
+            if tensor not in self._keys:
+                raise damaged_pack(self._path, f"tensor {tensor}", "none of this name")
             with self._open() as file:
                 held = self._held = self._rows(file, self._keys[tensor])
         return held[tensor]
 
-    def all(self) -> Iterator[tuple[bytes, ...]]:
-        """The bytes of each tensor's arrays, in order, while the file stays open."""
+    def all(self) -> Iterator[tuple[str, tuple[bytes, ...]]]:
+        """The name of each tensor and the bytes of its arrays, while the file stays open."""
         with self._open() as file:
             for key in file.keys:
-                yield from self._rows(file, key).values()
+                yield from self._rows(file, key).items()
 
     def _open(self) -> RowGroups:
         try:
@@ -217,9 +235,33 @@ class ChunkRows:
         return dict(zip(names, zip(*arrays, strict=True), strict=True))
 
 
-def per_tier(data: bytes, dtype: str) -> npt.NDArray[Any]:
-    """[tiers, chunks] of the bytes of an array."""
-    return np.frombuffer(data, dtype).reshape(len(TIERS), -1)
+def per_tier(
+    data: bytes, dtype: str, row: TensorRow, path: Path, block_elems: int = CHUNK_ELEMS
+) -> npt.NDArray[Any]:
+    """[tiers, blocks] of the bytes of a tensor's array. Raises CorruptionError if it has others.
+
+    Compiled code relies on it.
+    """
+    blocks = -(-math.prod(row.content.shape) // block_elems)
+    nbytes = len(TIERS) * blocks * np.dtype(dtype).itemsize
+    if len(data) != nbytes:
+        name = row.content.name
+        raise damaged_pack(path, f"{nbytes} bytes of an array of {name}", f"{len(data)}")
+    return np.frombuffer(data, dtype).reshape(len(TIERS), blocks)
+
+
+def sizes_of(
+    found: Sequence[bytes], row: TensorRow, path: Path, block_elems: int = CHUNK_ELEMS
+) -> tuple[Sizes, Residuals]:
+    """`nbytes` and `residual_sq` of a tensor of a file of `CHUNKS`. Raises as `per_tier`."""
+    nbytes, residual_sq = (
+        per_tier(data, dtype, row, path, block_elems)
+        for data, dtype in zip(found, ("<u4", "<f4"), strict=True)
+    )
+    if (nbytes.sum(axis=1, dtype=np.int64) != row.nbytes).any() or not (residual_sq >= 0).all():
+        told = f"sizes and residuals of {row.content.name} as the index has them"
+        raise damaged_pack(path, told, "others")
+    return nbytes, residual_sq
 
 
 def damaged_pack(path: Path, expected: str, found: str) -> CorruptionError:

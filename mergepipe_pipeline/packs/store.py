@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from threading import Lock
 
@@ -22,9 +22,11 @@ from mergepipe_pipeline.packs.index import (
     ChunkRows,
     PackIndex,
     TensorRow,
+    damaged_pack,
     pack_id_of,
     per_tier,
     read_index,
+    sizes_of,
 )
 from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
 from mergepipe_pipeline.spec.pack import (
@@ -89,8 +91,11 @@ class Pack:
             steps = [SUMMED_CHUNKS, n // SUMMED_CHUNKS]
             if sums is not None:
                 path, steps = sums, steps[1:]
-        for row, found in zip(self.index.rows, ChunkRows(path, CHUNKS).all(), strict=True):
-            sizes = per_tier(found[0], "<u4"), per_tier(found[1], "<f4")
+        elems = CHUNK_ELEMS if path == self.index.chunks else SUMMED_CHUNKS * CHUNK_ELEMS
+        for row, told in zip_longest(self.index.rows, ChunkRows(path, CHUNKS).all()):
+            if row is None or told is None or told[0] != row.content.name:
+                raise damaged_pack(path, "the tensors of the index", "others")
+            sizes = sizes_of(told[1], row, path, elems)
             for step in steps:
                 sizes = summed(*sizes, step)
             yield row, *sizes
@@ -100,7 +105,7 @@ class _Tensors(Mapping[str, PackedTensor]):
     """Tensors of an index with their arrays, of which a few are held. Safe for threads."""
 
     def __init__(self, index: PackIndex) -> None:
-        self._rows = {r.content.name: r for r in index.rows}
+        self._index, self._rows = index, {r.content.name: r for r in index.rows}
         self._chunks = ChunkRows(index.chunks, CHUNKS)
         self._checksums = ChunkRows(index.checksums, CHECKSUMS)
         self._lock = Lock()
@@ -114,14 +119,15 @@ class _Tensors(Mapping[str, PackedTensor]):
     def __getitem__(self, name: str) -> PackedTensor:
         row = self._rows[name]
         with self._lock:
-            (nbytes, residual_sq), (checksums,) = self._chunks[name], self._checksums[name]
+            chunks, (checksums,) = self._chunks[name], self._checksums[name]
+        nbytes, residual_sq = sizes_of(chunks, row, self._index.chunks)
         return PackedTensor(
             *row.content,
             row.unit,
             row.threshold_bits,
-            per_tier(nbytes, "<u4"),
-            per_tier(checksums, "<u8"),
-            per_tier(residual_sq, "<f4"),
+            nbytes,
+            per_tier(checksums, "<u8", row, self._index.checksums),
+            residual_sq,
             row.start_byte,
         )
 

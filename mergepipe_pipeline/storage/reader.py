@@ -1,6 +1,7 @@
 """Reads runs of elements of a checkpoint, through the gate: nothing outside the access set.
 
-The one place where budgeted bytes are counted: what the kernel delivered for each request.
+Where budgeted bytes of checkpoints are counted (those of packs: `packs.reader`): what was delivered
+for each request, without the rest of the disk's pages.
 """
 
 from __future__ import annotations

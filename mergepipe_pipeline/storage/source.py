@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
-from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError
+from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, MergePipeError
 from mergepipe_pipeline.storage.handles import HANDLES, OpenFile
 from mergepipe_pipeline.storage.regular import (
     open_regular,
@@ -187,6 +187,10 @@ class LocalSource:
                 HANDLES.give_back(file)
         return self._cold[path]
 
+    def read_through_cache(self, path: str) -> None:
+        """From now on read a file through the page cache: its system only seems to do without."""
+        self._cold[path] = False
+
     def _take_direct(self, path: str) -> OpenFile | None:
         """None where the file system cannot read past the page cache."""
         with suppress(OSError):
@@ -228,7 +232,17 @@ class LocalSource:
         if done < len(buffer) and self._reading != "ahead":
             os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         while done < len(buffer):
-            n = os.preadv(file.descriptor, [buffer[done:]], start_byte + done)
+            try:
+                n = os.preadv(file.descriptor, [buffer[done:]], start_byte + done)
+            except OSError as error:
+                stop_byte = start_byte + len(buffer)
+                raise MergePipeError(
+                    "A file cannot be read",
+                    where=f"{self._resolve(path)}, bytes {start_byte} to {stop_byte}",
+                    found=os.strerror(error.errno or 0),
+                    next_step="look at the disk (`dmesg`) or the network; run again when it is "
+                    "well, or get the file again",
+                ) from error
             if n == 0:
                 raise CheckpointChangedError(
                     "A file ended while it was read",

@@ -17,7 +17,7 @@ from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor
-from mergepipe_pipeline.storage import uncached
+from mergepipe_pipeline.storage import source, uncached
 from mergepipe_pipeline.storage.page_room import PageRoom
 from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.verbs.pack import pack
@@ -88,6 +88,26 @@ def test_where_files_cannot_be_read_past_the_page_cache_they_are_read_through_it
     with FrameFiles(known.root, "once") as files:
         frames = files.read(tensor, ("X",), 0, 1)
     assert bytes(frames.frame("X", 0)) == written(known.root, tensor, TIERS.index("X"), 0)
+
+
+def test_where_reads_past_the_page_cache_fail_once_they_are_not_tried_again(
+    known: Pack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, opened = known.tensors[NAME], []
+
+    def of_no_use(descriptor: int) -> int:
+        opened.append(descriptor)
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_PATH)
+
+    drop(frames_path(known.root, "X"))
+    monkeypatch.setattr(source, "open_direct", of_no_use)
+    with FrameFiles(known.root, "once") as files:
+        for _ in range(3):
+            frames = files.read(tensor, ("X",), 0, 1)
+            assert bytes(frames.frame("X", 0)) == written(known.root, tensor, TIERS.index("X"), 0)
+            with files._source.lent(frames_path(known.root, "X").name) as (_, is_direct):
+                assert not is_direct
+    assert len(opened) == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "flipped"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +165,35 @@ def test_what_is_not_as_it_was_written_is_named_and_never_used(
     with pytest.raises(CorruptionError) as caught:
         _read_all(store, pack_id)
     assert file in str(caught.value) or pack_id in str(caught.value)
+
+
+def _fewer(of: PackedTensor, field: str) -> PackedTensor:
+    return replace(of, **{field: getattr(of, field)[:, :-1].copy()})
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        *(partial(_fewer, field=f) for f in ("nbytes", "checksums", "residual_sq")),
+        lambda of: replace(of, start_byte=of.start_byte - 4096),
+        lambda of: replace(of, start_byte=of.start_byte[:2]),
+        lambda of: replace(of, residual_sq=-of.residual_sq),
+        lambda of: replace(of, name="another"),
+    ],
+)
+def test_a_sealed_index_whose_arrays_do_not_fit_its_tensors_is_refused(
+    tmp_path: Path, lie: Callable[[PackedTensor], PackedTensor]
+) -> None:
+    """Compiled code reads and writes memory by these arrays; whoever sells a pack can seal it."""
+    store, of = PackStore(tmp_path / "packs"), some(3, 2, 40)
+    pack_id = write(store, of, tmp_path)
+    root = store.path(pack_id)
+    sealed = [path for stem in ("chunks", "sums", "checksums") for path in root.glob(f"{stem}.*")]
+    for path in (*sealed, *root.glob("index.*")):
+        path.unlink()
+    write_index(root, root, TIERS, [of[0], lie(of[1]), of[2]])
+    with pytest.raises(CorruptionError, match="A pack was changed after it was written"):
+        _read_all(store, pack_id)
 
 
 def _read_all(store: PackStore, pack_id: str) -> None:

@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError, CheckpointError
+from mergepipe_pipeline.errors import (
+    BudgetError,
+    CheckpointChangedError,
+    CheckpointError,
+    MergePipeError,
+)
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import LocalSource
@@ -141,3 +146,10 @@ def test_closing_a_source_closes_its_files(tmp_path: Path) -> None:
     with LocalSource(tmp_path) as source:
         source.read_range("f", 0, 1)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_the_disk_cannot_read_is_named_by_file_bytes_and_cause() -> None:
+    with LocalSource("/proc/self") as files, pytest.raises(MergePipeError) as refused:
+        files.read_into("mem", 0, memoryview(bytearray(100)))  # nothing is mapped there
+    assert refused.value.where == "/proc/self/mem, bytes 0 to 100"
+    assert refused.value.found == "Input/output error"
