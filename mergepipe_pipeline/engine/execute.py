@@ -226,7 +226,7 @@ class LayerRunner:
             out=out,
             non_finite=non_finite,
             read=read,
-            took_s=time.perf_counter() - began,
+            took_s=time.perf_counter() - began + window.read.read_s,
             last=last,
         )
 
@@ -246,6 +246,7 @@ def _has_second_reading(plan: MergePlan) -> bool:
 class _Done:
     """A window's output bytes, how many are not finite or cut off, and what it read and took.
 
+    `took_s` is of all threads that worked on it: those that read frames, and the one that merged.
     `last`: the window itself, if a tensor ends with it.
     """
 

@@ -1,6 +1,6 @@
 """Finds the factors that give random drops their norm back, where a plan leaves them open.
 
-By a pass over a tensor right before its merge, which then finds the same bytes in the page cache.
+By a pass over a tensor right before its merge, for which what was read is held as far as it goes.
 Only sums are kept. Reads through the same gate as the merge, and is not counted again. The merge
 compares every byte with what was analysed; here the norm of the whole delta is compared, which
 costs less, and all that a byte read wrong could change here is a norm.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from math import prod
 from typing import NoReturn
@@ -20,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.concurrency.free_list import FreeList
-from mergepipe_pipeline.concurrency.prefetch import prefetch
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
@@ -43,7 +41,7 @@ from mergepipe_pipeline.tensors.stored import Bytes
 _WINDOW_ELEMS = 1 << 18
 #: Norms of equal deltas are as good as equal: the sums have one order, whoever takes them.
 _NORM_ERROR = 1e-12
-#: Tensors whose factors are found before they are merged: their bytes wait in the page cache.
+#: Tensors whose factors are found before they are merged.
 _AHEAD = 2
 
 Sums = npt.NDArray[np.float64]
@@ -57,19 +55,19 @@ class RescalePrepass:
 
     def __init__(self, sources: SourcePool, threads: int) -> None:
         self._sources = sources
-        self._threads, self._workers = threads, Workers(threads)
+        self._threads, self._workers, self._tasks = threads, Workers(threads), Workers(1)
         self._buffers = FreeList(BufferPool)
 
     def __enter__(self) -> RescalePrepass:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._tasks.close()
         self._workers.close()
 
     def rescaled_ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
         """The tasks in order with every factor known; the next ones are worked on meanwhile."""
-        for rescaled in prefetch((partial(self.rescaled, task) for task in tasks), _AHEAD):
-            yield rescaled()
+        return self._tasks.map(self.rescaled, tasks, depth=1 + _AHEAD)
 
     def rescaled(self, task: TensorTask) -> TensorTask:
         """The task with every factor known; the same task if none was open."""

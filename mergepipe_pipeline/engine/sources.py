@@ -1,7 +1,7 @@
 """A plan's checkpoints and packs, open for reading: experts gated, the base in full.
 
 The gate is here: an expert's reader refuses any element outside the plan, and what it counts is
-what the kernel was asked for.
+what was asked for, without the rest of the disk's pages.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.errors import BudgetError, CorruptionError
 from mergepipe_pipeline.operators import OPERATORS, Window
+from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
@@ -253,6 +257,21 @@ def test_a_flipped_bit_in_a_frame_is_named_and_nothing_is_written(
         runner.run(plan.layers[0], file)
     assert caught.value.where == f"{path}, tensor w, chunk 2"
     assert not file.exists()
+
+
+def test_seconds_of_reading_ahead_are_not_taken_from_those_of_arithmetic(
+    family: PackedFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = FrameFiles.read_wanted
+
+    def slow(*args: Any) -> Frames:
+        time.sleep(0.2)
+        return read(*args)
+
+    monkeypatch.setattr(FrameFiles, "read_wanted", slow)
+    _, result = run(plan_from(family, "task_arithmetic", levels=[all_at("X")]), tmp_path)
+    assert result.read_s >= 0.2
+    assert result.arithmetic_s > 0
 
 
 def test_frames_that_the_plan_does_not_name_are_refused(family: PackedFamily) -> None:
