@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from pathlib import Path
@@ -44,12 +44,16 @@ Fact = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Registration:
-    """Version `version` of a name: its checkpoint, and the name of its base if it has one."""
+    """Version `version` of a name: its checkpoint, and the name of its base if it has one.
+
+    `is_new`: as `register` gave it, and this version was not there before.
+    """
 
     name: str
     version: int
     checkpoint: Checkpoint
     base: str | None
+    is_new: bool = field(default=False, compare=False)
 
 
 class Catalog(Analyses):
@@ -92,7 +96,8 @@ class Catalog(Analyses):
         self._put_side_files(checkpoint)
         if current and current[1] == value:
             return Registration(checkpoint.name, current[0], checkpoint, value["base"])
-        return Registration(checkpoint.name, chain.append(value), checkpoint, value["base"])
+        version = chain.append(value)
+        return Registration(checkpoint.name, version, checkpoint, value["base"], is_new=True)
 
     def names(self) -> list[str]:
         """All registered names, sorted; those with damaged versions among them."""

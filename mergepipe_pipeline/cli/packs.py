@@ -65,7 +65,10 @@ def pack(
     console.show(
         {"packs": [asdict(one) for one in done], "moved": [asdict(one) for one in moved]},
         *pack_lines(done),
-        *(f"{m.name}: {counted(m.files, 'file')} moved to {m.cold}" for m in moved),
+        *(
+            f"{m.name}: {counted(m.files, 'file')} moved to {m.cold}{' before' * m.before}"
+            for m in moved
+        ),
     )
 
 
@@ -118,5 +121,6 @@ def unpack(console: Console, name: str, to: str | None) -> None:
     done = run(console.warehouse, name, to, console.progress)
     console.show(
         asdict(done),
-        f"{done.name}: {counted(done.files, 'file')}, {size(done.nbytes)}, in {done.cold}",
+        f"{done.name}: {counted(done.files, 'file')}, {size(done.nbytes)}, in {done.cold}; the "
+        f"originals stay in {done.root}",
     )

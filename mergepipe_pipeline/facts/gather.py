@@ -5,7 +5,7 @@ They come from the catalog; only experts that it does not know are read and anal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,7 @@ from mergepipe_pipeline.planner.packed_rows import Packs
 from mergepipe_pipeline.planner.parts import Method, TensorFacts, is_merged, stored_like
 from mergepipe_pipeline.planner.plan_builder import PlanBuilder, PlanInput
 from mergepipe_pipeline.planner.simulation import Simulate
-from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.remote.pace import pace_of
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
@@ -98,7 +98,7 @@ def gather(
     """
     recipe = resolved.recipe
     models = _with_tokens(warehouse, resolved)
-    _register(warehouse, recipe, models, unnamed or {})
+    (progress or Silent()).warn(*_register(warehouse, recipe, models, unnamed or {}))
     merged = [t for t in recipe.tensors if is_merged(t, models)]
     packs = _packs(warehouse, resolved, models, merged, for_parts=for_parts)
     # Blocks are chosen by sketches, levels without.
@@ -164,8 +164,11 @@ def _with_tokens(warehouse: Warehouse, resolved: ResolvedRecipe) -> Sequence[Mod
 
 def _register(
     warehouse: Warehouse, recipe: Recipe, models: Sequence[Model], unnamed: Mapping[str, Checkpoint]
-) -> None:
-    """Make the recipe's checkpoints known by name; a name's own base stays as it is."""
+) -> Iterator[str]:
+    """Make the recipe's checkpoints known by name; warns of names that mean other files now.
+
+    A name's own base stays as it is.
+    """
     catalog = warehouse.catalog
     known = set(catalog.names())
     base = None if recipe.base is None else models[recipe.base].checkpoint.name
@@ -174,7 +177,12 @@ def _register(
             is_made = c.root.startswith(str(warehouse.token_rows))
             if c.name not in unnamed and not is_made:
                 new_expert = c.name != base and c.name not in known and base not in unnamed
-                catalog.register(c, base if new_expert else None)
+                found = catalog.register(c, base if new_expert else None)
+                if found.is_new and c.name in known:
+                    yield (
+                        f"{c.name}: the files in {c.root} are not those that were registered "
+                        f"under this name; they are version {found.version} of it now"
+                    )
 
 
 def _stats(

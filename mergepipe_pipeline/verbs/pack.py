@@ -158,6 +158,16 @@ def _pair(warehouse: Warehouse, name: str, base: str | None) -> tuple[str, str]:
     return registration.name, locate_registered(warehouse, base_name).name
 
 
+def _mismatch(expert: Model, base: Model) -> str:
+    """Why no tensor of an expert can be packed, by its first one that the base has, too."""
+    for name, mine in expert.views.items():
+        if name in base.views:
+            theirs = base.views[name]
+            told = (f"{v.dtype} {list(v.shape)}" for v in (mine, theirs))
+            return f"{name} of {' against '.join(told)}"
+    return "no name that both have"
+
+
 def _packed(
     warehouse: Warehouse, name: str, base: str, tiers: Sequence[Tier], progress: Progress
 ) -> Packed:
@@ -168,8 +178,9 @@ def _packed(
             "Nothing of this expert can be packed",
             where=f"{name} against {base}",
             expected=f"tensors of one name, shape and dtype ({', '.join(PACKED_DTYPES)}) in both",
-            found="none",
-            next_step="check that this is its base; it is merged from its own files",
+            found=_mismatch(expert, base_model),
+            next_step="check that this is its base, or convert it to the base's dtype; without a "
+            "pack it is merged from its own files",
         )
     pack_id = pack_id_of(contents, tiers)
     known, taken_over, seconds = warehouse.packs.find(pack_id), 0, 0.0

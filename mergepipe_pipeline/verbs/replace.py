@@ -44,13 +44,14 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """An expert whose files went from `root` to `cold`."""
+    """An expert whose files went from `root` to `cold`, now or `before`."""
 
     name: str
     root: str
     cold: str
     files: int
     nbytes: int
+    before: bool = False
 
 
 def move_to_cold(
@@ -58,10 +59,14 @@ def move_to_cold(
 ) -> Moved:
     """Move the files of an expert that was packed into the folder `cold`.
 
-    Raises MergePipeError for files that are not the expert's own folder or a pack without tier X,
+    Files that are there already, as an `unpack` leaves them, are compared and kept. Raises
+    MergePipeError for files that are not the expert's own folder or a pack without tier X,
     CorruptionError if not every file can be made again; then nothing is moved.
     """
     checkpoint = locate_registered(warehouse, packed.name).checkpoint
+    record = warehouse.replaced.find(checkpoint.checkpoint_id)
+    if record is not None and record.is_away and record.pack_id == packed.pack_id:
+        return _moved(record, before=True)
     _refuse_away(warehouse, packed)
     root, target = Path(checkpoint.root), expanded(cold).resolve() / Path(checkpoint.root).name
     _refuse_wrong_places(packed, root, target)
@@ -75,6 +80,8 @@ def move_to_cold(
         packed.pack_id,
         files_of(root, checkpoint, list(known.contents)),
     )
+    if target.exists():
+        _refuse_other_files(target, record)
     store = warehouse.replaced
     with staging(warehouse, "replace") as staged:
         write_record(staged / "record", record, warehouse.roots)
@@ -87,8 +94,7 @@ def move_to_cold(
             "The expert changed while it was packed", where=str(root), next_step="pack it again"
         )
     _move(root, target, record)
-    nbytes = sum(f.nbytes for f in record.files)
-    return Moved(packed.name, str(root), str(target), len(record.files), nbytes)
+    return _moved(record)
 
 
 def unpack(
@@ -196,16 +202,20 @@ class _Original:
             )
 
 
+def _moved(record: Replaced, *, before: bool = False) -> Moved:
+    nbytes = sum(f.nbytes for f in record.files)
+    return Moved(record.name, record.root, record.cold, len(record.files), nbytes, before)
+
+
 def _refuse_away(warehouse: Warehouse, packed: Packed) -> None:
     """Refuse an expert that is away, or whose base is: two could stand for each other."""
     for name in (packed.name, packed.base):
-        checkpoint = locate_registered(warehouse, name).checkpoint
-        if checkpoint.is_away:
+        if locate_registered(warehouse, name).checkpoint.is_away:
             raise MergePipeError(
                 "An expert's files cannot be moved away",
                 where=packed.name,
-                expected="its own files, and its base's",
-                found=f"{name}, whose files were moved away before",
+                expected=f"the files of {name}",
+                found="none: they were moved away before, for another pack",
                 next_step=f"run `mergepipe unpack {name}` first",
             )
 
@@ -213,26 +223,54 @@ def _refuse_away(warehouse: Warehouse, packed: Packed) -> None:
 def _refuse_wrong_places(packed: Packed, root: Path, target: Path) -> None:
     odd = [p for p in (root, *root.rglob("*")) if p.is_symlink() or not (p.is_dir() or p.is_file())]
     if "X" not in packed.tier_nbytes:
-        found = f"a pack of {', '.join(packed.tier_nbytes)}"
+        expected, found = "a pack with tier X", f"one of {', '.join(packed.tier_nbytes)}"
+        next_step = f"run `mergepipe pack {packed.name}` without --tiers"
     elif not root.is_dir() or odd:
-        found = f"{odd[0] if odd else root}, which is no plain file in a folder"
-    elif os.path.lexists(target):
-        found = f"something at {target}"
+        expected, found = "a folder of plain files", f"{odd[0] if odd else root}, no plain file"
+        next_step = "copy the files into a folder, and register that under the same name"
+    elif os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
+        expected, found = f"room for a folder at {target}", "something else there"
+        next_step = "choose another --cold"
     elif target.is_relative_to(root):
-        found = f"{target}, inside of it"
+        expected, found = "a --cold outside of the expert's folder", str(target)
+        next_step = "choose another --cold"
     else:
         return
     raise MergePipeError(
         "An expert's files cannot be moved away",
         where=f"{packed.name}, {root}",
-        expected="a pack with tier X, a folder of plain files, and a place for it in --cold",
+        expected=expected,
         found=found,
-        next_step="pack all tiers, copy the files into a folder, or choose another --cold",
+        next_step=next_step,
+    )
+
+
+def _refuse_other_files(target: Path, record: Replaced) -> None:
+    """Raise MergePipeError unless a folder holds the files of a record, and no others."""
+    expected = {file.path: file.sha256 for file in record.files}
+    found = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
+    if found == expected.keys() and all(
+        file_sha256(target / path) == sha256 for path, sha256 in expected.items()
+    ):
+        return
+    raise MergePipeError(
+        "The place for an expert's files is taken",
+        where=str(target),
+        expected=f"nothing, or the files of {record.name} and no others",
+        found="other files",
+        next_step="choose another --cold",
     )
 
 
 def _move(root: Path, target: Path, record: Replaced) -> None:
-    """Rename the folder; across file systems copy it, compare the copy, and remove it."""
+    """Rename the folder; across file systems copy it, compare the copy, and remove it.
+
+    If a copy is there, compare that. Raises MergePipeError for other files there.
+    """
+    if target.exists():
+        _refuse_other_files(target, record)
+        remove_tree(root)
+        return
     make_dirs(target.parent)
     try:
         rename(root, target)

@@ -253,8 +253,7 @@ def test_a_base_that_is_away_is_read_like_any_other(files: Path, tmp_path: Path)
     # Two that stand for each other would give nothing.
     with pytest.raises(MergePipeError, match="moved away"):
         move_to_cold(warehouse, pack(warehouse, ["e1"], base="e0")[0], tmp_path / "cold")
-    with pytest.raises(MergePipeError, match="moved away"):
-        move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp_path / "cold")
+    assert move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp_path / "cold").before
 
 
 def test_another_base_under_its_name_is_named(files: Path, tmp_path: Path) -> None:

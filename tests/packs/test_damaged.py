@@ -12,7 +12,6 @@ from mergepipe_pipeline.deploy.retry import is_lasting
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
-from mergepipe_pipeline.progress import Silent
 from mergepipe_pipeline.resolution.recipe_text import ParsedRecipe, parse
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.merge import merge
@@ -22,6 +21,7 @@ from mergepipe_pipeline.verbs.replace import unpack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.packs.families import packed_family, write_family
+from tests.told import Told
 
 RECIPE = """
 merge_method: task_arithmetic
@@ -30,16 +30,6 @@ models: [{model: e0}, {model: e1}]
 parameters: {weight: 0.5}
 budget: 12.5%
 """
-
-
-class Told(Silent):
-    """Keeps the warnings."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warn(self, *messages: str) -> None:
-        self.warnings += messages
 
 
 @pytest.fixture(scope="module")

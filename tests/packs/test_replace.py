@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,26 @@ def test_another_base_is_named_and_gives_nothing_back(tmp_path: Path) -> None:
     assert not (tmp_path / "e0").exists()
 
 
+def test_replacing_again_after_unpack_takes_the_copy_in_cold_storage_if_it_is_the_same(
+    tmp_path: Path,
+) -> None:
+    warehouse, before = with_side_files(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    first = move_to_cold(warehouse, made, tmp_path / "cold")
+    again = move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp_path / "cold")
+    assert again == replace(first, before=True)
+    unpack(warehouse, "e0")
+    assert not move_to_cold(warehouse, made, tmp_path / "cold").before
+    assert not (tmp_path / "e0").exists()
+    assert files_in(tmp_path / "cold" / "e0") == before
+    unpack(warehouse, "e0")
+    with (tmp_path / "cold" / "e0" / "config.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(MergePipeError, match="other files"):
+        move_to_cold(warehouse, made, tmp_path / "cold")
+    assert files_in(tmp_path / "e0") == before
+
+
 def test_what_cannot_be_given_back_is_not_moved(tmp_path: Path) -> None:
     warehouse, before = with_side_files(tmp_path)
     (lossy,) = pack(warehouse, ["e0"], tiers=("L0",))
@@ -110,7 +131,7 @@ def test_what_cannot_be_given_back_is_not_moved(tmp_path: Path) -> None:
         move_to_cold(warehouse, lossy, tmp_path / "cold")
     (made,) = pack(warehouse, ["e0"])
     (tmp_path / "cold" / "e0").mkdir(parents=True)
-    with pytest.raises(MergePipeError, match="something at"):
+    with pytest.raises(MergePipeError, match="other files"):
         move_to_cold(warehouse, made, tmp_path / "cold")
     os.symlink("/etc/hostname", tmp_path / "e0" / "link")
     with pytest.raises(MergePipeError, match="no plain file"):
