@@ -59,11 +59,32 @@ class Warehouse:
                 next_step="give another folder",
             ) from error
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder is a warehouse."""
+        return self.catalog_dir.is_dir()
+
+    def _refuse_other_folder(self) -> None:
+        own = (self.catalog_dir, self.inbox, self.recipes, self.root / FILE)
+        if not self.root.is_dir() or any(path.exists() for path in own):
+            return
+        others = [n for n in os.listdir(self.root) if n != "lost+found" and not n.startswith(".")]
+        if others:
+            raise MergePipeError(
+                "This folder is no warehouse",
+                where=f"--home or {ENVIRONMENT}, {self.root}",
+                expected="a warehouse, an empty folder or none",
+                found=f"{min(others)!r}" + (f" and {len(others) - 1} more" if others[1:] else ""),
+                next_step="give the warehouse's folder, or a new one",
+            )
+
     def ensure(self) -> Warehouse:
         """Create the folders that are missing; returns itself.
 
         Places of roots that only this process has been told become the warehouse's defaults.
+        Raises MergePipeError for a folder of something else.
         """
+        self._refuse_other_folder()
         make_dirs(
             self.inbox,
             self.arrivals,

@@ -55,7 +55,7 @@ def tag(console: Console, name: str, add: tuple[str, ...], remove: tuple[str, ..
     """Change the tags of a checkpoint's name, or show them: recipes select experts by them."""
     from mergepipe_pipeline.verbs.tag import tag as run
 
-    tags = sorted(run(console.warehouse, name, add, remove))
+    tags = sorted(run(console.existing, name, add, remove))
     console.show({"name": name, "tags": tags}, f"{name}: {', '.join(tags) or 'no tags'}")
 
 
@@ -113,7 +113,7 @@ def ls(console: Console) -> None:
     """List checkpoints, snapshots and refs."""
     from mergepipe_pipeline.verbs.ls import ls as run
 
-    listing = run(console.warehouse)
+    listing = run(console.existing)
     checkpoints = [
         (
             c["name"],
@@ -203,7 +203,7 @@ def sql(console: Console, query: str | None, timeout_s: int, memory_mib: int) ->
             f'for example: mergepipe sql "{_EXAMPLE}"',
         )
         return
-    columns, rows = run(console.warehouse, query, Limits(timeout_s, memory_mib << 20))
+    columns, rows = run(console.existing, query, Limits(timeout_s, memory_mib << 20))
     console.show([dict(zip(columns, row, strict=True)) for row in rows], *table(columns, rows))
 
 

@@ -19,7 +19,7 @@ import click
 
 from mergepipe_pipeline.cli.bars import Bars, JsonLines
 from mergepipe_pipeline.cli.ending import as_error, narrow_space, traced
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.text import in_one_line, json_text, visible
 
@@ -50,6 +50,17 @@ class Console:
     def warehouse(self) -> Warehouse:
         """The warehouse, created if it is not there."""
         return self.place.ensure()
+
+    @functools.cached_property
+    def existing(self) -> Warehouse:
+        """The warehouse. Raises NotFoundError, and creates nothing, if it is not there."""
+        if not self.place.is_there:
+            raise NotFoundError(
+                "There is no warehouse here",
+                where=f"--home or MERGEPIPE_HOME, {self.place.root}",
+                next_step="give its folder; `register`, `merge` and others make a new one",
+            )
+        return self.warehouse
 
     @property
     def progress(self) -> Progress:

@@ -27,7 +27,7 @@ def compare(console: Console, snapshot: str, full: str | None, csv_file: str | N
     from mergepipe_pipeline.report.explain_tables import layer_records
     from mergepipe_pipeline.verbs.compare import compare as run
 
-    found = run(console.warehouse, snapshot, full, console.progress)
+    found = run(console.existing, snapshot, full, console.progress)
     records = layer_records(found)
     if csv_file:
         write_csv(csv_file, records)

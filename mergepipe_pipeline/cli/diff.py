@@ -30,7 +30,7 @@ def diff(console: Console, before: str, after: str, by: str, csv_file: str | Non
     """
     from mergepipe_pipeline.verbs.diff import diff as run
 
-    found = run(console.warehouse, before, after, console.progress)
+    found = run(console.existing, before, after, console.progress)
     tensors = [_record(t) for t in found.tensors]
     if csv_file:
         write_csv(csv_file, tensors)

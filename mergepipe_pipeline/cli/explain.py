@@ -93,7 +93,7 @@ def _plan(console: Console, what: str, by: str) -> Answer:
     from mergepipe_pipeline.report.shares import explain as run
     from mergepipe_pipeline.report.shares import level_shares, operator_choices
 
-    made, rows = run(console.warehouse, what, by)
+    made, rows = run(console.existing, what, by)
     tensors = operator_choices(made) if by == "tensor" else ()
     records, levels = [asdict(s) for s in rows], level_shares(made)
     shown = {
@@ -154,7 +154,7 @@ def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
     )
     from mergepipe_pipeline.report.stories import explain_tensor
 
-    story = explain_tensor(console.warehouse, what, tensor, console.progress)
+    story = explain_tensor(console.existing, what, tensor, console.progress)
     if not story.is_current:
         console.warn(["planned by other statistics or another version; the list is today's"])
     blocks, told = block_records(story), story.account
@@ -246,9 +246,9 @@ def _expert(console: Console, name: str, where: str | None) -> Answer:
     from mergepipe_pipeline.report.stories import explain_expert
     from mergepipe_pipeline.verbs.pack_estimates import estimates_of_expert
 
-    story = explain_expert(console.warehouse, name, where, console.progress)
+    story = explain_expert(console.existing, name, where, console.progress)
     records = contribution_records(story.contributions)
-    packs = estimates_of_expert(console.warehouse, name, story.plan)
+    packs = estimates_of_expert(console.existing, name, story.plan)
     shown = {
         "expert": name,
         "appearances": [asdict(a) for a in story.appearances],
@@ -304,10 +304,10 @@ def _snapshot(console: Console, what: str) -> Answer:
     )
     from mergepipe_pipeline.report.stories import explain_snapshot
 
-    story = explain_snapshot(console.warehouse, what)
+    story = explain_snapshot(console.existing, what)
     records = snapshot_records(story)
     plan_id = story.snapshot.manifest.plan_id
-    measured = evaluation_records(console.warehouse, story.snapshot.snapshot_id)
+    measured = evaluation_records(console.existing, story.snapshot.snapshot_id)
     shown = {
         "snapshot_id": story.snapshot.snapshot_id,
         "plan_id": plan_id,
@@ -319,7 +319,7 @@ def _snapshot(console: Console, what: str) -> Answer:
         "evaluations": measured,
     }
     lines = [*_snapshot_lines(story, records), *evaluation_lines(measured)]
-    return Answer(shown, lines, records, lambda: bytes_picture(plan_of(console.warehouse, plan_id)))
+    return Answer(shown, lines, records, lambda: bytes_picture(plan_of(console.existing, plan_id)))
 
 
 def _snapshot_lines(story: SnapshotStory, records: list[dict[str, Any]]) -> list[str]:

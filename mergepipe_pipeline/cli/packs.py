@@ -118,7 +118,7 @@ def unpack(console: Console, name: str, to: str | None) -> None:
     """Make the files of an expert that `pack --replace` moved away again, bit for bit."""
     from mergepipe_pipeline.verbs.replace import unpack as run
 
-    done = run(console.warehouse, name, to, console.progress)
+    done = run(console.existing, name, to, console.progress)
     console.show(
         asdict(done),
         f"{done.name}: {counted(done.files, 'file')}, {size(done.nbytes)}, in {done.cold}; the "

@@ -48,7 +48,7 @@ def replay(
     from mergepipe_pipeline.verbs.replay import replay as run
 
     done = run(
-        console.warehouse,
+        console.existing,
         snapshot,
         inputs=inputs,
         keep=Path(keep) if keep else None,

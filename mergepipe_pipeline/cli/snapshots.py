@@ -21,7 +21,7 @@ def publish(console: Console, snapshot: str, ref: str, reason: str, expected: in
     """Make a ref name a snapshot, after checking every byte of it."""
     from mergepipe_pipeline.verbs.publish import publish as run
 
-    warehouse, progress = console.warehouse, console.progress
+    warehouse, progress = console.existing, console.progress
     done = run(warehouse, snapshot, ref, reason=reason, expected=expected, progress=progress)
     _warn_of_kept_out(console, done.snapshot_id)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
@@ -34,7 +34,7 @@ def history(console: Console, ref: str) -> None:
     """Show every version of a ref."""
     from mergepipe_pipeline.verbs.publish import history as run
 
-    refs = run(console.warehouse, ref)
+    refs = run(console.existing, ref)
     console.show(
         [asdict(r) for r in refs],
         *table(
@@ -52,7 +52,7 @@ def rollback(console: Console, ref: str, to: int | None, reason: str) -> None:
     """Publish an older version of a ref again."""
     from mergepipe_pipeline.verbs.publish import rollback as run
 
-    done = run(console.warehouse, ref, to, reason)
+    done = run(console.existing, ref, to, reason)
     _warn_of_kept_out(console, done.snapshot_id)
     console.show(asdict(done), f"{done.name} is version {done.number}: {done.snapshot_id}")
 
@@ -61,8 +61,8 @@ def _warn_of_kept_out(console: Console, snapshot_id: str) -> None:
     from mergepipe_pipeline.snapshots.find import load_snapshot
     from mergepipe_pipeline.verbs.guard import kept_out_in
 
-    snapshot = load_snapshot(console.warehouse.snapshots, snapshot_id)
-    console.warn([str(decision) for decision in kept_out_in(console.warehouse, snapshot)])
+    snapshot = load_snapshot(console.existing.snapshots, snapshot_id)
+    console.warn([str(decision) for decision in kept_out_in(console.existing, snapshot)])
 
 
 def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float | None) -> float | None:
@@ -94,7 +94,7 @@ def gc(console: Console, dry_run: bool, older_than_s: float | None, bucket: bool
 
     run = collect_bucket if bucket else collect
     given = {} if older_than_s is None else {"older_than_s": older_than_s}
-    done = run(console.warehouse, dry_run=dry_run, **given)
+    done = run(console.existing, dry_run=dry_run, **given)
     console.warn(done.notes)
     verb_done = "would remove" if dry_run else "removed"
     console.show(

@@ -58,16 +58,14 @@ def verify(
         return
     from mergepipe_pipeline.verbs.verify_all import verify_all
 
-    report = verify_all(
-        console.warehouse, scopes or _SCOPES, fresh=fresh, progress=console.progress
-    )
+    report = verify_all(console.existing, scopes or _SCOPES, fresh=fresh, progress=console.progress)
     _show(console, report)
 
 
 def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
     from mergepipe_pipeline.verbs.verify import verify as run
 
-    done = run(console.warehouse, what, console.progress)
+    done = run(console.existing, what, console.progress)
     told = f"ok: {done.files} files, {size(done.nbytes)} checked"
     if not inputs:
         console.show({"ok": True, **asdict(done)}, told)
@@ -75,8 +73,8 @@ def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
     from mergepipe_pipeline.execution.lookup import snapshot_named
     from mergepipe_pipeline.verbs.verify_all import verify_all
 
-    snapshot = snapshot_named(console.warehouse, what)
-    report = verify_all(console.warehouse, _INPUTS, inputs_of=snapshot, progress=console.progress)
+    snapshot = snapshot_named(console.existing, what)
+    report = verify_all(console.existing, _INPUTS, inputs_of=snapshot, progress=console.progress)
     _show(console, report, asdict(done), told)
 
 
@@ -113,7 +111,7 @@ def repair(console: Console, dry_run: bool) -> None:
     """
     from mergepipe_pipeline.verbs.repair import repair as run
 
-    done = run(console.warehouse, dry_run=dry_run, progress=console.progress)
+    done = run(console.existing, dry_run=dry_run, progress=console.progress)
     console.warn(done.not_made)
     verb_done = "would take away" if dry_run else "took away"
     where = f", to {done.quarantine}" if done.quarantine else ""

@@ -7,6 +7,7 @@ that were running; everything before is found again by key.
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -19,7 +20,7 @@ from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.damaged_packs import set_aside
 from mergepipe_pipeline.contents.input_segments import plan_inputs
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import DamagedLayerError, DamagedPackError
+from mergepipe_pipeline.errors import DamagedLayerError, DamagedPackError, StorageFullError
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
 from mergepipe_pipeline.execution.fetched import fetch_layers
@@ -30,6 +31,7 @@ from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised, RunStart, StoredObject, Times
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
+from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -141,6 +143,7 @@ def run_layers(
         known |= fetch_layers(warehouse, unknown, progress)
     unknown = [layer for layer in wanted if known[layer.name] is None]
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
+    _refuse_full_disk(warehouse, total)
     with (
         downloads_shown(progress, plan, unknown),
         progress.task(f"merge {plan.recipe_name}", total) as advance,
@@ -150,6 +153,20 @@ def run_layers(
             yield from merger.merge(wanted, known)
         except DamagedPackError as error:
             raise set_aside(warehouse, plan, error) from error
+
+
+def _refuse_full_disk(warehouse: Warehouse, nbytes: int) -> None:
+    """Raise StorageFullError if layers of so many bytes have no room, before one is written."""
+    free = shutil.disk_usage(warehouse.root).free
+    if nbytes > free:
+        raise StorageFullError(
+            "The disk has no room for the result",
+            where=str(warehouse.root),
+            expected=f"{size(nbytes)} free",
+            found=size(free),
+            next_step="free space and run the same command again; `mergepipe gc --older-than 0` "
+            "removes what no snapshot needs",
+        )
 
 
 class _LayerMerger:

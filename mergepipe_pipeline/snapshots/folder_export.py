@@ -130,7 +130,8 @@ def _is_there(snapshot: Snapshot, out: Path) -> bool:
             where=str(out),
             expected=snapshot.snapshot_id,
             found=existing,
-            next_step="choose another --out, or remove the folder",
+            next_step="run the same command with another --out, or remove the folder first: the "
+            "merge is kept in the warehouse, and is not made again",
         )
     wrong = list(_differences(snapshot, out))
     if wrong:

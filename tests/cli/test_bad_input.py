@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
 
 
@@ -263,6 +264,7 @@ def test_a_device_that_is_not_there_is_refused_first(tmp_path: Path, device: str
 
 
 def test_values_of_any_type_are_printed_for_machines(tmp_path: Path) -> None:
+    Warehouse.at(tmp_path).ensure()
     result = call(
         "sql", "select 'x'::blob as a, 1::decimal(3, 1) as b", "--json", "--home", tmp_path
     )

@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from mergepipe_pipeline.cli.common import Console, table, verb
 from mergepipe_pipeline.cli.ending import as_error
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.warehouse import Warehouse
 
 PROGRAM = [sys.executable, "-m", "mergepipe_pipeline.cli.main"]
 
@@ -91,6 +92,7 @@ def test_what_a_library_makes_of_a_signal_is_still_told_as_the_signal(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     query = "select sum(a.range * b.range) from range(1000000000) a, range(1000000000) b"
+    Warehouse.at(tmp_path / "w").ensure().releases.rmdir()  # the command makes it when it begins
     process = subprocess.Popen(
         [*PROGRAM, "sql", query, "--home", str(tmp_path / "w")],
         stdout=subprocess.PIPE,

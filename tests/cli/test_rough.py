@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.cli.ending import from_os_error
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.warehouse import Warehouse
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 
@@ -98,7 +99,7 @@ def test_gc_takes_only_a_number_of_seconds(tmp_path: Path, seconds: str) -> None
 
 def test_gc_removes_what_a_killed_process_left_half_written(tmp_path: Path) -> None:
     home = tmp_path / "w"
-    assert call("ls", "--home", home).exit_code == 0
+    Warehouse.at(home).ensure()
     left = [home / f / "ab" / ".x.json.q1.tmp" for f in ("catalog", "actions", "refs", "objects")]
     for file in left:
         file.parent.mkdir()
@@ -136,6 +137,7 @@ def test_a_full_disk_behind_stdout_is_an_error_and_no_traceback(
     tmp_path: Path, options: list[str]
 ) -> None:
     command = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "ls", *options]
+    Warehouse.at(tmp_path / "w").ensure()
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [*command, "--home", str(tmp_path / "w")], stdout=full, stderr=subprocess.PIPE

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.warehouse import Warehouse
 
 KEYS = {
     "snapshot_id",
@@ -164,6 +165,7 @@ except SystemExit:
     pass
 sys.exit("numpy" in sys.modules)
 """
+    Warehouse.at(tmp_path).ensure()
     args = ["history", "none", "--home", str(tmp_path)]
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
     assert "none" in done.stderr  # it ran, and found no such ref
@@ -179,5 +181,6 @@ def test_every_command_has_help_and_json() -> None:
 def test_a_query_in_a_process_of_its_own_says_nothing_but_its_answer(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "--home", str(tmp_path / "w")]
     query = ["sql", "SELECT count(*) AS n FROM digests"]
+    Warehouse.at(tmp_path / "w").ensure()
     found = subprocess.run([*command, *query], capture_output=True, text=True, check=True)
     assert (found.stdout.split(), found.stderr) == (["n", "-", "0"], "")
