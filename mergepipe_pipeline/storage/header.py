@@ -45,6 +45,9 @@ _RANK = [
     "BOOL",
 ]
 
+#: A Git LFS pointer is shorter (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
+_POINTER_NBYTES = 1024
+
 Described = tuple[str, str, tuple[int, ...]]
 
 
@@ -58,6 +61,7 @@ def header_nbytes(first8: bytes, file_nbytes: int, file: str) -> int:
             found=f"{file_nbytes} bytes",
             next_step="copy the file again",
         )
+    _refuse_text(first8, file_nbytes, file)
     length = int.from_bytes(first8, "little")
     if length > MAX_HEADER_NBYTES:
         raise CheckpointError(
@@ -76,6 +80,26 @@ def header_nbytes(first8: bytes, file_nbytes: int, file: str) -> int:
             next_step="copy the file again",
         )
     return length
+
+
+def _refuse_text(first8: bytes, file_nbytes: int, file: str) -> None:
+    """Refuse what downloads leave in a weight file's place: a Git LFS pointer, a web page."""
+    if first8 == b"version " and file_nbytes < _POINTER_NBYTES:
+        raise CheckpointError(
+            "This is a Git LFS pointer, not the weights",
+            where=file,
+            expected="a safetensors file",
+            found=f"a text of {file_nbytes} bytes that names the file",
+            next_step="run `git lfs pull` in that folder",
+        )
+    if first8.lstrip().lower().startswith((b"<!doc", b"<html")):
+        raise CheckpointError(
+            "A web page was saved in place of the file",
+            where=file,
+            expected="a safetensors file",
+            found=f"HTML of {file_nbytes} bytes",
+            next_step="download the file again; the page may say why it was sent instead",
+        )
 
 
 def parse_header(
@@ -168,9 +192,18 @@ def _entry(name: str, value: Any, file: str, data_start: int) -> TensorEntry:
         raise _bad(file, name, "dtype, shape and data_offsets", str(value)[:80])
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise _bad(file, name, "a dtype of whole bytes: " + ", ".join(ITEMSIZE), repr(dtype)[:80])
-    if not _naturals(shape) or _overflows(shape):
+        raise CheckpointError(
+            "A tensor has a dtype that is not read",
+            where=f"{file}, {name}",
+            expected="a dtype of whole bytes: " + ", ".join(ITEMSIZE),
+            found=repr(dtype)[:80],
+            next_step="convert the checkpoint to one of these dtypes",
+        )
+    if not _naturals(shape):
         raise _bad(file, name, "a shape of natural numbers", str(shape)[:80])
+    if _overflows(shape):
+        found = f"the shape {str(shape)[:80]}"
+        raise _bad(file, name, "a shape whose product fits the tensor's byte range", found)
     if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
         raise _bad(file, name, "two ascending offsets", str(offsets)[:80])
     if offsets[1] - offsets[0] != prod(shape) * ITEMSIZE[dtype]:

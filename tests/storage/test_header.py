@@ -178,15 +178,15 @@ REFUSED = {
     "a shape of another size": (raw_file({"a": described(shape=[3])}, DATA), "12 bytes for F32"),
     "a shape whose product overflows": (
         raw_file({"a": described(shape=[1 << 33, 1 << 33])}, DATA),
-        "natural numbers",
+        "product fits the tensor's byte range",
     ),
     "an overflow times zero": (
         raw_file({"a": described(shape=[1 << 40, 1 << 40, 0], offsets=[0, 0])}),
-        "natural numbers",
+        "product fits the tensor's byte range",
     ),
     "a shape of a million huge dimensions": (
         raw_file({"a": described(shape=[1 << 61] * 100_000)}, DATA),
-        "natural numbers",
+        "product fits the tensor's byte range",
     ),
     "a dimension past 64 bits": (raw_file({"a": described(shape=[1 << 70])}, DATA), "natural"),
     "a negative dimension": (raw_file({"a": described(shape=[-2])}, DATA), "natural numbers"),
@@ -224,6 +224,28 @@ def test_what_the_library_refuses_is_refused_with_the_file_s_name(what: str) -> 
     with pytest.raises(CheckpointError, match=message) as caught:
         parse(data)
     assert "x.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+            r"Git LFS pointer, not the weights.*x\.safetensors.*`git lfs pull`",
+        ),
+        (b"<!DOCTYPE html><html></html>", r"web page.*x\.safetensors.*download the file again"),
+        (b"\n<HTML><body>Sign in</body></HTML>", "web page was saved in place of the file"),
+    ],
+)
+def test_what_a_download_left_in_a_file_s_place_is_named(data: bytes, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parse(data)
+
+
+def test_a_dtype_that_is_not_read_is_no_damage() -> None:
+    with pytest.raises(CheckpointError, match=r"dtype that is not read.*F64.*'Q4_K'.*convert") as e:
+        parse(raw_file({"a": described("Q4_K")}, DATA))
+    assert "damaged" not in str(e.value)
 
 
 @pytest.mark.parametrize("what", STRICTER)
