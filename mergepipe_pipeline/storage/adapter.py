@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.dtypes import FLOATING
-from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import LowRank, Part, RowValues, TensorView, Update
 from mergepipe_pipeline.storage.adapter_config import CONFIG, AdapterConfig, parse_adapter_config
@@ -59,7 +58,6 @@ def adapter_views(
     https://huggingface.co/docs/peft/developer_guides/checkpoint.
     """
     config = parse_adapter_config(checkpoint.adapter_config or "", f"{checkpoint.root}, {CONFIG}")
-    _refuse_empty(checkpoint)
     shapes = base_names if isinstance(base_names, Mapping) else {}
     names = base_names
     if tied is not None:
@@ -101,9 +99,8 @@ def _changed_views(
 def delta_views(checkpoint: Checkpoint) -> dict[str, TensorView]:
     """Every tensor of a delta checkpoint as a difference from the base's tensor of that name.
 
-    Raises CheckpointError for a tensor of another than a floating-point dtype, and for none.
+    Raises CheckpointError for a tensor of another than a floating-point dtype.
     """
-    _refuse_empty(checkpoint)
     views = {}
     for entry in checkpoint.tensors:
         if entry.dtype not in FLOATING:
@@ -113,17 +110,6 @@ def delta_views(checkpoint: Checkpoint) -> dict[str, TensorView]:
         part = (Part(0, entry),)
         views[entry.name] = TensorView(entry.name, entry.dtype, entry.shape, part, is_delta=True)
     return views
-
-
-def _refuse_empty(checkpoint: Checkpoint) -> None:
-    if not checkpoint.tensors:
-        raise CheckpointError(
-            f"There is nothing in this {checkpoint.kind}",
-            where=checkpoint.root,
-            expected="at least one tensor",
-            found="none",
-            next_step="save it again: training or copying it went wrong",
-        )
 
 
 def _is_untied(changes: Mapping[str, Change], tied: Tied, config: AdapterConfig) -> bool:

@@ -9,6 +9,7 @@ how to convert. What an adapter's config means is for `adapter`.
 from __future__ import annotations
 
 import os
+import re
 
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
@@ -33,6 +34,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 KIND_KEY, KIND_DELTA = "mergepipe", "delta"
 #: Bytes of one sample, and samples of one file: what makes up a file's probe.
 _SAMPLE_NBYTES, _MAX_SAMPLES = 256, 1024
+#: NUL, newline, ESC and their like, which act on terminals and split lines.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
@@ -54,29 +57,23 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
             files = [ADAPTER_WEIGHTS]
         else:
             files = sorted(set(weight_map.values())) or _weight_files(present, uri)
-            _refuse_a_part(files, present, uri)
+            _refuse_a_part(files, present, uri, INDEX if weight_map else None)
         entries: list[FileEntry] = []
         tensors: list[TensorEntry] = []
         marks: dict[str, str | None] = {}
         for file in files:
-            if file not in present and "/" not in file and ".." not in file:
-                raise IncompleteCheckpointError(
-                    "A shard is not there yet",
-                    where=f"{uri}, {file}",
-                    expected=f"all {len(files)} files that {INDEX} names",
-                    found="no such file",
-                    next_step="let the copy finish, or copy the missing file",
-                )
             entry, found, metadata = _read_header(source, file, uri, probes=probes)
             entries.append(entry)
             marks[file] = metadata.get(KIND_KEY)
             tensors += found
         _check_names(tensors, weight_map, uri)
+        kind = "adapter" if adapter_config else _full_or_delta(marks, uri)
+        if not tensors:
+            raise _empty(kind, uri)
         config = None
         if CONFIG in side_files(source, uri):
             config = _json_text(source, CONFIG, uri)
             load_object(config, f"{uri}, {CONFIG}", "A model's config")
-    kind = "adapter" if adapter_config else _full_or_delta(marks, uri)
     return Checkpoint(name, uri, tuple(entries), tuple(tensors), config, kind, adapter_config)
 
 
@@ -104,7 +101,7 @@ def _refuse_what_is_not_there(uri: str) -> None:
             where=uri,
             expected="a folder with safetensors files",
             found="nothing at this path that may be read",
-            next_step="check the path; hub models must be downloaded first",
+            next_step="check the path",
         )
 
 
@@ -154,6 +151,16 @@ def _full_or_delta(marks: dict[str, str | None], uri: str) -> CheckpointKind:
     )
 
 
+def _empty(kind: CheckpointKind, uri: str) -> CheckpointError:
+    return CheckpointError(
+        f"There is nothing in this {'checkpoint' if kind == 'full' else kind}",
+        where=uri,
+        expected="at least one tensor",
+        found="0 tensors",
+        next_step="save it again: training or copying it went wrong",
+    )
+
+
 def _pickled(files: list[str], expected: str, uri: str) -> CheckpointError:
     return CheckpointError(
         "This format is never read: loading it can run code",
@@ -192,18 +199,25 @@ def _weight_files(present: list[str], uri: str) -> list[str]:
     )
 
 
-def _refuse_a_part(files: list[str], present: list[str], uri: str) -> None:
-    """Refuse shards whose names say that there must be more of them."""
-    nested = [f.rpartition("/")[2] for f in files if "/" in f]  # an index may name folders
-    missing = missing_shard(set(files).intersection(present), [*present, *nested])
+def _refuse_a_part(files: list[str], present: list[str], uri: str, index: str | None) -> None:
+    """Refuse files of which the index, or the names of those present, say that there are more."""
+    # What an index names elsewhere is for the source to find, or to refuse.
+    missing = [f for f in files if f not in present and "/" not in f and ".." not in f]
     if missing:
-        raise IncompleteCheckpointError(
-            "A shard is not there yet",
-            where=f"{uri}, {missing}",
-            expected="all files of the set that the shards' names count",
-            found="no such file",
-            next_step="let the copy finish, or copy the missing file",
-        )
+        first, there, count = missing[0], len(files) - len(missing), len(files)
+    else:
+        nested = [f.rpartition("/")[2] for f in files if "/" in f]  # an index may name folders
+        part = missing_shard(set(files).intersection(present), [*present, *nested])
+        if part is None:
+            return
+        first, there, count = part
+    raise IncompleteCheckpointError(
+        "A shard is not there yet",
+        where=f"{uri}, {index}" if index else uri,
+        expected=f"{count} files, as the {'index says' if missing else 'names of some say'}",
+        found=f"{there} of them; the first missing is {first}",
+        next_step="let the copy finish, or copy the missing files",
+    )
 
 
 def _weight_map(source: CheckpointSource, present: list[str], uri: str) -> dict[str, str]:
@@ -273,6 +287,14 @@ def _samples(source: CheckpointSource, tensors: list[TensorEntry]) -> bytes:
 def _check_names(tensors: list[TensorEntry], weight_map: dict[str, str], uri: str) -> None:
     seen: dict[str, str] = {}
     for t in tensors:
+        if _CONTROL.search(t.name):
+            raise CheckpointError(
+                "A tensor's name holds control characters",
+                where=f"{uri}, {t.file}",
+                expected="a name that can be printed, like model.layers.0.mlp.up_proj.weight",
+                found=repr(t.name)[:80],
+                next_step="rename the tensor, or get the checkpoint from somebody you trust",
+            )
         if t.name in seen:
             raise CheckpointError(
                 "Two files hold the same tensor",

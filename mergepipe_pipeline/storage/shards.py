@@ -13,13 +13,16 @@ def is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def missing_shard(names: Iterable[str], present: Iterable[str]) -> str | None:
-    """The first file that the names of others ask for and that is not present; None if all are."""
+def missing_shard(names: Iterable[str], present: Iterable[str]) -> tuple[str, int, int] | None:
+    """The first file that the names of others ask for and that is not present.
+
+    With it, how many of its set are present and how many there must be. None if all are.
+    """
     there = set(present)
     sets = {(m["stem"], m["count"]) for name in names if (m := _SHARD.fullmatch(name))}
     for stem, count in sorted(sets):
-        for number in range(1, int(count) + 1):
-            name = f"{stem}-{number:05d}-of-{count}.safetensors"
-            if name not in there:
-                return name
+        wanted = (f"{stem}-{n:05d}-of-{count}.safetensors" for n in range(1, int(count) + 1))
+        missing = [name for name in wanted if name not in there]
+        if missing:
+            return missing[0], int(count) - len(missing), int(count)
     return None

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.storage.open_checkpoint import is_complete, open_checkpoint
-from tests.storage.files import sharded, write_index
+from tests.storage.files import described, raw_file, sharded, write_index
 
 ONE = "model-00001-of-00002.safetensors"
 TWO = "model-00002-of-00002.safetensors"
@@ -54,9 +54,28 @@ def test_touching_a_file_changes_the_checkpoint_s_id(tmp_path: Path) -> None:
 def test_a_missing_shard_means_incomplete_and_names_the_shard(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m")
     (folder / TWO).unlink()
-    with pytest.raises(IncompleteCheckpointError, match=f"{TWO}.*no such file"):
+    message = rf"index\.json\. Expected 2 files.*index says, found 1 of them.*missing is {TWO}"
+    with pytest.raises(IncompleteCheckpointError, match=message):
         open_checkpoint(str(folder), "m")
     assert TWO in (is_complete(str(folder)) or "")
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=f"names of some say, found 1.*{TWO}"):
+        open_checkpoint(str(folder), "m")
+
+
+def test_a_checkpoint_without_tensors_is_refused(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"nothing in this checkpoint.*found 0 tensors"):
+        open_checkpoint(str(tmp_path), "m")
+
+
+@pytest.mark.parametrize("name", ["a\0", "a\nb", "\x1b[31m", "a\x9b"])
+def test_a_tensor_whose_name_holds_control_characters_is_refused(tmp_path: Path, name: str) -> None:
+    header = {"b": described(offsets=[8, 16]), name: described()}
+    (tmp_path / "model.safetensors").write_bytes(raw_file(header, bytes(16)))
+    with pytest.raises(CheckpointError, match="control characters") as refused:
+        open_checkpoint(str(tmp_path), "m")
+    assert repr(name) in str(refused.value)
 
 
 def test_a_truncated_shard_is_refused_with_its_file_and_size(tmp_path: Path) -> None:
