@@ -24,9 +24,12 @@ MAX_NBYTES = 1 << 63
 
 _FORM = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z%]{0,3})", re.ASCII)
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(e-?[0-9]{1,2})?", re.ASCII)
-_EXPECTED = "a share like 25%, a size like 8GiB or 500MB, bytes like 1024, 0, or none"
+_FORMS = "a share like 25%, a size like 8GiB or 500MB, bytes like 1024, 0"
+_EXPECTED = f"{_FORMS}, or none"
 _ERROR_EXPECTED = "a share of the full update from 0 to below 1, like 0.02 or 2%"
 _ANY_FORM = "write one of these"
+_AT_LEAST, _AT_MOST = "write at least 0", "write at most 100%"
+_NO_LIMIT = "write `none` for no limit"
 
 
 def parse_budget(value: object, where: str) -> Budget:
@@ -35,7 +38,11 @@ def parse_budget(value: object, where: str) -> Budget:
     `where` names the key or option in messages. Raises BudgetError for anything else.
     """
     if not isinstance(value, str) or "=" not in value:
-        return parse_amount(value, where)
+        try:
+            return parse_amount(value, where)
+        except BudgetError as refused:
+            refused.expected = f"{_FORMS}, none, or an error like error=2%"
+            raise
     key, _, error = value.partition("=")
     if key.strip().lower() != "error":
         raise _error(value, where, "write error=0.02 for the fewest bytes within that error")
@@ -53,14 +60,16 @@ def parse_amount(value: object, where: str) -> Budget:
         return Budget()
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _error(value, where, _ANY_FORM)
+    if not isinstance(value, str) and value < 0:
+        raise _error(value, where, _AT_LEAST)
     if isinstance(value, float):
         if not value.is_integer():
             hint = f"write {value * 100:g}% for a share" if 0 < value < 1 else "write whole bytes"
             raise _error(value, where, hint)
         value = int(value)
     if isinstance(value, int):
-        if not 0 <= value < MAX_NBYTES:
-            raise _error(value, where, "write a number of bytes from 0 up")
+        if value >= MAX_NBYTES:
+            raise _error(value, where, _NO_LIMIT)
         if 0 < value <= 100:
             raise _error(value, where, f"write {value}% for a share, {value}B for bytes")
         return Budget(nbytes=value)
@@ -98,20 +107,29 @@ def _parse_text(value: str, where: str) -> Budget:
         return Budget()
     form = _FORM.fullmatch(text)
     if form is None:
-        raise _error(value, where, _ANY_FORM)
+        raise _error(value, where, _hint(text))
     if not form[2]:  # what YAML reads as a number
         return parse_amount(float(text) if "." in text else int(text), where)
     number, unit = Fraction(form[1]), form[2]
     if unit == "%":
         if number > 100:
-            raise _error(value, where, "write at most 100%")
+            raise _error(value, where, _AT_MOST)
         return Budget(fraction=float(number / 100))
     if unit not in UNIT_NBYTES:
         raise _error(value, where, "use B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or %")
     nbytes = int(number * UNIT_NBYTES[unit])
     if nbytes >= MAX_NBYTES:
-        raise _error(value, where, "write `none` for no limit")
+        raise _error(value, where, _NO_LIMIT)
     return Budget(nbytes=nbytes)
+
+
+def _hint(text: str) -> str:
+    """What to write in place of a text that has none of the forms."""
+    if re.match(r"-\s*[0-9.]", text):
+        return _AT_LEAST
+    digits = text.removesuffix("%").rstrip()
+    is_share = digits != text and _NUMBER.fullmatch(digits)
+    return _AT_MOST if is_share and float(digits) > 100 else _ANY_FORM
 
 
 def _error(value: object, where: str, next_step: str, expected: str = _EXPECTED) -> BudgetError:
