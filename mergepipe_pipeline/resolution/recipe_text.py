@@ -34,20 +34,31 @@ def load_recipe(
     vocabularies to the shortest; without `copy_tokenizer` the result has none.
     """
     file = Path(path)
-    try:
-        text = read_small(file, MAX_NBYTES).decode()
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
-        raise RecipeError(
-            "A recipe cannot be read",
-            where=text_of(path),
-            expected=f"a YAML file in UTF-8, of at most {MAX_NBYTES} bytes",
-            found=str(error.found if isinstance(error, CheckpointError) else error),
-            next_step="check the path",
-        ) from error
+    text = yaml_file(file, "recipe")
     choose = choose or Registered(warehouse, file.resolve().parent)
     where = text_of(path)
     parsed = parse(text, name=text_of(file.stem), where=where, choose=choose, lenient=lenient)
     return as_asked(parsed, copies_tokenizer=copy_tokenizer, truncates=truncate_embeddings)
+
+
+def yaml_file(path: Path, kind: str) -> str:
+    """The text of a recipe or another `kind` of YAML file. Raises RecipeError."""
+    next_step = "check the path"
+    try:
+        return read_small(path, MAX_NBYTES).decode()
+    except UnicodeDecodeError as error:
+        found, next_step = f"byte {error.start}, which is not UTF-8 text", "save the file as UTF-8"
+    except CheckpointError as error:
+        found, next_step = error.found or "", error.next_step or next_step
+    except OSError as error:
+        found = error.strerror or str(error)
+    raise RecipeError(
+        f"A {kind} cannot be read",
+        where=text_of(path),
+        expected=f"a YAML file in UTF-8, of at most {MAX_NBYTES} bytes",
+        found=found,
+        next_step=next_step,
+    )
 
 
 def as_asked(parsed: ParsedRecipe, *, copies_tokenizer: bool, truncates: bool) -> ParsedRecipe:

@@ -10,7 +10,6 @@ from pathlib import Path
 from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.errors import (
     CheckpointChangedError,
-    CheckpointError,
     EvaluationError,
     RecipeError,
     SearchError,
@@ -20,8 +19,7 @@ from mergepipe_pipeline.optimise.proposers import proposer
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.references import identity, parse_reference
-from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
-from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.recipe_text import parse, yaml_file
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, open_stage, resolve
 from mergepipe_pipeline.search.ledger import Ledger, searches
 from mergepipe_pipeline.search.prompts import refuse_no_activations
@@ -29,7 +27,7 @@ from mergepipe_pipeline.search.records import Search
 from mergepipe_pipeline.search.search_file import SearchFile, parse_search
 from mergepipe_pipeline.search.space import Space, layers_of, numbered
 from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.storage.regular import read_small, text_of
+from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.warehouse import Warehouse
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
@@ -41,16 +39,7 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
     Raises RecipeError with the problems of the file, what `check` raises for its recipes, and
     EvaluationError for an evaluator and SearchError for activations that cannot be had.
     """
-    try:
-        text = read_small(path, MAX_NBYTES).decode()
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
-        raise RecipeError(
-            "A search file cannot be read",
-            where=text_of(path),
-            expected=f"a YAML file in UTF-8, of at most {MAX_NBYTES} bytes",
-            found=str(error.found if isinstance(error, CheckpointError) else error),
-            next_step="check the path",
-        ) from error
+    text = yaml_file(path, "search file")
     name, folder = path.stem, path.resolve().parent
     if not _NAME.fullmatch(name):
         raise RecipeError(
@@ -71,8 +60,9 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
     if (file.blocks is not None and file.blocks > n_layers) or not n_layers:
         raise RecipeError(
             "A search has more blocks than its models have layers",
-            problems=(f"space.blocks: expected at most {n_layers}, found {file.blocks}",),
-            where=text_of(path),
+            where=f"{text_of(path)}, space.blocks",
+            expected=f"at most {n_layers}",
+            found=str(file.blocks),
             next_step="write fewer, or leave the key out for one per layer",
         )
     search = Search(name, text, file, folder, layers, evaluator_id(file.evaluator, folder))

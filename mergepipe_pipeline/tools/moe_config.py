@@ -10,10 +10,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mergepipe_pipeline.errors import CheckpointError, RecipeError
 from mergepipe_pipeline.recipe.problems import Problems, recipe_error, suggest
-from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES, read_yaml
-from mergepipe_pipeline.storage.regular import read_small, text_of
+from mergepipe_pipeline.recipe.yaml_text import read_yaml
+from mergepipe_pipeline.resolution.recipe_text import yaml_file
+from mergepipe_pipeline.storage.regular import text_of
 
 GateMode = Literal["hidden", "cheap_embed", "random"]
 
@@ -51,16 +51,7 @@ class MoeConfig(_Strict):
 def load_moe_config(path: str | Path) -> MoeConfig:
     """The mixture that a file asks for. Raises RecipeError with all problems."""
     where = text_of(path)
-    try:
-        text = read_small(Path(path), MAX_NBYTES).decode()
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
-        raise RecipeError(
-            "A mixture's file cannot be read",
-            where=where,
-            expected=f"a YAML file in UTF-8, of at most {MAX_NBYTES} bytes",
-            found=str(error.found if isinstance(error, CheckpointError) else error),
-            next_step="check the path",
-        ) from error
+    text = yaml_file(Path(path), "mixture")
     document = read_yaml(text)
     problems = document.problems
     if not len(problems):
