@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, itemsize
+from mergepipe_pipeline.recipe.parameters import SHARES
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import shown_path
 from mergepipe_pipeline.recipe.structure import Level
@@ -35,6 +36,8 @@ def recipe_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
             place = shown_path((*level.path, "parameters", name))
             if name in _BY_NAME and name in {p.name for p in schema.parameters}:
                 warnings.append(f"{place} {_BY_NAME[name]}")
+            if name in SHARES and name in {p.name for p in schema.parameters}:
+                warnings += _odd_shares(place, level, name)
             if name == "t" and schema.name in {"slerp", "nuslerp"} and not _within(level, name):
                 warnings.append(f"{place} {_OUTSIDE_T}")
     return warnings
@@ -49,6 +52,15 @@ def joined_base(parsed: ParsedRecipe, *, joined: bool) -> list[str]:
         f"`{parsed.method}` merges it like the models that are, as in mergekit; "
         "give weights per model to leave it out"
     ]
+
+
+def _odd_shares(place: str, level: Level, name: str) -> list[str]:
+    """That a share above 1 keeps everything, and a share of 0 nothing."""
+    shares = [[a for a in r.anchors if not isinstance(a, str)] for r in level.settings[name]]
+    largest = max((a for anchors in shares for a in anchors), default=1)
+    if largest > 1:
+        return [f"{place} is {largest:g}: what is above 1 keeps everything, as 1 does"]
+    return [f"{place} is 0: nothing of the deltas is kept"] if [0] in shares else []
 
 
 def _within(level: Level, name: str) -> bool:

@@ -37,6 +37,21 @@ def test_a_t_beyond_the_two_models_is_warned_of(t: str, count: int) -> None:
     assert sum("outside [0, 1]" in w for w in parse(text).warnings) == count
 
 
+@pytest.mark.parametrize(
+    ("density", "told"),
+    [
+        ("1.5", "parameters.density is 1.5: what is above 1 keeps everything, as 1 does"),
+        ("[0.5, 2]", "parameters.density is 2: what is above 1 keeps everything, as 1 does"),
+        ("0", "parameters.density is 0: nothing of the deltas is kept"),
+        ("[0, 1]", None),
+        ("1", None),
+    ],
+)
+def test_a_density_that_is_no_share_is_warned_of(density: str, told: str | None) -> None:
+    text = TWO.format("ties", f"{{weight: 1, density: {density}}}")
+    assert parse(text).warnings == (() if told is None else (told,))
+
+
 def test_each_warning_is_told_once_after_resolving() -> None:
     text = TWO.format("breadcrumbs", "{weight: 1, int8_mask: 1, t: 1}")
     recipe = resolve(text, every=table(dtype="BF16"))
