@@ -31,7 +31,7 @@ class MergePipeError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        parts = [self.what.rstrip(".") + "."]
+        parts = [_ended(self.what)]
         if self.where:
             parts.append(f"Where: {self.where}.")
         if self.expected or self.found:
@@ -40,22 +40,30 @@ class MergePipeError(Exception):
                 f"found {self.found}" if self.found else "",
             ]
             sentence = ", ".join(p for p in pair if p)
-            parts.append(sentence[0].upper() + sentence[1:].rstrip(".") + ".")
+            parts.append(_ended(sentence[0].upper() + sentence[1:]))
         if self.next_step:
-            ended = self.next_step.endswith("?")
-            parts.append(f"Next: {self.next_step.rstrip('.')}{'' if ended else '.'}")
+            parts.append(f"Next: {_ended(self.next_step)}")
         return " ".join(parts)
 
     def for_terminal(self) -> str:
         """The message for people: the cause, and every other part on a line of its own."""
         lines = [_indented(self.what.rstrip("."))]
         lines += _labelled(where=self.where, expected=self.expected, found=self.found)
-        lines += [_indented(f"  {i}. {problem}") for i, problem in enumerate(self.problems, 1)]
+        lines += [_indented(line) for line in self._listed()]
         return "\n".join([*lines, *_labelled(next=self.next_step)])
+
+    def _listed(self) -> list[str]:
+        """The problems, numbered; none where the only one is the cause itself."""
+        several = self.problems if len(self.problems) > 1 else ()
+        return [f"  {i}. {problem}" for i, problem in enumerate(several, 1)]
 
     def __reduce__(self) -> tuple[object, ...]:
         # Dagster carries errors between processes; keyword-only arguments need this to pickle.
         return (_rebuild, (type(self), self.__dict__.copy()))
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith("?") else sentence.rstrip(".") + "."
 
 
 def _labelled(**parts: str | None) -> list[str]:
@@ -93,9 +101,7 @@ class RecipeError(MergePipeError):
         self.problems = problems
 
     def __str__(self) -> str:
-        lines = [super().__str__()]
-        lines += [f"  {i}. {p}" for i, p in enumerate(self.problems, 1)]
-        return "\n".join(lines)
+        return "\n".join([super().__str__(), *self._listed()])
 
 
 class CheckpointError(MergePipeError):

@@ -14,7 +14,7 @@ from mergepipe_pipeline.recipe.budget import parse_amount, parse_budget, parse_e
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 
-_KEYS = ("limit", "error", "pin", "exclude", "keep", "shares")
+BUDGET_KEYS = ("limit", "error", "pin", "exclude", "keep", "shares")
 _SELECTION_KEYS = ("experts", "tensors")
 _Read = TypeVar("_Read")
 
@@ -28,8 +28,8 @@ def read_budget(value: object, problems: Problems) -> Budget:
     if not isinstance(value, dict):
         return _read(parse_budget, value, path, problems) or Budget()
     if not value:
-        problems.add(path, f"expected at least one of {', '.join(_KEYS)}, found none")
-    _check_keys(value, _KEYS, path, problems)
+        problems.add(path, f"expected at least one of {', '.join(BUDGET_KEYS)}, found none")
+    _check_keys(value, BUDGET_KEYS, path, problems)
     limit, error = value.get("limit"), value.get("error")
     amount = _read(parse_amount, limit, (*path, "limit"), problems) or Budget()
     if limit is not None and error is not None:

@@ -1,4 +1,5 @@
 """Whether a cron schedule is one that Dagster takes and that fires at all; five fields, no Dagster.
+And whether a name is that of a time zone.
 
 Stricter than the parsers around: what they read differently (`?`, `L`, `#`, `@daily`, ranges that
 wrap) is refused.
@@ -7,6 +8,7 @@ wrap) is refused.
 from __future__ import annotations
 
 import re
+from zoneinfo import ZoneInfo
 
 _NAMES = ("minute", "hour", "day", "month", "weekday")
 _RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
@@ -23,6 +25,19 @@ _WORDS: tuple[dict[str, int], ...] = (
 _DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 _VALUE = r"[0-9]{1,2}|[a-z]{3}"
 _PART = re.compile(rf"(?:\*|({_VALUE})(?:-({_VALUE}))?)(?:/([0-9]{{1,2}}))?", re.ASCII)
+#: Files beside the zones' own: what this machine takes for its zone, and copies with other seconds.
+_NO_ZONE = re.compile("localtime|posixrules|Factory|(?:posix|right)/.*")
+
+
+def is_time_zone(name: str) -> bool:
+    """Whether a name is that of a time zone which is the same on every machine."""
+    if _NO_ZONE.fullmatch(name):
+        return False
+    try:
+        ZoneInfo(name)
+    except (ValueError, OSError, LookupError):
+        return False
+    return True
 
 
 def cron_problem(schedule: str) -> str | None:

@@ -26,7 +26,7 @@ class Problems:
         self._lines = lines
         self.lenient = lenient
         self.ignored: list[str] = []
-        self._found: list[tuple[int, str]] = []
+        self._found: list[tuple[int, str, str]] = []
         self._closed: set[KeyPath] = set()
 
     def __len__(self) -> int:
@@ -40,8 +40,7 @@ class Problems:
         if any(path[:n] in self._closed for n in range(len(path) + 1)):
             return
         line = line_of(path, self._lines) if line is None else line
-        place = ", ".join(p for p in (f"line {line}" if line else "", shown_path(path)) if p)
-        self._found.append((line, f"{place}: {text}" if place else text))
+        self._found.append((line, shown_place(path, line), text))
 
     def ignore(self, path: KeyPath, text: str) -> None:
         """Note what mergekit ignores: a problem, or a warning in a recipe read leniently."""
@@ -54,20 +53,37 @@ class Problems:
         """Take no more problems at or under `path`: they would follow from one told already."""
         self._closed.add(path)
 
+    def told(self) -> list[tuple[str, str]]:
+        """Place and text of each problem once, by line, of one line in the order of finding."""
+        found = sorted(self._found, key=lambda p: p[0])
+        return list(dict.fromkeys((place, text) for _, place, text in found))
+
     def sentences(self) -> tuple[str, ...]:
-        """Each problem once, by line, problems of one line in the order they were found."""
-        return tuple(dict.fromkeys(text for _, text in sorted(self._found, key=lambda p: p[0])))
+        """What is `told`, each place before its text."""
+        return tuple(f"{place}: {text}" if place else text for place, text in self.told())
 
 
-def recipe_error(found: Iterable[Problems], where: str) -> RecipeError:
-    """The error that tells all problems; `where` is the recipe's path."""
-    sentences = tuple(sentence for problems in found for sentence in problems.sentences())
+def recipe_error(found: Iterable[Problems], where: str, kind: str = "recipe") -> RecipeError:
+    """The error that tells all problems of a `kind` of file; `where` is its path.
+
+    The only problem is the error's own cause.
+    """
+    several = list(found)
+    sentences = tuple(sentence for problems in several for sentence in problems.sentences())
+    if len(sentences) == 1:
+        ((place, text),) = (pair for problems in several for pair in problems.told())
+        return RecipeError(
+            text,
+            problems=sentences,
+            where=f"{where}, {place}" if place else where,
+            next_step="mend this; nothing was read or written",
+        )
     return RecipeError(
-        "A recipe cannot be used",
+        f"A {kind} cannot be used",
         problems=sentences,
         where=where,
-        expected="a recipe without problems",
-        found=f"{len(sentences)} problem{'s' if len(sentences) > 1 else ''}",
+        expected=f"a {kind} without problems",
+        found=f"{len(sentences)} problems",
         next_step="mend all of these; nothing was read or written",
     )
 
@@ -77,6 +93,11 @@ def line_of(path: KeyPath, lines: Lines) -> int:
     while path and path not in lines:
         path = path[:-1]
     return lines.get(path, 0)
+
+
+def shown_place(path: KeyPath, line: int) -> str:
+    """A line, if it is known, and a key path: `line 4, models[0].model`."""
+    return ", ".join(p for p in (f"line {line}" if line else "", shown_path(path)) if p)
 
 
 def shown_path(path: KeyPath) -> str:

@@ -11,14 +11,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from typing import Annotated, Any
-from zoneinfo import ZoneInfo
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.recipe.cron import cron_problem
+from mergepipe_pipeline.recipe.budget_options import BUDGET_KEYS
+from mergepipe_pipeline.recipe.cron import cron_problem, is_time_zone
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.selectors import NARROWING, SELECTING
@@ -39,8 +39,6 @@ PARAMETER_NAMES = frozenset(
 ) | {"scale", "filter_wise", "select_topk", "max_iter", "tol", "normalize_weights", "variant"}
 CONTENTS = ("models", "slices", "modules")
 
-#: Files beside the zones' own: what this machine takes for its zone, and copies with other seconds.
-_NO_ZONE = re.compile("localtime|posixrules|Factory|(?:posix|right)/.*")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
@@ -120,20 +118,10 @@ def _trigger(value: str) -> str:
 
 
 def _timezone(value: str) -> str:
-    if not _is_zone(value):
+    if not is_time_zone(value):
         text = f"expected the name of a time zone like 'Europe/Berlin', found {shown(value)}"
         raise _refuse("timezone", text)
     return value
-
-
-def _is_zone(name: str) -> bool:
-    if _NO_ZONE.fullmatch(name):
-        return False
-    try:
-        ZoneInfo(name)
-    except (ValueError, OSError, LookupError):
-        return False
-    return True
 
 
 Model = Annotated[Any, AfterValidator(_model)]
@@ -235,8 +223,10 @@ def _validated(value: Mapping[str, object], problems: Problems) -> RecipeYaml | 
         errors = invalid.errors(include_url=False)
     unknown = [e for e in errors if e["type"] == "extra_forbidden"]
     for error in errors:
-        add = problems.ignore if error in unknown else problems.add
-        add(tuple(error["loc"]), _sentence(error))
+        place = tuple(error["loc"])
+        if error["type"] != "missing" or not _is_misspelt(place, error["input"], problems):
+            add = problems.ignore if error in unknown else problems.add
+            add(place, _sentence(error))
     if not problems.lenient or len(unknown) < len(errors):
         return None
     known = deepcopy(dict(value))
@@ -260,7 +250,7 @@ def _check_contents(
     value: Mapping[str, object], path: KeyPath, keys: Sequence[str], problems: Problems
 ) -> None:
     given = [k for k in keys if value.get(k) is not None]
-    if not given:
+    if not given and not _is_misspelt((*path, keys[0]), value, problems):
         others = " or ".join(f"`{k}:`" for k in keys[1:])
         problems.add((*path, keys[0]), f"this key is required and missing; {others} may replace it")
     for key in given:
@@ -282,7 +272,9 @@ def _check_entries(value: Mapping[str, object], path: KeyPath, problems: Problem
             problems.add((*here, given[0]), "give either `model:` or a selector, not both")
         elif given and not set(given) & set(SELECTING):
             problems.add((*here, given[0]), "a selector needs `match:` or `tag:`")
-        elif entry.get("model") is None and not given:
+        elif entry.get("model") is None and not (
+            given or _is_misspelt((*here, "model"), entry, problems)
+        ):
             problems.add(
                 (*here, "model"),
                 "this key is required and missing; `match:` or `tag:` may replace it",
@@ -339,8 +331,17 @@ def _unknown_key(key: str, path: KeyPath) -> str:
         return f"`{key}` belongs to the top level of the recipe"
     if key == "layer_range":
         return "whole models are merged under `models:`; use `slices:` to choose layers"
+    if key in BUDGET_KEYS and len(path) == 1:
+        return f"`{key}` is an option of the budget; move it under `budget:`"
     near = suggest(key, known) or f"; known are {', '.join(known)}"
     return f"unknown key `{key}`{near}"
+
+
+def _is_misspelt(path: KeyPath, value: Mapping[str, object], problems: Problems) -> bool:
+    """Whether another key of the mapping is a problem that suggests the missing one at `path`."""
+    others = [str(key) for key in value if key not in _known_keys(path)]
+    told = (_unknown_key(other, (*path[:-1], other)) for other in others)
+    return not problems.lenient and any(text.endswith(f"`{path[-1]}`?") for text in told)
 
 
 def _known_keys(path: KeyPath) -> Collection[str]:

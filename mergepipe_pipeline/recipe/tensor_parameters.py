@@ -37,8 +37,7 @@ def method_params(
     schema: OperatorSchema, levels: Sequence[Level], tensor: str, t: float, repeated: Repeated
 ) -> Params:
     """The method's parameters for an output tensor; `levels` from the nearest to the recipe's."""
-    mine = [p for p in schema.parameters if p.scope == "method"]
-    return _params(mine, levels, tensor, t, "", repeated)
+    return _params(schema, "method", levels, tensor, t, "", repeated)
 
 
 def model_params(
@@ -50,8 +49,7 @@ def model_params(
     repeated: Repeated,
 ) -> Params:
     """The parameters of one model, called `model`, for the tensor of that name in it."""
-    mine = [p for p in schema.parameters if p.scope == "model"]
-    return _params(mine, levels, tensor, t, f" of model {model!r}", repeated)
+    return _params(schema, "model", levels, tensor, t, f" of model {model!r}", repeated)
 
 
 def check_sum(
@@ -72,7 +70,8 @@ def check_sum(
 
 
 def _params(
-    parameters: Sequence[Parameter],
+    schema: OperatorSchema,
+    scope: str,
     levels: Sequence[Level],
     tensor: str,
     t: float,
@@ -81,13 +80,14 @@ def _params(
 ) -> Params:
     settings = [level.settings for level in levels]
     params: list[tuple[str, float | int | bool | str]] = []
-    for p in parameters:
+    for p in (p for p in schema.parameters if p.scope == scope):
         value = look_up(p.name, settings, tensor, t, stepwise=p.kind == "bool")
         if value is None:
             if p.default is not None:
                 params.append((p.name, _cast(p, p.default)))
             else:
                 text = f"the required parameter `{p.name}`{owner} has no value"
+                text += _without_effect(schema, levels)
                 repeated.add(levels[0].path, text, tensor)
         elif p.kind == "int" and not isinstance(value, str) and not float(value).is_integer():
             text = f"`{p.name}`{owner} must be a whole number, found {value:g}"
@@ -95,6 +95,13 @@ def _params(
         else:
             params.append((p.name, _cast(p, value)))
     return tuple(params)
+
+
+def _without_effect(schema: OperatorSchema, levels: Sequence[Level]) -> str:
+    """Which given parameters the method does not have, perhaps in place of one that it needs."""
+    known = {p.name for p in schema.parameters}
+    other = dict.fromkeys(n for level in levels for n in level.settings if n not in known)
+    return f"; `{schema.name}` has no parameter `{'`, `'.join(other)}`" if other else ""
 
 
 def _place(name: str, levels: Sequence[Level]) -> KeyPath:

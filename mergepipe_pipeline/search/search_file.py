@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic_core import ErrorDetails
 
-from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.optimise.proposers import Method
 from mergepipe_pipeline.optimise.surrogate import Prior
 from mergepipe_pipeline.optimise.trials import REFERENCE
 from mergepipe_pipeline.recipe.evaluate import read_evaluate
-from mergepipe_pipeline.recipe.problems import Problems, shown, suggest
+from mergepipe_pipeline.recipe.problems import Problems, recipe_error, shown, suggest
 from mergepipe_pipeline.recipe.references import UnreadableReference, identity, parse_reference
 from mergepipe_pipeline.recipe.yaml_text import read_yaml
 from mergepipe_pipeline.spec.evaluation import Evaluator, Metrics
@@ -160,7 +159,7 @@ def parse_search(text: str, where: str) -> SearchFile:
     if yaml is not None:
         _check(yaml, problems)
     if problems or yaml is None or evaluator is None:
-        raise _error(problems, where)
+        raise recipe_error([problems], where, "search file")
     return _file(yaml, evaluator)
 
 
@@ -259,15 +258,3 @@ def _known_keys(path: tuple[int | str, ...]) -> Collection[str]:
         return SearchYaml.model_fields
     models: dict[str, type[BaseModel]] = {"space": SpaceYaml, "objectives": ObjectiveYaml}
     return models[str(path[0])].model_fields
-
-
-def _error(problems: Problems, where: str) -> RecipeError:
-    sentences = problems.sentences()
-    return RecipeError(
-        "A search file cannot be used",
-        problems=sentences,
-        where=where,
-        expected="a search file without problems",
-        found=f"{len(sentences)} problem{'s' if len(sentences) != 1 else ''}",
-        next_step="mend all of these; nothing was read or written",
-    )

@@ -74,7 +74,7 @@ def test_a_run_that_died_or_was_cancelled_is_asked_for_again_with_its_number(
     requests, said = sensor.tick()
     assert not requests
     assert re.search(r"a: failing after 3 attempts.*the last error: it", said)
-    assert "b: A recipe cannot be used" in said
+    assert "b: a recipe is a mapping with `merge_method:`" in said
     sensor.home.recipe_path("a").write_text(sum_of("base", "expert_00").replace("0.5", "0.4"))
     ((request,), _) = sensor.tick()
     assert request.tags["mergepipe/attempt"] == "1"
@@ -105,7 +105,7 @@ def test_a_tick_that_requests_a_run_tells_of_every_recipe_in_its_log(
     assert len(sensor.tick()[0]) == 1
     told = capfd.readouterr().err
     assert "a: a run is requested, attempt 1" in told
-    assert "b: A recipe cannot be used" in told
+    assert "b: a recipe is a mapping with `merge_method:`" in told
 
 
 def test_pauses_grow_lasting_errors_get_one_attempt_and_changed_inputs_any_number() -> None:

@@ -77,7 +77,7 @@ models:
 LINEAR = "merge_method: linear\nparameters: {weight: 1}\nmodels: [{model: base}, {model: expert}]\n"
 #: A recipe that cannot be used, a part of what it is told, and what mends it.
 UNUSABLE = {
-    "bad_yaml": ("merge_method: [linear\n", "line 2: not valid YAML"),
+    "bad_yaml": ("merge_method: [linear\n", "not valid YAML"),
     "unknown_method": (LINEAR.replace("linear", "linaer"), "did you mean `linear`"),
     "missing_model": (LINEAR.replace("expert", "lost"), "lost is not registered yet"),
     "a_list": ("- linear\n", "a recipe is a mapping"),

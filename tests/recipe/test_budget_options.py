@@ -60,9 +60,9 @@ def test_a_budget_in_a_recipe_means_what_it_says(text: str, meant: Budget) -> No
 def test_a_wrong_amount_alone_is_a_budget_error_and_a_wrong_wish_a_recipe_error() -> None:
     with pytest.raises(BudgetError, match="from 0 to below 1"):
         budget_of("error=2")
-    with pytest.raises(RecipeError, match=r"budget\.error: expected a share .*; write 2% for"):
+    with pytest.raises(RecipeError, match=r"expected a share .*; write 2% for.*budget\.error"):
         budget_of("{error: 2}")
-    with pytest.raises(RecipeError, match=r"budget\.keep\[0\]: expected a name .*, found 7"):
+    with pytest.raises(RecipeError, match=r"expected a name .*, found 7.*budget\.keep\[0\]"):
         budget_of("{keep: [7]}")
 
 

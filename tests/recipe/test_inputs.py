@@ -16,7 +16,7 @@ Q0, UP0 = "model.layers.0.self_attn.q.weight", "model.layers.0.mlp.up.weight"
 
 
 def _problems(text: str, **known: object) -> tuple[str, ...]:
-    with pytest.raises(RecipeError, match="A recipe cannot be used") as caught:
+    with pytest.raises(RecipeError, match="nothing was read or written") as caught:
         resolve(text, **known)  # type: ignore[arg-type]
     return caught.value.problems
 

@@ -18,7 +18,7 @@ SMALL = "merge_method: ties\nbase_model: base\nmodels:\n- model: a\nparameters: 
 
 
 def _problems(text: str) -> tuple[str, ...]:
-    with pytest.raises(RecipeError, match="A recipe cannot be used") as caught:
+    with pytest.raises(RecipeError, match="nothing was read or written") as caught:
         resolve(text)
     return caught.value.problems
 
@@ -53,14 +53,26 @@ seed: -1
 
 def test_an_error_names_the_file_the_count_and_the_next_step() -> None:
     with pytest.raises(RecipeError, match="A recipe cannot be used") as caught:
-        parse(SMALL + "sed: 1\n")
+        parse(SMALL + "sed: 1\nrev: x\n")
     assert str(caught.value) == (
         "A recipe cannot be used. Where: demo.yml. "
-        "Expected a recipe without problems, found 1 problem. "
+        "Expected a recipe without problems, found 2 problems. "
         "Next: mend all of these; nothing was read or written.\n"
-        "  1. line 6, sed: unknown key `sed`; did you mean `seed`?"
+        "  1. line 6, sed: unknown key `sed`; did you mean `seed`?\n"
+        "  2. line 7, rev: unknown key `rev`; did you mean `ref`?"
     )
     assert caught.value.exit_code == 11
+
+
+def test_the_only_problem_is_the_cause_itself() -> None:
+    with pytest.raises(RecipeError, match="unknown key") as caught:
+        parse(SMALL + "sed: 1\n")
+    assert caught.value.for_terminal().splitlines() == [
+        "unknown key `sed`; did you mean `seed`?",
+        "  where     demo.yml, line 6, sed",
+        "  next      mend this; nothing was read or written",
+    ]
+    assert str(caught.value).startswith("unknown key `sed`; did you mean `seed`? Where: demo.yml")
 
 
 def test_a_wrong_budget_alone_is_a_budget_error() -> None:
@@ -91,15 +103,15 @@ def test_every_key_of_our_own_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("trigger: nightli\n", "trigger: expected one of change, nightly, manual.*`nightly`"),
-        ("trigger: nightly\ntimezone: Mars/Base\n", "timezone: expected the name of a time zone"),
-        ("trigger: nightly\ntimezone: ../passwd\n", "timezone: expected the name of a time zone"),
+        ("trigger: nightli\n", "expected one of change, nightly, manual.*`nightly`"),
+        ("trigger: nightly\ntimezone: Mars/Base\n", "expected the name of a time zone.*timezone"),
+        ("trigger: nightly\ntimezone: ../passwd\n", "expected the name of a time zone.*timezone"),
         *(
             (f"trigger: nightly\ntimezone: {name}\n", f"name of a time zone.*found {name!r}")
             for name in ("localtime", "posixrules", "Factory", "posix/Europe/Berlin", "right/UTC")
         ),
-        ("timezone: Europe/Berlin\n", "timezone: there is no `schedule:`"),
-        ("trigger: manual\nschedule: 0 3 * * *\n", "schedule: a recipe with `trigger: manual`"),
+        ("timezone: Europe/Berlin\n", "there is no `schedule:`.*timezone"),
+        ("trigger: manual\nschedule: 0 3 * * *\n", "a recipe with `trigger: manual`.*schedule"),
     ],
 )
 def test_a_trigger_that_makes_no_sense_is_refused(text: str, told: str) -> None:
@@ -207,6 +219,42 @@ def test_a_missing_required_parameter_names_model_and_tensor_once() -> None:
     assert _problems(text) == (
         "line 4, models[0]: the required parameter `weight` of model 'a' has no value, "
         "tensor model.embed_tokens.weight and 5 more",
+    )
+
+
+def test_a_missing_parameter_is_told_with_those_that_the_method_does_not_have() -> None:
+    text = SMALL.replace("ties", "task_arithmetic").replace("weight: 1", "density: 0.6")
+    (problem,) = _problems(text)
+    assert "`weight` of model 'a' has no value; `task_arithmetic` has no parameter `density`" in (
+        problem
+    )
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ("merge_method", "merge_metod", "line 1, merge_metod: unknown key `merge_metod`"),
+        ("models:", "model:", "line 3, model: unknown key `model`"),
+        ("- model:", "- modle:", "line 4, models[0].modle: unknown key `modle`"),
+    ],
+)
+def test_a_misspelt_key_is_told_alone_and_not_as_missing(right: str, wrong: str, told: str) -> None:
+    meant = right.strip("- :")
+    assert _problems(SMALL.replace(right, wrong)) == (f"{told}; did you mean `{meant}`?",)
+
+
+def test_a_key_that_only_looks_misspelt_leaves_the_required_one_missing() -> None:
+    problems = _problems("merge_method: linear\nmodels:\n- models: a\n")
+    assert [p.partition(": ")[2][:27] for p in problems] == [
+        "this key is required and mi",
+        "`models` belongs to the top",
+    ]
+
+
+def test_options_of_the_budget_at_the_top_are_sent_there() -> None:
+    told = "is an option of the budget; move it under `budget:`"
+    assert _problems(SMALL + "keep: [a]\npin: [a]\nshares: {a: 50%}\n") == tuple(
+        f"line {n}, {key}: `{key}` {told}" for n, key in enumerate(("keep", "pin", "shares"), 6)
     )
 
 

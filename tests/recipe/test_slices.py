@@ -38,7 +38,7 @@ VISION = (
 
 
 def _problems(text: str, **known: object) -> tuple[str, ...]:
-    with pytest.raises(RecipeError, match="A recipe cannot be used") as caught:
+    with pytest.raises(RecipeError, match="nothing was read or written") as caught:
         resolve(text, **known)  # type: ignore[arg-type]
     return caught.value.problems
 

@@ -23,7 +23,7 @@ schedule: 0 4 * * *
 
 
 def _problems(text: str) -> tuple[str, ...]:
-    with pytest.raises(RecipeError, match="A recipe cannot be used") as caught:
+    with pytest.raises(RecipeError, match="nothing was read or written") as caught:
         parse_all(text)
     return caught.value.problems
 
