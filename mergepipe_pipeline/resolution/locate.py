@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
@@ -17,6 +16,7 @@ from mergepipe_pipeline.errors import (
     CheckpointError,
     IncompleteCheckpointError,
 )
+from mergepipe_pipeline.recipe.problems import suggest
 from mergepipe_pipeline.remote.address import is_address, is_hub_name, parse_address
 from mergepipe_pipeline.resolution.addresses import at_address, is_offline, look_again, on_hub
 from mergepipe_pipeline.resolution.names import free_name
@@ -25,6 +25,8 @@ from mergepipe_pipeline.storage.hub_cache import cached_model
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse
+
+UNKNOWN_MODEL = "A model is neither a registered name nor a path that exists"
 
 
 def locate_registered(
@@ -59,7 +61,7 @@ def locate_checkpoint(
     if text in catalog:
         if revision is None:
             look_again(catalog.root(text))
-            return open_root(warehouse, catalog.root(text), text)
+            return _open_registered(warehouse, catalog.root(text), text)
         return _as_registered(warehouse, _revision(catalog, text, revision), revision)
     if is_address(text):
         return at_address(catalog, parse_address(text, revision), taken or {})
@@ -84,17 +86,29 @@ def locate_checkpoint(
 
 
 def _unknown(catalog: Catalog, text: str) -> CheckpointError:
-    near = get_close_matches(text, catalog.names(), n=1)
     return CheckpointError(
-        "A model is neither a registered name nor a path that exists",
+        UNKNOWN_MODEL,
         where=text,
         expected="a folder with safetensors, a model in the Hugging Face cache, an address like "
         "hf://org/model or s3://bucket/prefix, or one of the names of `mergepipe ls`",
-        found=f"no such name, and nothing at {text!r}",
-        next_step=f"correct it, if the registered {near[0]!r} is meant"
-        if near
-        else "check the spelling, or give the model's folder or address",
+        found=f"no such name, and nothing at {text!r}{suggest(text, catalog.names())}",
+        next_step="check the spelling, or give the model's folder or address",
     )
+
+
+def _open_registered(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
+    """What is at the root of a registered name. Raises CheckpointError, also where it is gone."""
+    is_gone = "://" not in root and not os.path.exists(root)
+    if is_gone and away_from(warehouse, root) is None:
+        raise CheckpointError(
+            "The folder of a registered checkpoint is gone",
+            where=f"{name}, registered at {root}",
+            expected="a folder with safetensors files",
+            found="nothing at this path that may be read",
+            next_step="put it back, or say where it is now: "
+            f"`mergepipe register NEWPATH --name {name}`",
+        )
+    return open_root(warehouse, root, name)
 
 
 def _cached(
@@ -163,7 +177,7 @@ def _moved(warehouse: Warehouse, text: str, relative_to: Path | None) -> Checkpo
 
 def _as_registered(warehouse: Warehouse, known: Checkpoint, revision: str) -> Checkpoint:
     """The checkpoint, if its files are still those of that revision."""
-    found = open_root(warehouse, known.root, known.name)
+    found = _open_registered(warehouse, known.root, known.name)
     if found.checkpoint_id != known.checkpoint_id:
         raise CheckpointChangedError(
             "The files of a revision have been replaced",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 #: Models that nobody is to look for, by the text (`model@revision` with one) that names them:
 #: results of earlier stages, which are not there yet, and inputs of a merge that is replayed.
 Pending = Mapping[str, Checkpoint]
+#: Says of an error with which model it is one.
+Placed = Callable[[MergePipeError, ModelRef], MergePipeError]
 #: Architectures with a head that may be the embedding (config.json, `architectures`).
 _PREDICTS = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
@@ -48,10 +50,11 @@ def open_models(
     relative_to: Path | None,
     pending: Pending,
     problems: list[MergePipeError],
+    placed: Placed = lambda error, ref: error,
 ) -> list[Model]:
     """A model per reference, the base's number being `base`; empty if there are problems.
 
-    Adds one problem per reference that cannot be opened.
+    Adds one problem per reference that cannot be opened, as `placed` gives it.
     """
     opener = _Opener(warehouse, relative_to, pending)
     opened: list[tuple[Checkpoint, ...] | None] = []
@@ -59,7 +62,7 @@ def open_models(
         try:
             opened.append(opener.open(ref))
         except MergePipeError as error:
-            problems.append(error)
+            problems.append(placed(error, ref))
             opened.append(None)
     if problems:
         return []

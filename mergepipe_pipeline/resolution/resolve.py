@@ -8,12 +8,13 @@ from __future__ import annotations
 from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 from mergepipe_pipeline.contents.quarantine import quarantine_of
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
-from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError
 from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.planner.parts import is_merged, out_dtype, stored_like
 from mergepipe_pipeline.planner.plan_builder import Side
@@ -26,6 +27,7 @@ from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.left_out import without
 from mergepipe_pipeline.resolution.locate import exists
 from mergepipe_pipeline.resolution.model_files import side_of, template_of
+from mergepipe_pipeline.resolution.model_problems import placed_in, several
 from mergepipe_pipeline.resolution.open_models import open_models, tied_updates
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
 from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for
@@ -118,7 +120,7 @@ def resolve(
         done.append(resolved)
         pending[name] = foreseen(resolved.recipe, resolved.models, resolved.side)
     if problems:
-        raise _all(problems, parsed)
+        raise several(problems, parsed)
     *before, final = done
     return replace(final, before=tuple(before))
 
@@ -213,7 +215,7 @@ def _fit(
     except MergePipeError as error:
         problems.append(error)
     if problems:
-        raise _all(problems, parsed)
+        raise several(problems, parsed)
     return _Fitted(tuple(models), side, tokenizer, (*warnings, *cropped))
 
 
@@ -238,11 +240,19 @@ def open_stage(
     Raises as `resolve` does, for what the models' structure alone can tell.
     """
     problems: list[MergePipeError] = []
-    models = open_models(warehouse, parsed.references, parsed.base, relative_to, pending, problems)
+    models = open_models(
+        warehouse,
+        parsed.references,
+        parsed.base,
+        relative_to,
+        pending,
+        problems,
+        partial(placed_in, parsed),
+    )
     if problems:
-        raise _all(problems, parsed)
-    partial = [m.is_partial for m in models]
-    recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, partial)
+        raise several(problems, parsed)
+    is_partial = [m.is_partial for m in models]
+    recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial)
     return recipe, [_completed(m, n, recipe, models) for n, m in enumerate(models)]
 
 
@@ -310,7 +320,7 @@ def _lost_models(
     """What is wrong with the models of a stage that waits for one that has failed."""
     found: list[MergePipeError] = []
     there = [r for r in stage.references if r.model not in failed]
-    open_models(warehouse, there, None, relative_to, pending, found)
+    open_models(warehouse, there, None, relative_to, pending, found, partial(placed_in, stage))
     return [problem for problem in found if isinstance(problem, CheckpointError)]
 
 
@@ -337,20 +347,3 @@ def _no_config(template: Model) -> list[str]:
         f"{template.name} has no config.json, and the result takes it from there: no library will "
         "load the result before one is put beside its weights"
     ]
-
-
-def _all(problems: Sequence[MergePipeError], parsed: ParsedRecipe) -> MergePipeError:
-    problems = list({str(p): p for p in problems}.values())
-    if len(problems) == 1:
-        return problems[0]
-    flat = tuple(
-        line
-        for p in problems
-        for line in (p.problems if isinstance(p, RecipeError) and p.problems else (str(p),))
-    )
-    return RecipeError(
-        "A recipe has several problems",
-        where=parsed.where,
-        problems=flat,
-        next_step="mend them all; nothing was read or written",
-    )

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
-from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.remote.address import is_address, is_hub_name
 from mergepipe_pipeline.resolution.locate import expanded, locate_checkpoint, locate_registered
 from mergepipe_pipeline.resolution.names import free_name
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
@@ -29,5 +30,13 @@ def register(
         found = locate_checkpoint(warehouse, str(path))
         return catalog.register(replace(found, name=name or found.name), base)
     root = Path(os.path.realpath(expanded(path)))
+    if is_hub_name(str(path)) and not root.exists():
+        raise CheckpointError(
+            "A checkpoint is not there",
+            where=str(root),
+            expected="a folder with safetensors files",
+            found="nothing at this path that may be read",
+            next_step=f"check the path, or write hf://{path} for a model of the Hugging Face hub",
+        )
     chosen = name or free_name(catalog, root, {})
     return catalog.register(open_checkpoint(str(root), chosen), base)

@@ -95,6 +95,96 @@ def test_a_model_path_that_is_not_there_is_named(
     assert "\n  next      " in result.stderr
 
 
+@pytest.fixture
+def registered(tmp_path: Path, family: Path) -> Path:
+    """A warehouse at `w` that knows `base`, in a folder of its own, and `math`."""
+    shutil.copytree(family / "base", tmp_path / "base")
+    home = tmp_path / "w"
+    assert call("register", tmp_path / "base", "--home", home).exit_code == 0
+    assert call("register", family / "expert_00", "--name", "math", "--home", home).exit_code == 0
+    return home
+
+
+RECIPE = "merge_method: ties\nbase_model: base\nmodels:\n- model: math\nparameters: {weight: 1}\n"
+
+
+def check(home: Path, text: str) -> Result:
+    (home.parent / "r.yml").write_text(text)
+    return call("check", home.parent / "r.yml", "--home", home)
+
+
+def test_an_unknown_model_is_told_at_its_key_with_the_name_that_is_meant(registered: Path) -> None:
+    result = check(registered, RECIPE.replace("base_model: base", "base_model: bse"))
+    assert result.exit_code == 12
+    assert "r.yml, line 2, base_model: bse\n" in result.stderr
+    assert "; did you mean `base`?\n" in result.stderr
+    result = check(registered, RECIPE.replace("model: math", "model: mth"))
+    assert "r.yml, line 4, models[0].model: mth\n" in result.stderr
+    assert "; did you mean `math`?\n" in result.stderr
+
+
+def test_several_unknown_models_are_explained_once(registered: Path) -> None:
+    text = RECIPE.replace("model: math", "model: mth").replace(
+        "base_model: base", "base_model: bse"
+    )
+    result = check(registered, text)
+    assert result.stderr.count("a folder with safetensors, a model in") == 1
+    assert "did you mean `base`?" in result.stderr
+    assert "did you mean `math`?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wish", "key"),
+    [
+        ("tokenizer_source: unoin\n", "tokenizer_source"),
+        ("tokenizer: {source: unoin}\n", "tokenizer.source"),
+    ],
+)
+def test_a_misspelt_tokenizer_source_is_told_at_its_key_with_the_word_that_is_meant(
+    registered: Path, wish: str, key: str
+) -> None:
+    result = check(registered, RECIPE + wish)
+    assert f"r.yml, line 6, {key}: unoin\n" in result.stderr
+    assert "; did you mean `union`?\n" in result.stderr
+
+
+def test_an_unknown_model_of_one_token_is_told_at_its_key(registered: Path) -> None:
+    result = check(registered, RECIPE + "tokenizer: {tokens: {<s>: {source: unoin}}}\n")
+    assert "r.yml, line 6, tokenizer.tokens.<s>.source: unoin\n" in result.stderr
+    assert "did you mean" not in result.stderr
+
+
+def test_a_registered_model_whose_folder_is_gone_is_told_by_name_with_what_to_do(
+    registered: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "base").rename(tmp_path / "moved")
+    result = check(registered, RECIPE)
+    assert result.exit_code == 12
+    assert "error: The folder of a registered checkpoint is gone\n" in result.stderr
+    assert f"base_model: base, registered at {tmp_path / 'base'}\n" in result.stderr
+    assert "`mergepipe register NEWPATH --name base`" in result.stderr
+    again = call("register", tmp_path / "moved", "--name", "base", "--home", registered)
+    assert again.exit_code == 0
+    assert check(registered, RECIPE).exit_code == 0
+
+
+@pytest.mark.parametrize(("path", "hub"), [("org/model", True), ("./org/model", False)])
+def test_a_path_that_could_be_a_hub_name_is_told_how_to_mean_the_hub(
+    registered: Path, path: str, hub: bool
+) -> None:
+    result = call("register", path, "--home", registered)
+    assert result.exit_code == 12
+    assert ("write hf://org/model" in result.stderr) is hub
+
+
+def test_a_recipe_that_is_no_text_or_not_there_is_told_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "r.yml").write_bytes(b"# caf\xe9\n" + RECIPE.encode())
+    result = call("check", tmp_path / "r.yml", "--home", tmp_path / "w")
+    assert "byte 5, which is not UTF-8 text\n  next      save the file as UTF-8" in result.stderr
+    result = call("check", tmp_path / "no.yml", "--home", tmp_path / "w")
+    assert "  found     no such file\n  next      check the path" in result.stderr
+
+
 def test_shapes_that_differ_are_named_with_both_shapes(
     refused: Callable[..., Result], tmp_path: Path, family: Path
 ) -> None:

@@ -175,7 +175,7 @@ def test_problems_of_all_stages_are_told_at_once(home: Warehouse, family: Path) 
     problems = caught.value.problems
     assert len(problems) == 3
     for place, other in zip(problems, ("lost_2", "lost_0", "lost_1"), strict=True):
-        assert f"Where: {family / other}" in place
+        assert str(family / other) in place
 
 
 def test_a_stage_that_hides_a_model_is_warned_of(home: Warehouse, family: Path) -> None:
