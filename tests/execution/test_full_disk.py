@@ -1,0 +1,56 @@
+"""A result that a disk has no room for is refused before it is begun."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Room of a disk beside what is on it before the merge: for a plan, and not for the result.
+_ROOM_NBYTES = 200_000
+
+
+def _may_mount() -> bool:
+    probe = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(probe, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _may_mount(), reason="mounting a small disk needs root")
+def test_a_merge_that_does_not_fit_the_disk_is_refused_before_a_layer_is_written(
+    tmp_path: Path, recipe_text: Callable[..., str]
+) -> None:
+    home, recipe, disk = tmp_path / "w", tmp_path / "r.yml", tmp_path / "disk"
+    recipe.write_text(recipe_text())
+    disk.mkdir()
+    plan = make_plan(Warehouse.at(home).ensure(), parse(recipe_text(), name="r", where=str(recipe)))
+    result_nbytes = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
+    assert result_nbytes > _ROOM_NBYTES
+    used = subprocess.run(["du", "-sb", str(home)], capture_output=True, text=True, check=True)
+    nbytes = 2 * int(used.stdout.split()[0]) + _ROOM_NBYTES  # small files take whole pages
+    objects = f"{disk}/w/objects"
+    merge = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "merge", str(recipe), "--json"]
+    steps = (
+        f"mount -t tmpfs -o size={nbytes} none {disk}",
+        f"cp -r {home} {disk}/w",
+        f"fallocate -l $(($(df -B1 --output=avail {disk} | tail -1) - {_ROOM_NBYTES})) {disk}/full",
+        f"{{ {shlex.join(merge)} --home {disk}/w; echo $? >&2; find {objects} -type f >&2; }}",
+    )
+    command = ["unshare", "-m", "sh", "-c", " && ".join(steps)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    error = json.loads(done.stdout)["error"]
+    assert (error["class"], error["what"]) == (
+        "StorageFullError",
+        "The disk has no room for the result",
+    )
+    assert "free" in error["expected"]
+    assert "mergepipe gc" in error["next_step"]
+    assert done.stderr.splitlines()[-1] == "20"  # and no file of objects behind it
