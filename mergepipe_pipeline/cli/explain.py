@@ -125,7 +125,7 @@ def _share_lines(rows: tuple[Share, ...], by: str) -> list[str]:
     lines = [
         (
             s.expert,
-            s.place,
+            *([] if by == "expert" else [s.place]),
             size(s.nbytes_total),
             size(s.nbytes_read),
             f"{100 * s.nbytes_read / max(1, s.nbytes_total):.1f} %",
@@ -133,7 +133,7 @@ def _share_lines(rows: tuple[Share, ...], by: str) -> list[str]:
         )
         for s in rows
     ]
-    return table(("expert", by, "size", "read", "share", "known zero"), lines)
+    return table((*dict.fromkeys(("expert", by)), "size", "read", "share", "known zero"), lines)
 
 
 def _level_lines(levels: tuple[LevelShare, ...]) -> list[str]:

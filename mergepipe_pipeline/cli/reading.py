@@ -21,7 +21,14 @@ AS_WRITTEN = Reading(lenient=False, copy_tokenizer=True, truncate_embeddings=Fal
 
 
 def reading(planning: dict[str, Any]) -> Reading:
-    """The options that say how a recipe is read, taken out of the others."""
+    """The options that say how a recipe is read, taken out of the others.
+
+    Raises UsageError for others that contradict each other.
+    """
+    if planning.get("strategy") == "packs" and planning.get("no_packs"):
+        raise click.UsageError(
+            "--strategy packs and --no-packs exclude each other: give one of them"
+        )
     return Reading(
         lenient=planning.pop("lenient"),
         copy_tokenizer=planning.pop("copy_tokenizer"),

@@ -6,7 +6,7 @@ is known to be zero, which cost nothing) and what is read (selected blocks only)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,9 +164,19 @@ class PlanBuilder:
             ),
             ref=recipe.ref,
             estimates=promised,
-            warnings=recipe.warnings,
+            warnings=(*recipe.warnings, *self._without_effect(candidates, promised)),
             packs=self._packs.sources if self._packs and promised.strategy == PACKS else (),
         )
+
+    def _without_effect(self, c: Candidates, promised: Estimates) -> Iterator[str]:
+        """What to warn of: experts that add nothing, and a budget that takes nothing of any."""
+        alive = np.bincount(c.expert, ~c.zero)
+        there = np.bincount(c.expert, minlength=len(alive))
+        for number, names in enumerate(self._experts()):
+            if number < len(alive) and there[number] and not alive[number]:
+                yield f"{names[-1]} equals the base in all that is merged: it adds nothing"
+        if promised.expert_bytes_planned == 0 and alive.any():
+            yield "the budget is too small for any block of any expert: the result is the base"
 
     def _view(self, model: int, tensor: str) -> TensorView:
         return moved(self._inputs[model].model.views[tensor], self._first_source[model])

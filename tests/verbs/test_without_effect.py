@@ -1,0 +1,59 @@
+"""A merge that changes less than somebody may think says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.verbs.merge import merge
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.family import tensors_of, write_model
+from tests.told import Told
+
+
+def text_of(folder: Path, *experts: str) -> str:
+    models = ", ".join(f"{{model: {folder}/{name}}}" for name in experts)
+    return (
+        f"merge_method: task_arithmetic\nbase_model: {folder}/base\n"
+        f"models: [{models}]\nparameters: {{weight: 0.5}}\ndtype: bfloat16\n"
+    )
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    for expert, name in ((None, "base"), (1, "math"), (None, "same")):
+        write_model(tmp_path / name, tensors_of(0, expert))
+    return tmp_path
+
+
+def warnings_of(models: Path, *experts: str, budget: str | None = None) -> list[str]:
+    told, home = Told(), Warehouse.at(models / "home")
+    recipe = parse(text_of(models, *experts), name="m", where="m.yml")
+    merge(home, recipe, progress=told, budget=budget)
+    return [w for w in told.warnings if "equals the base" in w or "too small" in w]
+
+
+def test_an_expert_that_equals_the_base_is_named(models: Path) -> None:
+    assert warnings_of(models, "math", "same") == [
+        "same equals the base in all that is merged: it adds nothing"
+    ]
+
+
+def test_a_budget_that_buys_nothing_is_said(models: Path) -> None:
+    assert warnings_of(models, "math") == []
+    assert warnings_of(models, "math", budget="0.0001%") == [
+        "the budget is too small for any block of any expert: the result is the base"
+    ]
+
+
+def test_the_strategy_of_packs_and_no_packs_contradict_each_other(models: Path) -> None:
+    recipe = models / "m.yml"
+    recipe.write_text(text_of(models, "math"))
+    words = ["check", str(recipe), "--strategy", "packs", "--no-packs"]
+    done = CliRunner().invoke(main, [*words, "--home", str(models / "home")])
+    assert done.exit_code == 2
+    assert "give one of them" in done.output
