@@ -30,6 +30,8 @@ _SHORT_TEXTS = (
 _NEXT = {
     errno.ENOENT: "check the path; if another program removed it meanwhile (`mergepipe gc`?), run "
     "the same command again: finished work is kept",
+    errno.EROFS: "what is written must be on a file system that may be written: look at --home, "
+    "--out and --cold",
     errno.EMFILE: "raise `ulimit -n`, then run again",
     errno.EFBIG: "raise `ulimit -f`, then run again",
 }

@@ -97,8 +97,10 @@ def gc(console: Console, dry_run: bool, older_than_s: float | None, bucket: bool
     done = run(console.existing, dry_run=dry_run, **given)
     console.warn(done.notes)
     verb_done = "would remove" if dry_run else "removed"
+    is_default = older_than_s is None and not bucket
     console.show(
         asdict(done),
         f"{verb_done} {done.files} files, {size(done.nbytes)}",
         *(f"  {'snapshot' if bucket else 'stage'} {snapshot_id}" for snapshot_id in done.snapshots),
+        *(["what was used in the last hour stays; --older-than 0 takes it, too"] * is_default),
     )

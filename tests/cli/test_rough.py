@@ -107,6 +107,7 @@ def test_gc_removes_what_a_killed_process_left_half_written(tmp_path: Path) -> N
     kept = home / "refs" / "ab" / "00000001.json"
     kept.write_bytes(b"{}")
     assert json.loads(call("gc", "--home", home, "--json").stdout)["files"] == 0
+    assert "--older-than 0 takes it, too" in call("gc", "--home", home).stdout
     assert json.loads(call("gc", "--older-than", 0, "--home", home, "--json").stdout)["files"] == 4
     assert kept.exists()
     assert not any(file.exists() for file in left)
@@ -149,7 +150,12 @@ def test_a_full_disk_behind_stdout_is_an_error_and_no_traceback(
 
 @pytest.mark.parametrize(
     ("number", "step"),
-    [(errno.ENOENT, "mergepipe gc"), (errno.EMFILE, "ulimit -n"), (errno.EACCES, "permissions")],
+    [
+        (errno.ENOENT, "mergepipe gc"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EACCES, "permissions"),
+        (errno.EROFS, "--home"),
+    ],
 )
 def test_what_the_system_refuses_comes_with_what_to_do(number: int, step: str) -> None:
     error = from_os_error(OSError(number, os.strerror(number), "/models/x"))
