@@ -80,7 +80,7 @@ def test_a_search_that_cannot_be_used_says_why_and_harms_no_other(
     home.recipe_path("both").write_text("merge_method: linear\nmodels: []\n")
     assert jobs(ticker.tick()) == []
     assert "two is not registered yet" in told(ticker, "other")
-    assert "odd: A search file cannot be used" in told(ticker, "odd")
+    assert "odd: unknown key `worker`; did you mean `workers`?" in told(ticker, "odd")
     assert "the same assets or job as the recipe both" in told(ticker, "both.yml")
     write(home)
     assert jobs(ticker.tick()) == ["begin_mix"]
