@@ -78,10 +78,12 @@ def test_an_expert_goes_back_to_its_live_version_where_that_can_be_had(
     world: World, tmp_path: Path, place: str
 ) -> None:
     home = world.home
-    world.make(tmp_path / "one", 1.0, {})
-    world.make(tmp_path / "two", 1.0, {"layer_1": 9.0})
+    live = {"its folder": 1.01, "its pack": 1.02}[place]  # that no other test finds here
+    world.make(tmp_path / "one", live, {})
+    world.make(tmp_path / "two", live, {"layer_1": 9.0})
     shutil.rmtree(home.inbox / "c")
     world.register("c", tmp_path / "one")
+    assert world.run() is None
     if place == "its pack":
         (packed,) = pack(home, ["c"], base="base")
         move_to_cold(home, packed, tmp_path / "cold")
