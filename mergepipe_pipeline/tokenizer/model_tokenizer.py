@@ -105,6 +105,8 @@ def read_tokenizer(name: str, files: Mapping[str, bytes], n_rows: int) -> ModelT
         return ModelTokenizer(name, kept, n_rows, {}, ())
     config = json_object(kept, CONFIG, name)
     added = number(plain, stated, _configured(kept, config, name))
+    if not plain and not added:
+        raise _damaged(f"{name}, its tokenizer", "a vocabulary with tokens", "none")
     return ModelTokenizer(name, kept, n_rows, plain, added)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -121,6 +121,8 @@ def test_a_damaged_file_is_refused_with_its_name(data: bytes, message: str) -> N
     ),
     st.sampled_from(["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]),
 )
+@example({"model": {"vocab": []}}, "tokenizer.json")
+@example({"model": {"vocab": {}}}, "tokenizer.json")
 @settings(max_examples=50, deadline=None)
 def test_any_json_is_read_or_refused_on_purpose(value: Any, file: str) -> None:
     files = {**files_of(document({"x": 0})), file: json.dumps(value).encode()}
