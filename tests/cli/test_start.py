@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
 
-MERGEPIPE = ["mergepipe", "ls"]
+# The command stands beside the interpreter: `make test` does not put the environment on the path.
+MERGEPIPE = Path(sys.executable).with_name("mergepipe")
 
 
 @pytest.mark.parametrize("after_s", [0.02, 0.05, 0.1, 0.2])
@@ -22,7 +24,11 @@ def test_ctrl_c_while_the_command_is_loaded_ends_it_without_a_traceback(
 ) -> None:
     environment = {**os.environ, "MERGEPIPE_HOME": str(tmp_path / "home")}
     process = subprocess.Popen(
-        [*MERGEPIPE], stderr=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        [MERGEPIPE, "ls"],
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,
     )
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
