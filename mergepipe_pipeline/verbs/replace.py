@@ -81,7 +81,7 @@ def move_to_cold(
         files_of(root, checkpoint, list(known.contents)),
     )
     if target.exists():
-        _refuse_other_files(target, record)
+        _refuse_other_files(record)
     store = warehouse.replaced
     with staging(warehouse, "replace") as staged:
         write_record(staged / "record", record, warehouse.roots)
@@ -93,7 +93,7 @@ def move_to_cold(
         raise CorruptionError(
             "The expert changed while it was packed", where=str(root), next_step="pack it again"
         )
-    _move(root, target, record)
+    _move(record)
     return _moved(record)
 
 
@@ -245,30 +245,42 @@ def _refuse_wrong_places(packed: Packed, root: Path, target: Path) -> None:
     )
 
 
-def _refuse_other_files(target: Path, record: Replaced) -> None:
-    """Raise MergePipeError unless a folder holds the files of a record, and no others."""
+def _refuse_other_files(record: Replaced) -> None:
+    """Raise MergePipeError unless `cold` holds a copy of the files of a record, and no others.
+
+    Links to the expert's files, or another path to them, are no copy: they go with the files.
+    """
+    root, target = Path(record.root), Path(record.cold)
     expected = {file.path: file.sha256 for file in record.files}
-    found = {p.relative_to(target).as_posix() for p in target.rglob("*") if not p.is_dir()}
-    if found == expected.keys() and all(
-        file_sha256(target / path) == sha256 for path, sha256 in expected.items()
-    ):
+    paths = [p for p in target.rglob("*") if p.is_symlink() or not p.is_dir()]
+    found = {p.relative_to(target).as_posix() for p in paths}
+    if any(p.is_symlink() or not p.is_file() for p in paths):
+        problem = "links or special files"
+    elif found != expected.keys():
+        problem = "other files"
+    elif any((target / path).samefile(root / path) for path in expected):
+        problem = "the expert's own files under another path"
+    elif any(file_sha256(target / path) != sha256 for path, sha256 in expected.items()):
+        problem = "other files"
+    else:
         return
     raise MergePipeError(
         "The place for an expert's files is taken",
         where=str(target),
-        expected=f"nothing, or the files of {record.name} and no others",
-        found="other files",
+        expected=f"nothing, or a copy of the files of {record.name} and no others",
+        found=problem,
         next_step="choose another --cold",
     )
 
 
-def _move(root: Path, target: Path, record: Replaced) -> None:
+def _move(record: Replaced) -> None:
     """Rename the folder; across file systems copy it, compare the copy, and remove it.
 
     If a copy is there, compare that. Raises MergePipeError for other files there.
     """
+    root, target = Path(record.root), Path(record.cold)
     if target.exists():
-        _refuse_other_files(target, record)
+        _refuse_other_files(record)
         remove_tree(root)
         return
     make_dirs(target.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +123,32 @@ def test_replacing_again_after_unpack_takes_the_copy_in_cold_storage_if_it_is_th
     with pytest.raises(MergePipeError, match="other files"):
         move_to_cold(warehouse, made, tmp_path / "cold")
     assert files_in(tmp_path / "e0") == before
+
+
+@pytest.mark.parametrize("how", ["links", "hard links", "a link in a folder", "the folder itself"])
+def test_a_copy_that_is_the_original_under_another_path_is_not_taken_for_one(
+    tmp_path: Path, how: str
+) -> None:
+    warehouse, before = with_side_files(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    root, cold = tmp_path / "e0", tmp_path / "cold" / "e0"
+    cold.parent.mkdir()
+    if how == "the folder itself":
+        given = tmp_path
+    else:
+        given = cold.parent
+        shutil.copytree(root, cold)
+    if how == "a link in a folder":
+        (cold / "notes" / "read.me").unlink()
+        (cold / "notes" / "read.me").symlink_to(root / "notes" / "read.me")
+    elif how in ("links", "hard links"):
+        for path in [p for p in cold.rglob("*") if p.is_file()]:
+            path.unlink()
+            of = root / path.relative_to(cold)
+            path.symlink_to(of) if how == "links" else path.hardlink_to(of)
+    with pytest.raises(MergePipeError, match=r"cannot be moved|place .* is taken"):
+        move_to_cold(warehouse, made, given)
+    assert files_in(root) == before
 
 
 def test_what_cannot_be_given_back_is_not_moved(tmp_path: Path) -> None:
