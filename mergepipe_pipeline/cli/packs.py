@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -119,8 +120,8 @@ def unpack(console: Console, name: str, to: str | None) -> None:
     from mergepipe_pipeline.verbs.replace import unpack as run
 
     done = run(console.existing, name, to, console.progress)
+    copied = f"; the originals stay in {done.root}" if Path(done.root).exists() else ""
     console.show(
         asdict(done),
-        f"{done.name}: {counted(done.files, 'file')}, {size(done.nbytes)}, in {done.cold}; the "
-        f"originals stay in {done.root}",
+        f"{done.name}: {counted(done.files, 'file')}, {size(done.nbytes)}, in {done.cold}{copied}",
     )

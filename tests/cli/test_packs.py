@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,5 +66,10 @@ def test_an_expert_goes_to_cold_storage_and_comes_back(tmp_path: Path) -> None:
     assert "expert bytes" in run(tmp_path, "check", str(recipe))
     refused = run(tmp_path, "plan", str(recipe), "--no-packs", code=12)
     assert "mergepipe unpack e0" in refused
-    assert "1 file" in run(tmp_path, "unpack", "e0")
+    assert f"the originals stay in {cold}/e0" in run(tmp_path, "unpack", "e0")
+    assert "moved to" in run(tmp_path, "pack", "e0", "--replace", "--cold", cold)
+    shutil.rmtree(cold)
+    told = run(tmp_path, "unpack", "e0")
+    assert "1 file" in told
+    assert "originals stay" not in told
     assert (tmp_path / "e0" / "e0.safetensors").exists()
