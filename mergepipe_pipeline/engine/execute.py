@@ -21,7 +21,7 @@ from typing import Any
 
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.lookahead import lookahead
-from mergepipe_pipeline.concurrency.threads import READING, prepass, single_threaded_torch
+from mergepipe_pipeline.concurrency.threads import READING, single_threaded_torch
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
@@ -90,10 +90,10 @@ class LayerRunner:
 
     def __enter__(self) -> LayerRunner:
         self._stack.enter_context(self._sources)
-        threads = self._options.threads
-        self._workers = self._stack.enter_context(Workers(threads))
+        self._workers = self._stack.enter_context(Workers(self._options.threads))
         self._readers = self._stack.enter_context(Workers(READING))
-        self._prepass = self._stack.enter_context(RescalePrepass(self._sources, prepass()))
+        prepass = RescalePrepass(self._sources, self._options.prepass_threads)
+        self._prepass = self._stack.enter_context(prepass)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from mergepipe_pipeline.concurrency.threads import READING, cores, merging
+from mergepipe_pipeline.concurrency.threads import READING, cores, merging, prepass
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, FINE_ELEMS
 
 _QUANTUM = FINE_ELEMS
@@ -86,6 +86,11 @@ class EngineOptions:
             from mergepipe_pipeline.engine.accelerator import device_of
 
             device_of(self.device)
+
+    @property
+    def prepass_threads(self) -> int:
+        """Windows read for norms at once: no more than workers where few were asked for."""
+        return prepass() if self.threads >= cores() else self.threads
 
     @property
     def in_flight(self) -> int:
