@@ -176,7 +176,10 @@ class DamagedPackError(CorruptionError):
     """A pack is damaged where it is stored; the next try does without it."""
 
     exit_code = 31
-    pack_id: str = ""
+
+    def __init__(self, what: str, *, pack_id: str = "", **parts: str | None) -> None:
+        super().__init__(what, **parts)
+        self.pack_id = pack_id
 
 
 class StorageFullError(MergePipeError):

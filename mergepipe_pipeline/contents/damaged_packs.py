@@ -27,20 +27,20 @@ def set_aside(warehouse: Warehouse, plan: MergePlan, error: DamagedPackError) ->
 
     Raises CorruptionError for a pack that stands for its expert, which stays.
     """
-    refuse_irreplaceable(warehouse, error.pack_id, error)
+    _refuse_irreplaceable(warehouse, error.pack_id, error)
     path, folder = warehouse.packs.path(error.pack_id), warehouse.new_quarantine()
     with suppress(FileNotFoundError):  # another merge was here first
         rename(path, folder / path.relative_to(warehouse.root))
-    names = " and ".join(_names(plan, error.pack_id))
-    error.what = f"The pack of {names} is damaged, and was set aside"
+    names = _names(plan, error.pack_id)
+    error.what = f"The pack of {' and '.join(names)} is damaged, and was set aside"
     error.next_step = (
-        f"run the same command again: it does without this pack; `mergepipe pack {names}` makes "
-        f"it again, and what was set aside is in {folder}"
+        f"run the same command again: it does without this pack; `mergepipe pack {' '.join(names)}`"
+        f" makes it again, and what was set aside is in {folder}"
     )
     return error
 
 
-def refuse_irreplaceable(warehouse: Warehouse, pack_id: str, error: CorruptionError) -> None:
+def _refuse_irreplaceable(warehouse: Warehouse, pack_id: str, error: CorruptionError) -> None:
     """Raise CorruptionError if a damaged pack stands for an expert whose files were moved away."""
     for record in _away(warehouse):
         if record.pack_id == pack_id:

@@ -74,9 +74,14 @@ class PackReader:
         try:
             yield
         except CorruptionError as error:
-            damaged = DamagedPackError(error.what)
-            damaged.__dict__ |= {**error.__dict__, "pack_id": self._pack_id}
-            raise damaged from error
+            raise DamagedPackError(
+                error.what,
+                pack_id=self._pack_id,
+                where=error.where,
+                expected=error.expected,
+                found=error.found,
+                next_step=error.next_step,
+            ) from error
 
     def _gate(self, tensor: PackedTensor) -> Flags:
         """The frames that may be read, [tiers, chunks]."""

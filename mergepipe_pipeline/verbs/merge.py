@@ -119,14 +119,16 @@ def _planned_and_run(
     run: Callable[[Warehouse, MergePlan], MergeOutcome],
 ) -> tuple[MergePlan, MergeOutcome]:
     """Plan and run; once more for each pack that turns out to be damaged, without it."""
-    with prefetch_base(resolved):
-        plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
-    progress.warn(*plan.warnings)
-    try:
-        return plan, run(warehouse, plan)
-    except DamagedPackError as error:
-        progress.warn(f"{error.what} ({error.where}): the merge begins again without it")
-    return _planned_and_run(warehouse, resolved, stages, progress, run)
+    told: set[str] = set()
+    while True:
+        with prefetch_base(resolved):
+            plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
+        progress.warn(*(warning for warning in plan.warnings if warning not in told))
+        told.update(plan.warnings)
+        try:
+            return plan, run(warehouse, plan)
+        except DamagedPackError as error:
+            progress.warn(f"{error.what} ({error.where}): the merge begins again without it")
 
 
 def _judged(

@@ -66,6 +66,7 @@ def test_a_merge_begins_again_without_a_pack_that_turns_out_to_be_damaged(
     wanted = merge(without, recipe()).outcome
     assert found.snapshot.snapshot_id == wanted.snapshot.snapshot_id
     assert [w for w in told.warnings if "pack of e0 is damaged" in w and ".frames, tensor " in w]
+    assert len(told.warnings) == len(set(told.warnings)) > 1
     assert not root.exists()
     assert [p.name for p in warehouse.quarantine.glob("*/packs/*")] == [root.name]
     assert verify_all(warehouse).ok
