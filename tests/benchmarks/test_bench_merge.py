@@ -78,6 +78,8 @@ def test_a_merge_under_a_budget_is_measured_against_the_limit(tiny: Path, tmp_pa
     assert ours.cost.anon_nbytes > 30 << 20
     assert ours.cost.storage_read_nbytes >= ours.needed.base_nbytes
     needed = limit.needed.base_nbytes + limit.needed.expert_nbytes
-    assert needed <= limit.cost.storage_read_nbytes < needed + (64 << 10)
+    # Beside it, what the system reads for it: pages of the program that memory does not hold. An
+    # expert read whole would be more.
+    assert needed <= limit.cost.storage_read_nbytes < needed + (1 << 20) < needed + base_nbytes
     assert ours.setting == limit.setting
     assert [p.name for p in tmp_path.iterdir() if p.name == "scratch"] == []
