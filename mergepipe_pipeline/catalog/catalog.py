@@ -46,7 +46,7 @@ Fact = tuple[float, ...]
 class Registration:
     """Version `version` of a name: its checkpoint, and the name of its base if it has one.
 
-    `is_new`: as `register` gave it, and this version was not there before.
+    `is_new`: `register` has just added this version.
     """
 
     name: str

@@ -17,9 +17,9 @@ from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS
+from mergepipe_pipeline.packs.sums import SUMMED_ELEMS
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, PackedTensor, Tier
+from mergepipe_pipeline.spec.pack import PackedTensor, Tier
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -101,7 +101,7 @@ def _check_rest(warehouse: Warehouse, checkpoint_id: str) -> None:
 def _read_all(warehouse: Warehouse, pack_id: str) -> None:
     """Read all of a pack but its frames."""
     pack = warehouse.packs.open(pack_id)
-    for _ in chain(pack.tensors.values(), pack.sizes(SUMMED_CHUNKS * CHUNK_ELEMS)):
+    for _ in chain(pack.tensors.values(), pack.sizes(SUMMED_ELEMS)):
         pass
 
 

@@ -42,7 +42,9 @@ def _quantise(
     tiers: npt.NDArray[np.int8],
     out: Floats,
 ) -> None:
+    """As `quantised`, into `out`; `per_unit` [experts], `step` [experts, lossy tiers]."""
     n = delta.shape[2]
+    # [n] each: what a row is in units, and as an integer.
     room = np.empty(n, np.float32), np.empty(n, np.int32)
     for e in range(delta.shape[0]):
         for r in range(delta.shape[1]):

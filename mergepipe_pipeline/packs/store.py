@@ -11,9 +11,6 @@ from itertools import product, zip_longest
 from pathlib import Path
 from threading import Lock
 
-import numpy as np
-import numpy.typing as npt
-
 from mergepipe_pipeline.catalog.seals import said
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.index import (
@@ -28,7 +25,7 @@ from mergepipe_pipeline.packs.index import (
     read_index,
     sizes_of,
 )
-from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
+from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, SUMMED_ELEMS, Residuals, Sizes, summed
 from mergepipe_pipeline.spec.pack import (
     CHUNK_ELEMS,
     TIERS,
@@ -78,27 +75,28 @@ class Pack:
         """Tensors by name, in the order of the files; each is read when it is asked for."""
         return _Tensors(self.index)
 
-    def sizes(
-        self, block_elems: int
-    ) -> Iterator[tuple[TensorRow, npt.NDArray[np.uint32], npt.NDArray[np.float32]]]:
+    def sizes(self, block_elems: int) -> Iterator[tuple[TensorRow, Sizes, Residuals]]:
         """Per tensor in order `nbytes` [tiers, blocks] and `residual_sq` [levels, blocks].
 
         `block_elems` is a multiple of CHUNK_ELEMS.
         """
-        n, sums = block_elems // CHUNK_ELEMS, self.index.sums
-        path, steps = self.index.chunks, [n]
-        if n % SUMMED_CHUNKS == 0:
-            steps = [SUMMED_CHUNKS, n // SUMMED_CHUNKS]
-            if sums is not None:
-                path, steps = sums, steps[1:]
-        elems = CHUNK_ELEMS if path == self.index.chunks else SUMMED_CHUNKS * CHUNK_ELEMS
-        for row, told in zip_longest(self.index.rows, ChunkRows(path, CHUNKS).all()):
-            if row is None or told is None or told[0] != row.content.name:
+        chunks, sums, elems = self.index.chunks, self.index.sums, SUMMED_ELEMS
+        if block_elems % SUMMED_ELEMS:
+            found, elems = self._kept(chunks, CHUNK_ELEMS), CHUNK_ELEMS
+        elif sums is None:
+            kept = self._kept(chunks, CHUNK_ELEMS)
+            found = ((row, *summed(n, r, SUMMED_CHUNKS)) for row, n, r in kept)
+        else:
+            found = self._kept(sums, SUMMED_ELEMS)
+        for row, nbytes, residual_sq in found:
+            yield row, *summed(nbytes, residual_sq, block_elems // elems)
+
+    def _kept(self, path: Path, block_elems: int) -> Iterator[tuple[TensorRow, Sizes, Residuals]]:
+        """As `sizes`, of the blocks that a file of the index has."""
+        for row, kept in zip_longest(self.index.rows, ChunkRows(path, CHUNKS).all()):
+            if row is None or kept is None or kept[0] != row.content.name:
                 raise damaged_pack(path, "the tensors of the index", "others")
-            sizes = sizes_of(told[1], row, path, elems)
-            for step in steps:
-                sizes = summed(*sizes, step)
-            yield row, *sizes
+            yield row, *sizes_of(kept[1], row, path, block_elems)
 
 
 class _Tensors(Mapping[str, PackedTensor]):

@@ -10,8 +10,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-#: Chunks of the sums that a pack keeps: 1 Mi elements.
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS
+
+#: Chunks of the sums that a pack keeps, and their elements: 1 Mi.
 SUMMED_CHUNKS = 16
+SUMMED_ELEMS = SUMMED_CHUNKS * CHUNK_ELEMS
 
 Sizes = npt.NDArray[np.uint32]
 Residuals = npt.NDArray[np.float32]

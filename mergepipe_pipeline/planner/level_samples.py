@@ -14,14 +14,13 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.planner.candidates import Floats, Row
 from mergepipe_pipeline.planner.levels import Levels
-from mergepipe_pipeline.planner.packed_rows import N_LEVELS, Flags
+from mergepipe_pipeline.planner.packed_rows import NO_LEVELS, Flags
 from mergepipe_pipeline.planner.simulation import PARTS, Samples, Simulate
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 
 _X = TIERS.index("X")
-_NO_LEVELS = np.zeros(N_LEVELS, np.bool_)
 #: Sampled elements of one tensor and all its experts that are tried at most.
 _MAX_ELEMS = 1 << 18
 
@@ -54,7 +53,7 @@ class LevelSamples:
             [o.packed.threshold_bits if o else 0 for o in of], np.uint32
         )
         #: [E, levels of a choice]: the tiers that samples are quantised to.
-        self._tiers = np.array([_tiers(o.exact if o else _NO_LEVELS) for o in of], np.int8)
+        self._tiers = np.array([_tiers(o.exact if o else NO_LEVELS) for o in of], np.int8)
         #: Elements that each sampled block stands for.
         self._lengths = lengths * (numel / lengths.sum())
 

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints, Row
-from mergepipe_pipeline.planner.packed_rows import N_LEVELS, NOTHING, ORIGINAL, PackPace, RowLevels
+from mergepipe_pipeline.planner.packed_rows import NO_LEVELS, NOTHING, ORIGINAL, PackPace, RowLevels
 from mergepipe_pipeline.spec.pack import TIERS, PackedInput, PackedRange
 
 Levels = npt.NDArray[np.int8]
-_NONE = np.zeros(N_LEVELS, np.bool_)
 
 
 def level_name(number: int) -> str:
@@ -44,7 +43,7 @@ class LevelTable:
 
         out = np.where(levels == ORIGINAL, self.candidates.nbytes, 0)
         for cut, of in self._packed(levels):
-            at_levels(levels[cut], of.packed.nbytes, _NONE, out[cut])
+            at_levels(levels[cut], of.packed.nbytes, NO_LEVELS, out[cut])
         return out
 
     def residual_sq(self, levels: Levels) -> Floats:
@@ -123,7 +122,7 @@ def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | No
     if of is None or not _is_packed(levels).any():
         return None
     nbytes = np.zeros(len(levels), np.int64)
-    at_levels(levels, of.packed.nbytes, _NONE, nbytes)
+    at_levels(levels, of.packed.nbytes, NO_LEVELS, nbytes)
     starts = np.flatnonzero(np.diff(levels, prepend=-1))
     elems = np.minimum(np.append(starts, len(levels)) * block_elems, row.numel).tolist()
     runs = zip(

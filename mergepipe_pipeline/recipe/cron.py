@@ -1,8 +1,7 @@
-"""Whether a cron schedule is one that Dagster takes and that fires at all; five fields, no Dagster.
-And whether a name is that of a time zone.
+"""Checks when a recipe is to be merged: its cron schedule and time zone, without Dagster.
 
-Stricter than the parsers around: what they read differently (`?`, `L`, `#`, `@daily`, ranges that
-wrap) is refused.
+A schedule has five fields and fires at all. Stricter than the parsers around: what they read
+differently (`?`, `L`, `#`, `@daily`, ranges that wrap) is refused.
 """
 
 from __future__ import annotations
