@@ -4,10 +4,11 @@
         [--case ties …] [--rounds 3] [--peer] [--work FOLDER] [--json FILE]
 
 Linear and task_arithmetic 1.25, DARE-TIES 1.5, one-shot TIES 2 times, budgets of 10 % 1.5 times.
-The disk's time is that of reading the bytes that the merge cannot do without, cold, one after the
-other, and of writing its output with fsync. In every round, for every K and case, ours, the limit
-and (`--peer`) mergekit run in turn on the same files, which are dropped from the page cache before
-each and checked to be gone. Ours is the command `mergepipe merge` in a warehouse that has merged
+The limit is the disk's own time for the bytes that the merge cannot do without: direct reads by
+four threads beside a direct write with fsync. `cat` reads them one after the other through the page
+cache, then writes. In every round, for every K and case, ours, the limit, cat and (`--peer`)
+mergekit run in turn on the same files, which are dropped from the page cache before each and
+checked to be gone. Ours is the command `mergepipe merge` in a warehouse that has merged
 nothing; libraries are warm from a merge of a tiny family.
 """
 
@@ -81,7 +82,7 @@ class Arena:
             elif who == "mergekit":
                 command, warm_up = mergekit(recipe, out), mergekit(small, small_out)
             else:
-                command = physical_limit(needed, family, out)
+                command = physical_limit(needed, family, out, direct=who == "limit")
             log = self.scratch / "log"
             cost = run(
                 command,
@@ -108,7 +109,7 @@ def schedule(
         for case in cases:
             peer = [] if case.peer_name in met else ["mergekit"]
             met.add(case.peer_name)
-            contenders = ["ours", "limit", *peer]
+            contenders = ["ours", "limit", "cat", *peer]
             for who in contenders if turn % 2 == 0 else contenders[::-1]:
                 yield turn, k, case, who
 

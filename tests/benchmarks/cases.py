@@ -118,8 +118,8 @@ def mergekit(recipe: Path, out: Path) -> list[str]:
     return [MERGEKIT, str(recipe), str(out), "--quiet"]
 
 
-def physical_limit(needed: Needed, family: Family, out: Path) -> list[str]:
-    """Read what is needed, from each expert as much, then write the output."""
+def physical_limit(needed: Needed, family: Family, out: Path, *, direct: bool) -> list[str]:
+    """Read what is needed, from each expert as much, and write the output; see `limit`."""
     reads = []
     share, rest = divmod(needed.expert_nbytes, len(family.experts))
     wanted = [(family.base, needed.base_nbytes)]
@@ -130,4 +130,5 @@ def physical_limit(needed: Needed, family: Family, out: Path) -> list[str]:
             nbytes -= here
             reads += [f"{file}:{here}"] if here else []
     write = f"{out}:{needed.write_nbytes}"
-    return [sys.executable, limit.__file__, "--read", *reads, "--write", write]
+    how = ["--direct"] if direct else []
+    return [sys.executable, limit.__file__, *how, "--read", *reads, "--write", write]

@@ -21,7 +21,7 @@ from tests.benchmarks.rows import Row, Setting, Spent, load
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MARKS = {"ours": "o-", "limit": "s--", "mergekit": "^:"}
+_MARKS = {"ours": "o-", "limit": "s--", "cat": "v-.", "mergekit": "^:"}
 Figure = Callable[[Row], float]
 
 
@@ -76,9 +76,9 @@ def tables(rows: Sequence[Row]) -> str:
         groups.setdefault((row.case, row.k, row.who), []).append(row)
     keys = sorted({(case, k) for case, k, who in groups if who == "ours"}, key=_order)
     times = [
-        "| case | K | ours, wall s | limit, wall s | ours / limit | mergekit, wall s "
-        "| mergekit / ours |",
-        "|---|---|---|---|---|---|---|",
+        "| case | K | ours, wall s | limit, wall s | cat, wall s | ours / limit "
+        "| mergekit, wall s | mergekit / ours |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     costs = [
         "| case | K | who | CPU s | anonymous MiB | resident MiB | from storage MB "
@@ -87,14 +87,20 @@ def tables(rows: Sequence[Row]) -> str:
     ]
     for case, k in keys:
         peer_name = CASES[case].peer_name if case in CASES else None
-        ours, limit = groups[case, k, "ours"], groups.get((case, k, "limit"), [])
+        ours = groups[case, k, "ours"]
+        limit, cat = (groups.get((case, k, who), []) for who in ("limit", "cat"))
         peer = groups.get((peer_name or "", k, "mergekit"), [])
         times.append(
-            f"| {case} | {k} | {_walls(ours)} | {_walls(limit)} | {spread(ratios(ours, limit))} "
-            f"| {_walls(peer)} | {_times_slower(peer, ours)} |"
+            f"| {case} | {k} | {_walls(ours)} | {_walls(limit)} | {_walls(cat)} "
+            f"| {spread(ratios(ours, limit))} | {_walls(peer)} | {_times_slower(peer, ours)} |"
         )
         own_peer = peer if peer_name == case else []
-        for who, found in (("ours", ours), ("limit", limit), ("mergekit", own_peer)):
+        for who, found in (
+            ("ours", ours),
+            ("limit", limit),
+            ("cat", cat),
+            ("mergekit", own_peer),
+        ):
             if found:
                 costs.append(f"| {case} | {k} | {who} | {_costs(found)} |")
     return "\n".join(

@@ -41,6 +41,7 @@ ROWS = [
     row("limit", 3.0, 0),
     row("mergekit", 90.0, 0),
     row("limit", 1.0, 1),
+    row("cat", 6.0, 1),
     row("ours", 2.0, 1),
     row("ours", 5.0, 0, "ties-one-shot"),
     row("limit", 4.0, 0, "ties-one-shot"),
@@ -83,14 +84,14 @@ def test_a_spread_is_min_median_and_max(values: list[float], text: str) -> None:
 def test_times_stand_in_one_table_and_costs_in_the_other() -> None:
     times, costs = (part.splitlines()[2:] for part in tables(ROWS).split("\n\n"))
     assert times == [
-        "| ties | 2 | 2.00 / 5.50 / 9.00 | 1.00 / 2.00 / 3.00 | 2.00 / 2.50 / 3.00 "
+        "| ties | 2 | 2.00 / 5.50 / 9.00 | 1.00 / 2.00 / 3.00 | 6.00 | 2.00 / 2.50 / 3.00 "
         "| 90.00 | 10.0 |",
-        "| ties-one-shot | 2 | 5.00 | 4.00 | 1.25 | 90.00 | 18.0 |",
-        "| ties-10% | 5 | 4.00 | – | – | – | – |",
+        "| ties-one-shot | 2 | 5.00 | 4.00 | – | 1.25 | 90.00 | 18.0 |",
+        "| ties-10% | 5 | 4.00 | – | – | – | – | – |",
     ]
     assert costs[-1] == "| ties-10% | 5 | ours | 8.0 | 300 | 500 | 1210 | 1.050 |"
     assert [line.split(" | ")[2] for line in costs] == [
-        *("ours", "limit", "mergekit", "ours", "limit", "ours"),
+        *("ours", "limit", "cat", "mergekit", "ours", "limit", "ours"),
     ]
 
 
