@@ -140,7 +140,7 @@ THREADS = Setting[int | None](
     None,
     "For arithmetic and reading.",
     _count,
-    "one more than cores",
+    "one more than cores, four more for large inputs",
 )
 MEMORY = Setting[int | None](
     "MERGEPIPE_MEMORY_MIB",

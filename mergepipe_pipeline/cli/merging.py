@@ -268,7 +268,7 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 @click.option("--threads", type=_COUNT, help="Threads for arithmetic and reading.")
 @click.option("--window-size", "window_elems", type=_COUNT, help="Elements per window.")
 @click.option(
-    "--memory", "memory_mib", type=_COUNT, help="Memory for plan and windows in MiB (128)."
+    "--memory", "memory_mib", type=_COUNT, help="Memory for plan and windows in MiB (128 to 256)."
 )
 @click.option("--device", help="Where to compute: cpu (default), cuda or cuda:N.")
 @click.option("--fresh", is_flag=True, help="Run every layer, those merged before, too.")

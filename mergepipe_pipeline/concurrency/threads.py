@@ -29,6 +29,11 @@ def merging() -> int:
     return cores() + 1
 
 
+def waiting() -> int:
+    """Windows merged at once where all that they read comes from the disk: most wait for it."""
+    return cores() + READING
+
+
 def prepass() -> int:
     """Windows read for norms at once, by threads that read and add up in turn: most wait."""
     return max(merging(), READING + 1)

@@ -77,9 +77,12 @@ class LayerRunner:
         self, plan: MergePlan, options: EngineOptions, known: KnownSegments | None = None
     ) -> None:
         self._options = options.with_packs() if plan.packs else options
-        if _has_second_reading(plan):
+        is_read_twice = _has_second_reading(plan)
+        if is_read_twice:
             self._options = self._options.with_second_reading()
         self._sources = SourcePool(plan, known, self._options.held_bytes)
+        if not (plan.packs or is_read_twice or self._sources.reads_ahead):
+            self._options = self._options.past_cache()
         self._window, make_buffers = _backend(options)
         self._buffers: FreeList[Any] = FreeList(make_buffers)
         self._n_inputs = sum(len(t.experts) for layer in plan.layers for t in layer.tasks)

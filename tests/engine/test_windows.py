@@ -34,6 +34,15 @@ def test_a_window_holds_whole_rows_and_at_least_one(
         assert n <= max(window_elems, row_elems)
 
 
+def test_what_was_asked_for_is_kept_whatever_a_plan_reads() -> None:
+    asked = EngineOptions(threads=1, memory_bytes=1 << 20)
+    for suited in (asked.with_packs(), asked.past_cache()):
+        assert (suited.threads, suited.memory_bytes) == (1, 1 << 20)
+    usual, past = EngineOptions(), EngineOptions().past_cache()
+    assert past.threads > usual.threads
+    assert past.memory_bytes > usual.memory_bytes
+
+
 @given(memory_mib=st.integers(1, 4096))
 def test_what_is_read_twice_is_held_in_half_of_the_memory_that_was_asked_for(
     memory_mib: int,
