@@ -101,6 +101,7 @@ def _lines(told: RecipeCurve) -> list[str]:
     if told.unknown:
         return [*analysed, f"{told.recipe}: predicted error of a budget: {told.unknown}"]
     headers, rows = rows_of(found)
+    allowed = "" if own.budget_bytes is None else f" of {size(own.budget_bytes)} allowed"
     return [
         *analysed,
         f"{told.recipe}: predicted error of a budget, in percent of the full update "
@@ -111,6 +112,6 @@ def _lines(told: RecipeCurve) -> list[str]:
         f"knee    {size(knee.nbytes)} read, {percent(found, knee)}"
         if knee
         else "knee    none: the curve is nearly straight",
-        f"chosen  {own.strategy}, {size(own.nbytes)} read of {size(own.budget_bytes)} allowed, "
+        f"chosen  {own.strategy}, {size(own.nbytes)} read{allowed}, "
         f"{percent(found, own)}, bound {bound_percent(found, own)} ({told.bound_note})",
     ]
