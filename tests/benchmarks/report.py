@@ -109,15 +109,15 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def _profile(groups: Sequence[Sequence[Row]], keys: Sequence[tuple[str, int]]) -> list[str]:
-    """Where the time of ours went: shares of wall in percent, medians."""
+    """Where the time of ours went: shares in percent, medians."""
     told = [
         (key, [(row, row.spent) for row in rows if row.spent])
         for key, rows in zip(keys, groups, strict=True)
     ]
     lines = [
-        "| case | K | before merging % | workers read % | compute % | wait % | start, commit, "
-        "exit % | hashing and handing over to the disk, beside it % |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | K | before merging % | merging % | start, commit, exit % "
+        "| hashing and handing over to the disk, beside it % | of workers' time reading % |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (case, k), rows in told:
         if rows:
@@ -128,17 +128,19 @@ def _profile(groups: Sequence[Sequence[Row]], keys: Sequence[tuple[str, int]]) -
 
 
 def _shares(row: Row, spent: Spent) -> tuple[float, ...]:
-    """Percent of wall: the first five parts follow each other, the last runs beside them."""
-    read, compute = spent.read_s / spent.threads, spent.arithmetic_s / spent.threads
+    """Percent of wall: three parts follow each other, the fourth runs beside them.
+
+    The last is of what workers did. How many there were is the engine's choice.
+    """
     parts = (
         spent.before_s,
-        read,
-        compute,
-        spent.merging_s - read - compute,
+        spent.merging_s,
         wall_s(row) - spent.before_s - spent.merging_s,
         spent.write_s,
     )
-    return tuple(100 * part / wall_s(row) for part in parts)
+    worked_s = spent.read_s + spent.arithmetic_s
+    reading = 100 * spent.read_s / worked_s if worked_s else 0.0
+    return *(100 * part / wall_s(row) for part in parts), reading
 
 
 def _order(key: tuple[str, int]) -> tuple[int, int]:

@@ -57,8 +57,8 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Where ours says its time went, in seconds: wall before merging and of merging; of `threads`
-    workers together, reading and arithmetic; of the thread that hashes and hands over to the disk.
+    """Where ours says its time went, in seconds: wall before merging and of merging; of all workers
+    together, reading and arithmetic; of the thread that hashes and hands over to the disk.
     """
 
     before_s: float
@@ -66,15 +66,13 @@ class Spent:
     read_s: float
     arithmetic_s: float
     write_s: float
-    threads: int
 
     @staticmethod
     def told_by(log: Path) -> Spent:
         """What `merge --json` printed."""
         told = json.loads(log.read_text())
         wall, names = told["time"]["realised"], ("read_s", "arithmetic_s", "write_s")
-        threads = len(os.sched_getaffinity(0)) + 1
-        return Spent(wall["before_s"], wall["merging_s"], *(told[n] for n in names), threads)
+        return Spent(wall["before_s"], wall["merging_s"], *(told[n] for n in names))
 
 
 @dataclass(frozen=True, slots=True)
