@@ -149,7 +149,7 @@ MEMORY = Setting[int | None](
     None,
     "For a merge's plan and windows, beside some 100 MiB of program.",
     _count,
-    "128",
+    "128, 192 for large inputs, 256 from packs",
 )
 DEVICE = Setting[str | None](
     "MERGEPIPE_DEVICE",

@@ -93,7 +93,7 @@ class LayerRunner:
 
     def __enter__(self) -> LayerRunner:
         self._stack.enter_context(self._sources)
-        self._workers = self._stack.enter_context(Workers(self._options.threads))
+        self._workers = self._stack.enter_context(Workers(self._options.workers))
         self._readers = self._stack.enter_context(Workers(READING))
         prepass = RescalePrepass(self._sources, self._options.prepass_threads)
         self._prepass = self._stack.enter_context(prepass)

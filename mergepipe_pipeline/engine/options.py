@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.concurrency.threads import READING, cores, merging, prepass, waiting
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, FINE_ELEMS
@@ -27,14 +27,15 @@ class EngineOptions:
 
     `memory_bytes` bounds what a merge holds beside the program: its plan, and windows in the rest,
     at least half of it. `window_elems` overrides the length that follows from it. Each of `threads`
-    workers reads and merges windows; some read while others compute. `device` is where operators
-    work: cpu, cuda or cuda:N. `reads_ahead`: others read for the workers, as with packs.
+    workers reads and merges windows; some read while others compute. None: what suits the plan.
+    `device` is where operators work: cpu, cuda or cuda:N. `reads_ahead`: others read for the
+    workers, as with packs.
     """
 
-    memory_bytes: int = _MEMORY_NBYTES
+    memory_bytes: int | None = None
     window_elems: int | None = None
     held_bytes: int = 0
-    threads: int = field(default_factory=merging)
+    threads: int | None = None
     device: str = "cpu"
     reads_ahead: bool = False
 
@@ -49,9 +50,22 @@ class EngineOptions:
     ) -> EngineOptions:
         """The options as a command line or a configuration gives them; None: the default."""
         memory_bytes = None if memory_mib is None else memory_mib << 20
-        said = {"threads": threads, "memory_bytes": memory_bytes, "device": device}
-        found = {name: value for name, value in said.items() if value is not None}
-        return cls(window_elems=window_elems, **found)  # type: ignore[arg-type]
+        return cls(
+            threads=threads,
+            memory_bytes=memory_bytes,
+            window_elems=window_elems,
+            device=device or "cpu",
+        )
+
+    @property
+    def workers(self) -> int:
+        """Threads that read and merge windows."""
+        return self.threads or merging()
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of plan and windows."""
+        return self.memory_bytes or _MEMORY_NBYTES
 
     def with_packs(self) -> EngineOptions:
         """The options for a plan that reads packs, where nothing else was asked for.
@@ -75,9 +89,7 @@ class EngineOptions:
 
     def _for(self, threads: int, memory_bytes: int) -> EngineOptions:
         return replace(
-            self,
-            threads=threads if self.threads == merging() else self.threads,
-            memory_bytes=memory_bytes if self.memory_bytes == _MEMORY_NBYTES else self.memory_bytes,
+            self, threads=self.threads or threads, memory_bytes=self.memory_bytes or memory_bytes
         )
 
     def with_second_reading(self) -> EngineOptions:
@@ -88,7 +100,7 @@ class EngineOptions:
         41 s and 40 to 50 s of cores so; in turn with it 40 to 48 and 50 to 60 where the page cache
         keeps what does not fit.
         """
-        if self.memory_bytes == _MEMORY_NBYTES:
+        if self.memory_bytes is None:
             return replace(self, held_bytes=_HELD_NBYTES)
         half = self.memory_bytes // 2
         return replace(self, memory_bytes=self.memory_bytes - half, held_bytes=half)
@@ -103,7 +115,7 @@ class EngineOptions:
     @property
     def prepass_threads(self) -> int:
         """Windows read for norms at once: no more than workers where few were asked for."""
-        return prepass() if self.threads >= cores() else self.threads
+        return prepass() if self.workers >= cores() else self.workers
 
     @property
     def in_flight(self) -> int:
@@ -112,7 +124,7 @@ class EngineOptions:
         They are written in order, and one that takes long should not stop the others. Those whose
         frames were read ahead wait with them, so they are few.
         """
-        return self.threads + 2 if self.reads_ahead else 2 * self.threads + 2
+        return self.workers + 2 if self.reads_ahead else 2 * self.workers + 2
 
     def window_for(
         self,
@@ -134,10 +146,11 @@ class EngineOptions:
         if self.window_elems is not None:
             elems = self.window_elems
         else:
-            plan = min(self.memory_bytes // 2, n_inputs * _INPUT_NBYTES)
-            each = self.threads * working_bytes + self.in_flight * out_bytes
+            memory_bytes = self.most_bytes
+            plan = min(memory_bytes // 2, n_inputs * _INPUT_NBYTES)
+            each = self.workers * working_bytes + self.in_flight * out_bytes
             each += (READING + self.in_flight) * ahead_bytes
-            fits = (self.memory_bytes - plan) // each
+            fits = (memory_bytes - plan) // each
             # Whole segments, where there is room for one: their ends would have to be copied.
             quantum = COARSE_ELEMS if fits >= COARSE_ELEMS else _QUANTUM
             elems = int(max(_QUANTUM, min(_MOST_ELEMS, fits // quantum * quantum)))

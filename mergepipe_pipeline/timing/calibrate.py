@@ -77,7 +77,7 @@ def calibrate(
 
 def _engine_pace(file: Path, folder: Path) -> EnginePace:
     """How fast the engine reads `file` and works; `folder` is for the family it works on."""
-    threads = EngineOptions().threads
+    threads = EngineOptions().workers
     streamed = [
         stream_s(file, streams=_STREAMS, threads=threads, nbytes=_STREAM_NBYTES)
         for _ in range(REPEATS)

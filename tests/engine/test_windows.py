@@ -35,12 +35,13 @@ def test_a_window_holds_whole_rows_and_at_least_one(
 
 
 def test_what_was_asked_for_is_kept_whatever_a_plan_reads() -> None:
-    asked = EngineOptions(threads=1, memory_bytes=1 << 20)
-    for suited in (asked.with_packs(), asked.past_cache()):
-        assert (suited.threads, suited.memory_bytes) == (1, 1 << 20)
     usual, past = EngineOptions(), EngineOptions().past_cache()
-    assert past.threads > usual.threads
-    assert past.memory_bytes > usual.memory_bytes
+    for workers, most_bytes in ((1, 1 << 20), (usual.workers, usual.most_bytes)):
+        asked = EngineOptions(threads=workers, memory_bytes=most_bytes)
+        for suited in (asked.with_packs(), asked.past_cache()):
+            assert (suited.workers, suited.most_bytes) == (workers, most_bytes)
+    assert past.workers > usual.workers
+    assert past.most_bytes > usual.most_bytes
 
 
 @given(memory_mib=st.integers(1, 4096))
@@ -49,11 +50,13 @@ def test_what_is_read_twice_is_held_in_half_of_the_memory_that_was_asked_for(
 ) -> None:
     asked = EngineOptions.given(memory_mib=memory_mib)
     found = asked.with_second_reading()
-    if asked == EngineOptions():
-        assert (found.memory_bytes, found.held_bytes) == (asked.memory_bytes, 192 << 20)
-    else:
-        assert found.memory_bytes + found.held_bytes == asked.memory_bytes
-        assert 0 <= found.memory_bytes - found.held_bytes <= 1
+    assert found.most_bytes + found.held_bytes == asked.most_bytes == memory_mib << 20
+    assert 0 <= found.most_bytes - found.held_bytes <= 1
+
+
+def test_what_is_read_twice_is_held_beside_the_usual_memory() -> None:
+    found = EngineOptions().with_second_reading()
+    assert (found.most_bytes, found.held_bytes) == (EngineOptions().most_bytes, 192 << 20)
 
 
 def test_norms_are_read_by_no_more_threads_than_were_asked_for() -> None:
@@ -76,10 +79,10 @@ def test_all_windows_in_flight_and_read_ahead_fit_the_memory_beside_the_plan(
     usual = EngineOptions(threads=threads)
     options = usual.with_packs() if ahead else usual
     n = options.window_for(working, out, 1, n_inputs, ahead)
-    assert options.in_flight > options.threads
-    held = n * (options.threads * working + options.in_flight * out) + 3328 * n_inputs
+    assert options.in_flight > options.workers
+    held = n * (options.workers * working + options.in_flight * out) + 3328 * n_inputs
     held += n * ahead * (READING + options.in_flight)
-    assert n == 4096 or held <= options.memory_bytes
+    assert n == 4096 or held <= options.most_bytes
 
 
 def test_a_large_plan_leaves_half_of_the_memory_to_windows() -> None:

@@ -228,8 +228,8 @@ def test_memory_held_does_not_grow_with_the_number_of_experts(
             job = Job(replace(task, experts=(one,) * k), sources)
         window = options.window_for(job.working_bytes_per_elem, 2)
         rows = 0 if dtype == "BF16" else 4 * (k + 1)
-        held = window * options.threads * ((k + 1) * (2 if dtype == "BF16" else 4) + rows)
-        assert held <= options.memory_bytes or window == 4096
+        held = window * options.workers * ((k + 1) * (2 if dtype == "BF16" else 4) + rows)
+        assert held <= options.most_bytes or window == 4096
 
 
 def test_experts_that_a_copy_gave_one_time_are_told_apart(
