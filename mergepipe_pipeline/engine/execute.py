@@ -76,11 +76,13 @@ class LayerRunner:
     def __init__(
         self, plan: MergePlan, options: EngineOptions, known: KnownSegments | None = None
     ) -> None:
+        self._prepass_threads = options.prepass_threads
         self._options = options.with_packs() if plan.packs else options
         is_read_twice = _has_second_reading(plan)
         if is_read_twice:
             self._options = self._options.with_second_reading()
         self._sources = SourcePool(plan, known, self._options.held_bytes)
+        # What is read past the page cache is not announced to the disk.
         if not (plan.packs or is_read_twice or self._sources.reads_ahead):
             self._options = self._options.past_cache()
         self._window, make_buffers = _backend(options)
@@ -95,7 +97,7 @@ class LayerRunner:
         self._stack.enter_context(self._sources)
         self._workers = self._stack.enter_context(Workers(self._options.workers))
         self._readers = self._stack.enter_context(Workers(READING))
-        prepass = RescalePrepass(self._sources, self._options.prepass_threads)
+        prepass = RescalePrepass(self._sources, self._prepass_threads)
         self._prepass = self._stack.enter_context(prepass)
         return self
 

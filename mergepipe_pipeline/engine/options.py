@@ -74,7 +74,7 @@ class EngineOptions:
         worker only waits. What a window asks of each pack takes as long for a short one as for a
         long one.
         """
-        return replace(self._for(cores(), _PACKS_MEMORY_NBYTES), reads_ahead=True)
+        return replace(self._suited(cores(), _PACKS_MEMORY_NBYTES), reads_ahead=True)
 
     def past_cache(self) -> EngineOptions:
         """The options for a plan that reads past the page cache, where nothing else was asked for.
@@ -85,9 +85,9 @@ class EngineOptions:
         256 26.5 s; where it gave 0.8 GB/s there was no difference. From the page cache more workers
         take 5 to 15 % longer.
         """
-        return self._for(waiting(), _PAST_CACHE_NBYTES)
+        return self._suited(waiting(), _PAST_CACHE_NBYTES)
 
-    def _for(self, threads: int, memory_bytes: int) -> EngineOptions:
+    def _suited(self, threads: int, memory_bytes: int) -> EngineOptions:
         return replace(
             self, threads=self.threads or threads, memory_bytes=self.memory_bytes or memory_bytes
         )
@@ -114,8 +114,8 @@ class EngineOptions:
 
     @property
     def prepass_threads(self) -> int:
-        """Windows read for norms at once: no more than workers where few were asked for."""
-        return prepass() if self.workers >= cores() else self.workers
+        """Windows read for norms at once."""
+        return self.threads or prepass()
 
     @property
     def in_flight(self) -> int:

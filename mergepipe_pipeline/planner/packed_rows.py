@@ -26,7 +26,7 @@ N_LEVELS = len(TIERS)
 #: How a choice of levels says: nothing is read, or the expert's stored elements. Between them is
 #: 1 + a level's number.
 NOTHING, ORIGINAL = 0, 1 + N_LEVELS
-#: For what no level gives exactly.
+#: [levels]: none of them is exact.
 NO_LEVELS = np.zeros(N_LEVELS, np.bool_)
 _X20, _X = TIERS.index("X20"), TIERS.index("X")
 #: [levels, tiers]: which tiers are read for each level.

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.concurrency.threads import READING, cores
+from mergepipe_pipeline.concurrency.threads import READING
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import count_cut_off, to_bytes
@@ -61,9 +61,7 @@ def test_what_is_read_twice_is_held_beside_the_usual_memory() -> None:
 
 def test_norms_are_read_by_no_more_threads_than_were_asked_for() -> None:
     assert EngineOptions().prepass_threads > READING
-    assert [EngineOptions(threads=n).prepass_threads for n in range(1, cores())] == [
-        *range(1, cores())
-    ]
+    assert [EngineOptions(threads=n).prepass_threads for n in range(1, 9)] == [*range(1, 9)]
 
 
 @given(
