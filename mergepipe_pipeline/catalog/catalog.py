@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.queries import Limits, Rows
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+#: What `NAME` matches, for people.
+NAME_FORM = "up to 128 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
 #: The numbers of one fact, as its maker orders them.
 Fact = tuple[float, ...]
 
@@ -77,7 +79,7 @@ class Catalog(Analyses):
                 "Not a name for a checkpoint",
                 where="name",
                 found=repr(checkpoint.name),
-                expected="letters, digits, '.', '_' and '-', starting with a letter or digit",
+                expected=NAME_FORM,
                 next_step="choose one with --name",
             )
         chain = self._chain(checkpoint.name)

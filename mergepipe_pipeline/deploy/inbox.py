@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import NAME
+from mergepipe_pipeline.catalog.catalog import NAME, NAME_FORM
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, names_read
@@ -166,7 +166,8 @@ def _landed(
 ) -> InboxEntry:
     name = text_of(key)
     if not NAME.fullmatch(key):
-        return InboxEntry(name, digest_json(name)[:16], f"{name!r} cannot be a name in the catalog")
+        why = f"{name!r} cannot be a name: rename the folder to {NAME_FORM}"
+        return InboxEntry(name, digest_json(name)[:16], why)
     try:
         stamps, changed_ns = stamps_of(folder)
         token = token_at(warehouse, folder, stamps)

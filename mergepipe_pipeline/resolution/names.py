@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,17 +20,25 @@ def free_name(
 
     The path is the recorded one: names are part of ids, which are the same on all machines. A model
     of the hub keeps its name whatever the commit, but for two of them in one recipe (`taken`).
+    A name has letters A to Z, digits and `._-`, as models of the hub: letters lose their accents.
     """
     path = Path(root)
     stem = text or (path.stem if os.path.isfile(path) else path.name)
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)
-    plain = plain.lstrip(".-_") or "checkpoint"
+    plain = _plain(stem)
     owner, mine = taken.get(plain), str(root)
     if owner is None and plain in catalog:
         owner, mine = _unpinned(catalog.root(plain)), _unpinned(mine)
     if owner not in (None, mine):
         return f"{plain}-{sha256_hex(catalog.roots.recorded(str(root)).encode())[:6]}"
     return plain
+
+
+def _plain(text: str) -> str:
+    letters = "".join(
+        c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c)
+    )
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", letters).lstrip(".-_")
+    return plain or f"checkpoint-{sha256_hex(os.fsencode(text))[:6]}"
 
 
 def _unpinned(root: str) -> str:
