@@ -1,15 +1,13 @@
-"""Commands about what the catalog knows: `register`, `tag`, `analyze`, `ls`, `sql`."""
+"""Commands about what the catalog knows: `register`, `tag`, `analyze`, `sql`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from mergepipe_pipeline.cli.common import Console, download_options, table, verb
-from mergepipe_pipeline.cli.evaluation import metrics_text
 from mergepipe_pipeline.cli.packs import pack_lines
 from mergepipe_pipeline.text import size
 
@@ -105,70 +103,6 @@ def analyze(
     )
     data = {"analyses": analyses, "packs": [asdict(p) for p in packs]}
     console.show(data, *lines, "", *pack_lines(packs))
-
-
-@click.command()
-@verb
-def ls(console: Console) -> None:
-    """List checkpoints, snapshots and refs."""
-    from mergepipe_pipeline.verbs.ls import ls as run
-
-    listing = run(console.existing)
-    checkpoints = [
-        (
-            c["name"],
-            c["version"],
-            c["base"] or "-",
-            ", ".join(c["tags"]) or "-",
-            c["tensors"],
-            size(c["nbytes"]),
-            "yes" if c["analysed"] else "no",
-            c["root"],
-        )
-        for c in listing.checkpoints
-    ]
-    snapshots = [
-        (
-            s["snapshot_id"][:16],
-            s["method"],
-            size(s["nbytes"]),
-            ", ".join(s["inputs"]),
-            "; ".join(metrics_text(e["metrics"]) for e in s["evaluations"]) or "-",
-            "refused" if s["refused"] else "-",
-        )
-        for s in listing.snapshots
-    ]
-    refs = [(r["ref"], r["version"], r["snapshot_id"][:16], r["reason"]) for r in listing.refs]
-    console.show(
-        asdict(listing),
-        *table(
-            ("checkpoint", "version", "base", "tags", "tensors", "size", "analysed", "path"),
-            checkpoints,
-        ),
-        "",
-        *table(("snapshot", "method", "size", "inputs", "metrics", "gate"), snapshots),
-        "",
-        *table(("ref", "version", "snapshot", "reason"), refs),
-        *_quarantined_lines(listing.quarantined),
-        *_damaged_lines(listing.damaged),
-    )
-
-
-def _quarantined_lines(quarantined: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = [
-        (q["name"], c["content"][:16], "yes" if q["is_now"] else "no", c["decided"], c["reason"])
-        for q in quarantined
-        for c in q["contents"]
-    ]
-    headers = ("quarantined", "content", "kept out now", "since", "reason")
-    return ["", *table(headers, rows)] if rows else []
-
-
-def _damaged_lines(damaged: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not damaged:
-        return []
-    rows = [(d["kind"], d["name"], d["reason"]) for d in damaged]
-    return ["", *table(("damaged", "name", "reason"), rows)]
 
 
 @click.command()

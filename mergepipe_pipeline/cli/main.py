@@ -14,7 +14,7 @@ import click
 from mergepipe_pipeline import __version__
 from mergepipe_pipeline.cli.bisect import bisect
 from mergepipe_pipeline.cli.calibrate import calibrate
-from mergepipe_pipeline.cli.checkpoints import analyze, ls, register, sql, tag
+from mergepipe_pipeline.cli.checkpoints import analyze, register, sql, tag
 from mergepipe_pipeline.cli.common import options
 from mergepipe_pipeline.cli.compare import compare
 from mergepipe_pipeline.cli.conflicts import conflicts
@@ -25,6 +25,7 @@ from mergepipe_pipeline.cli.ending import Stopped, as_error, stop_by_signals, tr
 from mergepipe_pipeline.cli.evaluation import evaluate, promote
 from mergepipe_pipeline.cli.explain import explain
 from mergepipe_pipeline.cli.land import land
+from mergepipe_pipeline.cli.ls import ls
 from mergepipe_pipeline.cli.merging import check, merge, plan
 from mergepipe_pipeline.cli.operators import ops
 from mergepipe_pipeline.cli.packs import pack, unpack

@@ -75,6 +75,10 @@ class Pack:
         """Tensors by name, in the order of the files; each is read when it is asked for."""
         return _Tensors(self.index)
 
+    def holds(self, digests: Mapping[str, str]) -> bool:
+        """Whether all its tensors are those of a checkpoint with these `digests` by name."""
+        return all(digests.get(c.name) == c.digest for c in self.contents.values())
+
     def sizes(self, block_elems: int) -> Iterator[tuple[TensorRow, Sizes, Residuals]]:
         """Per tensor in order `nbytes` [tiers, blocks] and `residual_sq` [levels, blocks].
 

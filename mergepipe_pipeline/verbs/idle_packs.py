@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
-from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -27,7 +26,7 @@ def idle_packs(warehouse: Warehouse, need: Need, *, certain: bool) -> Iterator[P
             pack = store.open(pack_id)
         except CorruptionError:
             pack = None
-        is_used = pack is not None and any(_holds(pack, digests) for digests in current)
+        is_used = pack is not None and any(map(pack.holds, current))
         if pack_id not in kept and not is_used:
             yield store.path(pack_id)
     for folder in (warehouse.packs_dir, warehouse.replaced_dir):
@@ -42,7 +41,3 @@ def _current(warehouse: Warehouse) -> Iterator[Mapping[str, str]]:
             digests = catalog.digests(catalog.get(name).checkpoint.checkpoint_id)
             if digests is not None:
                 yield digests
-
-
-def _holds(pack: Pack, digests: Mapping[str, str]) -> bool:
-    return all(digests.get(c.name) == c.digest for c in pack.contents.values())

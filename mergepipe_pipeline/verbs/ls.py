@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.quarantine import is_quarantined, kept_out, quarantined_names
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.evaluation.store import evaluations_of
+from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.snapshots.find import scan_snapshots
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.refs import RefStore
@@ -18,14 +19,20 @@ from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse
 
+Row = TypeVar("Row")
+#: What a snapshot's plan allowed, planned and could have read of the experts.
+_BYTES = ("budget_bytes", "expert_bytes_planned", "expert_bytes_total")
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:
     """What a warehouse holds, as rows for people and machines.
 
+    Rows of `checkpoints` have `pack_nbytes` of the largest pack, if there is one, and where `pack
+    --replace` moved the files. Snapshots come in the order of their time.
     Rows of `quarantined` have an expert's name and the decisions about its contents that are kept
-    out; `is_now`: the registered one is. Rows of `damaged` have the kind (checkpoint, quarantine,
-    snapshot, ref), the name and the reason.
+    out; `is_now`: the registered one is. Rows of `damaged` have the kind (checkpoint, pack,
+    quarantine, snapshot, ref), the name and the reason.
     """
 
     checkpoints: tuple[dict[str, Any], ...]
@@ -44,9 +51,12 @@ def ls(warehouse: Warehouse) -> Listing:
         damaged.add("snapshot", snapshot.folder.name, snapshot.error)
     kept_out_of = partial(_kept_out, warehouse)
     decided = damaged.rows("quarantine", quarantined_names(warehouse), kept_out_of)
+    packs = damaged.rows("pack", warehouse.packs.ids(), warehouse.packs.open)
+    of_snapshot = partial(_snapshot_row, warehouse, {s.snapshot_id: s for s in whole}, refused)
+    snapshots = damaged.rows("snapshot", [s.snapshot_id for s in whole], of_snapshot)
     return Listing(
-        damaged.rows("checkpoint", catalog.names(), partial(_checkpoint_row, catalog)),
-        tuple(_snapshot_row(warehouse, s, refused) for s in whole),
+        damaged.rows("checkpoint", catalog.names(), partial(_checkpoint_row, warehouse, packs)),
+        tuple(sorted(snapshots, key=lambda row: str(row["created"]))),
         damaged.rows("ref", refs.names(), partial(_ref_row, refs)),
         tuple(damaged.found),
         tuple(row for row in decided if row["contents"]),
@@ -65,8 +75,8 @@ class _Damaged:
         self.found.append({k: escaped(v) for k, v in told.items()})
 
     def rows(
-        self, kind: str, names: Iterable[str], row_of: Callable[[str], dict[str, Any]]
-    ) -> tuple[dict[str, Any], ...]:
+        self, kind: str, names: Iterable[str], row_of: Callable[[str], Row]
+    ) -> tuple[Row, ...]:
         """The rows that `row_of` can give."""
         rows = []
         for name in names:
@@ -77,8 +87,11 @@ class _Damaged:
         return tuple(rows)
 
 
-def _checkpoint_row(catalog: Catalog, name: str) -> dict[str, Any]:
+def _checkpoint_row(warehouse: Warehouse, packs: Sequence[Pack], name: str) -> dict[str, Any]:
+    catalog = warehouse.catalog
     r = catalog.get(name)
+    digests = catalog.digests(r.checkpoint.checkpoint_id)
+    moved = warehouse.replaced.find(r.checkpoint.checkpoint_id)
     return {
         "name": r.name,
         "version": r.version,
@@ -86,17 +99,27 @@ def _checkpoint_row(catalog: Catalog, name: str) -> dict[str, Any]:
         "tags": sorted(catalog.tags(name)),
         "tensors": len(r.checkpoint.tensors),
         "nbytes": r.checkpoint.nbytes,
-        "analysed": catalog.digests(r.checkpoint.checkpoint_id) is not None,
+        "analysed": digests is not None,
+        "pack_nbytes": max((p.nbytes for p in packs if digests and p.holds(digests)), default=None),
         "root": r.checkpoint.root,
+        "moved_to": moved.cold if moved is not None and moved.is_away else None,
     }
 
 
 def _snapshot_row(
-    warehouse: Warehouse, snapshot: Snapshot, refused: Mapping[str, str]
+    warehouse: Warehouse,
+    snapshots: Mapping[str, Snapshot],
+    refused: Mapping[str, str],
+    snapshot_id: str,
 ) -> dict[str, Any]:
-    measured = evaluations_of(warehouse, snapshot.snapshot_id)
+    snapshot = snapshots[snapshot_id]
+    measured = evaluations_of(warehouse, snapshot_id)
+    made = provenance_of(snapshot)
     return {
-        "snapshot_id": snapshot.snapshot_id,
+        "snapshot_id": snapshot_id,
+        "created": made["created"],
+        "recipe": made["recipe_name"],
+        **{key: made["estimates"][key] for key in _BYTES},
         "method": snapshot.manifest.method,
         "nbytes": sum(x.nbytes for x in snapshot.manifest.shards),
         "inputs": [i.name for i in snapshot.manifest.inputs],
@@ -105,7 +128,7 @@ def _snapshot_row(
             {"evaluator": e.evaluator, "metrics": dict(e.metrics), "measured": e.created}
             for e in measured
         ],
-        "refused": refused.get(snapshot.snapshot_id),
+        "refused": refused.get(snapshot_id),
     }
 
 
