@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import BinaryIO
 
 from mergepipe_pipeline.digest import canonical_json, digest_json
 
+_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
 
 class Journal:
-    """A file of sealed (key, value) lines; a context manager. Threads take turns outside."""
+    """A file of sealed (key, value) lines; a context manager. Threads take turns outside.
+
+    Where nothing can be written, lines are remembered until the end of the block, and no longer.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -18,8 +24,13 @@ class Journal:
         self._known: dict[str, str] = {}
 
     def __enter__(self) -> Journal:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab+", buffering=0)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab+", buffering=0)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            return self
         self._file.seek(0)
         data = self._file.read()
         self._known = dict(pair for line in data.splitlines() if (pair := _read(line)))
@@ -30,6 +41,14 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+
+    def discard(self) -> None:
+        """Remove the file; where nothing can be written, there is nothing to do."""
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
 
     def __getitem__(self, key: str) -> str | None:
         return self._known.get(key)

@@ -1,7 +1,8 @@
 """The verb `verify --all`: everything that is wrong with a warehouse, not only the first.
 
 A verification that is interrupted goes on where it was: files that it found right are known by
-their inode, size and time until one verification has come to its end.
+their inode, size and time until one verification has come to its end. A warehouse that cannot be
+written is verified all the same, from the beginning each time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from mergepipe_pipeline.integrity.records import verify_structure
 from mergepipe_pipeline.integrity.results import report_shards, verify_digests
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.snapshot import Snapshot
-from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.journal import Journal
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -54,9 +54,10 @@ def verify_all(
     """
     wanted = tuple(s for s in SCOPES if s in scopes)
     path = warehouse.verified_path(inputs_of.snapshot_id if inputs_of else "-".join(wanted))
+    verified = Journal(path)
     if fresh:
-        remove_tree(path)
-    with Journal(path) as journal, untouched():
+        verified.discard()
+    with verified as journal, untouched():
         audit, resumed = Auditor(journal), len(journal)
         shown = progress or Silent()
         if "structure" in scopes:
@@ -70,6 +71,6 @@ def verify_all(
             verify_frames(warehouse, audit, shown)
         if "inputs" in scopes:
             verify_inputs(warehouse, audit, shown, inputs_of)
-    remove_tree(path)
+    verified.discard()
     ordered = sorted(audit.findings, key=lambda f: (SCOPES.index(f.scope), f.where))
     return Report(wanted, tuple(ordered), tuple(audit.notes), audit.files, audit.nbytes, resumed)
