@@ -41,12 +41,17 @@ class Handles:
         Raises what `opened` does.
         """
         with self._lock:
-            file = self._files.pop((owner, name), None)
-            if file is None:
-                self._close_idle(self._limit() - 1)
-                file = OpenFile(opened(name))
-            file.users += 1
-            self._files[owner, name] = file
+            file = self._used(owner, name)
+        if file is not None:
+            return file
+        descriptor = opened(name)  # which takes long on a network, and others need not wait
+        with self._lock:
+            file = self._used(owner, name)
+            if file is not None:  # another thread was faster
+                os.close(descriptor)
+                return file
+            self._close_idle(self._limit() - 1)
+            file = self._files[owner, name] = OpenFile(descriptor, users=1)
             return file
 
     def give_back(self, file: OpenFile) -> None:
@@ -64,6 +69,14 @@ class Handles:
                 file.wanted = False
                 if not file.users:
                     os.close(file.descriptor)
+
+    def _used(self, owner: object, name: str) -> OpenFile | None:
+        """An open file with one more user, now the one that was used last."""
+        file = self._files.pop((owner, name), None)
+        if file is not None:
+            file.users += 1
+            self._files[owner, name] = file
+        return file
 
     def _limit(self) -> int:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

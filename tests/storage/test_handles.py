@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -50,6 +51,30 @@ def test_more_files_than_a_process_may_open_are_read_by_several_threads(
         for source in (one, other):
             read = pool.map(lambda n, s=source: s.read_range(str(n), 0, 2), [*range(300)] * 3)
             assert [int.from_bytes(b, "little") for b in read] == [*range(300)] * 3
+
+
+def test_a_file_that_opens_slowly_keeps_nobody_else_waiting(folder: Path) -> None:
+    handles, begun, may_end = Handles(), Event(), Event()
+
+    def slowly(name: str) -> int:
+        begun.set()
+        assert may_end.wait(30)
+        return os.open(folder / name, os.O_RDONLY)
+
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(handles.take, "owner", "1", slowly)
+        assert begun.wait(30)
+        try:
+            other = handles.take("owner", "2", lambda name: os.open(folder / name, os.O_RDONLY))
+            # Meanwhile another thread opens the same file: one of both descriptors is kept.
+            same = handles.take("owner", "1", lambda name: os.open(folder / name, os.O_RDONLY))
+        finally:
+            may_end.set()
+        assert slow.result() is same
+    assert (same.users, other.users) == (2, 1)
+    assert (
+        len({same.descriptor, other.descriptor} & set(map(int, os.listdir("/proc/self/fd")))) == 2
+    )
 
 
 @settings(
