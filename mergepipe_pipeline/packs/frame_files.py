@@ -92,7 +92,8 @@ class FrameFiles:
             try:
                 self._source.read_into(frames_name(TIERS[tier]), start_byte, into)
             except CheckpointError as error:
-                raise self._damaged(tensor, tier, chunk, error.expected, error.found) from error
+                chunks = f"chunk {chunk} and those after it"
+                raise self._damaged(tensor, tier, chunks, error.expected, error.found) from error
             if direct[tier]:
                 self._source.read_through_cache(frames_name(TIERS[tier]))
         return are_equal(room, starts, nbytes, tensor.checksums, first)
@@ -105,14 +106,14 @@ class FrameFiles:
         expected, found = int(tensor.checksums[tier, first + chunk]), frame_checksum(frame)
         if found != expected:
             texts = f"XXH3 {expected:016x}", f"{found:016x}"
-            raise self._damaged(tensor, tier, first + chunk, *texts)
+            raise self._damaged(tensor, tier, f"chunk {first + chunk}", *texts)
 
     def _damaged(
-        self, tensor: PackedTensor, tier: int, chunk: int, expected: str | None, found: str | None
+        self, tensor: PackedTensor, tier: int, chunks: str, expected: str | None, found: str | None
     ) -> CorruptionError:
         return CorruptionError(
             "A frame of a pack is not what was written",
-            where=f"{frames_path(self._root, TIERS[tier])}, tensor {tensor.name}, chunk {chunk}",
+            where=f"{frames_path(self._root, TIERS[tier])}, tensor {tensor.name}, {chunks}",
             expected=expected,
             found=found,
             next_step=REMADE,
