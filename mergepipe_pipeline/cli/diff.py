@@ -64,7 +64,7 @@ def _lines(found: Difference, by: str) -> list[str]:
         *_changed(found.files, 16),
         *(f"  {line}" for line in found.recipe),
         "",
-        *table((by, *_COLUMNS), [_row(x) for x in (*rows, found.whole)]),
+        *table((by, *_COLUMNS), [_row(x) for x in (*rows, *[found.whole] * bool(found.tensors))]),
     ]
 
 

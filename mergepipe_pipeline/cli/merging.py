@@ -11,6 +11,7 @@ import click
 from mergepipe_pipeline.cli.common import (
     Console,
     download_options,
+    percent,
     recipe_folder,
     table,
     verb,
@@ -236,7 +237,9 @@ def bound_text(made: MergePlan) -> str:
         return f"none: {e.bound_note}"
     relative = ""
     if e.update_norm:
-        relative = f" ({100 * e.error_bound / e.update_norm:.1f} % of the update's predicted norm)"
+        times = e.error_bound / e.update_norm
+        share = f"{percent(times)} of" if times <= 1 else f"no promise: {times:.1f} times"
+        relative = f" ({share} the update's predicted norm)"
     return f"{e.error_bound:.4g} in L2{relative}, {e.bound_note}"
 
 
@@ -266,7 +269,12 @@ def _plan(console: Console, recipe: str, planning: dict[str, Any]) -> MergePlan:
 )
 @click.option("--publish", "publish_ref", is_flag=True, help="Publish under the recipe's ref.")
 @click.option("--threads", type=_COUNT, help="Threads for arithmetic and reading.")
-@click.option("--window-size", "window_elems", type=_COUNT, help="Elements per window.")
+@click.option(
+    "--window-size",
+    "window_elems",
+    type=_COUNT,
+    help="Elements per window (default: what fits --memory; short ones are slow).",
+)
 @click.option(
     "--memory", "memory_mib", type=_COUNT, help="Memory for plan and windows in MiB (128 to 256)."
 )

@@ -117,7 +117,7 @@ def repair(console: Console, dry_run: bool) -> None:
     where = f", to {done.quarantine}" if done.quarantine else ""
     console.show(
         {"ok": not done.left, **asdict(done)},
-        f"{verb_done} {counted(len(done.taken), 'file')}{where}",
+        f"{verb_done} {counted(len(done.taken), 'item')}{where}",
         *(f"  {path}" for path in done.taken),
         *(f"made again: {label}" for label in done.made),
         *done.aside,
