@@ -166,7 +166,7 @@ def _landed(
 ) -> InboxEntry:
     name = text_of(key)
     if not NAME.fullmatch(key):
-        why = f"{name!r} cannot be a name: rename the folder to {NAME_FORM}"
+        why = f"{name!r} cannot be a name, which is {NAME_FORM}: rename the folder"
         return InboxEntry(name, digest_json(name)[:16], why)
     try:
         stamps, changed_ns = stamps_of(folder)
