@@ -52,7 +52,7 @@ def scores(draw: st.DrawFn) -> Windows:
     drawn = {
         "ties": rng.choice(choices, n),
         "near": 1 + rng.integers(0, 5, n) * np.finfo(np.float32).eps,
-        "wide": np.exp(rng.normal(0, 20, n)),
+        "wide": np.exp(np.clip(rng.normal(0, 20, n), -100, 88)),  # as far as float32 goes
         "equal": np.full(n, 2.0),
     }
     values = drawn[draw(st.sampled_from(sorted(drawn)))].astype(np.float32)
