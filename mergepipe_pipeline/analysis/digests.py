@@ -89,9 +89,9 @@ def _windows(
     readers: Mapping[int, BlockReader], view: TensorView, verify: Verify | None
 ) -> Iterator[memoryview]:
     """The stored bytes of a view, each window valid until the next."""
-    room = bytearray(min(view.numel, _WINDOW_ELEMS) * itemsize(view.dtype))
+    buffer = bytearray(min(view.numel, _WINDOW_ELEMS) * itemsize(view.dtype))
     for start in range(0, view.numel, _WINDOW_ELEMS):
         stop = min(view.numel, start + _WINDOW_ELEMS)
-        raw = memoryview(room)[: (stop - start) * itemsize(view.dtype)]
+        raw = memoryview(buffer)[: (stop - start) * itemsize(view.dtype)]
         read_stored(readers.__getitem__, view, start, stop, raw, verify)
         yield raw

@@ -126,9 +126,9 @@ class DeviceBufferPool(BufferPool):
         torch.from_numpy(here).copy_(raw, non_blocking=True)
         return here
 
-    def _room(self, nbytes: int) -> Bytes:
+    def _allocated(self, nbytes: int) -> Bytes:
         if self._stream is None:
-            return super()._room(nbytes)
+            return super()._allocated(nbytes)
         pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return pinned
 

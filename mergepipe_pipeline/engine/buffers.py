@@ -31,7 +31,7 @@ class BufferPool:
         """Make room for `pieces` pieces of `nbytes` together; what lay here becomes invalid."""
         need = nbytes + pieces * _ALIGN
         if need > len(self._bytes):
-            self._bytes = self._room(need)
+            self._bytes = self._allocated(need)
         self._used = 0
 
     def take(self, nbytes: int) -> Bytes:
@@ -52,5 +52,5 @@ class BufferPool:
 
         return torch.from_numpy(self.floats(k, n))
 
-    def _room(self, nbytes: int) -> Bytes:
+    def _allocated(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, dtype=np.uint8)

@@ -36,7 +36,7 @@ from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.storage.finite import count_non_finite
 from mergepipe_pipeline.storage.header import tensor_order
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import ANNOUNCED
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.tensors.stored import Bytes
@@ -90,7 +90,7 @@ class LayerRunner:
         self._n_inputs = sum(len(t.experts) for layer in plan.layers for t in layer.tasks)
         self._stack = ExitStack()
         self._has_torch = False
-        self._rooms = FreeList(PageRoom)
+        self._page_buffers = FreeList(PageBuffer)
         self._has_packs = bool(plan.packs)
 
     def __enter__(self) -> LayerRunner:
@@ -206,10 +206,10 @@ class LayerRunner:
         return self._readers.map(self._read_frames, windows, depth=READING)
 
     def _read_frames(self, window: Window[Any]) -> Window[Any]:
-        before, room = self._sources.read_here(), self._rooms.take()
-        room.clear()
-        window.read_packed(room)
-        window.read, window.room = self._sources.read_here() - before, room
+        before, buffer = self._sources.read_here(), self._page_buffers.take()
+        buffer.clear()
+        window.read_packed(buffer)
+        window.read, window.page_buffer = self._sources.read_here() - before, buffer
         return window
 
     def _run_window(self, window_and_seen: tuple[Window[Any], list[Window[Any]]]) -> _Done:
@@ -220,8 +220,8 @@ class LayerRunner:
         began, before = time.perf_counter(), self._sources.read_here()
         with self._buffers.lent() as buffers:
             out = window.run(buffers)
-        if window.room:
-            self._rooms.give_back(window.room)
+        if window.page_buffer:
+            self._page_buffers.give_back(window.page_buffer)
         task = window.task
         non_finite = count_non_finite(out, task.out_dtype) + window.n_cut_off
         read = window.read + (self._sources.read_here() - before)

@@ -33,7 +33,7 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
 )
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import Bytes
 
@@ -154,28 +154,28 @@ class _PrepassWindow:
         job, task, n = self._job, self._task, self._n
         assert task.base is not None
         sums = np.zeros((len(self._drawn), 2, -(-n // CHUNK_ELEMS)))
-        # One expert after the other in the same room: only the base must stay.
+        # One expert after the other in the same buffer: only the base must stay.
         most = max((job.sizes[d.number] for d in self._drawn), default=0)
         buffers.clear(n * (job.sizes[-1] + most), 2)
         buffer = buffers.take(n * job.sizes[-1])
         verify = None if all(d.is_told for d in self._drawn) else job.verify_base
         base = BaseRow(self._sources.base_before, task.base.view, buffer, job.base_update, verify)
         base.fetch(self._start, self._stop)
-        room = buffers.take(n * most)
+        raw = buffers.take(n * most)
         for d, into in zip(self._drawn, sums, strict=True):
-            self._add_up(d, base, room[: n * job.sizes[d.number]], buffers, into)
+            self._add_up(d, base, raw[: n * job.sizes[d.number]], buffers, into)
         return sums
 
     def _add_up(
-        self, d: _Drawn, base: BaseRow, room: Bytes, buffers: BufferPool, sums: Sums
+        self, d: _Drawn, base: BaseRow, raw: Bytes, buffers: BufferPool, sums: Sums
     ) -> None:
         job, n = self._job, self._n
         verify, update = None if d.is_told else job.verify[d.number], job.updates[d.number]
-        # Here and at once: the room is another expert's next.
+        # Here and at once: the buffer is another expert's next.
         pack = job.packed[d.number]
-        packed = pack.fetch(self._start, self._stop, PageRoom()) if pack else ()
+        packed = pack.fetch(self._start, self._stop, PageBuffer()) if pack else ()
         row = ExpertRow(
-            self._sources.expert_before, d.expert.view, d.expert.read, room, update, verify
+            self._sources.expert_before, d.expert.view, d.expert.read, raw, update, verify
         )
         row.fetch(self._start, self._stop, packed, base.raw)
         which = (d.key, self._start, d.last, sums)

@@ -25,7 +25,7 @@ from mergepipe_pipeline.packs.elements import PackedPart
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.view import TensorView
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.uncached import pages_nbytes
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, fill_verified
 from mergepipe_pipeline.tensors.stored import (
@@ -54,7 +54,7 @@ class Window(Generic[D]):
         self._n = stop_elem - start_elem
         #: What `read_packed` read, and where to.
         self.read = Read()
-        self.room: PageRoom | None = None
+        self.page_buffer: PageBuffer | None = None
         #: Per expert, what was read of its pack; and the base, if that was read with them.
         self._base: BaseRow | None = None
         self._packed: Sequence[Sequence[PackedPart]] = [()] * len(job.packed)
@@ -79,12 +79,12 @@ class Window(Generic[D]):
                 for a, b in clip(e.read, start, min(stop, e.view.numel)):
                     announce_stored(job.sources.expert, e.view, a, b)
 
-    def read_packed(self, room: PageRoom) -> None:
-        """Read into `room` what the plan takes from packs, and the base; `run` needs it there."""
+    def read_packed(self, buffer: PageBuffer) -> None:
+        """Read into `buffer` what the plan takes from packs, and the base; `run` needs it there."""
         job, start, stop = self._job, self._start, self._stop
-        self._packed = [p.fetch(start, stop, room) if p else () for p in job.packed]
+        self._packed = [p.fetch(start, stop, buffer) if p else () for p in job.packed]
         if any(self._packed):
-            self._base = self._read_base(room.take(pages_nbytes(0, self._n * job.sizes[-1])))
+            self._base = self._read_base(buffer.take(pages_nbytes(0, self._n * job.sizes[-1])))
 
     def run(self, buffers: D) -> Bytes:
         """Read what the plan allows, merge it, and give the window's output bytes.

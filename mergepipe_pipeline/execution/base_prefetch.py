@@ -66,7 +66,7 @@ def _base_tensors(resolved: ResolvedRecipe) -> _Places:
 
 
 def _read(places: _Places, over: threading.Event) -> None:
-    room = memoryview(bytearray(_STEP_NBYTES))
+    buffer = memoryview(bytearray(_STEP_NBYTES))
     # What is wrong with a file, the merge says when it comes to it.
     with suppress(MergePipeError, OSError):
         for root, entries in places:
@@ -77,7 +77,7 @@ def _read(places: _Places, over: threading.Event) -> None:
                     for start in range(0, e.nbytes, _STEP_NBYTES):
                         if over.is_set():
                             return
-                        piece = room[: min(_STEP_NBYTES, e.nbytes - start)]
+                        piece = buffer[: min(_STEP_NBYTES, e.nbytes - start)]
                         source.read_into(e.file, e.start_byte + start, piece)
 
 

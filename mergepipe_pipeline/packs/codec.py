@@ -44,7 +44,7 @@ _ROUNDING = 1 + 2.0**-40
 Floats = npt.NDArray[np.float32]
 
 
-class _Room(threading.local):
+class _Scratch(threading.local):
     """Memory for the bytes of chunks, used again: fresh pages cost more than decoding."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _Room(threading.local):
         return [self._all[a : a + n] for a, n in zip(starts, nbytes, strict=False)]
 
 
-_room = _Room()
+_scratch = _Scratch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def decode_numbers(frames: Frames, n_tiers: Sequence[int], out: Numbers) -> None
     trits = -(-elems // ternary.PER_BYTE)
     sizes = np.array([elems, *[trits] * (most - 1)])
     front = ternary.trit_nbytes(CHUNK_ELEMS)
-    (unpacked,) = _room.of(front + int(sizes.sum()))
+    (unpacked,) = _scratch.of(front + int(sizes.sum()))
     unpacked[:front] = ternary.NO_TRITS
     starts, nbytes = frames.starts[:most], frames.nbytes[:most]
     places, _ = contents_of(frames.raw, starts, nbytes, sizes, unpacked, front)
@@ -145,7 +145,7 @@ def decode_bits(frames: Frames, base_bits: Bits, out_bits: Bits) -> None:
     elems = _elems(n)
     bitmap_sizes = -(-elems // 8)
     front = CHUNK_ELEMS
-    folded, unpacked = _room.of(
+    folded, unpacked = _scratch.of(
         min(n, CHUNK_ELEMS) * size, front + int(bitmap_sizes.sum()) + 2 * size * n
     )
     unpacked[:front] = 0
@@ -203,10 +203,10 @@ def _encode_exact(
 ) -> tuple[dict[Tier, bytes], float]:
     """The frames of the exact tiers, and the Σδ² that X20 leaves out."""
     n, nbytes = len(delta), expert.nbytes
-    is_large, *both = _room.of(n, nbytes, nbytes)
-    room, folded = (x.view(expert.dtype) for x in both)
+    is_large, *both = _scratch.of(n, nbytes, nbytes)
+    scratch, folded = (x.view(expert.dtype) for x in both)
     least = _least(threshold_bits)
-    n_large, left_out = split(expert, base, delta, least, is_large, room, folded)
+    n_large, left_out = split(expert, base, delta, least, is_large, scratch, folded)
     planes = folded.view(np.uint8).reshape(len(folded), -1)
     bitmap = np.packbits(is_large, bitorder="little")
     x20 = to_frame([bitmap, *planes[:n_large].T]) if n_large else b""

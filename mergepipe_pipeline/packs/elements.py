@@ -38,7 +38,7 @@ from mergepipe_pipeline.spec.pack import (
     PackedInput,
     PackedTensor,
 )
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 
 _STOP = attrgetter("stop_elem")
 
@@ -200,15 +200,15 @@ class PackedElements:
         #: Chunks of which some elements were asked for: frames, and how many elements are to come.
         self._begun: dict[int, tuple[Frames, int]] = {}
 
-    def fetch(self, start_elem: int, stop_elem: int, room: PageRoom) -> list[PackedPart]:
+    def fetch(self, start_elem: int, stop_elem: int, buffer: PageBuffer) -> list[PackedPart]:
         """Read what the plan takes from the pack of elements [start, stop), in order.
 
-        What is read lies in `room`, until that is cleared. Raises BudgetError, CorruptionError.
+        What is read lies in `buffer`, until that is cleared. Raises BudgetError, CorruptionError.
         """
         stop_elem = min(stop_elem, self._numel)
         first = -(-start_elem // CHUNK_ELEMS)
         stop = _chunks(0, stop_elem)[1] if stop_elem == self._numel else stop_elem // CHUNK_ELEMS
-        whole = self._read(first, stop, room) if first < stop else None
+        whole = self._read(first, stop, buffer) if first < stop else None
         parts = []
         for pieces in _joined(list(self._pieces(start_elem, stop_elem))):
             edges = pieces[0].start_elem, pieces[-1].stop_elem
@@ -241,14 +241,14 @@ class PackedElements:
         with self._lock:
             found, left = self._begun.pop(chunk, (None, _length(self._tensor, chunk)))
             if found is None:
-                found = self._read(chunk, chunk + 1, PageRoom())
+                found = self._read(chunk, chunk + 1, PageBuffer())
             if left > n:
                 self._begun[chunk] = found, left - n
             return found
 
-    def _read(self, first: int, stop: int, room: PageRoom) -> Frames:
+    def _read(self, first: int, stop: int, buffer: PageBuffer) -> Frames:
         """All frames that the plan takes of chunks [first, stop)."""
-        return self._reader.read(self._tensor, self._wanted, first, stop, room)
+        return self._reader.read(self._tensor, self._wanted, first, stop, buffer)
 
 
 def _joined(pieces: Sequence[_Piece]) -> list[list[_Piece]]:

@@ -15,7 +15,7 @@ from mergepipe_pipeline.packs.index import REMADE, frames_name, frames_path
 from mergepipe_pipeline.packs.runs import RUN_FIELDS, Flags, lay_out, read_runs
 from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES, are_equal
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
 
@@ -40,14 +40,14 @@ class FrameFiles:
         """
         wanted = np.zeros(tensor.nbytes.shape, np.bool_)
         wanted[[TIERS.index(tier) for tier in tiers], first:stop] = True
-        return self.read_wanted(tensor, wanted, first, stop, PageRoom())
+        return self.read_wanted(tensor, wanted, first, stop, PageBuffer())
 
     def read_wanted(
-        self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, room: PageRoom
+        self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, buffer: PageBuffer
     ) -> Frames:
         """Those frames of chunks [first, stop) that are `wanted` [tiers, chunks of the tensor].
 
-        They lie in `room`, until it is cleared. Raises as `read`.
+        They lie in `buffer`, until it is cleared. Raises as `read`.
         """
         assert 0 <= first <= stop <= tensor.nbytes.shape[1]  # compiled code does not look
         assert wanted.shape == tensor.nbytes.shape
@@ -55,7 +55,7 @@ class FrameFiles:
         runs = np.empty((starts.size, RUN_FIELDS), np.int64)
         places = starts, nbytes, runs
         n, size = lay_out(tensor.frame_starts, tensor.nbytes, wanted, first, *places)
-        raw = room.take(size)
+        raw = buffer.take(size)
         is_compared = self._read_runs(tensor, runs[:n], raw, starts, nbytes, first)
         frames = Frames(as_array(raw.data), starts, nbytes)
         # What is too short for the compiled comparison, or everything, to find what is wrong.
@@ -68,12 +68,12 @@ class FrameFiles:
         self,
         tensor: PackedTensor,
         runs: Longs,
-        room: Bytes,
+        buffer: Bytes,
         starts: Longs,
         nbytes: Longs,
         first: int,
     ) -> bool:
-        """Read runs of frames into `room`; whether all but short frames were compared."""
+        """Read runs of frames into `buffer`; whether all but short frames were compared."""
         descriptors, direct = np.zeros(len(TIERS), np.int32), np.zeros(len(TIERS), np.bool_)
         done, are_alike = 0, False
         with suppress(CheckpointError), ExitStack() as lent:
@@ -81,14 +81,14 @@ class FrameFiles:
                 file = self._source.lent(frames_name(TIERS[tier]))
                 descriptors[tier], direct[tier] = lent.enter_context(file)
             done, are_alike = read_runs(
-                runs, descriptors, direct, room, starts, nbytes, tensor.checksums, first
+                runs, descriptors, direct, buffer, starts, nbytes, tensor.checksums, first
             )
         if done == len(runs):
             return are_alike
         # An ordinary read says what is wrong, or gives what another one could not.
         for tier, chunk, start_byte, run_nbytes, at in runs[done:].tolist():
             begin = at + start_byte % PAGE_NBYTES
-            into = room.data[begin : begin + run_nbytes]
+            into = buffer.data[begin : begin + run_nbytes]
             try:
                 self._source.read_into(frames_name(TIERS[tier]), start_byte, into)
             except CheckpointError as error:
@@ -96,7 +96,7 @@ class FrameFiles:
                 raise self._damaged(tensor, tier, chunks, error.expected, error.found) from error
             if direct[tier]:
                 self._source.read_through_cache(frames_name(TIERS[tier]))
-        return are_equal(room, starts, nbytes, tensor.checksums, first)
+        return are_equal(buffer, starts, nbytes, tensor.checksums, first)
 
     def _compare(
         self, tensor: PackedTensor, frames: Frames, tier: int, chunk: int, first: int

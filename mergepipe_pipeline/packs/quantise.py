@@ -45,14 +45,14 @@ def _quantise(
     """As `quantised`, into `out`; `per_unit` [experts], `step` [experts, lossy tiers]."""
     n = delta.shape[2]
     # [n] each: what a row is in units, and as an integer.
-    room = np.empty(n, np.float32), np.empty(n, np.int32)
+    scratch = np.empty(n, np.float32), np.empty(n, np.int32)
     for e in range(delta.shape[0]):
         for r in range(delta.shape[1]):
             tier, mine = tiers[e, r], out[e, r]
             if tier == NOT_READ:
                 mine[:] = 0
             elif tier < N_TIERS:
-                nearest(delta[e, r], per_unit[e], step[e, tier], tier, room, mine)
+                nearest(delta[e, r], per_unit[e], step[e, tier], tier, scratch, mine)
             else:
                 mine[:] = delta[e, r]
                 if tier == _X20:

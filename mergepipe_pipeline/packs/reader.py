@@ -18,7 +18,7 @@ from mergepipe_pipeline.packs.runs import Flags
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, PackSource, Tier
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.reader import Tally
 from mergepipe_pipeline.storage.source import Reading
 
@@ -56,7 +56,7 @@ class PackReader:
             return self._tensors[name]
 
     def read(
-        self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, room: PageRoom
+        self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, buffer: PageBuffer
     ) -> Frames:
         """As `FrameFiles.read_wanted`. Raises BudgetError outside the plan, DamagedPackError."""
         outside = wanted[:, first:stop] & ~self._gate(tensor)[:, first:stop]
@@ -64,7 +64,7 @@ class PackReader:
             self._refuse(tensor, outside, first)
         began = time.perf_counter()
         with self._damage_named():
-            frames = self._files.read_wanted(tensor, wanted, first, stop, room)
+            frames = self._files.read_wanted(tensor, wanted, first, stop, buffer)
         self._tally.read_s += time.perf_counter() - began
         self._tally.nbytes += int(frames.nbytes.sum())
         return frames

@@ -21,7 +21,7 @@ Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 #: What `runs` say of each: its tier, its first chunk, where it begins in the file, its bytes, and
-#: where in the room its first page lies.
+#: where in the buffer its first page lies.
 RUN_FIELDS = 5
 _pread: Any = types.ExternalFunction(
     "pread", types.int64(types.int32, types.uintp, types.uint64, types.int64)
@@ -39,20 +39,20 @@ def lay_out(
     nbytes: Longs,
     runs: Longs,
 ) -> tuple[int, int]:
-    """Find the runs of wanted frames, each of neighbours, and give them whole pages of a room.
+    """Find the runs of wanted frames, each of neighbours, and give them whole pages of a buffer.
 
     Args:
         frame_starts: where each frame begins in its tier's file, [tiers, chunks + 1].
         sizes: their bytes, [tiers, chunks].
         wanted: whether they are read, likewise.
         first: the first chunk that is looked at; `starts` says how many.
-        starts: gets where they come to lie in the room, [tiers, looked at].
+        starts: gets where they come to lie in the buffer, [tiers, looked at].
         nbytes: gets their bytes, 0 for what is not wanted.
         runs: gets the runs, [tiers · looked at, RUN_FIELDS].
 
-    Gives how many runs there are, and the bytes of the room.
+    Gives how many runs there are, and the bytes of the buffer.
     """
-    n_runs, room = 0, 0
+    n_runs, size = 0, 0
     for tier in range(len(starts)):
         chunk, stop = first, first + starts.shape[1]
         while chunk < stop:
@@ -64,13 +64,13 @@ def lay_out(
             if n:
                 lead = start % PAGE_NBYTES
                 for c in range(begin, chunk):
-                    starts[tier, c - first] = room + lead + frame_starts[tier, c] - start
+                    starts[tier, c - first] = size + lead + frame_starts[tier, c] - start
                     nbytes[tier, c - first] = sizes[tier, c]
-                runs[n_runs] = tier, begin, start, n, room
-                room += _pages_nbytes(lead + n)
+                runs[n_runs] = tier, begin, start, n, size
+                size += _pages_nbytes(lead + n)
                 n_runs += 1
             chunk += 1
-    return n_runs, room
+    return n_runs, size
 
 
 @numba.njit(nogil=True, cache=True)
@@ -78,7 +78,7 @@ def read_runs(
     runs: Longs,
     descriptors: npt.NDArray[np.int32],
     direct: Flags,
-    room: Bytes,
+    buffer: Bytes,
     starts: Longs,
     nbytes: Longs,
     checksums: Hashes,
@@ -91,7 +91,7 @@ def read_runs(
     """
     for r in range(len(runs)):
         tier, _, start, n, at = runs[r]
-        lead, place = start % PAGE_NBYTES, np.uint64(room.ctypes.data) + np.uint64(at)
+        lead, place = start % PAGE_NBYTES, np.uint64(buffer.ctypes.data) + np.uint64(at)
         if direct[tier]:
             size = np.uint64(_pages_nbytes(lead + n))
             found = _pread(descriptors[tier], place, size, start - lead) - lead
@@ -99,7 +99,7 @@ def read_runs(
             found = _pread(descriptors[tier], place + np.uint64(lead), np.uint64(n), start)
         if found < n:
             return r, False
-    return len(runs), are_equal(room, starts, nbytes, checksums, first)
+    return len(runs), are_equal(buffer, starts, nbytes, checksums, first)
 
 
 @numba.njit(inline="always")

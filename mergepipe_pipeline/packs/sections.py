@@ -58,7 +58,7 @@ def contents_of(
         nbytes: their bytes in the same shape; 0 for a section that is absent.
         sizes: the bytes of their contents.
         unpacked: has room for all contents from `at` on. A place p there is given as ~p.
-        at: where the room begins.
+        at: where the buffer begins.
 
     Raises CorruptionError.
     """
@@ -162,9 +162,9 @@ def _decompress(
             expected = sizes.astype(np.uint64).data
             decompress = _zstd.decompressor.multi_decompress_to_buffer
             found = decompress(given, decompressed_sizes=expected, threads=0)
-            room = out.data
+            buffer = out.data
             for number, (at, n) in enumerate(zip(places.tolist(), stated, strict=True)):
-                room[at : at + n] = found[number]  # type: ignore[call-overload]
+                buffer[at : at + n] = found[number]  # type: ignore[call-overload]
             return
     except zstandard.ZstdError as error:
         refuse("compressed sections", str(error))

@@ -63,7 +63,7 @@ def quantise(
     `per_unit` is 1 over the unit, `steps` the steps of all tiers. Adds ‖δ − δ̂‖² of each level to
     `residual_sq` [N_TIERS]. What is not finite becomes zero and makes residuals infinite.
     """
-    room = (
+    scratch = (
         np.empty(_GROUP_ELEMS, np.float32),
         np.empty(_GROUP_ELEMS, np.int32),
         np.empty(_GROUP_ELEMS, np.uint16),
@@ -76,12 +76,12 @@ def quantise(
         part, whole = delta[at : at + _GROUP_ELEMS], units[at : at + _GROUP_ELEMS]
         codes = trits[:, at // PER_BYTE :]
         n_lost += _quantise_group(
-            part, _GROUP_ELEMS, _GROUP_NBYTES, per_unit, steps, whole, codes, lanes, room
+            part, _GROUP_ELEMS, _GROUP_NBYTES, per_unit, steps, whole, codes, lanes, scratch
         )
     at = len(delta) - left
     codes, width = trits[:, at // PER_BYTE :], -(-left // PER_BYTE)
     n_lost += _quantise_group(
-        delta[at:], left, width, per_unit, steps, units[at:], codes, lanes, room
+        delta[at:], left, width, per_unit, steps, units[at:], codes, lanes, scratch
     )
     for tier in range(N_TIERS):
         for lane in range(_GROUP_ELEMS):
@@ -100,10 +100,10 @@ def _quantise_group(
     units: Any,
     trits: Any,
     lanes: Any,
-    room: Any,
+    scratch: Any,
 ) -> Any:
     """Encode m elements, whose bytes are `width`; how many of them are not finite."""
-    rest, number, digits = room
+    rest, number, digits = scratch
     n_lost = 0
     for e in range(m):
         n_lost += delta[e] - delta[e] != _ZERO  # infinite, or no number
@@ -144,13 +144,13 @@ def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> Non
 
 @numba.njit(nogil=True, cache=True)
 def nearest(
-    delta: Floats, per_unit: np.float32, step: np.float32, tier: int, room: Any, out: Floats
+    delta: Floats, per_unit: np.float32, step: np.float32, tier: int, scratch: Any, out: Floats
 ) -> None:
     """Fill `out` [n] with δ̂ of `delta` [n] as the tiers up to one, of this `step`, add up to it.
 
-    `room` is float32 [n] and int32 [n].
+    `scratch` is float32 [n] and int32 [n].
     """
-    rest, number = room
+    rest, number = scratch
     for e in range(len(delta)):
         whole, rest[e] = _in_units(delta[e], per_unit)
         number[e] = np.int32(whole)

@@ -67,9 +67,9 @@ def fetch(
     Raises RemoteError naming file, range, status and attempts when the last one fails,
     CheckpointChangedError for another file than was listed, Abandoned if all sources are closed.
     """
-    room = bytearray(stop_byte - start_byte)
+    buffer = bytearray(stop_byte - start_byte)
     done = tries = 0
-    while done < len(room):
+    while done < len(buffer):
         if not WANTED.is_any:
             raise Abandoned
         reached = done
@@ -78,20 +78,20 @@ def fetch(
             with site.body(file, start_byte + done, stop_byte) as chunks:
                 for chunk in chunks:
                     METER.count(listing.root, Traffic(nbytes=len(chunk)))
-                    if len(chunk) > len(room) - done:
+                    if len(chunk) > len(buffer) - done:
                         raise RequestError("more bytes than were asked for", "206")
-                    room[done : done + len(chunk)] = chunk
+                    buffer[done : done + len(chunk)] = chunk
                     done += len(chunk)
                     if not WANTED.is_any:
                         raise Abandoned
-            if done < len(room):
+            if done < len(buffer):
                 raise RequestError("the answer ended early", "cut")
         except RequestError as failed:
             tries = 1 if done > reached else tries + 1
             left = f"bytes {start_byte + done} to {stop_byte}"
             where = f"{listing.root}, {file.path}, {left}"
             _wait_or_give_up(failed, tries, "A server did not give a part of a file", where)
-    return room
+    return buffer
 
 
 def tried(ask: Callable[[], T], where: str) -> T:

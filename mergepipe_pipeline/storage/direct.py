@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
-from mergepipe_pipeline.storage.uncached import new_room
+from mergepipe_pipeline.storage.uncached import page_aligned
 
 #: Bytes of one write; a multiple of what disks ask offsets and addresses to be aligned to.
 _PIECE_NBYTES = 4 << 20
@@ -27,7 +27,7 @@ _WAITING = 3
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 #: Aligned room for pieces, of which some is kept: fresh pages cost more than the copy.
-_pieces = FreeList(partial(new_room, _PIECE_NBYTES), max_free=_WAITING + 1)
+_pieces = FreeList(partial(page_aligned, _PIECE_NBYTES), max_free=_WAITING + 1)
 
 
 class DirectFile:
@@ -87,13 +87,13 @@ class DirectFile:
 
     def _write(self, piece: mmap.mmap, nbytes: int, at: int) -> None:
         try:
-            with memoryview(piece) as room:
+            with memoryview(piece) as view:
                 done = 0
                 while done < nbytes:
                     if self._is_direct and (done % _ALIGN or nbytes - done < _ALIGN):
                         self._is_direct = self._set_direct(False)
                     stop = nbytes // _ALIGN * _ALIGN if self._is_direct else nbytes
-                    done += self._written(room[done:stop], at + done)
+                    done += self._written(view[done:stop], at + done)
         finally:
             _pieces.give_back(piece)
 

@@ -29,9 +29,9 @@ def file_sha256(path: Path, progress: Callable[[int], None] | None = None) -> st
                 found="a folder, pipe or device",
                 next_step="remove it",
             )
-        running, room, at = new_hash(), _room(), 0
-        while n := read_uncached(descriptor, at, room) or os.preadv(descriptor, [room], at):
-            running.update(room[:n])
+        running, buffer, at = new_hash(), _buffer(), 0
+        while n := read_uncached(descriptor, at, buffer) or os.preadv(descriptor, [buffer], at):
+            running.update(buffer[:n])
             at += n
             if progress:
                 progress(n)
@@ -40,9 +40,9 @@ def file_sha256(path: Path, progress: Callable[[int], None] | None = None) -> st
         os.close(descriptor)
 
 
-def _room() -> memoryview:
+def _buffer() -> memoryview:
     """This thread's buffer."""
-    if not hasattr(_local, "room"):
-        _local.room = memoryview(bytearray(_CHUNK_NBYTES))
-    room: memoryview = _local.room
-    return room
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(_CHUNK_NBYTES))
+    buffer: memoryview = _local.buffer
+    return buffer

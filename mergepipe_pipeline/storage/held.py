@@ -13,9 +13,9 @@ from itertools import chain
 from operator import attrgetter
 
 from mergepipe_pipeline.storage.source import RangedFiles
-from mergepipe_pipeline.storage.uncached import new_room
+from mergepipe_pipeline.storage.uncached import page_aligned
 
-#: Room is given away in pieces of this length: of memory that was touched, as fresh pages are slow.
+#: Buffers are given away in pieces of this length, used again and again, as fresh pages are slow.
 _PIECE_NBYTES = 512 << 10
 _START = attrgetter("start_byte")
 
@@ -26,12 +26,12 @@ class _Piece:
 
     start_byte: int
     stop_byte: int
-    room: memoryview
+    buffer: memoryview
     left: int
 
 
 class HeldBytes:
-    """Room for `nbytes` of files that are read twice. Safe for several threads."""
+    """Buffers for `nbytes` of files that are read twice. Safe for several threads."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -39,20 +39,20 @@ class HeldBytes:
         self._free: list[memoryview] = []
         self._lock = threading.Lock()
 
-    def room(self) -> memoryview | None:
-        """Room for a piece; None where all is taken."""
+    def buffer(self) -> memoryview | None:
+        """A buffer for a piece; None where all is taken."""
         with self._lock:
             if self._free:
                 return self._free.pop()
             if not self._n_unused:
                 return None
             self._n_unused -= 1
-        return memoryview(new_room(_PIECE_NBYTES))
+        return memoryview(page_aligned(_PIECE_NBYTES))
 
-    def give_back(self, room: memoryview) -> None:
+    def give_back(self, buffer: memoryview) -> None:
         """Let others have it."""
         with self._lock:
-            self._free.append(room)
+            self._free.append(buffer)
 
 
 class HeldFiles:
@@ -63,9 +63,9 @@ class HeldFiles:
         self._pieces: dict[str, list[_Piece]] = {}
         self._lock = threading.Lock()
 
-    def keep(self, path: str, start_byte: int, room: memoryview, nbytes: int) -> None:
-        """Hold `nbytes` in `room`, bytes of a file that are not held yet."""
-        piece = _Piece(start_byte, start_byte + nbytes, room, nbytes)
+    def keep(self, path: str, start_byte: int, buffer: memoryview, nbytes: int) -> None:
+        """Hold `nbytes` in `buffer`, bytes of a file that are not held yet."""
+        piece = _Piece(start_byte, start_byte + nbytes, buffer, nbytes)
         with self._lock:
             pieces = self._pieces.setdefault(path, [])
             pieces.insert(bisect_left(pieces, start_byte, key=_START), piece)
@@ -90,7 +90,7 @@ class HeldFiles:
             if piece.left > 0:
                 return True
             self._pieces[path].remove(piece)
-        self._held.give_back(piece.room)
+        self._held.give_back(piece.buffer)
         return True
 
 
@@ -121,17 +121,17 @@ class FirstReading:
         """Fill `buffer` from `start_byte`, and hold a copy if there is room."""
         nbytes = len(buffer)
         is_known = bool(self.files.held(path, start_byte, start_byte + nbytes))
-        room = None if is_known or nbytes > _PIECE_NBYTES else self.held.room()
-        if room is None:
+        copy = None if is_known or nbytes > _PIECE_NBYTES else self.held.buffer()
+        if copy is None:
             self.source.read_into(path, start_byte, buffer)
             return
         try:
-            self.past.read_into(path, start_byte, room[:nbytes])
+            self.past.read_into(path, start_byte, copy[:nbytes])
         except BaseException:
-            self.held.give_back(room)
+            self.held.give_back(copy)
             raise
-        buffer[:] = room[:nbytes]
-        self.files.keep(path, start_byte, room, nbytes)
+        buffer[:] = copy[:nbytes]
+        self.files.keep(path, start_byte, copy, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class SecondReading:
         pieces, gaps = self._gaps(path, start_byte, stop_byte)
         for p in pieces:
             a, b = max(p.start_byte, start_byte), min(p.stop_byte, stop_byte)
-            buffer[a - start_byte : b - start_byte] = p.room[a - p.start_byte : b - p.start_byte]
+            buffer[a - start_byte : b - start_byte] = p.buffer[a - p.start_byte : b - p.start_byte]
             if not self.files.forget(path, p, b - a):
                 gaps.append((a, b))
         for a, b in gaps:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.storage.uncached import new_room
+from mergepipe_pipeline.storage.uncached import page_aligned
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class PageRoom:
-    """Room that grows to the largest need seen and stays. For one thread at a time."""
+class PageBuffer:
+    """A buffer that grows to the largest need seen and stays. For one thread at a time."""
 
     def __init__(self) -> None:
         self._all: Bytes = np.empty(0, np.uint8)
@@ -24,8 +24,8 @@ class PageRoom:
     def take(self, nbytes: int) -> Bytes:
         """The next `nbytes`, which are of whole pages; what was taken before stays."""
         if self._used + nbytes > len(self._all):
-            # Arrays that were taken keep the smaller room until they are gone.
-            self._all = np.frombuffer(new_room(2 * (self._used + nbytes)), np.uint8)
+            # Arrays that were taken keep the smaller buffer until they are gone.
+            self._all = np.frombuffer(page_aligned(2 * (self._used + nbytes)), np.uint8)
             self._used = 0
         start, self._used = self._used, self._used + nbytes
         return self._all[start : self._used]

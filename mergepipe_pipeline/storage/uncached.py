@@ -54,20 +54,22 @@ def read_uncached(descriptor: int, start_byte: int, out: memoryview) -> int:
     """
     if len(out) < _LEAST_NBYTES or not is_cold(descriptor, start_byte, len(out)):
         return 0
-    room = _room(pages_nbytes(start_byte, len(out)))
+    buffer = _aligned(pages_nbytes(start_byte, len(out)))
     try:
         direct = open_direct(descriptor)
     except OSError:
         return 0
     try:
-        n = read_pages(direct, start_byte, len(out), room)
+        n = read_pages(direct, start_byte, len(out), buffer)
     finally:
         os.close(direct)
     if n:
         import numpy as np  # whose copies let other threads go on; commands start without it
 
         lead = start_byte % PAGE_NBYTES
-        np.copyto(np.frombuffer(out, np.uint8)[:n], np.frombuffer(room, np.uint8)[lead : lead + n])
+        np.copyto(
+            np.frombuffer(out, np.uint8)[:n], np.frombuffer(buffer, np.uint8)[lead : lead + n]
+        )
     return n
 
 
@@ -77,14 +79,15 @@ def open_direct(descriptor: int) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 
 
-def read_pages(direct: int, start_byte: int, nbytes: int, room: memoryview) -> int:
-    """Read bytes from `start_byte` on to where in `room` they lie in their page; how many it read.
+def read_pages(direct: int, start_byte: int, nbytes: int, buffer: memoryview) -> int:
+    """Read bytes from `start_byte` on; how many it read.
 
-    `room` begins at a page's address and has `pages_nbytes`. 0 where an ordinary read is needed.
+    They come to lie in `buffer` as in their page. It begins at a page's address and has
+    `pages_nbytes`. Gives 0 where an ordinary read is needed.
     """
     lead, size = start_byte % PAGE_NBYTES, pages_nbytes(start_byte, nbytes)
     try:
-        found = os.preadv(direct, [room[:size]], start_byte - lead)
+        found = os.preadv(direct, [buffer[:size]], start_byte - lead)
     except OSError:
         return 0
     return max(0, min(nbytes, found - lead))
@@ -101,7 +104,7 @@ def pages_nbytes(start_byte: int, nbytes: int) -> int:
     return -(-(start_byte % PAGE_NBYTES + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
 
 
-def new_room(nbytes: int) -> mmap.mmap:
+def page_aligned(nbytes: int) -> mmap.mmap:
     """Aligned memory of this process alone: a shared one would be its forks' too."""
     return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
@@ -138,9 +141,9 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _room(nbytes: int) -> memoryview:
-    """Aligned room of this thread, used again for its next read."""
-    if len(getattr(_local, "room", b"")) < nbytes:
-        _local.room = memoryview(new_room(nbytes))
-    room: memoryview = _local.room
-    return room[:nbytes]
+def _aligned(nbytes: int) -> memoryview:
+    """An aligned buffer of this thread, used again for its next read."""
+    if len(getattr(_local, "buffer", b"")) < nbytes:
+        _local.buffer = memoryview(page_aligned(nbytes))
+    buffer: memoryview = _local.buffer
+    return buffer[:nbytes]

@@ -65,7 +65,7 @@ class Verifier:
                         found=f"all but {[a, b]}",
                         next_step="this is a defect of mergepipe: please report it with the plan",
                     )
-                fill(a, b, pieces.room(a, b))
+                fill(a, b, pieces.buffer(a, b))
             self._compare(number, number + 1, memoryview(pieces.raw))
         self._open.clear()
 
@@ -79,7 +79,7 @@ class Verifier:
                 last = min(first + self._elems, self._numel)
                 self._open[number] = _Pieces((first, last), self._size)
             pieces = self._open[number]
-            pieces.room(start, stop)[:] = raw
+            pieces.buffer(start, stop)[:] = raw
             whole = pieces.add(start, stop)
             if whole:
                 del self._open[number]
@@ -119,7 +119,7 @@ class _Pieces:
         self.raw = bytearray((range_[1] - range_[0]) * size)
         self._have: tuple[Range, ...] = ()
 
-    def room(self, start: int, stop: int) -> memoryview:
+    def buffer(self, start: int, stop: int) -> memoryview:
         """Where the bytes of elements [start, stop) go."""
         first = self.range[0]
         return memoryview(self.raw)[(start - first) * self._size : (stop - first) * self._size]

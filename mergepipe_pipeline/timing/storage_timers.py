@@ -145,7 +145,7 @@ def stream_s(path: Path, *, streams: int, threads: int, nbytes: int) -> tuple[in
     ahead = ANNOUNCED * streams
 
     def work(source: LocalSource) -> None:
-        room = memoryview(bytearray(piece))
+        buffer = memoryview(bytearray(piece))
         while True:
             with lock:
                 number = next(numbers, None)
@@ -153,7 +153,7 @@ def stream_s(path: Path, *, streams: int, threads: int, nbytes: int) -> tuple[in
                 return
             for later in places[number + ahead : number + ahead + 1]:
                 source.will_need(path.name, later, piece)
-            source.read_into(path.name, places[number], room)
+            source.read_into(path.name, places[number], buffer)
 
     with LocalSource(path, "exact") as source, Workers(threads) as workers:
         began = time.perf_counter()

@@ -25,7 +25,7 @@ from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
 from mergepipe_pipeline.spec.recipe import Params
 from mergepipe_pipeline.spec.segments import KnownSegments
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from tests.engine.packed import (
     NUMEL,
     Levels,
@@ -281,10 +281,10 @@ def test_frames_that_the_plan_does_not_name_are_refused(family: PackedFamily) ->
         assert runner._sources.packed(e) is not None
         reader = runner._sources._packs[0, False]
         tensor = reader.tensor("w")
-        assert reader.read(tensor, frames(tensor, "L1", 1, 2), 0, 3, PageRoom()).nbytes.any()
+        assert reader.read(tensor, frames(tensor, "L1", 1, 2), 0, 3, PageBuffer()).nbytes.any()
         for tier, first, stop in (("L1", 0, 2), ("L1", 2, 3), ("L2", 1, 2), ("X", 1, 2)):
             with pytest.raises(BudgetError, match="access set"):
-                reader.read(tensor, frames(tensor, tier, first, stop), 0, 3, PageRoom())
+                reader.read(tensor, frames(tensor, tier, first, stop), 0, 3, PageBuffer())
 
 
 def frames(tensor: PackedTensor, tier: Tier, first: int, stop: int) -> npt.NDArray[np.bool_]:

@@ -17,7 +17,7 @@ from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.reader import PackReader
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Level
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.reader import Tally
 from tests.engine.packed import NUMEL, PackedFamily, make_family, plan_from
 from tests.packs.approximate import quantised_at
@@ -49,7 +49,7 @@ def test_windows_of_any_length_in_any_order_read_each_frame_once(
     with PackReader(family.packs[0], packed_access_set(plan.layers, 0), tally) as reader:
         elements = PackedElements(reader, e.packed, e.digest)
         for start, stop in windows:
-            for part in elements.fetch(start, stop, PageRoom()):
+            for part in elements.fetch(start, stop, PageBuffer()):
                 found[part.start_elem : part.stop_elem] = _delta(part, family)
     assert tally.nbytes == e.packed.nbytes
     (tensor,), delta = family.tensors, family.experts[0] - family.base

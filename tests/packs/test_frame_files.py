@@ -18,7 +18,7 @@ from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor
 from mergepipe_pipeline.storage import source, uncached
-from mergepipe_pipeline.storage.page_room import PageRoom
+from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.verbs.pack import pack
 from tests.packs.models import warehouse_of
@@ -57,13 +57,13 @@ def test_any_frames_of_any_chunks_come_as_they_were_written(
     n_chunks = wanted.shape[1]
     first = int(rng.integers(n_chunks))
     stop = int(rng.integers(first, n_chunks)) + 1
-    room = PageRoom()
+    buffer = PageBuffer()
     if room_is_used:
-        room.take(1 << 20)
+        buffer.take(1 << 20)
     for tier in TIERS if is_cold else ():
         drop(frames_path(known.root, tier))
     with FrameFiles(known.root, reading) as files:
-        frames = files.read_wanted(tensor, wanted, first, stop, room)
+        frames = files.read_wanted(tensor, wanted, first, stop, buffer)
     for tier in range(len(TIERS)):
         for chunk in range(first, stop):
             found = bytes(frames.frame(TIERS[tier], chunk - first))

@@ -109,7 +109,7 @@ def test_what_fails_behind_the_back_is_told(
         file.append(memoryview(bytes(9 * PIECE)))
     file.abandon()
     monkeypatch.undo()
-    write(tmp_path / "y", noise(3 * PIECE), PIECE)  # its rooms are clean again
+    write(tmp_path / "y", noise(3 * PIECE), PIECE)  # its pieces are clean again
     assert (tmp_path / "y").read_bytes() == noise(3 * PIECE)
 
 
@@ -123,14 +123,14 @@ def test_no_space_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rooms_are_used_again(tmp_path: Path) -> None:
+def test_pieces_are_used_again(tmp_path: Path) -> None:
     for name in "abc":
         write(tmp_path / name, noise(7 * PIECE), PIECE)
     assert 1 <= len(direct._pieces) <= 4
 
 
 def test_a_process_and_its_fork_write_what_is_theirs(tmp_path: Path) -> None:
-    first = DirectFile(tmp_path / "first", 4)  # whose room is used again
+    first = DirectFile(tmp_path / "first", 4)  # whose piece is used again
     first.append(memoryview(b"done"))
     first.close()
     to_child, to_parent = os.pipe(), os.pipe()

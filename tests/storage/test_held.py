@@ -78,9 +78,9 @@ def test_both_readings_give_the_bytes_of_the_file_however_they_are_cut(
             assert read(merge, a, b) == whole[a:b]
     if n_pieces * first >= _SIZE + first and not repeats:
         assert all(n == 1 for n in source.asked.values())
-    rooms = [held.room() for _ in range(n_pieces + 1)]
-    assert all(rooms[:-1])  # all is free again
-    assert rooms[-1] is None  # and there is no more of it than was asked for
+    buffers = [held.buffer() for _ in range(n_pieces + 1)]
+    assert all(buffers[:-1])  # all is free again
+    assert buffers[-1] is None  # and there is no more of it than was asked for
 
 
 def test_threads_that_read_the_same_bytes_never_get_those_of_others(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_who_reads_what_was_let_go_meanwhile_is_told(folder: Path) -> None:
     read(before, 0, 2000)
     (seen,) = merge.files.held("file", 0, 2000)
     assert read(merge, 0, 1000) == read(merge, 0, 1000)  # the piece counts as read whole
-    assert held.room() is seen.room  # which may hold others' bytes now
+    assert held.buffer() is seen.buffer  # which may hold others' bytes now
     assert not merge.files.forget("file", seen, 1000)
 
 
@@ -120,6 +120,6 @@ def test_a_reading_that_fails_holds_nothing(folder: Path) -> None:
     held, _, before, merge = readings(folder, _PIECE)
     with pytest.raises(CheckpointChangedError):
         read(before, _SIZE - 10, _SIZE + 10)
-    assert held.room() is not None
+    assert held.buffer() is not None
     with pytest.raises(CheckpointChangedError):
         read(merge, _SIZE - 10, _SIZE + 10)

@@ -129,10 +129,10 @@ def test_what_fits_the_page_cache_is_at_most_half_of_what_is_free() -> None:
 
 
 def test_what_a_forked_process_reads_does_not_reach_its_parent() -> None:
-    room = uncached.new_room(4096)
+    buffer = uncached.page_aligned(4096)
     child = os.fork()
     if child == 0:
-        room[:4] = b"read"
+        buffer[:4] = b"read"
         os._exit(0)
     os.waitpid(child, 0)
-    assert room[:4] == bytes(4)
+    assert buffer[:4] == bytes(4)

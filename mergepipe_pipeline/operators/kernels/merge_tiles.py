@@ -302,7 +302,7 @@ def _vote(
 
     If `normalize`, divided by the sum of their `weights` [count]. A delta of zero never agrees, a
     total of zero counts as positive. `deltas` [count or more, TILE_ELEMS] are whole, as rows of a
-    slice would not count as contiguous and not be vectorized; `sign` and `share` are room.
+    slice would not count as contiguous and not be vectorized; `sign` and `share` are scratch.
     """
     m = len(total)
     for e in range(m):
