@@ -8,11 +8,11 @@ lanes of 256 elements, added in order: nothing depends on the CPU's vector lengt
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.analysis.magnitudes import BINS, Bits, Room, Table, end_block
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS, LANES, subtract
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
 from mergepipe_pipeline.operators.kernels.uniforms import mixed
@@ -29,7 +29,7 @@ Counts = npt.NDArray[np.int64]
 Sketches = npt.NDArray[np.float32]
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def describe(
     delta: npt.NDArray[np.float32],
     key: np.uint64,
@@ -64,7 +64,7 @@ def describe(
             n_aside = 0
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def describe_bfloat16(
     expert: npt.NDArray[np.uint16],
     base: npt.NDArray[np.uint16],
@@ -102,7 +102,7 @@ def describe_bfloat16(
             n_aside = 0
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _is_equal(expert: npt.NDArray[np.uint16], base: npt.NDArray[np.uint16]) -> bool:
     """Whether equal bits mean a difference of zero: ∞ − ∞ is none."""
     for i in range(len(expert)):
@@ -114,7 +114,7 @@ def _is_equal(expert: npt.NDArray[np.uint16], base: npt.NDArray[np.uint16]) -> b
     return bool(largest < _BF16_INFINITY)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _describe_chunk(
     delta: npt.NDArray[np.float32],
     key: np.uint64,
@@ -165,7 +165,7 @@ def _describe_chunk(
         sketches[chunk, i] += turned[i] + turned[i + SKETCH_WIDTH]
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _count_chunk(
     delta: npt.NDArray[np.float32], even: Table, odd: Table, n_aside: int, aside: Bits
 ) -> int:
@@ -187,7 +187,7 @@ def _count_chunk(
     return n_aside
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _top_bin(peaks: Peaks) -> int:
     """The largest bin that may be occupied."""
     top = 0
@@ -196,7 +196,7 @@ def _top_bin(peaks: Peaks) -> int:
     return top if top < _BF16_INFINITY else BINS - 1
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def count_in_bin(delta: npt.NDArray[np.float32], bin_: int, counts: npt.NDArray[np.uint32]) -> None:
     """Count, by the lower bits of |δ|, the elements of `delta` [n] in bin `bin_` of the histogram.
 
@@ -206,7 +206,7 @@ def count_in_bin(delta: npt.NDArray[np.float32], bin_: int, counts: npt.NDArray[
         _count_in_bin(delta[start : start + CHUNK_ELEMS], bin_, counts)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def count_in_bin_bfloat16(
     expert: npt.NDArray[np.uint16],
     base: npt.NDArray[np.uint16],
@@ -221,7 +221,7 @@ def count_in_bin_bfloat16(
         _count_in_bin(delta[: stop - start], bin_, counts)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _count_in_bin(
     delta: npt.NDArray[np.float32], bin_: int, counts: npt.NDArray[np.uint32]
 ) -> None:

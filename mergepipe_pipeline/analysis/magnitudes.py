@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import HIST_SHIFT, Magnitudes
 
@@ -63,7 +63,7 @@ def room_for(numel: int, grid: BlockGrid) -> Room:
     )
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def end_block(
     block: int,
     n_aside: int,
@@ -99,7 +99,7 @@ def end_block(
     room.edges[block + 1] = at
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _list_bin(bin_: int, n: int, rest: Bits, r: int, at: int, room: Room) -> tuple[int, int]:
     """List the n elements of a bin, of which those from `rest[r]` on were set aside."""
     stop = r
@@ -118,7 +118,7 @@ def _list_bin(bin_: int, n: int, rest: Bits, r: int, at: int, room: Room) -> tup
     return at, stop
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _sorted(values: Bits, room: Bits) -> Bits:
     """`values` in order, sorted digit by digit: several times as fast here as by comparing."""
     n, counts = len(values), np.empty(_DIGITS, np.int32)

@@ -71,10 +71,9 @@ class Console:
 
     def tell_of_compilation(self) -> None:
         """Say to people why the first merge after an installation takes longer."""
-        from mergepipe_pipeline.operators import kernels
+        from mergepipe_pipeline.jit import kernel_cache
 
-        cache = Path(str(kernels.__file__)).parent / "__pycache__"
-        if not self.as_json and not any(cache.glob("*.nbi")):
+        if not self.as_json and not kernel_cache().exists():
             click.echo("compiling kernels, once after an installation: some 20 s", err=True)
 
     def show(self, data: Any, *lines: str) -> None:

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.expand import count_ones, expand
 from mergepipe_pipeline.packs.sections import ABSENT, content_at
 
@@ -25,7 +26,7 @@ _LANES = 256
 _SIZE, _ZERO = np.uint32(0x7FFFFFFF), np.float32(0)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def split(
     expert: Bits,
     base: Bits,
@@ -70,7 +71,7 @@ def split(
     return n_large, energy
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def count_large(raw: Bytes, unpacked: Bytes, bitmaps: Longs, elems: Longs, counts: Longs) -> bool:
     """Fill `counts` [chunks] with how many elements each chunk's bitmap has, of its `elems`.
 
@@ -87,7 +88,7 @@ def count_large(raw: Bytes, unpacked: Bytes, bitmaps: Longs, elems: Longs, count
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def restore(
     raw: Bytes,
     unpacked: Bytes,
@@ -122,7 +123,7 @@ def restore(
         _add_to(base[first : first + chunk_elems], part)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _add_to(base: Bits, out: Bits) -> None:
     """Turn distances `out` [n] to `base` [n] into bits; a loop of its own is vectorized."""
     number = out.dtype.type

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.extending import intrinsic, overload
 
+from mergepipe_pipeline.jit import cached_njit
+
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -22,7 +24,7 @@ _WIDTH = 32
 _HAS_INSTRUCTION = bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def count_ones(bitmap: Bytes) -> int:
     """How many bits are set."""
     count = 0
@@ -31,7 +33,7 @@ def count_ones(bitmap: Bytes) -> int:
     return count
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def expand(bitmap: Bytes, n_first: int, ordered: Numbers, out: Numbers) -> None:
     """Fill `out` [n] from `ordered` [n], where the `n_first` elements of the bitmap come first."""
     done, at_first = _expand_words(bitmap, n_first, ordered, out)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.ternary import N_TIERS, nearest, steps
 from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
 
@@ -33,7 +33,7 @@ def quantised(
     return out
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _quantise(
     delta: Floats,
     per_unit: Floats,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.xxh3 import Hashes, are_equal
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
 
@@ -29,7 +30,7 @@ _pread: Any = types.ExternalFunction(
 
 
 # It keeps the interpreter's lock: to let it go and to get it back takes longer.
-@numba.njit(cache=True)
+@cached_njit()
 def lay_out(
     frame_starts: Longs,
     sizes: npt.NDArray[np.uint32],
@@ -73,7 +74,7 @@ def lay_out(
     return n_runs, size
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def read_runs(
     runs: Longs,
     descriptors: npt.NDArray[np.int32],

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 import zstandard
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, refuse
 from mergepipe_pipeline.packs.sparse import from_pairs
 
@@ -81,7 +82,7 @@ def content_at(raw: Any, unpacked: Any, place: Any) -> Any:
 
 
 # These keep the interpreter's lock: to let it go and to get it back takes longer.
-@numba.njit(cache=True)
+@cached_njit()
 def _split(raw: Bytes, starts: Longs, nbytes: Longs, places: Longs, sizes: Longs) -> int:
     """Fill in where the sections of each frame lie; the first frame that makes no sense, or −1."""
     n_sections = len(places)
@@ -103,7 +104,7 @@ def _split(raw: Bytes, starts: Longs, nbytes: Longs, places: Longs, sizes: Longs
     return -1
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _locate(
     raw: Bytes,
     starts: Longs,

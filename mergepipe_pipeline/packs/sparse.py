@@ -7,16 +7,17 @@ zstd, and no time: zstd needs a sixth of an exact chunk's time for them.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from mergepipe_pipeline.jit import cached_njit
 
 Bytes = npt.NDArray[np.uint8]
 
 _FAR = 255
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def to_pairs(content: Bytes, out: Bytes) -> int:
     """Fill `out` with the pairs of `content`; how many bytes these are, −1 if they do not fit."""
     at, last = 0, 0
@@ -34,7 +35,7 @@ def to_pairs(content: Bytes, out: Bytes) -> int:
     return at
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def from_pairs(pairs: Bytes, out: Bytes) -> bool:
     """Fill `out` [n] with the content of pairs; False if they lead out of it."""
     out[:] = 0

@@ -16,6 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.sections import ABSENT, content_at
 
 #: Tiers there are: L0 and those of trits.
@@ -49,7 +50,7 @@ def steps(unit: float) -> Floats:
     return np.array([step_of(unit, tier) for tier in range(N_TIERS)])
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def quantise(
     delta: Floats,
     per_unit: np.float32,
@@ -142,7 +143,7 @@ def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> Non
             lanes[e] += difference * difference
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def nearest(
     delta: Floats, per_unit: np.float32, step: np.float32, tier: int, scratch: Any, out: Floats
 ) -> None:
@@ -176,7 +177,7 @@ def _trit(rest: Any) -> Any:
     return np.int32(rest > _HALF) - np.int32(rest < -_HALF)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def add_up(
     raw: Bytes,
     unpacked: Bytes,

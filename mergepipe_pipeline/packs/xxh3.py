@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import intrinsic
 
+from mergepipe_pipeline.jit import cached_njit
+
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -57,7 +59,7 @@ _STRIPE_KEYS = np.concatenate([_keys(8 * stripe, _LANES) for stripe in range(_ST
 _BLOCK_KEYS, _LAST_KEYS, _SUM_KEYS = _keys(128, _LANES), _keys(121, _LANES), _keys(11, _LANES)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def are_equal(raw: Bytes, starts: Longs, nbytes: Longs, expected: Hashes, first: int) -> bool:
     """Whether all frames but short ones have the XXH3 that is expected.
 

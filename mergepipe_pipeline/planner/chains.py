@@ -6,9 +6,10 @@ loops are compiled: a large merge has tens of thousands of sites of a hundred ex
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from mergepipe_pipeline.jit import cached_njit
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -17,7 +18,7 @@ Numbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 _ROUNDING = 1e-9
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def additive_chains(
     size: Floats,
     kept: Floats,
@@ -49,7 +50,7 @@ def additive_chains(
             residual[s] = other_residual
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _omit_least(
     size: Floats,
     kept: Floats,
@@ -87,7 +88,7 @@ def _omit_least(
             pull[i] += mean[best] * row[i]
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _save_most(
     size: Floats,
     kept: Floats,
@@ -129,7 +130,7 @@ def _save_most(
             pull[i] -= mean[best] * row[i]
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _area(order: Ints, residual: Floats, nbytes: Ints) -> float:
     """The area between zero and one site's hull of residual over bytes."""
     at, area = 0, 0.0
@@ -145,7 +146,7 @@ def _area(order: Ints, residual: Floats, nbytes: Ints) -> float:
     return area
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _next(order: Ints, residual: Floats, nbytes: Ints, at: int) -> tuple[int, int]:
     """The hull's next corner after `at` items and its bytes from there; (−1, 0): none saves."""
     best, best_worth, best_cost, spent = -1, 0.0, 0, 0
@@ -160,7 +161,7 @@ def _next(order: Ints, residual: Floats, nbytes: Ints, at: int) -> tuple[int, in
     return best, best_cost
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def hull_of(
     order: Ints, residual: Floats, nbytes: Ints, item: Ints, saved: Floats, cost: Ints
 ) -> None:
@@ -182,7 +183,7 @@ def hull_of(
             at, n = to, n + 1
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def affordable(
     cost: Ints,
     chain: Numbers,
@@ -220,7 +221,7 @@ def affordable(
     return taken
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def falling(worth: Floats, chain: Numbers) -> Floats:
     """`worth` made to fall along every chain, whose items stand together: the least so far."""
     out = worth.copy()

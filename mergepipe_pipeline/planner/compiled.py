@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH
 
 Floats = npt.NDArray[np.float64]
@@ -17,7 +17,7 @@ Flags = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def straighten(cosine: Halves) -> None:
     """Undo the bias of sketches' cosines, in place, and set the diagonal to 1.
 
@@ -35,7 +35,7 @@ def straighten(cosine: Halves) -> None:
             cosine[b, i, i] = one
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def add_spread(cosine: Halves, there: Flags, whole: Halves, spread: Floats) -> None:
     """Add to `spread` [E, E] the squares by which blocks differ from `whole` [E, E]."""
     blocks, count, _ = cosine.shape
@@ -47,7 +47,7 @@ def add_spread(cosine: Halves, there: Flags, whole: Halves, spread: Floats) -> N
                     spread[i, j] += off * off if there[b, j] else np.float32(0)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def shrink(cosine: Halves, there: Flags, whole: Halves, own: Halves, centre: Halves) -> None:
     """Keep the part `own` [E, E] of what blocks differ by from `whole`, around `centre`; in place.
 
@@ -62,7 +62,7 @@ def shrink(cosine: Halves, there: Flags, whole: Halves, own: Halves, centre: Hal
             cosine[b, i, i] = np.float32(1)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def quadratic(cosine: Halves, size: Floats, value: Floats, variance: Floats) -> None:
     """Per block Σᵢⱼ sizeᵢ sizeⱼ cosineᵢⱼ and the variance that sketches give it.
 
@@ -93,7 +93,7 @@ def quadratic(cosine: Halves, size: Floats, value: Floats, variance: Floats) -> 
         variance[b] = max(total * total - 2 * bent + shared, 0.0) * (2.0 / SKETCH_WIDTH)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def keep(
     bins: npt.NDArray[np.uint16],
     counts: Ints,
@@ -143,14 +143,14 @@ def keep(
     return most
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _share(edges: Floats, above: Floats, limits: tuple[float, float], stretch: float) -> float:
     """The share of the squared norm between both limits, stretched."""
     low, high = limits
     return max(_above(edges, above, low * stretch) - _above(edges, above, high * stretch), 0.0)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _above(edges: Floats, above: Floats, magnitude: float) -> float:
     """`above` at a magnitude, straight from edge to edge."""
     k = np.searchsorted(edges, magnitude, side="right")

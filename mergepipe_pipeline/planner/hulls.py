@@ -5,10 +5,10 @@ Compiled: a large merge has millions of blocks.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.planner.packed_rows import ORIGINAL
 
 Floats = npt.NDArray[np.float64]
@@ -23,7 +23,7 @@ HUGE = 1e100
 _ROUNDING = 1e-9
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _left(whole: float, residual_sq: float, delta_sq: float, exact: bool) -> float:
     """What a level leaves of `whole`; infinite where its residual is not known."""
     if not np.isfinite(residual_sq):
@@ -35,7 +35,7 @@ def _left(whole: float, residual_sq: float, delta_sq: float, exact: bool) -> flo
     return np.inf
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def row_upgrades(
     nbytes: Sizes,
     residual_sq: Halves,
@@ -88,7 +88,7 @@ def row_upgrades(
     return at
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def at_levels(
     levels: npt.NDArray[np.int8], table: Sizes | Halves, skip: Flags, out: Floats | Ints
 ) -> None:

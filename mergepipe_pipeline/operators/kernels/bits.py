@@ -10,6 +10,7 @@ import numpy.typing as npt
 from numba.extending import intrinsic, overload
 
 from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
+from mergepipe_pipeline.jit import cached_njit
 
 Bits = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
@@ -69,7 +70,7 @@ def fma(context: Any, x: Any, y: Any, z: Any) -> Any:
     return single(single, single, single), generate
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def narrow(values: Floats, out: Bits) -> None:
     """Write `values`, float32 [n], as bits of bfloat16 to `out`, uint16 [n].
 
@@ -83,14 +84,14 @@ def narrow(values: Floats, out: Bits) -> None:
         out[e] = NAN_BITS if is_nan else np.uint16(_nearest(u))
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def subtract(bits: Stored, base: Stored, out: Floats) -> None:
     """Write T − B to `out`, float32 [n], of bits of bfloat16: `bits` [n] and `base` [n]."""
     for e in range(len(out)):
         out[e] = value_of(bits[e]) - value_of(base[e])
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def times(numbers: Numbers | Stored, step: np.float32, out: Floats) -> None:
     """Write δ̂ to `out`, float32 [n]: `numbers` [n], int16 or its bits, times their step."""
     for e in range(len(out)):

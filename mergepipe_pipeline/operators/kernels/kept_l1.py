@@ -12,6 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Stored, value_of
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
 from mergepipe_pipeline.spec.blocks import MIN_BLOCK_ELEMS
@@ -33,7 +34,7 @@ def l1_scale(l1: float, kept: float) -> float:
     return l1 / kept if min(kept, l1) >= _TINY else 1.0
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def kept_l1(
     delta: npt.NDArray[np.float32], key: np.uint64, start_elem: int, last: np.uint32, sums: Sums
 ) -> None:
@@ -50,7 +51,7 @@ def kept_l1(
         _add_up(delta[start : start + CHUNK_ELEMS], zeros, numbers, last, sums[:, chunk])
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def kept_l1_bfloat16(
     expert: npt.NDArray[np.uint16],
     base: npt.NDArray[np.uint16],
@@ -71,7 +72,7 @@ def kept_l1_bfloat16(
         _add_up(mine, below, numbers, last, sums[:, chunk])
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _padded(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
     chunk = np.zeros(CHUNK_ELEMS, np.uint16)
     chunk[: len(bits)] = bits
@@ -87,7 +88,7 @@ def subtract(expert: Any, base: Any, delta: Any) -> None:
     delta[n:] = 0
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _add_up(
     expert: Stored, base: Stored, numbers: npt.NDArray[np.uint32], last: np.uint32, sums: Sums
 ) -> None:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, fma, times, value_of
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
 
@@ -61,7 +61,7 @@ class Mixing(NamedTuple):
     minus_lambda: np.float32
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def merge_update(
     base: Stored,
     experts: Stored,
@@ -114,13 +114,13 @@ def merge_update(
         _add_update(below, sums, mixing.minus_lambda, out[at : at + m])
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _is_plain(row: Any) -> Any:
     """Whether nothing is left out of a row's deltas."""
     return not (row.trims or row.draws or row.drops_outliers) and row.divisor == 1
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _sum_row(stored: Stored, base: Floats, step: np.float32, row: Any, total: Floats) -> None:
     """Add a plain row's weighted δ on a tile to `total` [m]: one pass, as nobody votes on δ."""
     scale, weight = row.scale, row.weight
@@ -132,7 +132,7 @@ def _sum_row(stored: Stored, base: Floats, step: np.float32, row: Any, total: Fl
             total[e] += (value_of(stored[e]) - base[e]) * scale * weight
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def merge_values(experts: Stored, weights: Floats, divisor: np.float32, out: Floats) -> None:
     """Fill `out` [n] with Σ wₖTₖ over `divisor`, in fused multiply-adds; `experts` are [K, n]."""
     total, x = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
@@ -149,7 +149,7 @@ def merge_values(experts: Stored, weights: Floats, divisor: np.float32, out: Flo
         out[at : at + m] = total[:m]
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _add_row(
     stored: Stored,
     base: Floats,
@@ -180,7 +180,7 @@ def _add_row(
         _add_plain(stored, base, scale, weight, delta, total)
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _add_plain(
     stored: Stored,
     base: Floats,
@@ -195,7 +195,7 @@ def _add_plain(
         total[e] += delta[e]
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _add_large(
     stored: Stored,
     base: Floats,
@@ -212,7 +212,7 @@ def _add_large(
         total[e] += delta[e]
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _add_drawn(
     stored: Stored,
     base: Floats,
@@ -230,7 +230,7 @@ def _add_drawn(
         total[e] += delta[e]
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _add_by_steps(
     stored: Stored,
     base: Floats,
@@ -264,13 +264,13 @@ def _add_by_steps(
         total[e] += delta[e]
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _cut(stop_elem: int, start_elem: int, m: int) -> int:
     """How many elements of a tile of m, which starts at `start_elem`, lie before `stop_elem`."""
     return min(max(stop_elem - start_elem, 0), m)
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _trim(delta: Floats, cut: int, threshold: np.float32) -> None:
     """Keep what is larger than the threshold, and ties with it before `cut`."""
     for e in range(cut):
@@ -279,7 +279,7 @@ def _trim(delta: Floats, cut: int, threshold: np.float32) -> None:
         delta[e] *= _ONE if abs(delta[e]) > threshold else _ZERO
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _drop_outliers(delta: Floats, cut: int, threshold: np.float32) -> None:
     """Drop what `_trim` would keep."""
     for e in range(cut):
@@ -288,13 +288,13 @@ def _drop_outliers(delta: Floats, cut: int, threshold: np.float32) -> None:
         delta[e] *= _ONE if abs(delta[e]) <= threshold else _ZERO
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _drop_drawn(delta: Floats, drawn: Words, keep_below: np.uint32) -> None:
     for e in range(len(delta)):
         delta[e] *= _ONE if drawn[e] < keep_below else _ZERO
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _vote(
     deltas: Floats, weights: Floats, normalize: bool, sign: Floats, share: Floats, total: Floats
 ) -> None:
@@ -327,14 +327,14 @@ def _vote(
         total[e] *= sign[e]
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _divide(total: Floats, divisor: np.float32) -> None:
     if divisor != 1:
         for e in range(len(total)):
             total[e] /= divisor
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _add_update(base: Floats, update: Floats, minus_lambda: np.float32, out: Floats) -> None:
     """Let `out` be base + λ · update; where the update is zero of either sign, the base's bits."""
     for e in range(len(out)):
@@ -342,7 +342,7 @@ def _add_update(base: Floats, update: Floats, minus_lambda: np.float32, out: Flo
         out[e] = base[e] - (update[e] * minus_lambda + _ZERO)
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _widen(stored: Stored, out: Floats) -> None:
     for e in range(len(stored)):
         out[e] = value_of(stored[e])

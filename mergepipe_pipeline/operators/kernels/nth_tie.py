@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Stored, bits_of, value_of
 
 _TILE_ELEMS = 1024
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def nth_tie(expert: Stored, base: Stored, bits: np.uint32, nth: int) -> tuple[int, int]:
     """Place of the `nth` |δ| with these bits, or −1 and how many there are.
 
@@ -30,7 +30,7 @@ def nth_tie(expert: Stored, base: Stored, bits: np.uint32, nth: int) -> tuple[in
     return -1, nth - left
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@cached_njit(nogil=True, inline="always")
 def _ties(expert: Stored, base: Stored, bits: np.uint32) -> int:
     count = np.int32(0)
     if len(base):

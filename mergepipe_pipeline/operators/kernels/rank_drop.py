@@ -6,10 +6,10 @@ bfloat16 numbers the low half is zero almost always, and digits that are all equ
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Floats
 
 Words = npt.NDArray[np.uint32]
@@ -18,7 +18,7 @@ _DIGITS, _VALUES = 4, 256
 _SIZE = np.uint32(0x7FFFFFFF)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def drop_rows(
     rows: Floats, numbers: Words, limits: npt.NDArray[np.uint64], factors: Floats
 ) -> None:
@@ -41,7 +41,7 @@ def drop_rows(
             row[i] *= factors[k] if drawn[i] < limits[k] else np.float32(0)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def _ascending(sizes: Words, order: Words, other: Words, tallies: npt.NDArray[np.int64]) -> Words:
     """Places of `sizes` in rising order, equal ones in order of place; in `order` or `other`."""
     n = len(sizes)

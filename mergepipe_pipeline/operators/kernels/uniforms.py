@@ -10,13 +10,14 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels import splitmix
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
 
 mixed = numba.njit(inline="always")(splitmix.mixed)
 
 
-@numba.njit(nogil=True, cache=True)
+@cached_njit(nogil=True)
 def fill_uniforms(key: np.uint64, start_elem: int, out: npt.NDArray[np.uint32]) -> None:
     """Write the numbers of elements [start_elem, start_elem + n) to `out`, uint32 [n].
 

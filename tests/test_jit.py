@@ -1,0 +1,77 @@
+"""Compiled kernels are never older than what they are compiled from."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mergepipe_pipeline
+from mergepipe_pipeline import jit
+
+PACKAGE = Path(mergepipe_pipeline.__file__).parent
+#: Random numbers, of a kernel and as NumPy has them from the same function of another module.
+NUMBERS = """
+import numpy as np
+from mergepipe_pipeline.operators.kernels.splitmix import GAMMA, mixed
+from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
+
+compiled, states = np.empty(8, np.uint32), np.arange(1, 5, dtype=np.uint64) * GAMMA
+fill_uniforms(np.uint64(0), 0, compiled)
+print(compiled.tolist() == mixed(states).view(np.uint32).tolist(), compiled.tolist())
+"""
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A folder with a copy of the package, without what was compiled of it."""
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "mergepipe_pipeline", ignore=skip)
+    return tmp_path
+
+
+def numbers(folder: Path, **environment: str) -> tuple[bool, str]:
+    """Whether the kernel's numbers are those of NumPy, and the kernel's."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), **environment}
+    command = [sys.executable, "-c", NUMBERS]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=folder, check=True
+    )
+    alike, _, text = done.stdout.partition(" ")
+    return alike == "True", text
+
+
+def test_a_kernel_is_compiled_anew_when_a_file_that_it_imports_has_changed(copied: Path) -> None:
+    before = numbers(copied)
+    path = copied / "mergepipe_pipeline/operators/kernels/splitmix.py"
+    path.write_text(path.read_text().replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
+    after = numbers(copied)
+    assert before[0]
+    assert after[0]
+    assert before[1] != after[1]
+
+
+def test_what_was_compiled_is_found_again_also_in_a_folder_that_the_user_names(
+    copied: Path, tmp_path: Path
+) -> None:
+    for environment in ({}, {"NUMBA_CACHE_DIR": str(tmp_path / "named")}):
+        numbers(copied, **environment)
+        kept = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.nb[ic]")}
+        assert kept
+        numbers(copied, **environment)
+        assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.nb[ic]")} == kept
+    assert any(p.is_relative_to(tmp_path / "named") for p in kept)
+
+
+def test_every_cached_kernel_lies_where_its_freshness_is_looked_after() -> None:
+    with_cache = {p for p in PACKAGE.rglob("*.py") if re.search(r"^@.*njit", p.read_text(), re.M)}
+    assert with_cache <= jit.kernel_sources()
+    for path in with_cache:
+        assert not re.search(r"numba\.(njit|jit)\(.*cache=True", path.read_text()), path
+    named = {str(p.relative_to(PACKAGE)) for p in jit.kernel_sources()}
+    assert {"bfloat16.py", "operators/kernels/splitmix.py", "spec/stats.py"} <= named
