@@ -76,7 +76,7 @@ def _snapshot(s: Mapping[str, Any]) -> tuple[Any, ...]:
     return (
         s["snapshot_id"][:16],
         s["created"],
-        s["recipe"],
+        s["recipe"] or "-",
         s["method"],
         size(s["nbytes"]),
         _read_text(s["expert_bytes_planned"], s["expert_bytes_total"]),
@@ -86,7 +86,9 @@ def _snapshot(s: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _read_text(nbytes: int, of_nbytes: int) -> str:
+def _read_text(nbytes: int | None, of_nbytes: int | None) -> str:
+    if nbytes is None:
+        return "-"
     return f"{size(nbytes)}, {percent(nbytes / of_nbytes)}" if of_nbytes else size(nbytes)
 
 

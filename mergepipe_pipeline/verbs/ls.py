@@ -20,7 +20,7 @@ from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse
 
 Row = TypeVar("Row")
-#: What a snapshot's plan allowed, planned and could have read of the experts.
+#: What a snapshot's plan allowed, planned and could have read of the experts; tools have no plan.
 _BYTES = ("budget_bytes", "expert_bytes_planned", "expert_bytes_total")
 
 
@@ -118,8 +118,8 @@ def _snapshot_row(
     return {
         "snapshot_id": snapshot_id,
         "created": made["created"],
-        "recipe": made["recipe_name"],
-        **{key: made["estimates"][key] for key in _BYTES},
+        "recipe": made.get("recipe_name"),
+        **{key: made.get("estimates", {}).get(key) for key in _BYTES},
         "method": snapshot.manifest.method,
         "nbytes": sum(x.nbytes for x in snapshot.manifest.shards),
         "inputs": [i.name for i in snapshot.manifest.inputs],
