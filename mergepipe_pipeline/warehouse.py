@@ -65,7 +65,8 @@ class Warehouse:
         return self.catalog_dir.is_dir()
 
     def _refuse_other_folder(self) -> None:
-        own = (self.catalog_dir, self.inbox, self.recipes, self.root / FILE)
+        dagster = self.dagster_home / "dagster.yaml"
+        own = (self.catalog_dir, self.inbox, self.recipes, self.root / FILE, dagster)
         if not self.root.is_dir() or any(path.exists() for path in own):
             return
         others = [n for n in os.listdir(self.root) if n != "lost+found" and not n.startswith(".")]
