@@ -7,7 +7,7 @@ used breaks nothing but itself. A `RecipeFile` names the layers that its plan wi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
             cards.append(RecipeFile(path.name, None, (), (), problem))
         if _NAME.fullmatch(path.stem):
             files.setdefault(cards[-1].identifier, path.name)
-    return tuple(_presentable(cards))
+    return tuple(_presentable(_with_own_refs(cards)))
 
 
 def names_read(warehouse: Warehouse) -> set[str]:
@@ -142,7 +142,23 @@ def _read_all(warehouse: Warehouse) -> Iterator[RecipeFile]:
         yield _read(warehouse, path, choose)
 
 
-def _presentable(cards: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
+def _with_own_refs(cards: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
+    """The cards; of several that publish to one ref, which would take turns, only one is usable."""
+    owners: dict[str, str] = {}
+    for card in sorted(cards, key=lambda c: c.parsed is None or c.parsed.ref != c.name):
+        if card.parsed is not None:
+            owners.setdefault(card.parsed.ref, card.name)
+    for card in cards:
+        ref = "" if card.parsed is None else card.parsed.ref
+        owner = owners.get(ref, card.name)
+        if owner == card.name:
+            yield card
+            continue
+        problem = f"it would publish to the ref {ref} of the recipe {owner}: give it another `ref:`"
+        yield replace(card, layers=(), problem=card.problem or problem)
+
+
+def _presentable(cards: Iterable[RecipeFile]) -> Iterator[RecipeFile]:
     """The cards in text that can be printed; names that this makes alike stay different."""
     names = set[str]()
     for card in cards:
