@@ -10,13 +10,14 @@ from typing import Any
 
 import dagster as dg
 
+from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.deploy import CURRENT, due, last_release
 from sensors import NIGHTLY_PRIORITY, SOON_S, interval_s
-from sensors.attempts import RECIPE_TAG, count_failed, failed_attempts, recipes_under_way
+from sensors.attempts import RECIPE_TAG, count_runs, failed_attempts, recipes_under_way
 from sensors.pools import make_pools_known
 
 #: What `dg.define_asset_job` returns; Dagster exports no name for it.
@@ -53,11 +54,15 @@ def request_or_reason(
         return found
     if card.name in busy:
         return "a run is under way"
+    waiting = reason_to_wait_for_packs(mergepipe.warehouse, card) if mergepipe.packs else None
+    if waiting is not None and not is_time:  # the schedule asks once a night
+        return waiting
     tags = {
         RECIPE_TAG: card.name,
         "mergepipe/wanted": found.wanted,
         # A change and its undoing both run.
         "mergepipe/sequence": str(found.sequence),
+        "mergepipe/inputs": found.inputs,
     }
     attempts = failed_attempts(instance, tags)
     # What the schedule asked for once and did not get is tried again by day.
@@ -66,11 +71,11 @@ def request_or_reason(
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
-    attempt = str(count_failed(instance, tags) + 1)
+    attempt = str(count_runs(instance, tags) + 1)
     is_late = is_time or card.recipe.trigger == "nightly"
     return dg.RunRequest(
         job_name=job_name(card),
-        run_key=f"{card.name}:{found.sequence}:{found.wanted}:{attempt}",
+        run_key=f"{card.name}:{found.sequence}:{found.wanted}:{found.inputs}:{attempt}",
         tags={
             **tags,
             "mergepipe/attempt": attempt,

@@ -5,6 +5,7 @@ A pack can be made again from its expert, unless it stands for one whose files w
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
@@ -22,8 +23,26 @@ def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
         return frozenset(warehouse.packs.ids())
 
 
-def set_aside(warehouse: Warehouse, plan: MergePlan, error: DamagedPackError) -> DamagedPackError:
-    """Take the damaged pack of a plan away; gives the error that says so.
+def refuse_damaged(warehouse: Warehouse, name: str, pack_ids: Iterable[str]) -> None:
+    """Look at the indexes of an expert's packs, and take a damaged one away.
+
+    Raises DamagedPackError, and CorruptionError for a pack that stands for its expert.
+    """
+    for pack_id in pack_ids:
+        try:
+            if warehouse.packs.path(pack_id).is_dir():
+                warehouse.packs.open(pack_id)
+        except CorruptionError as error:
+            parts = {"where": error.where, "expected": error.expected, "found": error.found}
+            damaged = DamagedPackError(error.what, pack_id=pack_id, **parts)
+            # Without the cause, which for other files would mean that it comes again.
+            raise set_aside(warehouse, [name], damaged) from None
+
+
+def set_aside(
+    warehouse: Warehouse, names: Sequence[str], error: DamagedPackError
+) -> DamagedPackError:
+    """Take the damaged pack of these experts away; gives the error that says so.
 
     Raises CorruptionError for a pack that stands for its expert, which stays.
     """
@@ -31,7 +50,6 @@ def set_aside(warehouse: Warehouse, plan: MergePlan, error: DamagedPackError) ->
     path, folder = warehouse.packs.path(error.pack_id), warehouse.new_quarantine()
     with suppress(FileNotFoundError):  # another merge was here first
         rename(path, folder / path.relative_to(warehouse.root))
-    names = _names(plan, error.pack_id)
     error.what = f"The pack of {' and '.join(names)} is damaged, and was set aside"
     error.next_step = (
         f"run the same command again: it does without this pack; `mergepipe pack {' '.join(names)}`"
@@ -61,7 +79,7 @@ def _away(warehouse: Warehouse) -> list[Replaced]:
     return [record for record in found if record is not None and record.is_away]
 
 
-def _names(plan: MergePlan, pack_id: str) -> list[str]:
+def experts_of(plan: MergePlan, pack_id: str) -> list[str]:
     """The experts of a plan that are read from a pack."""
     experts = [e for layer in plan.layers for task in layer.tasks for e in task.experts]
     sources = {

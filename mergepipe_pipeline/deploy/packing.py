@@ -9,10 +9,24 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cached_property
 
-from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival
-from mergepipe_pipeline.deploy.recipe_files import bases_read
+from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, bases_read
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.spec.recipe import Budget
 from mergepipe_pipeline.warehouse import Warehouse
+
+
+def reason_to_wait_for_packs(warehouse: Warehouse, card: RecipeFile) -> str | None:
+    """Which packs a recipe with a budget waits for: without them it would buy far less.
+
+    Not for ever: what cannot be packed is asked for `MAX_FAILURES` times. None for nothing.
+    """
+    if all(stage.budget == Budget() for stage in card.stages):
+        return None
+    wanted = PacksWanted(warehouse)
+    known = {name: arrival(warehouse, name) for name in card.members}
+    names = [n for n, seen in known.items() if seen.indexed and wanted.is_awaited(n, seen)]
+    return f"it waits for the packs of {', '.join(names)}" if names else None
 
 
 class PacksWanted:
@@ -34,13 +48,17 @@ class PacksWanted:
 
     def is_due(self, name: str, known: Arrival, retry_s: float) -> bool:
         """Whether an expert that is indexed is to be packed now."""
+        return self.is_awaited(name, known) and known.left_s(retry_s) <= 0
+
+    def is_awaited(self, name: str, known: Arrival) -> bool:
+        """Whether an expert that is indexed lacks a pack that is to be made, now or later."""
         bases = set(self.bases_of(name).values())
         is_packed = not bases or (
             known.packed == known.indexed
             and bases <= set(known.packed_against)
             and all(self._warehouse.packs.path(pack_id).is_dir() for pack_id in known.packs)
         )
-        return not is_packed and known.unpacked < MAX_FAILURES and known.left_s(retry_s) <= 0
+        return not is_packed and known.unpacked < MAX_FAILURES
 
     @cached_property
     def _read(self) -> dict[str, set[str]]:

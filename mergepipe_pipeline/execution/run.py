@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
-from mergepipe_pipeline.contents.damaged_packs import set_aside
+from mergepipe_pipeline.contents.damaged_packs import experts_of, set_aside
 from mergepipe_pipeline.contents.input_segments import plan_inputs
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import DamagedLayerError, DamagedPackError, StorageFullError
@@ -152,7 +152,7 @@ def run_layers(
         try:
             yield from merger.merge(wanted, known)
         except DamagedPackError as error:
-            raise set_aside(warehouse, plan, error) from error
+            raise set_aside(warehouse, experts_of(plan, error.pack_id), error) from error
 
 
 def _refuse_full_disk(warehouse: Warehouse, nbytes: int) -> None:

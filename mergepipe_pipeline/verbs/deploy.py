@@ -7,14 +7,13 @@ twice.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.contents.damaged_packs import refuse_damaged
+from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.inbox import reason_to_wait_for_joining
 from mergepipe_pipeline.deploy.layer_records import LayerRecords
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
@@ -25,7 +24,8 @@ from mergepipe_pipeline.deploy.recorded import (
     refuse_changed_inputs,
     states_of,
 )
-from mergepipe_pipeline.digest import digest_json, seal, sha256_hex, unseal
+from mergepipe_pipeline.deploy.wanted import wanted, wanted_of
+from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, BusyError, CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.assemble import commit
@@ -34,13 +34,12 @@ from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
-from mergepipe_pipeline.spec.plan import ENGINE_VERSION, MergePlan
+from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.shard import Shard
-from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
+from mergepipe_pipeline.spec.snapshot import MANIFEST, Ref, Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.timing.forecast import forecast_plan
 from mergepipe_pipeline.verbs.conflicts import conflicts
@@ -52,20 +51,20 @@ from mergepipe_pipeline.warehouse import Warehouse
 if TYPE_CHECKING:
     from mergepipe_pipeline.verbs.conflicts import ConflictReports
 
-#: Keys of a recipe that say when, not what.
-_WHEN = frozenset({"schedule", "trigger", "timezone"})
-
-
 #: Why nothing is due of a recipe whose last release is what it wants.
 CURRENT = "the release is current"
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A release that is to be made: the state that is wanted, and how many there were before."""
+    """A release that is to be made: the state that is wanted, and how many there were before.
+
+    `inputs` changes with every version of an input, one of the same contents too: that was mended.
+    """
 
     wanted: str
     sequence: int
+    inputs: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,45 +94,20 @@ def due(warehouse: Warehouse, card: RecipeFile) -> Due | str:
     if state is None:
         return "an input is not indexed yet"
     last = last_release(warehouse, card.name)
-    if last and last.wanted == state:
+    if last and last.wanted == state and _is_there(warehouse, card, last):
         return CURRENT
     refused = refused_before(warehouse, card, state)
     if refused is not None:
         return refused.told
     refuse_unready(card.recipe.evaluator, warehouse.recipes)
-    return Due(state, last.sequence if last else 0)
+    versions = [warehouse.catalog.get(member).version for member in card.members]
+    return Due(state, last.sequence if last else 0, digest_json(versions)[:8])
 
 
-def wanted(warehouse: Warehouse, card: RecipeFile) -> str | None:
-    """The digest of what a release would be made from; None while an input is not indexed."""
-    catalog = warehouse.catalog
-    if not all(member in catalog for member in card.members):
-        return None
-    return _wanted(catalog, card, [catalog.get(m).checkpoint for m in card.members])
-
-
-def _wanted(catalog: Catalog, card: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
-    contents = []
-    for checkpoint in inputs:
-        if catalog.digests(checkpoint.checkpoint_id) is None:
-            return None
-        contents.append(content_of(catalog, checkpoint))
-    said = _said(card.parsed.text) if card.parsed else ""
-    # Lineage has names: of a recipe that does not name an expert, what it takes does.
-    taken = [s.taken for s in card.selected]
-    asked = [ENGINE_VERSION, sha256_hex(said.encode()), contents, *([taken] if taken else [])]
-    return digest_json(asked)[:24]
-
-
-def _said(text: str) -> str:
-    """What a recipe says of its result: without comments, layout, and when it is to be made."""
-    return json.dumps(
-        [
-            {k: v for k, v in document.value.items() if k not in _WHEN}
-            for document in read_documents(text)
-            if isinstance(document.value, dict)
-        ]
-    )
+def _is_there(warehouse: Warehouse, card: RecipeFile, release: Release) -> bool:
+    """Whether a release has its snapshot, and its ref a version: a person may have rolled back."""
+    manifest = warehouse.snapshots / release.snapshot_id / MANIFEST
+    return manifest.is_file() and card.recipe.ref in warehouse.refs.names()
 
 
 def conflicts_of_recipe(warehouse: Warehouse, card: RecipeFile) -> ConflictReports:
@@ -164,12 +138,15 @@ def plan_recipe(
 
     `budget` stands for the recipe's amount; what the recipe wants stays what its file says, so that
     a release of this plan answers it and nothing asks for another. Raises BusyError while somebody
-    else works on the recipe, InputChangedError if an input is not as it was indexed. So do the
-    verbs after it.
+    else works on the recipe, InputChangedError if an input is not as it was indexed; so do the
+    verbs after it. Raises DamagedPackError for a damaged pack, which is set aside: to plan without
+    it would buy far less.
     """
     with lease_recipe(warehouse, card.name):
         inputs = recorded_inputs(warehouse, card.members)
         states = states_of(warehouse, inputs)
+        for name in inputs:
+            refuse_damaged(warehouse, name, arrival(warehouse, name).packs)
         with blaming_inputs(warehouse, states):
             plan = make_plan(
                 warehouse,
@@ -181,7 +158,7 @@ def plan_recipe(
             )
         state = {
             "plan_id": plan.plan_id,
-            "wanted": _wanted(warehouse.catalog, card, inputs.values()) or "",
+            "wanted": wanted_of(warehouse.catalog, card, inputs.values()) or "",
             "inputs": states,
             "snapshot_id": "",
         }

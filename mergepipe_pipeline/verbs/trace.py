@@ -11,6 +11,7 @@ from typing import Any
 from mergepipe_pipeline.contents.quarantine import Quarantine, decide
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.deploy.recorded import reason_to_wait_for
+from mergepipe_pipeline.deploy.wanted import wanted
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
@@ -18,7 +19,6 @@ from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.tracing.bisection import Bisection, Tell
 from mergepipe_pipeline.verbs.bisect import MOST, Prepared, bisect, prepare_snapshots
-from mergepipe_pipeline.verbs.deploy import wanted
 from mergepipe_pipeline.verbs.gate import Refusal, refused_before
 from mergepipe_pipeline.warehouse import Warehouse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,9 @@ from dagster import DagsterRunStatus as Status
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
@@ -119,3 +122,37 @@ def test_pauses_grow_lasting_errors_get_one_attempt_and_changed_inputs_any_numbe
     assert reason_to_wait(changed, 482.0, 30.0) is None
     lasting = [Attempt(0.0, "no such expert", True)]
     assert "until the recipe or an input changes" in str(reason_to_wait(lasting, 1e9, 30.0))
+
+
+def test_an_input_that_was_mended_is_tried_again_though_its_contents_are_those_of_before(
+    sensor: Sensor, ticker: Ticker
+) -> None:
+    for _ in range(3):
+        ((request,), _) = sensor.tick()
+        sensor.ends(request, Status.FAILURE)
+    requests, said = sensor.tick()
+    assert not requests
+    assert "failing after 3 attempts" in said
+    for file in (sensor.home.inbox / "expert_00").iterdir():
+        os.utime(file)  # as a copy of the same file has it
+    assert "expert_00" in jobs(ticker.tick())
+    assert sensor.home.catalog.get("expert_00").version == 2
+    assert history(sensor.home, "a")
+
+
+@pytest.mark.parametrize("lost", ["record", "snapshot", "ref"])
+def test_a_release_whose_record_snapshot_or_ref_is_lost_is_made_once_more(
+    sensor: Sensor, ticker: Ticker, lost: str
+) -> None:
+    assert jobs(ticker.tick()) == ["merge_a"]
+    assert jobs(ticker.tick()) == []
+    home = sensor.home
+    (first,) = history(home, "a")
+    snapshot = home.snapshots / first.snapshot_id
+    remove_tree(
+        {"record": home.release_path("a"), "snapshot": snapshot}.get(lost, home.root / "refs")
+    )
+    assert jobs(ticker.tick()) == ["merge_a"]
+    assert history(home, "a")[-1].snapshot_id == first.snapshot_id
+    assert (snapshot / "manifest.json").is_file()
+    assert jobs(ticker.tick()) == []

@@ -10,10 +10,15 @@ import dagster as dg
 import pytest
 
 from assets.experts import expert_index, experts
-from mergepipe_pipeline.deploy.arrivals import arrival, ask
+from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
 from mergepipe_pipeline.deploy.inbox import Patience, scan_inbox
+from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.inbox import inbox_sensor
@@ -117,3 +122,66 @@ def test_a_packing_that_fails_leaves_the_index_and_is_tried_again_later(
     assert due(home) == ["expert_00"]
     assert index_arrival(home, "expert_00", packs=True).packs
     assert due(home) == []
+
+
+BUDGET = RECIPE.replace("linear", "task_arithmetic").replace(
+    "{model: expert_00}", "{model: expert_00, parameters: {weight: 0.5}}"
+)
+
+
+def said_of(home: Warehouse, instance: dg.DagsterInstance) -> str:
+    """What a tick of the recipe sensor says, or the jobs that it requests."""
+    repository = build_definitions(home).get_repository_def()
+    with dg.build_sensor_context(
+        instance=instance,
+        repository_def=repository,
+        resources={"mergepipe": MergePipe(home=str(home.root), packs=True)},
+    ) as context:
+        result: Any = repository.get_sensor_def("recipe_sensor")(context)
+    if result.skip_reason:
+        return str(result.skip_reason.skip_message)
+    return ", ".join(str(request.job_name) for request in result.run_requests)
+
+
+def test_a_recipe_with_a_budget_waits_for_packs_and_not_for_ever(
+    home: Warehouse, instance: dg.DagsterInstance, drop: Drop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sensors.recipes._SPREADING_S", 0.0)
+    home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET}")
+    for name in ("base", "expert_00"):
+        drop(name)
+        index_arrival(home, name)
+    assert said_of(home, instance) == "r: it waits for the packs of expert_00"
+    home.recipe_path("r").write_text(BUDGET)  # which needs none
+    assert said_of(home, instance) == "merge_r"
+    home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET}")
+    file = max((home.inbox / "base").glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    flip(file)
+    for _ in range(MAX_FAILURES):
+        assert "waits for the packs" in said_of(home, instance)
+        ask(home, "expert_00", arrival(home, "expert_00").indexed)
+        assert index_arrival(home, "expert_00", packs=True).pack_error
+    assert said_of(home, instance) == "merge_r"
+
+
+def test_a_damaged_index_of_a_pack_is_set_aside_and_the_pack_made_again_before_the_merge(
+    home: Warehouse, drop: Drop
+) -> None:
+    home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET}")
+    for name in ("base", "expert_00"):
+        drop(name)
+        index_arrival(home, name, packs=True)
+    (card,) = recipe_files(home)
+    before = plan_recipe(home, card)
+    assert before.packs
+    (pack_id,) = home.packs.ids()
+    flip(max(home.packs.path(pack_id).glob("*.parquet"), key=lambda p: p.stat().st_size))
+    with pytest.raises(
+        DamagedPackError, match="The pack of expert_00 is damaged, and was set aside"
+    ):
+        plan_recipe(home, card)
+    assert reason_to_wait_for_packs(home, card) == "it waits for the packs of expert_00"
+    assert due(home) == ["expert_00"]
+    index_arrival(home, "expert_00", packs=True)
+    assert reason_to_wait_for_packs(home, card) is None
+    assert plan_recipe(home, card).plan_id == before.plan_id

@@ -1,0 +1,51 @@
+"""The state that a recipe wants: a digest of what it says and of its inputs as indexed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.digest import digest_json, sha256_hex
+from mergepipe_pipeline.recipe.yaml_text import read_documents
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION
+from mergepipe_pipeline.warehouse import Warehouse
+
+#: Keys of a recipe that say when, not what.
+_WHEN = frozenset({"schedule", "trigger", "timezone"})
+
+
+def wanted(warehouse: Warehouse, card: RecipeFile) -> str | None:
+    """The digest of what a release would be made from; None while an input is not indexed."""
+    catalog = warehouse.catalog
+    if not all(member in catalog for member in card.members):
+        return None
+    return wanted_of(catalog, card, [catalog.get(m).checkpoint for m in card.members])
+
+
+def wanted_of(catalog: Catalog, card: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
+    """The same of these inputs."""
+    contents = []
+    for checkpoint in inputs:
+        if catalog.digests(checkpoint.checkpoint_id) is None:
+            return None
+        contents.append(content_of(catalog, checkpoint))
+    said = _said(card.parsed.text) if card.parsed else ""
+    # Lineage has names: of a recipe that does not name an expert, what it takes does.
+    taken = [s.taken for s in card.selected]
+    asked = [ENGINE_VERSION, sha256_hex(said.encode()), contents, *([taken] if taken else [])]
+    return digest_json(asked)[:24]
+
+
+def _said(text: str) -> str:
+    """What a recipe says of its result: without comments, layout, and when it is to be made."""
+    return json.dumps(
+        [
+            {k: v for k, v in document.value.items() if k not in _WHEN}
+            for document in read_documents(text)
+            if isinstance(document.value, dict)
+        ]
+    )
