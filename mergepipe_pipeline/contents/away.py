@@ -41,8 +41,9 @@ def away_from(warehouse: Warehouse, root: str) -> Replaced | None:
     if "://" in root or os.path.exists(root) or not store.ids():
         return None
     registered = [i for *_, i, _, at in warehouse.catalog.registrations() if at == root]
-    found = (store.find(checkpoint_id) for checkpoint_id in reversed(registered))
-    return next((record for record in found if record is not None and record.is_away), None)
+    # A later version that lay here and is gone does not bring back the one before it.
+    record = store.find(registered[-1]) if registered else None
+    return record if record is not None and record.is_away else None
 
 
 def present_root(warehouse: Warehouse, checkpoint_id: str, root: str) -> str:

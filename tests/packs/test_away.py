@@ -307,3 +307,20 @@ def test_a_plan_that_reads_it_is_run_after_the_warehouse_was_moved(
     assert again.snapshot.snapshot_id == made.snapshot.snapshot_id
     report = verify_all(moved, ["inputs"], inputs_of=again.snapshot)
     assert report.ok, report.findings
+
+
+def test_a_later_version_that_is_gone_does_not_bring_back_the_one_that_was_moved_away(
+    files: Path, tmp_path: Path
+) -> None:
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    first = locate_checkpoint(warehouse, "e0")
+    shutil.copytree(files / "e1", tmp_path / "e0")
+    assert register(warehouse, tmp_path / "e0", "e0", "base").version == 2
+    (tmp_path / "e0").rename(tmp_path / "elsewhere")
+    with pytest.raises(MergePipeError) as refused:
+        merged(warehouse, text_of("ties", "e0"))
+    assert str(tmp_path / "e0") in str(refused.value)
+    assert warehouse.catalog.get("e0").version == 2
+    (tmp_path / "elsewhere").rename(tmp_path / "e0")
+    assert locate_checkpoint(warehouse, "e0").checkpoint_id != first.checkpoint_id
+    merged(warehouse, text_of("ties", "e0"))
