@@ -36,7 +36,6 @@ _RMS_PER_UNIT = 9
 _STEPS_PER_OCTAVE = 16
 #: Far from where a unit, a 27th of it or its inverse would lose bits.
 _LEAST_UNIT, _LARGEST_UNIT = 2.0**-100, 2.0**100
-_SIZE = np.uint32(0x7FFFFFFF)
 _ALIGN = 64
 #: Sums of float64 are off by less.
 _ROUNDING = 1 + 2.0**-40

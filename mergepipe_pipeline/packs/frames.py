@@ -67,12 +67,6 @@ class Frames:
     nbytes: Longs
 
     @classmethod
-    def none(cls, raw: Bytes, n_chunks: int) -> Frames:
-        """Frames in `raw` that are still to be filled in."""
-        shape = len(TIERS), n_chunks
-        return cls(as_array(raw.data), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
-
-    @classmethod
     def of(cls, given: Mapping[Tier, Sequence[bytes | memoryview | None]]) -> Frames:
         """A copy of frames that lie by themselves; each tier has those of the same chunks."""
         n_chunks = max(map(len, given.values()))

@@ -82,7 +82,7 @@ def write_pack(
     not what was analysed, CheckpointChangedError, StorageFullError.
     """
     written: list[PackedTensor] = []
-    with ExitStack() as stack, full_disk_named(staged):
+    with full_disk_named(staged), ExitStack() as stack:  # to close a file may fill the disk, too
         opened = ((t, frames_path(staged, t).open("wb")) for t in tiers)
         files = {tier: stack.enter_context(file) for tier, file in opened}
         workers = stack.enter_context(Workers(threads.analysis()))

@@ -192,9 +192,9 @@ def pooled(simulated: Mapping[int, SimulatedCurve]) -> dict[int, Curve]:
     found = list(simulated.values())
     shares = np.linspace(0, 1, _SHARES)
     lefts = [np.interp(shares, r.curve.share, r.curve.left) for r in found]
-    factor = np.average([r.curve.factor for r in found], weights=[r.sq_norm for r in found])
+    factor = _average(np.array([r.curve.factor for r in found]), [r.sq_norm for r in found])
     weights = [r.curve.factor * r.sq_norm * r.has_shape for r in found]
-    left = np.average(lefts, axis=0, weights=weights)
+    left = _average(np.array(lefts), weights)
     out = {}
     for number, r, own in zip(simulated, found, lefts, strict=True):
         shape, size = (r.n / (r.n + n) for n in (_SHAPE_ELEMS, _SIZE_ELEMS))
@@ -205,6 +205,12 @@ def pooled(simulated: Mapping[int, SimulatedCurve]) -> dict[int, Curve]:
             float(factor + size * (r.curve.factor - factor)),
         )
     return out
+
+
+def _average(values: Floats, weights: Sequence[float]) -> Floats:
+    """The weighted mean over the first axis; the plain one where no sample has any weight."""
+    found: Floats = np.average(values, axis=0, weights=weights if any(weights) else None)
+    return found
 
 
 def _sq_norm(row: Row) -> Floats:

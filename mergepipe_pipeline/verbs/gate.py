@@ -48,11 +48,6 @@ class Judged:
     live: Ref | None
 
     @property
-    def is_refused(self) -> bool:
-        """Whether the gate keeps it from its ref."""
-        return self.verdict is not None and not self.verdict.passed
-
-    @property
     def live_version(self) -> int:
         """The version of the ref that a release follows; 0 for none."""
         return 0 if self.live is None else self.live.number

@@ -13,6 +13,7 @@ import pytest
 
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Room of a disk beside what is on it before the merge: for a plan, and not for the result.
@@ -54,3 +55,50 @@ def test_a_merge_that_does_not_fit_the_disk_is_refused_before_a_layer_is_written
     assert "free" in error["expected"]
     assert "mergepipe gc" in error["next_step"]
     assert done.stderr.splitlines()[-1] == "20"  # and no file of objects behind it
+
+
+#: Packs an expert on a disk that has less and less room, and says how that ends.
+_PACK = """
+import subprocess, sys
+from pathlib import Path
+from mergepipe_pipeline.errors import StorageFullError
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.warehouse import Warehouse
+
+disk = Path(sys.argv[1])
+home, full = Warehouse.at(disk / "w"), disk / "full"
+pack(home, ["expert_00"])
+for left in range(4096, 1 << 20, 28 << 10):
+    for folder in home.packs.ids():
+        remove_tree(home.packs.path(folder))
+    full.unlink(missing_ok=True)
+    free = int(subprocess.check_output(["stat", "-f", "-c", "%a*%S", disk]).split(b"*")[0]) * 4096
+    subprocess.run(["fallocate", "-l", str(free - left), full], check=True)
+    try:
+        pack(home, ["expert_00"])
+        print("packed")
+    except StorageFullError:
+        assert home.packs.ids() == []
+        print("full")
+"""
+
+
+@pytest.mark.skipif(not _may_mount(), reason="mounting a small disk needs root")
+def test_packing_ends_as_a_full_disk_wherever_it_becomes_full(tmp_path: Path, family: Path) -> None:
+    home, disk = Warehouse.at(tmp_path / "w").ensure(), tmp_path / "disk"
+    register(home, family / "base")
+    register(home, family / "expert_00", None, "base")
+    disk.mkdir()
+    steps = (
+        f"mount -t tmpfs -o size=8m none {disk}",
+        f"cp -r {home.root} {disk}/w",
+        shlex.join([sys.executable, "-c", _PACK, str(disk)]),
+    )
+    command = ["unshare", "-m", "sh", "-c", " && ".join(steps)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ends = done.stdout.split()
+    assert ends.count("full") > 2
+    assert ends[-1] == "packed"

@@ -222,3 +222,11 @@ def test_what_few_samples_say_is_drawn_to_what_all_say_and_many_samples_stand() 
     assert half(found[1]) == pytest.approx(0.4, abs=0.001)
     alone = pooled({0: few})[0]
     assert (half(alone), alone.factor) == pytest.approx((0.9, 8.0))
+
+
+def test_samples_that_show_no_update_weigh_nothing_and_end_no_plan() -> None:
+    blank = replace(simulated_curve(64, 0.4, 2.0), sq_norm=0.0)
+    found = pooled({0: blank, 1: replace(blank, has_shape=False)})
+    assert half(found[0]) == pytest.approx(0.4)
+    seen = pooled({0: blank, 1: simulated_curve(64, 0.8, 2.0)})
+    assert half(seen[1]) == pytest.approx(0.8)
