@@ -145,7 +145,8 @@ def _packs(
         return None
     from mergepipe_pipeline.facts.packs import find_packs
 
-    return find_packs(warehouse, models, merged, resolved.grid)
+    originals = resolved.models if resolved.tokenizer is None else resolved.originals
+    return find_packs(warehouse, models, merged, resolved.grid, originals)
 
 
 def _simulated(task: TensorTask) -> Simulate:

@@ -66,17 +66,22 @@ class _Served:
 
 
 def find_packs(
-    warehouse: Warehouse, models: Sequence[Model], merged: Sequence[TensorRecipe], grid: BlockGrid
+    warehouse: Warehouse,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    grid: BlockGrid,
+    originals: Sequence[Model],
 ) -> Packs | None:
     """What the packs of the experts of `merged` tensors offer, on a `pack_grid` of `grid`.
 
-    None where there is none. One that is damaged is said, and counts as not there.
+    `originals` are the models before the output's tokenizer gave them other rows: packs are of
+    these. None where there is none. One that is damaged is said, and counts as not there.
     """
     n_elems = sum(models[i.model].views[i.tensor].numel for t in merged for i in t.inputs)
     blocks = pack_grid(grid, n_elems)
     sources: list[PackSource] = []
     rows: dict[Numbers, Mapping[Pair, PackedRow]] = {}
-    there = list(_served(warehouse, models, merged))
+    there = list(_served(warehouse, models, merged, originals))
     with Workers(threads.CATALOG) as workers:
         each = workers.map(partial(_rows, grid=blocks), there)
         for served, found in zip(there, each, strict=True):
@@ -100,7 +105,7 @@ def packed_cost(
     exact_nbytes = sum(models[i.model].views[i.tensor].nbytes for i in stored)
     uses = Counter((i.model, t.base.model, i.tensor) for t in merged if t.base for i in t.inputs)
     experts, elems = set(), 0
-    for served in _served(warehouse, models, merged):
+    for served in _served(warehouse, models, merged, models):
         expert, base = served.numbers
         for row in served.pack.index.rows:
             nbytes = int(row.nbytes[[TIERS.index(t) for t in TIERS_OF["X"]]].sum())
@@ -114,9 +119,15 @@ def packed_cost(
 
 
 def _served(
-    warehouse: Warehouse, models: Sequence[Model], merged: Iterable[TensorRecipe]
+    warehouse: Warehouse,
+    models: Sequence[Model],
+    merged: Iterable[TensorRecipe],
+    originals: Sequence[Model],
 ) -> Iterator[_Served]:
-    """The best pack of each expert of `merged` tensors, against each base of theirs."""
+    """The best pack of each expert of `merged` tensors, against each base of theirs.
+
+    It serves tensors that are in `models` as in the `originals` that it was made of.
+    """
     if not warehouse.packs.ids():
         return
     pairs: dict[Numbers, dict[Pair, None]] = {}
@@ -128,20 +139,26 @@ def _served(
     for numbers, wanted in pairs.items():
         for number in numbers:
             if number not in digests:
-                digests[number] = _digests(warehouse, models[number])
+                digests[number] = _digests(warehouse, originals[number])
         mine, theirs = (digests[number] for number in numbers)
         if mine is None or theirs is None:
             continue
-        expert, base = (models[number] for number in numbers)
+        expert, base = (originals[number] for number in numbers)
         pack = warehouse.packs.best(packed_contents(expert, base, mine, theirs))
         if pack is None:
             continue
         served: dict[tuple[str, str], list[Pair]] = {}
         for a, b in wanted:
-            if expert.views[a].whole and base.views[b].whole:
+            if _is_own(models[numbers[0]], expert, a) and _is_own(models[numbers[1]], base, b):
                 of = view_digest(expert.views[a], mine), view_digest(base.views[b], theirs)
                 served.setdefault(of, []).append((a, b))
         yield _Served(numbers, pack, served)
+
+
+def _is_own(model: Model, original: Model, tensor: str) -> bool:
+    """Whether a tensor is a whole one as it is stored, and the same as in the original."""
+    view = model.views[tensor]
+    return view.whole is not None and view == original.views.get(tensor)
 
 
 def pace_of(warehouse: Warehouse) -> PackPace:
