@@ -16,6 +16,9 @@ ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, St
 _FAILED = [Status.FAILURE, Status.CANCELED]
 #: What Dagster raises for a blocking check: the same snapshot fails it again.
 _CHECK_FAILED = "DagsterAssetCheckFailedError"
+#: How Dagster begins to tell of a run whose process is gone, and what that means.
+_OUTSIDE = "This run has been marked as failed from outside"
+_KILLED = "its process ended without a word: it was killed, or had no memory"
 
 
 def recipes_under_way(instance: dg.DagsterInstance) -> set[str]:
@@ -82,7 +85,8 @@ def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord) -> Attempt:
             # An error before any step, as of a wrong configuration, or none: the process is gone.
             ended = event.event_specific_data
             errors = list(_chain(ended.error if isinstance(ended, JobFailureData) else None))
-            return Attempt(ended_s, errors[-1][1] if errors else event.message or "", False)
+            told = errors[-1][1] if errors else event.message or ""
+            return Attempt(ended_s, _KILLED if told.startswith(_OUTSIDE) else told, False)
     return Attempt(ended_s, "its run ended without an error of its own", False)
 
 

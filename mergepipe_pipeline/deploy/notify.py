@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from mergepipe_pipeline.deploy.retry import NEXT
+
 #: Seconds that a webhook may take to answer.
 _TIMEOUT_S = 10
-_NEXT = " Next: "
-_TRIED_AGAIN = "wait: it is tried again by itself"
+_TRIED_AGAIN = "wait: it is tried three times in all, by itself"
 _LASTS = "mend the cause: the same recipe and inputs would fail again"
 
 
@@ -27,10 +28,10 @@ class RunFailure:
 
 def run_failure(what: str, recipe: str, run_id: str, error: str, *, is_lasting: bool) -> RunFailure:
     """A failure in words. `what` failed with the text of `error`, which may name the next step."""
-    cause, _, step = error.strip().rpartition(_NEXT) if _NEXT in error else (error.strip(), "", "")
+    cause, _, step = error.strip().rpartition(NEXT) if NEXT in error else (error.strip(), "", "")
     cause, step = cause.strip().rstrip("."), step.strip().rstrip(".")
     next_step = step or (_LASTS if is_lasting else _TRIED_AGAIN)
-    text = f"{what} failed: {cause}.{_NEXT}{next_step}. Run {run_id[:8]}."
+    text = f"{what} failed: {cause}.{NEXT}{next_step}. Run {run_id[:8]}."
     return RunFailure(text, recipe, run_id, cause, next_step)
 
 

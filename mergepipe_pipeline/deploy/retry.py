@@ -22,6 +22,8 @@ MOST_ATTEMPTS = 3
 #: How many times longer each pause is than the one before it.
 _GROWTH = 4
 _MOST_SHOWN = 300
+#: What stands in an error's text before what to do.
+NEXT = " Next: "
 #: Errors that the same recipe and inputs give again. Changed or growing files, a full disk, a
 #: damaged layer (it is made anew) and everything else pass.
 _LASTING: tuple[type[MergePipeError], ...] = (
@@ -69,7 +71,7 @@ def reason_to_wait(attempts: Sequence[Attempt], now_s: float, pause_s: float) ->
         return None
     last, n = attempts[-1], len(attempts)
     counted = sum(not a.inputs_changed for a in attempts)
-    error = last.error if len(last.error) <= _MOST_SHOWN else f"{last.error[:_MOST_SHOWN]}…"
+    error = _shortened(last.error)
     if last.is_lasting or counted >= MOST_ATTEMPTS:
         why = "and would again" if last.is_lasting else f"after {n} attempts"
         return (
@@ -78,3 +80,14 @@ def reason_to_wait(attempts: Sequence[Attempt], now_s: float, pause_s: float) ->
         )
     left_s = pause_s * _GROWTH ** (n - 1) - (now_s - last.ended_s)
     return None if left_s <= 0 else f"the next attempt comes in {left_s:.0f} s; the last: {error}"
+
+
+def _shortened(error: str) -> str:
+    """The beginning of a long error, and what it says to do next."""
+    if len(error) <= _MOST_SHOWN:
+        return error
+    cause, following, step = error.rpartition(NEXT)
+    if not following:
+        return f"{error[:_MOST_SHOWN]}…"
+    told = cause if len(cause) <= _MOST_SHOWN else f"{cause[:_MOST_SHOWN]}…"
+    return f"{told}{NEXT}{step}"

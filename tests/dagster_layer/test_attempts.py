@@ -156,3 +156,20 @@ def test_a_release_whose_record_snapshot_or_ref_is_lost_is_made_once_more(
     assert history(home, "a")[-1].snapshot_id == first.snapshot_id
     assert (snapshot / "manifest.json").is_file()
     assert jobs(ticker.tick()) == []
+
+
+def test_a_long_error_is_cut_before_what_to_do_next() -> None:
+    last = Attempt(0.0, f"{'a long story ' * 60}. Next: copy the file again", True)
+    said = reason_to_wait([last], 1.0, 1.0)
+    assert said is not None
+    assert len(said) < 500
+    assert said.endswith("… Next: copy the file again")
+
+
+def test_a_run_whose_process_was_killed_says_so(sensor: Sensor) -> None:
+    ((request,), _) = sensor.tick()
+    job = build_definitions(sensor.home).resolve_job_def(str(request.job_name))
+    run = sensor.instance.create_run_for_job(job, tags=request.tags)
+    sensor.instance.report_run_failed(run)
+    _, said = sensor.tick(pause_s=1000)
+    assert "the last: its process ended without a word: it was killed, or had no memory" in said

@@ -77,7 +77,7 @@ def test_the_next_step_of_an_error_is_told_apart_from_its_cause() -> None:
     assert (FAILURE.cause, FAILURE.next_step) == ("It broke", "mend it")
     assert FAILURE.text == "Recipe a failed: It broke. Next: mend it. Run 01234567."
     crash = run_failure("Recipe a", "a", "0", "its process is gone", is_lasting=False)
-    assert "tried again by itself" in crash.next_step
+    assert "tried three times in all, by itself" in crash.next_step
 
 
 def test_a_webhook_gets_json() -> None:
