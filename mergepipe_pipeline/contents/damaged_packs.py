@@ -16,9 +16,14 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
-    """The ids of packs of experts whose files were moved away; of all if a record is damaged."""
+    """The ids of packs of experts whose files were moved away; of all if a record is damaged.
+
+    Also where a later version lies in the folder that an expert had.
+    """
+    store = warehouse.replaced
     try:
-        return frozenset(record.pack_id for record in _away(warehouse))
+        records = [store.find(checkpoint_id) for checkpoint_id in store.ids()]
+        return frozenset(r.pack_id for r in records if r is not None and not r.is_back)
     except CorruptionError:
         return frozenset(warehouse.packs.ids())
 

@@ -55,6 +55,18 @@ class Replaced:
         """Whether nothing is where the original was."""
         return not Path(self.root).exists()
 
+    @property
+    def is_back(self) -> bool:
+        """Whether the original is where it was, by sizes and times, and not a later version."""
+        for file in self.files:
+            try:
+                found = (Path(self.root) / file.path).stat()
+            except OSError:
+                return False
+            if (found.st_size, found.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+                return False
+        return True
+
 
 class ReplacedStore:
     """The folder `replaced` of a warehouse."""

@@ -38,6 +38,13 @@ from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.verbs.cold_places import (
+    refuse_away,
+    refuse_other_files,
+    refuse_others_inside,
+    refuse_wrong_places,
+    taken,
+)
 from mergepipe_pipeline.verbs.pack import Packed
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -67,9 +74,10 @@ def move_to_cold(
     record = warehouse.replaced.find(checkpoint.checkpoint_id)
     if record is not None and record.is_away and record.pack_id == packed.pack_id:
         return _moved(record, before=True)
-    _refuse_away(warehouse, packed)
+    refuse_away(warehouse, packed)
     root, target = Path(checkpoint.root), expanded(cold).resolve() / Path(checkpoint.root).name
-    _refuse_wrong_places(packed, root, target)
+    refuse_wrong_places(packed, root, target)
+    refuse_others_inside(warehouse, packed.name, root)
     known = warehouse.packs.open(packed.pack_id)
     record = Replaced(
         checkpoint.checkpoint_id,
@@ -81,20 +89,35 @@ def move_to_cold(
         files_of(root, checkpoint, list(known.contents)),
     )
     if target.exists():
-        _refuse_other_files(record)
-    store = warehouse.replaced
+        refuse_other_files(record)
+    with _recorded(warehouse, record):
+        with _Original(warehouse, record, progress) as original:
+            for number, _ in enumerate(record.files):
+                original.compare(number)
+        now = locate_registered(warehouse, packed.name).checkpoint
+        if now.checkpoint_id != record.checkpoint_id:
+            raise CorruptionError(
+                "The expert changed while it was packed", where=str(root), next_step="pack it again"
+            )
+        _move(record)
+    return _moved(record)
+
+
+@contextmanager
+def _recorded(warehouse: Warehouse, record: Replaced) -> Iterator[None]:
+    """Write the record of a move; take it back if the move fails and every file is still there."""
+    place = warehouse.replaced.path(record.checkpoint_id)
+    is_first = not place.exists()
     with staging(warehouse, "replace") as staged:
         write_record(staged / "record", record, warehouse.roots)
-        replace_dir(staged / "record", store.path(record.checkpoint_id))
-    with _Original(warehouse, record, progress) as original:
-        for number, _ in enumerate(record.files):
-            original.compare(number)
-    if locate_registered(warehouse, packed.name).checkpoint.checkpoint_id != record.checkpoint_id:
-        raise CorruptionError(
-            "The expert changed while it was packed", where=str(root), next_step="pack it again"
-        )
-    _move(record)
-    return _moved(record)
+        replace_dir(staged / "record", place)
+    try:
+        yield
+    except BaseException:
+        root = Path(record.root)
+        if is_first and all((root / file.path).is_file() for file in record.files):
+            remove_tree(place)
+        raise
 
 
 def unpack(
@@ -123,17 +146,12 @@ def unpack(
         refuse_unmounted(record.root)
     target = Path(record.root) if to is None else expanded(to).resolve()
     if target.exists():
-        raise MergePipeError(
-            "The place for an expert's files is taken",
-            where=str(target),
-            expected="no such folder yet",
-            found="one",
-            next_step="give another place with --to",
-        )
+        raise taken(target, "--to")
     with _beside(target) as staged, _Original(warehouse, record, progress) as original:
         for number, file in enumerate(record.files):
             original.write(number, staged / file.path)
-        publish_dir(staged, target)
+        if not publish_dir(staged, target):
+            raise taken(target, "--to")
     is_back = str(target) == record.root
     if is_back and open_checkpoint(record.root, name).checkpoint_id == record.checkpoint_id:
         remove_tree(warehouse.replaced.path(record.checkpoint_id))
@@ -207,72 +225,6 @@ def _moved(record: Replaced, *, before: bool = False) -> Moved:
     return Moved(record.name, record.root, record.cold, len(record.files), nbytes, before)
 
 
-def _refuse_away(warehouse: Warehouse, packed: Packed) -> None:
-    """Refuse an expert that is away, or whose base is: two could stand for each other."""
-    for name in (packed.name, packed.base):
-        if locate_registered(warehouse, name).checkpoint.is_away:
-            raise MergePipeError(
-                "An expert's files cannot be moved away",
-                where=packed.name,
-                expected=f"the files of {name}",
-                found="none: they were moved away before, for another pack",
-                next_step=f"run `mergepipe unpack {name}` first",
-            )
-
-
-def _refuse_wrong_places(packed: Packed, root: Path, target: Path) -> None:
-    odd = [p for p in (root, *root.rglob("*")) if p.is_symlink() or not (p.is_dir() or p.is_file())]
-    if "X" not in packed.tier_nbytes:
-        expected, found = "a pack with tier X", f"one of {', '.join(packed.tier_nbytes)}"
-        next_step = f"run `mergepipe pack {packed.name}` without --tiers"
-    elif not root.is_dir() or odd:
-        expected, found = "a folder of plain files", f"{odd[0] if odd else root}, no plain file"
-        next_step = "copy the files into a folder, and register that under the same name"
-    elif os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
-        expected, found = f"room for a folder at {target}", "something else there"
-        next_step = "choose another --cold"
-    elif target.is_relative_to(root):
-        expected, found = "a --cold outside of the expert's folder", str(target)
-        next_step = "choose another --cold"
-    else:
-        return
-    raise MergePipeError(
-        "An expert's files cannot be moved away",
-        where=f"{packed.name}, {root}",
-        expected=expected,
-        found=found,
-        next_step=next_step,
-    )
-
-
-def _refuse_other_files(record: Replaced) -> None:
-    """Raise MergePipeError unless `cold` holds a copy of the files of a record, and no others.
-
-    Links to the expert's files, or another path to them, are no copy: they go with the files.
-    """
-    root, target = Path(record.root), Path(record.cold)
-    expected = {file.path: file.sha256 for file in record.files}
-    paths = [p for p in target.rglob("*") if p.is_symlink() or not p.is_dir()]
-    found = {p.relative_to(target).as_posix() for p in paths}
-    if any(p.is_symlink() or not p.is_file() for p in paths):
-        problem = "links or special files"
-    elif found != expected.keys():
-        problem = "other files"
-    elif any((target / path).samefile(root / path) for path in expected):
-        problem = "the expert's own files under another path"
-    elif any(file_sha256(target / path) != sha256 for path, sha256 in expected.items()):
-        problem = "other files"
-    else:
-        return
-    raise MergePipeError(
-        "The place for an expert's files is taken",
-        where=str(target),
-        expected=f"nothing, or a copy of the files of {record.name} and no others",
-        found=problem,
-        next_step="choose another --cold",
-    )
-
-
 def _move(record: Replaced) -> None:
     """Rename the folder; across file systems copy it, compare the copy, and remove it.
 
@@ -280,14 +232,16 @@ def _move(record: Replaced) -> None:
     """
     root, target = Path(record.root), Path(record.cold)
     if target.exists():
-        _refuse_other_files(record)
-        remove_tree(root)
+        refuse_other_files(record)
+        _remove(root, target)
         return
     make_dirs(target.parent)
     try:
         rename(root, target)
         return
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise taken(target, "--cold") from error
         if error.errno != errno.EXDEV:
             raise
     with _beside(target) as staged:
@@ -296,8 +250,22 @@ def _move(record: Replaced) -> None:
             copy_file(root / file.path, staged / file.path)
             os.utime(staged / file.path, ns=(file.mtime_ns, file.mtime_ns))
             _refuse_other_bytes(file, file_sha256(staged / file.path), staged)
-        publish_dir(staged, target)
+        if not publish_dir(staged, target):
+            raise taken(target, "--cold")
+    _remove(root, target)
+
+
+def _remove(root: Path, target: Path) -> None:
+    """Remove the folder of files that are in `target` now. Raises MergePipeError if any stays."""
     remove_tree(root)
+    if root.exists():
+        raise MergePipeError(
+            "The folder of an expert that was moved away cannot be removed whole",
+            where=str(root),
+            expected=f"nothing: all of its files are in {target}",
+            found=", ".join(sorted(p.name for p in root.rglob("*"))[:4]) or "an empty folder",
+            next_step="remove what stays there; until then the expert cannot be read",
+        )
 
 
 @contextmanager
