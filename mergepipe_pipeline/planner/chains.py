@@ -154,7 +154,8 @@ def _next(order: Ints, residual: Floats, nbytes: Ints, at: int) -> tuple[int, in
         if order[to] < 0:
             break
         spent += nbytes[order[to]]
-        worth = (residual[at] - residual[to + 1]) / spent
+        # What is not finite may have put one without bytes first.
+        worth = (residual[at] - residual[to + 1]) / spent if spent > 0 else 0.0
         # Of equal ones the nearest: what can be read alone is not read together.
         if worth > best_worth * (1 + _ROUNDING):
             best, best_worth, best_cost = to + 1, worth, spent

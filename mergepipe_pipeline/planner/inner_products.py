@@ -43,6 +43,8 @@ class Gram:
         if not np.isfinite(squares).all():
             np.nan_to_num(table, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
             squares = np.einsum("bek,bek->be", table, table)
+            if not np.isfinite(squares).all():  # of finite numbers that are large
+                squares = np.einsum("bek,bek->be", table, table, dtype=np.float64)
         self._norms = np.maximum(np.sqrt(squares), _TINY)
         table /= self._norms[:, :, None]
         self._table = table

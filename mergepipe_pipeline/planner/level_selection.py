@@ -64,7 +64,7 @@ class LevelProblem:
         squares = self.squares(choices)
         if squares is None:
             return None
-        return [math.sqrt(max(0.0, square)) for square in squares.mean(axis=1).tolist()]
+        return [math.sqrt(max(square, 0.0)) for square in squares.mean(axis=1).tolist()]
 
     def squares(self, choices: Sequence[Levels]) -> Floats | None:
         """[choices, PARTS]: squared errors, as each part of the samples estimates them."""
@@ -210,6 +210,10 @@ def level_estimates(q: LevelProblem, budget: Budget, levels: Levels) -> Estimate
     c = q.candidates
     bound = q.bound(levels)
     error, update = q.predict([levels, np.zeros_like(levels)]) or (math.inf, math.inf)
+    if error == 0 and q.table.residual_sq(levels).any():
+        error = math.inf  # samples that see nothing of what is left cannot say that it is nothing
+    if update == 0 and not c.zero.all():
+        update = math.inf
     chosen, nbytes = levels != NOTHING, q.table.nbytes(levels)
     # A new read: another row, or another way of reading.
     same = (np.diff(c.row, prepend=-1) == 0) & (np.diff(levels, prepend=levels[:1]) == 0)

@@ -170,7 +170,7 @@ def _together(
 def _strength(c: Candidates) -> Floats:
     """1 for the expert with the largest ‖c·δ‖² in a place and those not far below it, else less."""
     largest = np.zeros(c.n_sites)
-    np.maximum.at(largest, c.site, c.sq_norm)
     with np.errstate(divide="ignore", invalid="ignore"):
+        np.maximum.at(largest, c.site, c.sq_norm)
         steps = np.ceil(np.log(c.sq_norm / largest[c.site]) / np.log(_ALIKE))
     return np.where(np.isnan(steps), 1.0, _ALIKE**steps)  # of what is unknown nothing is less

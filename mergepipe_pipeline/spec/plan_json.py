@@ -72,6 +72,7 @@ def _expert(v: dict[str, Any]) -> ExpertInput:
             "read": _pairs(v["read"]),
             "trim": v["trim"] and TrimRule(**v["trim"]),
             "outliers": v["outliers"] and TrimRule(**v["outliers"]),
+            "l1": None if v.get("l1") is None else float(v["l1"]),
             "packed": _packed(v.get("packed")),
         }
     )
