@@ -7,7 +7,7 @@ The limit is the disk's own time for the bytes that the merge cannot do without:
 four threads beside a direct write with fsync. `cat` reads them one after the other through the page
 cache, then writes. In every round, for every K and case, ours, the limit, cat and (`--peer`)
 mergekit run in turn on the same files, which are dropped from the page cache before each and
-checked to be gone. Ours is the command `mergepipe merge` in a warehouse that has merged
+checked to be gone; memory is full of other pages, as on a machine in use. Ours is the command `mergepipe merge` in a warehouse that has merged
 nothing; libraries are warm from a merge of a tiny family.
 """
 
@@ -87,6 +87,7 @@ class Arena:
                 command,
                 cold=family.files(based=case.based),
                 warm_up=warm_up,
+                filler=self.work / "filler",
                 timeout_s=self.timeout_s if who == "mergekit" else None,
                 log=log,
                 env=_OFFLINE,

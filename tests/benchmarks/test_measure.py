@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe_pipeline.storage.uncached import cached_nbytes
 from tests.benchmarks import limit, measure
 from tests.benchmarks.measure import WarmInputsError, make_cold, resident_nbytes, run
 from tests.benchmarks.rows import filesystem
@@ -43,6 +44,21 @@ def test_the_disk_alone_is_read_and_written_past_the_page_cache(on_disk: Path) -
     assert out.stat().st_size == 3 * MIB + 5
     with pytest.raises(EOFError, match="ends before byte"):
         limit.direct([(str(on_disk), 8 * MIB + 1)], [])
+
+
+def test_memory_is_filled_with_pages_that_give_way(
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filler = on_disk.with_name("filler")
+    free = measure._fields(Path("/proc/meminfo"))["MemFree"] << 10
+    monkeypatch.setattr(measure, "_LEFT_FREE_NBYTES", free - 64 * MIB)
+    monkeypatch.setattr(measure, "_FILL_NBYTES", 4 * MIB)
+    run(["true"], cold=[on_disk], filler=filler)
+    assert resident_nbytes(on_disk) == 0
+    assert filler.stat().st_blocks * 512 < MIB  # it takes no disk
+    with open(filler, "rb") as opened:
+        assert (cached_nbytes(opened.fileno(), 0, 4 * MIB) or 4 * MIB) == 4 * MIB
+    filler.unlink()
 
 
 def test_half_a_file_read_is_half_resident(on_disk: Path) -> None:
