@@ -34,6 +34,7 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
+from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import Bytes
 
@@ -55,7 +56,8 @@ class RescalePrepass:
 
     def __init__(self, sources: SourcePool, threads: int) -> None:
         self._sources = sources
-        self._threads, self._workers, self._tasks = threads, Workers(threads), Workers(1)
+        # Windows of one tensor run out before the next one's begin, and small ones are many.
+        self._threads, self._workers, self._tasks = threads, Workers(threads), Workers(1 + _AHEAD)
         self._buffers = FreeList(BufferPool)
 
     def __enter__(self) -> RescalePrepass:
@@ -160,7 +162,8 @@ class _PrepassWindow:
         buffer = buffers.take(n * job.sizes[-1])
         verify = None if all(d.is_told for d in self._drawn) else job.verify_base
         base = BaseRow(self._sources.base_before, task.base.view, buffer, job.base_update, verify)
-        base.fetch(self._start, self._stop)
+        with ReadBatch() as batch:
+            base.fetch(self._start, self._stop, batch)
         raw = buffers.take(n * most)
         for d, into in zip(self._drawn, sums, strict=True):
             self._add_up(d, base, raw[: n * job.sizes[d.number]], buffers, into)
@@ -177,7 +180,8 @@ class _PrepassWindow:
         row = ExpertRow(
             self._sources.expert_before, d.expert.view, d.expert.read, raw, update, verify
         )
-        row.fetch(self._start, self._stop, packed, base.raw)
+        with ReadBatch() as batch:
+            row.fetch(self._start, self._stop, packed, base.raw, batch)
         which = (d.key, self._start, d.last, sums)
         if base.bits is not None and (bits := row.bits(base.bits)) is not None:
             kept_l1_bfloat16(bits, base.bits, *which)

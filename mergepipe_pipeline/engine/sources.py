@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments
 from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, SecondReading
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import (
     CheckpointSource,
@@ -96,6 +97,13 @@ class SourcePool:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    @contextmanager
+    def batch(self) -> Iterator[ReadBatch]:
+        """Reads that are done together when this ends; their time counts as reading."""
+        with ReadBatch() as batch:
+            yield batch
+        self._tallies[True].read_s += batch.read_s
 
     def will_run(self, layers: Sequence[LayerTask]) -> None:
         """Say which layers will be merged, for sources that fetch ahead of the merge."""
@@ -206,14 +214,14 @@ class SourcePool:
 
     def _holding(self, files: CheckpointSource, number: int, when: _When) -> RangedFiles:
         """The files of a source; of a local one what is read before the merge is held for it."""
-        is_local = isinstance(files, LocalSource)  # what is far away is kept when it was fetched
-        if not is_local or not self._held.nbytes or when == "besides":
+        # What is far away is kept when it was fetched.
+        if not isinstance(files, LocalSource) or not self._held.nbytes or when == "besides":
             return files
         held = self._held_files.setdefault(number, HeldFiles(self._held))
         if when == "merge":
             return SecondReading(files, held)
-        past = self._stack.enter_context(open_source(self._plan.sources[number].root, "once"))
-        return FirstReading(past, files, held, self._held)
+        past = LocalSource(self._plan.sources[number].root, "once")
+        return FirstReading(self._stack.enter_context(past), files, held, self._held)
 
     def _open_pack(self, number: int, before: bool) -> PackReader:
         tally = Tally() if before else self._tallies[True]

@@ -26,6 +26,7 @@ from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
+from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.uncached import pages_nbytes
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, fill_verified
 from mergepipe_pipeline.tensors.stored import (
@@ -157,7 +158,8 @@ class Window(Generic[D]):
         job, base = self._job, self._job.task.base
         assert base is not None
         row = BaseRow(job.sources.base, base.view, buffer, job.base_update, job.verify_base)
-        row.fetch(self._start, self._stop)
+        with job.sources.batch() as batch:
+            row.fetch(self._start, self._stop, batch)
         return row
 
     def _fill(
@@ -167,13 +169,15 @@ class Window(Generic[D]):
         job, task = self._job, self._job.task
         experts = []
         helpers = zip(job.updates, job.verify, self._packed, strict=True)
-        for e, size, (update, verify, packed) in zip(
-            task.experts, job.sizes, helpers, strict=False
-        ):
-            buffer = self._buffers.take(self._n * size)
-            expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, update, verify)
-            expert.fetch(self._start, self._stop, packed, base.raw if base else None)
-            experts.append(expert)
+        below = base.raw if base else None
+        with job.sources.batch() as batch:
+            for e, size, (update, verify, packed) in zip(
+                task.experts, job.sizes, helpers, strict=False
+            ):
+                buffer = self._buffers.take(self._n * size)
+                expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, update, verify)
+                expert.fetch(self._start, self._stop, packed, below, batch)
+                experts.append(expert)
         for row, expert in zip(rows, experts, strict=True):
             (expert.delta if job.as_delta else expert.value)(row, values)
         return rows
@@ -189,18 +193,19 @@ class Window(Generic[D]):
         bits = self._buffers.take(len(job.task.experts) * n * 2).view(np.uint16).reshape(-1, n)
         steps = np.empty((len(job.task.experts), tiles_of(self._start, n)), np.float32)
         present: list[int] = []
-        for k, e in job.present:
-            stop = min(self._stop, e.view.numel) if e.view.stored else self._start
-            parts = list(clip(job.differing[k], self._start, stop))
-            if not parts and job.as_delta:
-                continue
-            row, step = bits[len(present)], steps[len(present)]
-            present.append(k)
-            step[:] = ABSENT if job.as_delta else STORED
-            for a, b in parts if job.as_delta else ():
-                step[self._tiles(a, b)] = STORED
-            self._fill_gaps(row, below, parts, step, is_delta=e.view.is_delta)
-            self._read_bits(k, row, below, step)
+        with job.sources.batch() as batch:
+            for k, e in job.present:
+                stop = min(self._stop, e.view.numel) if e.view.stored else self._start
+                parts = list(clip(job.differing[k], self._start, stop))
+                if not parts and job.as_delta:
+                    continue
+                row, step = bits[len(present)], steps[len(present)]
+                present.append(k)
+                step[:] = ABSENT if job.as_delta else STORED
+                for a, b in parts if job.as_delta else ():
+                    step[self._tiles(a, b)] = STORED
+                self._fill_gaps(row, below, parts, step, is_delta=e.view.is_delta)
+                self._read_bits(k, row, below, step, batch)
         return below, bits[: len(present)], np.array(present, np.int64), steps[: len(present)]
 
     def _fill_gaps(
@@ -213,14 +218,14 @@ class Window(Generic[D]):
                 inside = slice(a - self._start, b - self._start)
                 row[inside] = 0 if is_delta else base[inside]
 
-    def _read_bits(self, k: int, row: Bits, base: Bits, step: Floats) -> None:
+    def _read_bits(self, k: int, row: Bits, base: Bits, step: Floats, batch: ReadBatch) -> None:
         """Read what is there of expert k into `row` [n]; `base` [n] likewise, of all experts."""
         job, start = self._job, self._start
         view, verify = job.task.experts[k].view, job.verify[k]
         stop = min(self._stop, view.numel)
         for a, b in clip(job.task.experts[k].read, start, stop):
             piece = row[a - start : b - start].view(np.uint8)
-            read_stored(job.sources.expert, view, a, b, piece.data, verify)
+            read_stored(job.sources.expert, view, a, b, piece.data, verify, batch)
         for part in self._packed[k]:
             inside = slice(part.start_elem - start, part.stop_elem - start)
             if part.gives_bits:
@@ -277,7 +282,8 @@ class Window(Generic[D]):
         job, raw = self._job, np.empty(self._n * itemsize(view.dtype), np.uint8)
         packed = () if job.is_copy else self._packed[0]
         if not packed:
-            read_stored(readers, view, self._start, self._stop, raw.data, verify)
+            with job.sources.batch() as batch:
+                read_stored(readers, view, self._start, self._stop, raw.data, verify, batch)
             return raw
         self._clear()
         base, read = self._fetch_base(), job.task.experts[0].read

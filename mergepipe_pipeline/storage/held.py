@@ -9,11 +9,16 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from mergepipe_pipeline.storage.source import RangedFiles
-from mergepipe_pipeline.storage.uncached import page_aligned
+from mergepipe_pipeline.storage.source import LocalSource
+from mergepipe_pipeline.storage.uncached import PAGE_NBYTES, copy_bytes, page_aligned
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.storage.read_batch import ReadBatch
 
 #: Buffers are given away in pieces of this length, used again and again, as fresh pages are slow.
 _PIECE_NBYTES = 512 << 10
@@ -31,7 +36,10 @@ class _Piece:
 
 
 class HeldBytes:
-    """Buffers for `nbytes` of files that are read twice. Safe for several threads."""
+    """Buffers for `nbytes` of files that are read twice. Safe for several threads.
+
+    Each has a page more than a piece, so that a piece can lie in its pages as it does in its file.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -47,7 +55,7 @@ class HeldBytes:
             if not self._n_unused:
                 return None
             self._n_unused -= 1
-        return memoryview(page_aligned(_PIECE_NBYTES))
+        return memoryview(page_aligned(_PIECE_NBYTES + PAGE_NBYTES))
 
     def give_back(self, buffer: memoryview) -> None:
         """Let others have it."""
@@ -101,8 +109,8 @@ class FirstReading:
     Others are read from `source` as from the files themselves.
     """
 
-    past: RangedFiles
-    source: RangedFiles
+    past: LocalSource
+    source: LocalSource
     files: HeldFiles
     held: HeldBytes
 
@@ -120,25 +128,49 @@ class FirstReading:
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start_byte`, and hold a copy if there is room."""
         nbytes = len(buffer)
-        is_known = bool(self.files.held(path, start_byte, start_byte + nbytes))
-        copy = None if is_known or nbytes > _PIECE_NBYTES else self.held.buffer()
+        copy = self._room_for(path, start_byte, nbytes)
         if copy is None:
             self.source.read_into(path, start_byte, buffer)
             return
+        piece = _inside(copy, start_byte, nbytes)
         try:
-            self.past.read_into(path, start_byte, copy[:nbytes])
+            self.past.read_into(path, start_byte, piece)
         except BaseException:
             self.held.give_back(copy)
             raise
-        buffer[:] = copy[:nbytes]
+        copy_bytes(piece, buffer)
         self.files.keep(path, start_byte, copy, nbytes)
+
+    def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
+        """As `read_into`, when the batch runs."""
+        nbytes = len(buffer)
+        copy = self._room_for(path, start_byte, nbytes)
+        if copy is None:
+            self.source.put(batch, path, start_byte, buffer)
+            return
+        is_kept: list[bool] = []
+
+        def keep() -> None:
+            self.files.keep(path, start_byte, copy, nbytes)
+            is_kept.append(True)
+
+        batch.if_it_fails(lambda: None if is_kept else self.held.give_back(copy))
+        piece = _inside(copy, start_byte, nbytes)
+        self.past.put(batch, path, start_byte, piece, has_room=True)
+        batch.copy(piece, buffer)
+        batch.then(keep)
+
+    def _room_for(self, path: str, start_byte: int, nbytes: int) -> memoryview | None:
+        """A buffer to hold so many bytes in; None where they are held, or all is taken."""
+        is_known = bool(self.files.held(path, start_byte, start_byte + nbytes))
+        return None if is_known or not 0 < nbytes <= _PIECE_NBYTES else self.held.buffer()
 
 
 @dataclass(frozen=True, slots=True)
 class SecondReading:
     """Files of which some bytes are held: those are let go, the others read from `source`."""
 
-    source: RangedFiles
+    source: LocalSource
     files: HeldFiles
 
     def size(self, path: str) -> int:
@@ -160,11 +192,27 @@ class SecondReading:
         pieces, gaps = self._gaps(path, start_byte, stop_byte)
         for p in pieces:
             a, b = max(p.start_byte, start_byte), min(p.stop_byte, stop_byte)
-            buffer[a - start_byte : b - start_byte] = p.buffer[a - p.start_byte : b - p.start_byte]
-            if not self.files.forget(path, p, b - a):
-                gaps.append((a, b))
+            copy_bytes(_part(p, a, b), buffer[a - start_byte : b - start_byte])
+            self._let_go(path, p, a, buffer[a - start_byte : b - start_byte])
         for a, b in gaps:
             self.source.read_into(path, a, buffer[a - start_byte : b - start_byte])
+
+    def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
+        """As `read_into`, when the batch runs."""
+        stop_byte = start_byte + len(buffer)
+        pieces, gaps = self._gaps(path, start_byte, stop_byte)
+        for p in pieces:
+            a, b = max(p.start_byte, start_byte), min(p.stop_byte, stop_byte)
+            out = buffer[a - start_byte : b - start_byte]
+            batch.copy(_part(p, a, b), out)
+            batch.then(partial(self._let_go, path, p, a, out))
+        for a, b in gaps:
+            self.source.put(batch, path, a, buffer[a - start_byte : b - start_byte])
+
+    def _let_go(self, path: str, piece: _Piece, start_byte: int, out: memoryview) -> None:
+        """Let a piece go, from which `out` was copied; read that if it was let go meanwhile."""
+        if not self.files.forget(path, piece, len(out)):
+            self.source.read_into(path, start_byte, out)
 
     def _gaps(
         self, path: str, start_byte: int, stop_byte: int
@@ -174,3 +222,15 @@ class SecondReading:
         edges = [start_byte, *chain(*((p.start_byte, p.stop_byte) for p in pieces)), stop_byte]
         found = zip(edges[::2], edges[1::2], strict=True)
         return pieces, [(a, b) for a, b in found if a < b]
+
+
+def _part(piece: _Piece, start_byte: int, stop_byte: int) -> memoryview:
+    """Bytes [start, stop) of a file, which a piece has."""
+    held = _inside(piece.buffer, piece.start_byte, piece.stop_byte - piece.start_byte)
+    return held[start_byte - piece.start_byte : stop_byte - piece.start_byte]
+
+
+def _inside(buffer: memoryview, start_byte: int, nbytes: int) -> memoryview:
+    """Where in a buffer `nbytes` of a file from `start_byte` on lie."""
+    lead = start_byte % PAGE_NBYTES
+    return buffer[lead : lead + nbytes]

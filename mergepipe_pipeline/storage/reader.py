@@ -9,12 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.storage.source import RangedFiles
+from mergepipe_pipeline.storage.source import Batched, RangedFiles
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.storage.read_batch import ReadBatch
 
 
 class Tally(threading.local):
@@ -38,6 +42,7 @@ class BlockReader:
         tally: Tally | None = None,
     ) -> None:
         self._source = source
+        self._batched = source if isinstance(source, Batched) else None
         self._checkpoint = checkpoint
         self._allowed = allowed
         self._tally = tally or Tally()
@@ -49,19 +54,29 @@ class BlockReader:
 
         Raises BudgetError outside the access set, CheckpointChangedError if the file is shorter.
         """
-        if self._allowed is not None:
-            self._check(entry, start_elem, stop_elem)
-        size = itemsize(entry.dtype)
-        if (
-            len(out) != (stop_elem - start_elem) * size
-            or not 0 <= start_elem <= stop_elem <= entry.numel
-        ):
-            raise ValueError(
-                f"buffer of {len(out)} bytes for [{start_elem}, {stop_elem}) of {entry}"
-            )
+        start_byte = self._start_byte(entry, start_elem, stop_elem, out)
         began = time.perf_counter()
-        self._source.read_into(entry.file, entry.start_byte + start_elem * size, out)
+        self._source.read_into(entry.file, start_byte, out)
         self._tally.read_s += time.perf_counter() - began
+        self._tally.nbytes += len(out)
+
+    def put(
+        self,
+        batch: ReadBatch,
+        entry: TensorEntry,
+        start_elem: int,
+        stop_elem: int,
+        out: memoryview,
+    ) -> None:
+        """As `read_into`, when the batch runs, if the files can do that; else now.
+
+        The batch's time is not counted here.
+        """
+        if self._batched is None:
+            self.read_into(entry, start_elem, stop_elem, out)
+            return
+        start_byte = self._start_byte(entry, start_elem, stop_elem, out)
+        self._batched.put(batch, entry.file, start_byte, out)
         self._tally.nbytes += len(out)
 
     def will_need(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
@@ -88,6 +103,22 @@ class BlockReader:
                     found=f"{found[0]} bytes, mtime {found[1]}",
                     next_step="run the same command again: it starts from the files as they are",
                 )
+
+    def _start_byte(
+        self, entry: TensorEntry, start_elem: int, stop_elem: int, out: memoryview
+    ) -> int:
+        """Where elements [start, stop) begin in their file. Raises BudgetError as `read_into`."""
+        if self._allowed is not None:
+            self._check(entry, start_elem, stop_elem)
+        size = itemsize(entry.dtype)
+        if (
+            len(out) != (stop_elem - start_elem) * size
+            or not 0 <= start_elem <= stop_elem <= entry.numel
+        ):
+            raise ValueError(
+                f"buffer of {len(out)} bytes for [{start_elem}, {stop_elem}) of {entry}"
+            )
+        return entry.start_byte + start_elem * size
 
     def _check(self, entry: TensorEntry, start_elem: int, stop_elem: int) -> None:
         ranges = (self._allowed or {}).get(entry.name, ())

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, MergePipeError
 from mergepipe_pipeline.storage.handles import HANDLES, OpenFile
@@ -23,9 +24,13 @@ from mergepipe_pipeline.storage.regular import (
 from mergepipe_pipeline.storage.roots import UNMOUNTED, refuse_unmounted
 from mergepipe_pipeline.storage.uncached import (
     is_cold,
+    is_long,
     open_direct,
     read_uncached,
 )
+
+if TYPE_CHECKING:
+    from mergepipe_pipeline.storage.read_batch import ReadBatch
 
 #: What storage may do beside what is asked for: fetch on; nothing; nor keep it in the page cache.
 Reading = Literal["ahead", "exact", "once"]
@@ -96,6 +101,18 @@ class FetchedAhead(Protocol):
         ...
 
 
+@runtime_checkable
+class Batched(Protocol):
+    """Files that can be read together with others, in a batch."""
+
+    def put(self, batch: ReadBatch, path: str, start_byte: int, buffer: memoryview) -> None:
+        """As `read_into`, when the batch runs; the buffer must stay until then.
+
+        Raises CheckpointError if the file is not there.
+        """
+        ...
+
+
 class LocalSource:
     """A folder, or a single weight file, on a mounted file system. Safe for several threads.
 
@@ -159,6 +176,29 @@ class LocalSource:
         finally:
             HANDLES.give_back(file)
 
+    def put(
+        self,
+        batch: ReadBatch,
+        path: str,
+        start_byte: int,
+        buffer: memoryview,
+        *,
+        has_room: bool = False,
+    ) -> None:
+        """As `read_into`, when the batch runs; `has_room` as `ReadBatch.read` has it."""
+        if not len(buffer):
+            return
+        alone = partial(self.read_into, path, start_byte, buffer)
+        if is_long(len(buffer)) and self._is_cold(path):
+            take = partial(HANDLES.take, self._direct, path, self._open_direct)
+            with suppress(OSError):
+                file = batch.file(self._direct, path, take)
+                batch.read(file, start_byte, buffer, alone, past_cache=True, has_room=has_room)
+                return
+            self.read_through_cache(path)
+        file = batch.file(self, path, partial(self._take, path))
+        batch.read(file, start_byte, buffer, alone, past_cache=False, has_room=False)
+
     @contextmanager
     def lent(self, path: str) -> Iterator[tuple[int, bool]]:
         """A descriptor to read from, and whether it reads whole pages, past the page cache.
@@ -168,8 +208,6 @@ class LocalSource:
         direct = self._take_direct(path) if self._is_cold(path) else None
         file = direct or self._take(path)
         try:
-            if not direct and self._reading != "ahead":
-                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             yield file.descriptor, direct is not None
         finally:
             HANDLES.give_back(file)
@@ -229,8 +267,6 @@ class LocalSource:
         self, file: OpenFile, path: str, start_byte: int, buffer: memoryview, done: int
     ) -> None:
         """Fill `buffer`, of which `done` bytes are there, through the page cache."""
-        if done < len(buffer) and self._reading != "ahead":
-            os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         while done < len(buffer):
             try:
                 n = os.preadv(file.descriptor, [buffer[done:]], start_byte + done)
@@ -279,7 +315,10 @@ class LocalSource:
             raise self._absent(path) from None
 
     def _open(self, path: str) -> int:
-        return open_regular(self._resolve(path), self._places)
+        descriptor = open_regular(self._resolve(path), self._places)
+        if self._reading != "ahead":
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return descriptor
 
     def _absent(self, path: str) -> CheckpointError:
         return CheckpointError(

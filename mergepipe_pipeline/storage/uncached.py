@@ -52,9 +52,9 @@ def read_uncached(descriptor: int, start_byte: int, out: memoryview) -> int:
 
     0 where an ordinary read is better or the only one.
     """
-    if len(out) < _LEAST_NBYTES or not is_cold(descriptor, start_byte, len(out)):
+    if not is_long(len(out)) or not is_cold(descriptor, start_byte, len(out)):
         return 0
-    buffer = _aligned(pages_nbytes(start_byte, len(out)))
+    buffer = scratch_pages(pages_nbytes(start_byte, len(out)))
     try:
         direct = open_direct(descriptor)
     except OSError:
@@ -64,13 +64,21 @@ def read_uncached(descriptor: int, start_byte: int, out: memoryview) -> int:
     finally:
         os.close(direct)
     if n:
-        import numpy as np  # whose copies let other threads go on; commands start without it
-
         lead = start_byte % PAGE_NBYTES
-        np.copyto(
-            np.frombuffer(out, np.uint8)[:n], np.frombuffer(buffer, np.uint8)[lead : lead + n]
-        )
+        copy_bytes(buffer[lead : lead + n], out[:n])
     return n
+
+
+def is_long(nbytes: int) -> bool:
+    """Whether a read past the page cache repays its extra work."""
+    return nbytes >= _LEAST_NBYTES
+
+
+def copy_bytes(source: memoryview, out: memoryview) -> None:
+    """Fill `out` with as many bytes; other threads go on meanwhile."""
+    import numpy as np  # commands start without it
+
+    np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def open_direct(descriptor: int) -> int:
@@ -141,8 +149,8 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _aligned(nbytes: int) -> memoryview:
-    """An aligned buffer of this thread, used again for its next read."""
+def scratch_pages(nbytes: int) -> memoryview:
+    """Whole pages of this thread, used again for its next read."""
     if len(getattr(_local, "buffer", b"")) < nbytes:
         _local.buffer = memoryview(page_aligned(nbytes))
     buffer: memoryview = _local.buffer

@@ -22,6 +22,8 @@ from mergepipe_pipeline.tensors.verified import Verify
 if TYPE_CHECKING:
     import torch
 
+    from mergepipe_pipeline.storage.read_batch import ReadBatch
+
 Floats = npt.NDArray[np.float32]
 
 
@@ -84,8 +86,9 @@ class ExpertRow:
         stop_elem: int,
         packed: Sequence[DecodedPart] = (),
         base: Bytes | None = None,
+        batch: ReadBatch | None = None,
     ) -> None:
-        """Read what is allowed of [start, stop) into the row's buffer.
+        """Read what is allowed of [start, stop) into the row's buffer, with a `batch` if there is.
 
         `packed` is what was read of a pack besides; `base` are the base's stored bytes there, which
         bits from a pack are told apart from.
@@ -98,7 +101,8 @@ class ExpertRow:
         stop_elem = min(stop_elem, self._view.numel)
         parts = list(clip(self._read, start_elem, stop_elem))
         for a, b in parts:
-            read_stored(self._readers, self._view, a, b, self._bytes(a, b).data, self._verify)
+            out = self._bytes(a, b).data
+            read_stored(self._readers, self._view, a, b, out, self._verify, batch)
         for part in packed:
             if part.gives_bits:
                 assert base is not None
@@ -206,13 +210,13 @@ class BaseRow:
         self._update = update
         self._start = self._n = 0
 
-    def fetch(self, start_elem: int, stop_elem: int) -> None:
-        """Read [start, stop) of the base."""
+    def fetch(self, start_elem: int, stop_elem: int, batch: ReadBatch | None = None) -> None:
+        """Read [start, stop) of the base, with a `batch` if there is one."""
         self._start, self._n = start_elem, stop_elem - start_elem
         if self._update:
             self._update.load()
         raw = self.raw.data
-        read_stored(self._readers, self._view, start_elem, stop_elem, raw, self._verify)
+        read_stored(self._readers, self._view, start_elem, stop_elem, raw, self._verify, batch)
 
     @property
     def raw(self) -> Bytes:

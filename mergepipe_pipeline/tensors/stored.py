@@ -7,6 +7,7 @@ stored bfloat16 can do without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,8 @@ from mergepipe_pipeline.tensors.verified import Verify
 if TYPE_CHECKING:
     import torch
 
+    from mergepipe_pipeline.storage.read_batch import ReadBatch
+
 Bytes = npt.NDArray[np.uint8]
 #: The reader of a source by its number in the views.
 Readers = Callable[[int], BlockReader]
@@ -32,17 +35,23 @@ def read_stored(
     stop_elem: int,
     out: memoryview,
     verify: Verify | None = None,
+    batch: ReadBatch | None = None,
 ) -> None:
     """Fill `out` with the stored bytes of elements [start, stop) of a view; verify them.
 
-    Raises BudgetError outside an access set, CheckpointChangedError if a file is shorter,
-    CorruptionError for bytes that `verify` refuses.
+    Where there is a `batch`, when it runs. Raises BudgetError outside an access set,
+    CheckpointChangedError if a file is shorter, CorruptionError for bytes that `verify` refuses.
     """
     size = itemsize(view.dtype)
     for part, at, start, stop in _pieces(view, start_elem, stop_elem):
         piece = out[(start - start_elem) * size : (stop - start_elem) * size]
-        readers(part.source).read_into(part.entry, at, at + stop - start, piece)
-    if verify:
+        if batch is None:
+            readers(part.source).read_into(part.entry, at, at + stop - start, piece)
+        else:
+            readers(part.source).put(batch, part.entry, at, at + stop - start, piece)
+    if verify and batch is not None:
+        batch.then(partial(verify, start_elem, stop_elem, out))
+    elif verify:
         verify(start_elem, stop_elem, out)
 
 

@@ -28,7 +28,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
         def never(*args: object) -> None:
             raise AssertionError("a weight was read")
 
-        monkeypatch.setattr(BlockReader, "read_into", never)
+        monkeypatch.setattr(BlockReader, "_start_byte", never)
         home, out = tmp_path / "w", tmp_path / "out"
         recipe = tmp_path / "r.yml"
         recipe.write_text(text)

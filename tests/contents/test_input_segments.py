@@ -20,6 +20,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -222,6 +223,11 @@ def test_a_byte_that_is_read_wrong_only_while_factors_are_found_is_seen(
         def read_into(self, entry: TensorEntry, start: int, stop: int, out: memoryview) -> None:
             self._reader.read_into(entry, start, stop, out)
             out[0] ^= 8
+
+        def put(
+            self, batch: ReadBatch, entry: TensorEntry, start: int, stop: int, out: memoryview
+        ) -> None:
+            self.read_into(entry, start, stop, out)
 
         def verify_unchanged(self) -> None:
             self._reader.verify_unchanged()

@@ -22,10 +22,10 @@ from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TensorTask
 from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.storage.reader import BlockReader
 from tests import oracles
 from tests.engine.plans import SEED, case_of, copied, merged, plan_of, values_in
 from tests.kinds import make_kinds
+from tests.reads import tensor_reads
 from tests.stored import encode, model_of, write
 
 FLOATS = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")
@@ -161,15 +161,8 @@ def test_base_and_expert_bytes_are_read_once_and_counted_apart(
     model = stored(tmp_path, "F32", raw)
     (one,) = passed(model, "F32").layers[0].tasks
     plan = plan_of(model.checkpoints, [one, copied(model.views["w"], "v")])
-    asked: list[int] = []
-    real = BlockReader.read_into
-
-    def read_into(self: BlockReader, *args: object) -> None:
-        asked.append(len(args[3]))  # type: ignore[arg-type]
-        real(self, *args)  # type: ignore[arg-type]
-
-    with mock.patch.object(BlockReader, "read_into", read_into):
+    with tensor_reads() as reads:
         result = run(plan, tmp_path / "out", window_elems)
     assert (result.expert_bytes_read, result.base_bytes_read) == (400, 400)
-    assert sum(asked) == 800
+    assert sum(reads.values()) == 800
     assert (tmp_path / "out").read_bytes().endswith(2 * raw)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,6 +20,8 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.operators.steps.random import keep_mask
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.storage import read_batch
+from mergepipe_pipeline.storage.compiled_reads import COPY
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.oracles import ORACLES, Case
 
@@ -126,21 +129,29 @@ def test_bytes_read_are_the_bytes_planned_and_within_the_budget(
 def test_the_kernel_counts_no_more_expert_bytes_than_planned(
     home: Warehouse, family: Path, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     plan = make_plan(home, parse(recipe_text(), name="t", where="t"), budget="25%")
     counted: dict[str, int] = {}
-    real = os.preadv
+    alone, together = os.preadv, read_batch.run_all
 
-    def counting(handle: int, buffers: list[memoryview], offset: int) -> int:
-        n = real(handle, buffers, offset)
+    def count(handle: int, offset: int, nbytes: int) -> None:
         path = os.readlink(f"/proc/self/fd/{handle}")
         header = 8 + int.from_bytes(Path(path).read_bytes()[:8], "little")
         if offset >= header:
-            counted[path] = counted.get(path, 0) + n
+            counted[path] = counted.get(path, 0) + nbytes
+
+    def counting(handle: int, buffers: list[memoryview], offset: int) -> int:
+        n = alone(handle, buffers, offset)
+        count(handle, offset, n)
         return n
 
+    def counting_all(requests: npt.NDArray[np.int64], scratch: npt.NDArray[np.uint8]) -> int:
+        for kind, handle, offset, nbytes, _ in requests.tolist():
+            if kind != COPY:
+                count(handle, offset, nbytes)
+        return together(requests, scratch)
+
     monkeypatch.setattr(os, "preadv", counting)
+    monkeypatch.setattr(read_batch, "run_all", counting_all)
     outcome = run_plan(home, plan)
     experts = sum(n for path, n in counted.items() if "expert_" in path)
     assert experts == outcome.summary()["expert_bytes_planned"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,11 @@ def write_index(folder: Path, weight_map: object) -> None:
     """`model.safetensors.index.json` with this weight map."""
     text = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(text)
+
+
+def drop(path: Path) -> None:
+    """Take a file out of the page cache."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, SecondReading
+from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.source import LocalSource
 
 _PIECE = 512 << 10
@@ -29,6 +30,18 @@ class Counted(LocalSource):
 
     def read_into(self, path: str, start_byte: int, buffer: memoryview) -> None:
         super().read_into(path, start_byte, buffer)
+        self.asked.update(range(start_byte, start_byte + len(buffer), 997))
+
+    def put(
+        self,
+        batch: ReadBatch,
+        path: str,
+        start_byte: int,
+        buffer: memoryview,
+        *,
+        has_room: bool = False,
+    ) -> None:
+        super().put(batch, path, start_byte, buffer, has_room=has_room)
         self.asked.update(range(start_byte, start_byte + len(buffer), 997))
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
@@ -48,9 +61,17 @@ def readings(folder: Path, nbytes: int) -> tuple[HeldBytes, Counted, FirstReadin
     return held, source, FirstReading(source, source, files, held), SecondReading(source, files)
 
 
-def read(files: FirstReading | SecondReading, start: int, stop: int) -> bytes:
+def read(
+    files: FirstReading | SecondReading, start: int, stop: int, *, together: bool = False
+) -> bytes:
     buffer = bytearray(stop - start)
-    files.read_into("file", start, memoryview(buffer))
+    if together:
+        with ReadBatch() as batch:
+            middle = (start + stop) // 2
+            for a, b in ((start, middle), (middle, stop)):
+                files.put(batch, "file", a, memoryview(buffer)[a - start : b - start])
+    else:
+        files.read_into("file", start, memoryview(buffer))
     return bytes(buffer)
 
 
@@ -64,34 +85,39 @@ def cut(stop: int, length: int) -> list[tuple[int, int]]:
     st.integers(1, _PIECE >> 15).map(lambda n: n << 15),
     st.integers(1, _SIZE // 30_000).map(lambda n: n * 30_000),
     st.integers(0, 3),
+    st.booleans(),
 )
 def test_both_readings_give_the_bytes_of_the_file_however_they_are_cut(
-    folder: Path, n_pieces: int, first: int, again: int, repeats: int
+    folder: Path, n_pieces: int, first: int, again: int, repeats: int, together: bool
 ) -> None:
     whole = (folder / "file").read_bytes()
     held, source, before, merge = readings(folder, n_pieces * _PIECE)
     for a, b in cut(_SIZE, first):
-        assert read(before, a, b) == whole[a:b]
-    assert all(n == 1 for n in source.asked.values())
+        assert read(before, a, b, together=together) == whole[a:b]
+    assert together or all(n == 1 for n in source.asked.values())
     for _ in range(1 + repeats):  # nobody promises that bytes are merged once
         for a, b in cut(_SIZE, again):
-            assert read(merge, a, b) == whole[a:b]
-    if n_pieces * first >= _SIZE + first and not repeats:
+            assert read(merge, a, b, together=together) == whole[a:b]
+    if n_pieces * first >= _SIZE + first and not repeats and not together:
         assert all(n == 1 for n in source.asked.values())
     buffers = [held.buffer() for _ in range(n_pieces + 1)]
     assert all(buffers[:-1])  # all is free again
     assert buffers[-1] is None  # and there is no more of it than was asked for
 
 
-def test_threads_that_read_the_same_bytes_never_get_those_of_others(folder: Path) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_threads_that_read_the_same_bytes_never_get_those_of_others(
+    folder: Path, together: bool
+) -> None:
     whole = (folder / "file").read_bytes()
     _, _, before, merge = readings(folder, 2 * _PIECE)
     parts = cut(_SIZE, 40_000)
 
     def one(turn: int) -> bool:
         for a, b in parts[turn % 7 :: 7]:
-            if read(before, a, b) != whole[a:b] or read(merge, a, b) != whole[a:b]:
-                return False
+            for files in (before, merge):
+                if read(files, a, b, together=together) != whole[a:b]:
+                    return False
         return True
 
     with ThreadPoolExecutor(8) as pool:
@@ -116,10 +142,12 @@ def test_storage_hears_only_of_what_it_will_be_asked_for(folder: Path) -> None:
     assert len(source.hints) == 2
 
 
-def test_a_reading_that_fails_holds_nothing(folder: Path) -> None:
-    held, _, before, merge = readings(folder, _PIECE)
+@pytest.mark.parametrize("together", [False, True])
+def test_a_reading_that_fails_holds_nothing(folder: Path, together: bool) -> None:
+    held, _, before, merge = readings(folder, 2 * _PIECE)
     with pytest.raises(CheckpointChangedError):
-        read(before, _SIZE - 10, _SIZE + 10)
+        read(before, _SIZE - 10, _SIZE + 10, together=together)
+    assert held.buffer() is not None
     assert held.buffer() is not None
     with pytest.raises(CheckpointChangedError):
-        read(merge, _SIZE - 10, _SIZE + 10)
+        read(merge, _SIZE - 10, _SIZE + 10, together=together)

@@ -15,6 +15,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.storage import uncached
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 from mergepipe_pipeline.storage.uncached import cached_nbytes, fits_page_cache, read_uncached
+from tests.storage.files import drop
 
 pytestmark = pytest.mark.usefixtures("durable_writes")
 
@@ -26,14 +27,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cold") / "weights"
     path.write_bytes(np.random.default_rng(0).bytes(SIZE))
     return path
-
-
-def drop(path: Path) -> None:
-    """Take a file out of the page cache."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(handle)
 
 
 def cached(path: Path) -> int:

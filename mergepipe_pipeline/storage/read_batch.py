@@ -1,0 +1,134 @@
+"""Reads that are asked for one by one and done together; see `compiled_reads`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mergepipe_pipeline.storage.compiled_reads import (
+    CACHED,
+    COPY,
+    DIRECT,
+    IN_PLACE,
+    REQUEST_FIELDS,
+    run_all,
+)
+from mergepipe_pipeline.storage.handles import HANDLES, OpenFile
+from mergepipe_pipeline.storage.uncached import (
+    PAGE_NBYTES,
+    copy_bytes,
+    pages_nbytes,
+    scratch_pages,
+)
+
+#: Longer reads go through the scratch of their thread in pieces.
+_SCRATCH_NBYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request as `run_all` takes it, and what does it otherwise."""
+
+    fields: tuple[int, int, int, int, int]
+    alone: Callable[[], None]
+
+
+class ReadBatch:
+    """The reads of one window; a context manager. For one thread.
+
+    Leaving it does them, and then what has to follow, in the order in which it was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[_Request] = []
+        self._files: dict[tuple[object, str], OpenFile] = {}
+        self._following: list[Callable[[], None]] = []
+        self._failing: list[Callable[[], None]] = []
+        #: Seconds that reading took, when it is done.
+        self.read_s = 0.0
+
+    def __enter__(self) -> ReadBatch:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._run()
+        except BaseException:
+            kind = True
+            raise
+        finally:
+            for file in self._files.values():
+                HANDLES.give_back(file)
+            for work in self._failing if kind else ():
+                work()
+
+    def file(self, owner: object, path: str, take: Callable[[], OpenFile]) -> int:
+        """The descriptor of a file, which `take` opens the first time; open until the batch ran."""
+        if (owner, path) not in self._files:
+            self._files[owner, path] = take()
+        return self._files[owner, path].descriptor
+
+    def read(
+        self,
+        file: int,
+        start_byte: int,
+        buffer: memoryview,
+        alone: Callable[[], None],
+        *,
+        past_cache: bool,
+        has_room: bool,
+    ) -> None:
+        """Read into `buffer`.
+
+        Args:
+            file: the descriptor.
+            start_byte: where in the file.
+            buffer: filled when the batch has run.
+            alone: reads it otherwise, where this fails.
+            past_cache: the descriptor reads whole pages.
+            has_room: `buffer` lies in its pages as the bytes do in theirs, and all of these pages
+                may be written.
+        """
+        kind = CACHED if not past_cache else IN_PLACE if has_room else DIRECT
+        self._put(kind, file, start_byte, buffer, alone)
+
+    def copy(self, source: memoryview, out: memoryview) -> None:
+        """Copy what the requests before have read."""
+        self._put(COPY, -1, address_of(source), out, partial(copy_bytes, source, out))
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do this when all is read."""
+        self._following.append(work)
+
+    def if_it_fails(self, work: Callable[[], None]) -> None:
+        """Do this when not all was read, or what follows has raised."""
+        self._failing.append(work)
+
+    def _put(
+        self, kind: int, file: int, start: int, buffer: memoryview, alone: Callable[[], None]
+    ) -> None:
+        fields = kind, file, start, len(buffer), address_of(buffer)
+        self._requests.append(_Request(fields, alone))
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        if self._requests:
+            table = np.array([r.fields for r in self._requests], np.int64)
+            longest = int((table[:, 3] * (table[:, 0] == DIRECT)).max())
+            scratch = scratch_pages(min(_SCRATCH_NBYTES, pages_nbytes(PAGE_NBYTES - 1, longest)))
+            done = run_all(table.reshape(-1, REQUEST_FIELDS), np.frombuffer(scratch, np.uint8))
+            for request in self._requests[done:]:
+                request.alone()
+        self.read_s = time.perf_counter() - began
+        for work in self._following:
+            work()
+
+
+def address_of(memory: memoryview) -> int:
+    """Where a buffer lies."""
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
