@@ -35,8 +35,11 @@ def waiting() -> int:
 
 
 def prepass() -> int:
-    """Windows read for norms at once, by threads that read and add up in turn: most wait."""
-    return max(merging(), READING + 1)
+    """Windows read for norms at once, by threads that read and add up in turn: most wait.
+
+    dare_ties of 20 experts of 0.6B takes 24.9 s on 2 cores with 8, 29.0 s with 5.
+    """
+    return max(merging(), 2 * READING)
 
 
 def analysis() -> int:

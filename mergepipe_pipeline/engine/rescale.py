@@ -9,8 +9,10 @@ costs less, and all that a byte read wrong could change here is a norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import NoReturn
@@ -19,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.concurrency.free_list import FreeList
-from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.sources import SourcePool
@@ -33,6 +35,7 @@ from mergepipe_pipeline.operators.kernels.kept_l1 import (
 )
 from mergepipe_pipeline.operators.steps.random import keep_below, stream_key
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
+from mergepipe_pipeline.storage.held import PIECE_NBYTES
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
@@ -42,8 +45,8 @@ from mergepipe_pipeline.tensors.stored import Bytes
 _WINDOW_ELEMS = 1 << 18
 #: Norms of equal deltas are as good as equal: the sums have one order, whoever takes them.
 _NORM_ERROR = 1e-12
-#: Tensors whose factors are found before they are merged.
-_AHEAD = 2
+#: Tensors whose factors are found at once: windows of one run out before the next one's begin.
+_AT_ONCE = 3
 
 Sums = npt.NDArray[np.float64]
 
@@ -56,8 +59,7 @@ class RescalePrepass:
 
     def __init__(self, sources: SourcePool, threads: int) -> None:
         self._sources = sources
-        # Windows of one tensor run out before the next one's begin, and small ones are many.
-        self._threads, self._workers, self._tasks = threads, Workers(threads), Workers(1 + _AHEAD)
+        self._threads, self._workers, self._tasks = threads, Workers(threads), Workers(_AT_ONCE)
         self._buffers = FreeList(BufferPool)
 
     def __enter__(self) -> RescalePrepass:
@@ -67,9 +69,32 @@ class RescalePrepass:
         self._tasks.close()
         self._workers.close()
 
-    def rescaled_ahead(self, tasks: Iterable[TensorTask]) -> Iterator[TensorTask]:
-        """The tasks in order with every factor known; the next ones are worked on meanwhile."""
-        return self._tasks.map(self.rescaled, tasks, depth=1 + _AHEAD)
+    def rescaled_ahead(self, tasks: Iterable[TensorTask]) -> Generator[TensorTask]:
+        """The tasks in order with every factor known; the next ones are worked on meanwhile.
+
+        As many as what is read of them can be held until it is merged, and one at least.
+        """
+        queue: TaskQueue[TensorTask] = self._tasks.queue()
+        sizes: deque[int] = deque()  # bytes to hold of each task in the queue
+        todo = deque(tasks)
+
+        def begin() -> None:
+            while todo:
+                nbytes = _held_nbytes(todo[0])
+                if sizes and sum(sizes) + nbytes > self._sources.held_nbytes:
+                    break
+                sizes.append(nbytes)
+                queue.put(partial(self.rescaled, todo.popleft()))
+
+        try:
+            begin()
+            while sizes:
+                found = queue.take()
+                sizes.popleft()
+                begin()  # who takes what was found comes back when most of it is merged
+                yield found
+        finally:
+            queue.cancel()
 
     def rescaled(self, task: TensorTask) -> TensorTask:
         """The task with every factor known; the same task if none was open."""
@@ -114,6 +139,13 @@ class RescalePrepass:
     def _run_window(self, window: _PrepassWindow) -> Sums:
         with self._buffers.lent() as buffers:
             return window.run(buffers)
+
+
+def _held_nbytes(task: TensorTask) -> int:
+    """Memory that holds what is read of a task for its factors: some even for a short one."""
+    views = [e.view for e in task.experts] + ([task.base.view] if task.base else [])
+    is_open = any(e.l1 is not None for e in task.experts)
+    return sum(max(PIECE_NBYTES, view.nbytes) if is_open else 1 for view in views)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,11 @@ class SourcePool:
                 files.expect(file_ranges(layers, number, gated=gated))
 
     @property
+    def held_nbytes(self) -> int:
+        """Memory for what is read before the merge."""
+        return self._held.nbytes
+
+    @property
     def reads_ahead(self) -> bool:
         """Whether the disk may be told of reads to come: what it fetches then must have a place."""
         return self._reading == "exact"

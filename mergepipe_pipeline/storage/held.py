@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.storage.read_batch import ReadBatch
 
 #: Buffers are given away in pieces of this length, used again and again, as fresh pages are slow.
-_PIECE_NBYTES = 512 << 10
+PIECE_NBYTES = 512 << 10
 _START = attrgetter("start_byte")
 
 
@@ -43,7 +43,7 @@ class HeldBytes:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._n_unused = nbytes // _PIECE_NBYTES
+        self._n_unused = nbytes // PIECE_NBYTES
         self._free: list[memoryview] = []
         self._lock = threading.Lock()
 
@@ -55,7 +55,7 @@ class HeldBytes:
             if not self._n_unused:
                 return None
             self._n_unused -= 1
-        return memoryview(page_aligned(_PIECE_NBYTES + PAGE_NBYTES))
+        return memoryview(page_aligned(PIECE_NBYTES + PAGE_NBYTES))
 
     def give_back(self, buffer: memoryview) -> None:
         """Let others have it."""
@@ -163,7 +163,7 @@ class FirstReading:
     def _room_for(self, path: str, start_byte: int, nbytes: int) -> memoryview | None:
         """A buffer to hold so many bytes in; None where they are held, or all is taken."""
         is_known = bool(self.files.held(path, start_byte, start_byte + nbytes))
-        return None if is_known or not 0 < nbytes <= _PIECE_NBYTES else self.held.buffer()
+        return None if is_known or not 0 < nbytes <= PIECE_NBYTES else self.held.buffer()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,5 +131,5 @@ class ReadBatch:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where a buffer lies."""
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+    """Where a buffer, which can be written and is not empty, lies."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

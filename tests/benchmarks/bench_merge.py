@@ -7,8 +7,9 @@ The limit is the disk's own time for the bytes that the merge cannot do without:
 four threads beside a direct write with fsync. `cat` reads them one after the other through the page
 cache, then writes. In every round, for every K and case, ours, the limit, cat and (`--peer`)
 mergekit run in turn on the same files, which are dropped from the page cache before each and
-checked to be gone; memory is full of other pages, as on a machine in use. Ours is the command `mergepipe merge` in a warehouse that has merged
-nothing; libraries are warm from a merge of a tiny family.
+checked to be gone; memory is full of other pages, as on a machine in use. Ours is the command
+`mergepipe merge` in a warehouse that has merged nothing; libraries are warm from a merge of a tiny
+family.
 """
 
 from __future__ import annotations

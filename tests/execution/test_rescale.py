@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
-from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.plan import MergePlan, TensorTask
 from mergepipe_pipeline.warehouse import Warehouse
 
 pytestmark = pytest.mark.usefixtures("baselines")
@@ -35,6 +36,43 @@ def scales(home: Warehouse, plan: MergePlan) -> list[list[float]]:
     known = plan_inputs(home, plan, plan.layers)
     with SourcePool(plan, known) as sources, RescalePrepass(sources, 2) as prepass:
         return [[e.scale for e in prepass.rescaled(task).experts] for task in tasks]
+
+
+@pytest.mark.parametrize("held_nbytes", [0, 3 << 20, 1 << 30])
+def test_factors_come_in_order_and_are_the_same_however_far_ahead_they_are_found(
+    home: Warehouse, plan: MergePlan, held_nbytes: int
+) -> None:
+    tasks = [task for layer in plan.layers for task in layer.tasks]
+    known, right = plan_inputs(home, plan, plan.layers), scales(home, plan)
+    with SourcePool(plan, known, held_nbytes) as sources, RescalePrepass(sources, 2) as prepass:
+        found = list(prepass.rescaled_ahead(iter(tasks)))
+    assert [t.name for t in found] == [t.name for t in tasks]
+    assert [[e.scale for e in t.experts] for t in found] == right
+    assert all(e.l1 is None for t in found for e in t.experts)
+
+
+@pytest.mark.parametrize("held_nbytes", [0, 1 << 30])
+def test_factors_are_found_as_far_ahead_as_what_is_read_can_be_held(
+    home: Warehouse, plan: MergePlan, monkeypatch: pytest.MonkeyPatch, held_nbytes: int
+) -> None:
+    opened = [t for lay in plan.layers for t in lay.tasks if any(e.l1 for e in t.experts)]
+    asked: list[str] = []
+    real = RescalePrepass.rescaled
+
+    def rescaled(self: RescalePrepass, task: TensorTask) -> TensorTask:
+        asked.append(task.name)
+        return real(self, task)
+
+    monkeypatch.setattr(RescalePrepass, "rescaled", rescaled)
+    known = plan_inputs(home, plan, plan.layers)
+    most, deadline_s = 2 if held_nbytes == 0 else len(opened), time.monotonic() + 30
+    with SourcePool(plan, known, held_nbytes) as sources, RescalePrepass(sources, 2) as prepass:
+        ahead = prepass.rescaled_ahead(iter(opened))
+        next(ahead)
+        while len(asked) < most and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert len(asked) == most < 1 + len(opened)
+        ahead.close()
 
 
 def test_a_flipped_bit_that_makes_no_number_of_an_element_is_refused_by_the_norm(
