@@ -34,8 +34,8 @@ def expert_index(
     """Makes a checkpoint that landed in the inbox known: headers, digests and block statistics.
 
     A partition is a checkpoint. Its data version is the digest of the contents: files touched
-    without a change of a byte change nothing downstream. A failure is retried by inbox_sensor,
-    three times.
+    without a change of a byte change nothing downstream. A failure is retried by inbox_sensor:
+    three times, or for as long as storage, network or memory fail.
     """
     started = time.monotonic()
     name = context.partition_key
@@ -66,7 +66,7 @@ def index_several(context: dg.OpExecutionContext, config: Burst, mergepipe: Merg
         started = time.monotonic()
         try:
             done = index_arrival(mergepipe.warehouse, name, packs=mergepipe.packs)
-        except MergePipeError as error:
+        except (MergePipeError, OSError) as error:
             context.log_event(_problem(mergepipe.warehouse, name, error))
             failed.append(f"{name}: {error}")
             continue
@@ -117,7 +117,9 @@ def _index_in_shards(shards: int) -> Any:
 index_burst = build_burst(SHARDS.value())
 
 
-def _problem(warehouse: Warehouse, name: str, error: MergePipeError) -> dg.AssetObservation:
+def _problem(
+    warehouse: Warehouse, name: str, error: MergePipeError | OSError
+) -> dg.AssetObservation:
     """What the UI shows of an expert that cannot be indexed."""
     known = arrival(warehouse, name)
     return dg.AssetObservation(

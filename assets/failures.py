@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from mergepipe_pipeline.deploy.retry import is_lasting
+from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
 from mergepipe_pipeline.errors import MergePipeError
 
 
@@ -41,7 +41,7 @@ def _failing() -> Iterator[None]:
     try:
         yield
     except MergePipeError as error:
-        lasting = is_lasting([type(error).__name__])
-        raise dg.Failure(str(error), allow_retries=not lasting) from error
+        may_retry = fault_of_exception(error) is not Fault.LASTING
+        raise dg.Failure(str(error), allow_retries=may_retry) from error
     except Exception as error:
         raise dg.Failure(f"{type(error).__name__}: {error}") from error

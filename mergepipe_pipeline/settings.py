@@ -182,7 +182,7 @@ INBOX_RETRY = Setting[float](
     "",
     "seconds",
     30.0,
-    "The pause after a failed index run; each further one is four times as long.",
+    "The pause after a failed index run; each further one is four times as long, an hour at most.",
     _number,
 )
 PACK = Setting[bool](
@@ -224,7 +224,7 @@ RETRY = Setting[float](
     "",
     "seconds",
     30.0,
-    "The pause after a failed merge; each further one is four times as long.",
+    "The pause after a failed merge; each further one is four times as long, an hour at most.",
     _number,
 )
 SENSOR_INTERVAL = Setting[int | None](

@@ -8,12 +8,15 @@ from dagster import DagsterRunStatus as Status
 from dagster._core.events import JobFailureData
 from dagster_shared.error import SerializableErrorInfo
 
-from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt, is_lasting, is_of_inputs
+from mergepipe_pipeline.deploy.faults import Fault, fault_of
+from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt
 from mergepipe_pipeline.text import plain_of_markdown
 
 RECIPE_TAG = "mergepipe/recipe"
 ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 _FAILED = [Status.FAILURE, Status.CANCELED]
+#: Failed runs that a look reads, those of persons among them; the others are counted.
+_MOST_READ = 20
 #: What Dagster raises for a blocking check: the same snapshot fails it again.
 _CHECK_FAILED = "DagsterAssetCheckFailedError"
 #: How Dagster begins to tell of a run whose process is gone, and what that means.
@@ -37,7 +40,17 @@ def failed_attempts(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> li
     What a person executed again with a configuration of its own is no attempt: another budget or
     device may fail where what is asked for does not.
     """
-    return [_attempt(instance, r) for r in _failed(instance, tags)[:MOST_ATTEMPTS]][::-1]
+    wanted = dg.RunsFilter(tags=dict(tags), statuses=_FAILED)
+    # After a month without storage there are hundreds, and every tick asks.
+    read = instance.get_run_records(wanted, limit=_MOST_READ)
+    found = [r for r in read if not r.dagster_run.run_config]
+    number = len(found)
+    if len(read) == _MOST_READ and number >= MOST_ATTEMPTS:
+        number += instance.get_runs_count(wanted) - len(read)
+    elif len(read) == _MOST_READ:
+        found = _failed(instance, tags)
+        number = len(found)
+    return [_attempt(instance, r, number - i) for i, r in enumerate(found[:MOST_ATTEMPTS])][::-1]
 
 
 def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
@@ -66,28 +79,37 @@ def _failed(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> list[dg.Ru
     return [r for r in instance.get_run_records(wanted) if not r.dagster_run.run_config]
 
 
-def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord) -> Attempt:
-    run, ended_s = record.dagster_run, record.end_time or record.update_timestamp.timestamp()
+def _attempt(instance: dg.DagsterInstance, record: dg.RunRecord, number: int = 1) -> Attempt:
+    error, fault = _ending(instance, record.dagster_run)
+    ended_s = record.end_time or record.update_timestamp.timestamp()
+    return Attempt(ended_s, error, fault, number)
+
+
+def _ending(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[str, Fault]:
+    """Why a run ended that gave nothing, and whose fault that was."""
     if run.status is Status.CANCELED:
-        return Attempt(ended_s, "it was cancelled", False)
+        return "it was cancelled", Fault.UNKNOWN
     for log in instance.all_logs(run.run_id, of_type={Event.STEP_FAILURE, Event.RUN_FAILURE}):
         event = log.dagster_event
         if event and event.is_step_failure and event.step_failure_data.error:
             data = event.step_failure_data
             chain = list(_chain(data.error))
-            names = {name for name, _ in chain}
-            if _CHECK_FAILED in names:
-                return Attempt(ended_s, _refusals(instance, run.run_id) or chain[-1][1], True)
+            if any(name == _CHECK_FAILED for name, _ in chain):
+                return _refusals(instance, run.run_id) or chain[-1][1], Fault.LASTING
             told = data.user_failure_data and data.user_failure_data.description
             error = " ".join(told.split()) if told else chain[-1][1]
-            return Attempt(ended_s, error, is_lasting(names), is_of_inputs(names))
+            # An executor tells of a step whose process is gone by an error of no class.
+            is_lost = not any(name for name, _ in chain)
+            return error, Fault.SURROUNDINGS if is_lost else fault_of(chain)
         if event and event.is_run_failure:
             # An error before any step, as of a wrong configuration, or none: the process is gone.
             ended = event.event_specific_data
             errors = list(_chain(ended.error if isinstance(ended, JobFailureData) else None))
-            told = errors[-1][1] if errors else event.message or ""
-            return Attempt(ended_s, _KILLED if told.startswith(_OUTSIDE) else told, False)
-    return Attempt(ended_s, "its run ended without an error of its own", False)
+            if errors:
+                return errors[-1][1], fault_of(errors)
+            told = event.message or ""
+            return _KILLED if told.startswith(_OUTSIDE) else told, Fault.SURROUNDINGS
+    return "its run ended without an error of its own", Fault.UNKNOWN
 
 
 def _refusals(instance: dg.DagsterInstance, run_id: str) -> str:

@@ -41,4 +41,4 @@ def failure_of(instance: dg.DagsterInstance, run: dg.DagsterRun) -> RunFailure:
     named = f"Recipe {recipe}" if recipe else f"The search {search}" if search else ""
     what = named or (f"The index of {experts}" if experts else run.job_name)
     error = in_one_line(attempt.error)
-    return run_failure(what, recipe, run.run_id, error, is_lasting=attempt.is_lasting)
+    return run_failure(what, recipe, run.run_id, error, fault=attempt.fault)

@@ -89,9 +89,15 @@ def under_way(instance: dg.DagsterInstance) -> set[str]:
 
 
 def _requests(warehouse: Warehouse, ready: Sequence[InboxEntry]) -> list[dg.RunRequest]:
-    """One run for each expert while they are few, else runs of several."""
-    size = min(MAX_EXPERTS, -(-len(ready) // MAX_RUNS)) or 1
-    return [_request(warehouse, ready[i : i + size]) for i in range(0, len(ready), size)]
+    """One run for each expert while they are few, else runs of several.
+
+    One over which a run was killed has a run of its own, lest it end others with it for ever.
+    """
+    alone = [x for x in ready if x.was_killed][:MAX_RUNS]
+    others = [x for x in ready if not x.was_killed]
+    size = min(MAX_EXPERTS, -(-len(others) // MAX_RUNS)) or 1
+    parts = [others[i : i + size] for i in range(0, len(others), size)]
+    return [_request(warehouse, part) for part in (*([x] for x in alone), *parts)]
 
 
 def _request(warehouse: Warehouse, some: Sequence[InboxEntry]) -> dg.RunRequest:

@@ -20,7 +20,7 @@ import click
 from mergepipe_pipeline.cli.bars import Bars, JsonLines
 from mergepipe_pipeline.cli.ending import as_error, narrow_space, traced
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
-from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.atomic import READ_ONLY, write_atomic
 from mergepipe_pipeline.text import in_one_line, json_text, visible
 
 if TYPE_CHECKING:
@@ -53,14 +53,22 @@ class Console:
 
     @functools.cached_property
     def existing(self) -> Warehouse:
-        """The warehouse. Raises NotFoundError, and creates nothing, if it is not there."""
+        """The warehouse. Raises NotFoundError, and creates nothing, if it is not there.
+
+        One that cannot be written may lack folders.
+        """
         if not self.place.is_there:
             raise NotFoundError(
                 "There is no warehouse here",
                 where=f"--home or MERGEPIPE_HOME, {self.place.root}",
                 next_step="give its folder; `register`, `merge` and others make a new one",
             )
-        return self.warehouse
+        try:
+            return self.warehouse
+        except OSError as error:
+            if error.errno not in READ_ONLY:
+                raise
+        return self.place
 
     @property
     def progress(self) -> Progress:

@@ -42,7 +42,8 @@ def replay(
 
     SNAPSHOT is an id, a prefix, a ref, REF@VERSION, or the folder of a snapshot. Its inputs are
     found by name or where they were, and must have the content that was merged. Needs room for the
-    result once more.
+    result once more: in the warehouse, or in the folder that TMPDIR names (else /tmp) where the
+    warehouse cannot be written.
     """
     from mergepipe_pipeline.engine.options import EngineOptions
     from mergepipe_pipeline.verbs.replay import replay as run

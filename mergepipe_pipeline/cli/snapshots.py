@@ -72,7 +72,7 @@ def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float | Non
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed, and write nothing.")
 @click.option(
     "--older-than",
     "older_than_s",

@@ -3,11 +3,13 @@
 The folders of the inbox are watched, and checkpoints elsewhere that recipes name.
 
 The record is the only memory: which content was indexed last, how often a run was asked for this
-one, and why it failed. A run that is killed, cancelled or never starts is asked for again.
+one, and why it failed. A run that is killed, cancelled or never starts is asked for again, and so
+is one that its surroundings failed, later each time.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,25 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
+from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, pause_s
 from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
 from mergepipe_pipeline.digest import seal, unseal
-from mergepipe_pipeline.errors import (
-    BusyError,
-    CorruptionError,
-    MergePipeError,
-    ResourceError,
-    StorageFullError,
-)
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.locks import locked
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: Failures of one content after which it is asked for no more.
-MAX_FAILURES = 3
-#: What says nothing about the expert: it is tried again however often.
-_PASSING = (BusyError, ResourceError, StorageFullError, MemoryError)
-#: By how much each wait is longer than the one before, and the longest one.
-_LONGER, _LONGEST_S = 4.0, 3600.0
+#: Failures of one content after which it is asked for no more. Those of the surroundings, and runs
+#: that were killed, are none: they say nothing about the expert.
+MAX_FAILURES = MOST_ATTEMPTS
 #: The token of no content.
 _CHANGED = "changed meanwhile"
 _SILENT = "its process ended without a word: it was killed, or had no memory"
@@ -50,8 +45,8 @@ class Arrival:
     that no two have one key. `landed` is the token of what `land` put there whole.
 
     `packed` is the token of the content that was packed last, into `packs`, against the bases
-    `packed_against` (see `deploy.packing`); it failed `unpacked` times since, at last for the
-    reason `pack_error`.
+    `packed_against` (see `deploy.packing`). Since then packing was begun `pack_tries` times, and
+    failed `unpacked` times by its own fault, at last for the reason `pack_error`.
     """
 
     token: str = ""
@@ -68,12 +63,14 @@ class Arrival:
     packed_against: tuple[str, ...] = ()
     unpacked: int = 0
     pack_error: str = ""
+    pack_tries: int = 0
 
     def of(self, token: str) -> Arrival:
         """The same, with the counts of another content begun anew."""
         if token == self.token:
             return self
-        return replace(self, token=token, tries=0, failures=0, error="", unpacked=0)
+        fresh = replace(self, token=token, tries=0, failures=0, error="")
+        return replace(fresh, unpacked=0, pack_tries=0, pack_error="")
 
     @property
     def is_quarantined(self) -> bool:
@@ -82,15 +79,23 @@ class Arrival:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a run was asked for its content and has not told how it ended."""
-        return self.tries > 0 and not self.is_quarantined and self.error in ("", _SILENT)
+        """Whether a run was asked for its content and has not told how it ended.
+
+        Nobody waits for one of which the third was killed.
+        """
+        is_asked = 0 < self.tries <= MAX_FAILURES and not self.is_quarantined
+        return is_asked and self.error in ("", _SILENT)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the last index or packing of its content was killed while it worked on it."""
+        return _SILENT in (self.error, self.pack_error)
 
     def left_s(self, retry_s: float) -> float:
         """Seconds until a run may be asked for again; `retry_s` is the first wait."""
         if not self.tries:
             return 0.0
-        wait_s = min(_LONGEST_S, retry_s * _LONGER ** (self.tries - 1))
-        return max(0.0, self.asked_s + wait_s - time.time())
+        return max(0.0, self.asked_s + pause_s(retry_s, self.tries) - time.time())
 
 
 def arrival(warehouse: Warehouse, name: str) -> Arrival:
@@ -121,12 +126,13 @@ def place_of(warehouse: Warehouse, catalog: Catalog, name: str) -> Path | None:
 
     Addresses are not watched: who reads one compares.
     """
+    # A mount that does not answer is no reason to look at no other.
     folder = warehouse.inbox / name
-    if folder.exists():
+    if os.path.exists(folder):
         return folder
     root = catalog.root(name) if name in catalog else ""
     place = Path(root)
-    return place if root and "://" not in root and place.exists() else None
+    return place if root and "://" not in root and os.path.exists(place) else None
 
 
 def token_at(warehouse: Warehouse, place: Path, stamps: Sequence[Stamp]) -> str:
@@ -150,6 +156,24 @@ def mark_landed(warehouse: Warehouse, name: str, token: str) -> None:
     _update(warehouse, name, lambda now: replace(now, landed=token))
 
 
+@contextmanager
+def packing(warehouse: Warehouse, name: str) -> Iterator[None]:
+    """Count a packing of the indexed content before it begins, and how it fails."""
+
+    def begin(now: Arrival) -> Arrival:
+        n = now.pack_tries + 1
+        return replace(now, tries=n, pack_tries=n, pack_error=_SILENT)
+
+    unpacked = _update(warehouse, name, begin).unpacked
+    try:
+        yield
+    except (MergePipeError, OSError) as error:
+        failed = unpacked + (fault_of_exception(error) is not Fault.SURROUNDINGS)
+        said = str(error)
+        _update(warehouse, name, lambda now: replace(now, unpacked=failed, pack_error=said))
+        raise
+
+
 def mark_packed(
     warehouse: Warehouse, name: str, packs: Sequence[str], bases: Sequence[str]
 ) -> None:
@@ -157,16 +181,7 @@ def mark_packed(
 
     def change(now: Arrival) -> Arrival:
         done = replace(now, packed=now.indexed, packs=tuple(packs), packed_against=tuple(bases))
-        return replace(done, unpacked=0, pack_error="")
-
-    _update(warehouse, name, change)
-
-
-def mark_unpacked(warehouse: Warehouse, name: str, error: str) -> None:
-    """Remember why the indexed content could not be packed."""
-
-    def change(now: Arrival) -> Arrival:
-        return replace(now, tries=now.unpacked + 1, unpacked=now.unpacked + 1, pack_error=error)
+        return replace(done, tries=0, unpacked=0, pack_tries=0, pack_error="")
 
     _update(warehouse, name, change)
 
@@ -178,7 +193,11 @@ def mark_changed(warehouse: Warehouse, name: str) -> None:
 
 @contextmanager
 def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
-    """Count a failure before the work begins, since a process that is killed counts none."""
+    """Remember how work on an expert ends; before it begins, that it was killed: nobody tells that.
+
+    A failure counts unless it is the surroundings', or the files are not those of before: they may
+    be gone with their mount.
+    """
     place = place_of(warehouse, warehouse.catalog, name)
     if place is None:  # an address, or nothing
         yield
@@ -190,21 +209,29 @@ def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
     def say(**what: Any) -> None:
         _update(warehouse, name, lambda now: replace(now.of(token), **what))
 
-    say(failures=failures + 1, error=_SILENT)
+    say(error=_SILENT)
     try:
         yield
     except Exception as error:
         is_said = isinstance(error, MergePipeError)
         said = str(error) if is_said else f"{type(error).__name__}: {error}"
-        say(failures=failures + (not isinstance(error, _PASSING)), error=said)
+        is_own = fault_of_exception(error) is not Fault.SURROUNDINGS and _holds(place, stamps)
+        say(failures=failures + is_own, error=said)
         raise
     except BaseException:  # somebody cancelled the run
         say(failures=failures, error="its run was cancelled")
         raise
     # What changed meanwhile may be recorded half new, whatever comes after.
-    is_same = place.exists() and stamps_of(place)[0] == stamps
-    indexed = token if is_same else _CHANGED
+    indexed = token if _holds(place, stamps) else _CHANGED
     say(indexed=indexed, stamps=stamps, tries=0, failures=0, error="")
+
+
+def _holds(place: Path, stamps: Sequence[Stamp]) -> bool:
+    """Whether the files at a place are those of these stamps; not where it cannot be read."""
+    try:
+        return place.exists() and stamps_of(place)[0] == stamps
+    except OSError:
+        return False
 
 
 def _update(warehouse: Warehouse, name: str, change: Callable[[Arrival], Arrival]) -> Arrival:

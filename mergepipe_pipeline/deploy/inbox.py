@@ -42,7 +42,8 @@ class InboxEntry:
 
     `is_indexed` says that the catalog knows it as it is, `is_pack_due` that it is to be packed all
     the same. `waiting` says in one sentence why it is not taken yet, or is None. In `name`, bytes
-    that are no UTF-8 are shown as escapes; such a folder always waits.
+    that are no UTF-8 are shown as escapes; such a folder always waits. Over one that `was_killed`
+    the last run was: others are not to share the next.
     """
 
     name: str
@@ -50,6 +51,7 @@ class InboxEntry:
     waiting: str | None
     is_indexed: bool = False
     is_pack_due: bool = False
+    was_killed: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -103,7 +105,10 @@ def scan_inbox(
         if landed.is_indexed and not full and wanted and landed.name not in under_way:
             known = arrival(warehouse, landed.name)
             is_due = wanted.is_due(landed.name, known, patience.retry_s)
-            landed = replace(landed, is_pack_due=is_due)
+            waiting = wanted.waiting(landed.name, known, patience.retry_s)
+            landed = replace(
+                landed, is_pack_due=is_due, waiting=waiting, was_killed=known.was_killed
+            )
         ready += landed.is_ready
         found.append(landed)
     return tuple(found)
@@ -185,7 +190,7 @@ def _landed(
         return InboxEntry(
             name, digest_json(str(error))[:16], f"it cannot be read: {error.strerror}"
         )
-    return InboxEntry(name, token, waiting)
+    return InboxEntry(name, token, waiting, was_killed=known.of(token).was_killed)
 
 
 def _asked_already(known: Arrival, patience: Patience) -> str | None:

@@ -7,12 +7,16 @@ from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from mergepipe_pipeline.deploy.retry import NEXT
+from mergepipe_pipeline.deploy.faults import Fault
+from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, NEXT
 
 #: Seconds that a webhook may take to answer.
 _TIMEOUT_S = 10
-_TRIED_AGAIN = "wait: it is tried three times in all, by itself"
-_LASTS = "mend the cause: the same recipe and inputs would fail again"
+_NEXT = {
+    Fault.LASTING: "mend the cause: the same recipe and inputs would fail again",
+    Fault.UNKNOWN: f"wait: it is tried {MOST_ATTEMPTS} times in all, by itself",
+    Fault.SURROUNDINGS: "wait: it is tried again by itself until it works, at least once an hour",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +30,11 @@ class RunFailure:
     next_step: str
 
 
-def run_failure(what: str, recipe: str, run_id: str, error: str, *, is_lasting: bool) -> RunFailure:
+def run_failure(what: str, recipe: str, run_id: str, error: str, *, fault: Fault) -> RunFailure:
     """A failure in words. `what` failed with the text of `error`, which may name the next step."""
     cause, _, step = error.strip().rpartition(NEXT) if NEXT in error else (error.strip(), "", "")
     cause, step = cause.strip().rstrip("."), step.strip().rstrip(".")
-    next_step = step or (_LASTS if is_lasting else _TRIED_AGAIN)
+    next_step = step or _NEXT[fault]
     text = f"{what} failed: {cause}.{NEXT}{next_step}. Run {run_id[:8]}."
     return RunFailure(text, recipe, run_id, cause, next_step)
 

@@ -19,13 +19,18 @@ from mergepipe_pipeline.warehouse import Warehouse
 def reason_to_wait_for_packs(warehouse: Warehouse, card: RecipeFile) -> str | None:
     """Which packs a recipe with a budget waits for: without them it would buy far less.
 
-    Not for ever: what cannot be packed is asked for `MAX_FAILURES` times. None for nothing.
+    Not for ever: after `MAX_FAILURES` packings, whatever failed them, it waits no more, though an
+    expert is packed as soon as its surroundings let it be. None for nothing.
     """
     if all(stage.budget == Budget() for stage in card.stages):
         return None
     wanted = PacksWanted(warehouse)
     known = {name: arrival(warehouse, name) for name in card.members}
-    names = [n for n, seen in known.items() if seen.indexed and wanted.is_awaited(n, seen)]
+    names = [
+        n
+        for n, seen in known.items()
+        if seen.indexed and seen.pack_tries < MAX_FAILURES and wanted.is_awaited(n, seen)
+    ]
     return f"it waits for the packs of {', '.join(names)}" if names else None
 
 
@@ -49,6 +54,16 @@ class PacksWanted:
     def is_due(self, name: str, known: Arrival, retry_s: float) -> bool:
         """Whether an expert that is indexed is to be packed now."""
         return self.is_awaited(name, known) and known.left_s(retry_s) <= 0
+
+    def waiting(self, name: str, known: Arrival, retry_s: float) -> str | None:
+        """Why an expert is not packed now that lacks a pack and is tried again; None for others."""
+        left_s = known.left_s(retry_s)
+        if left_s <= 0 or not known.pack_tries or not self.is_awaited(name, known):
+            return None
+        return (
+            f"packing {known.pack_tries} for it did not end well; the next in {left_s:.0f} s; "
+            f"the last failure: {known.pack_error}"
+        )
 
     def is_awaited(self, name: str, known: Arrival) -> bool:
         """Whether an expert that is indexed lacks a pack that is to be made, now or later."""

@@ -1,85 +1,81 @@
-"""Whether to ask again for what an attempt did not give: with back-off, and not for ever."""
+"""When to ask again for what an attempt did not give: with back-off, and for how long.
+
+Faults of the surroundings are tried until they pass, others `MOST_ATTEMPTS` times at most. The same
+pauses hold for merges, searches, index runs and packing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from mergepipe_pipeline.errors import (
-    BudgetError,
-    CheckpointError,
-    CorruptionError,
-    GateError,
-    IncompatibleCheckpointsError,
-    InputChangedError,
-    MergePipeError,
-    OperatorError,
-    RecipeError,
-)
+from mergepipe_pipeline.deploy.faults import Fault, fault_of
 
-#: Attempts at one wanted state.
+#: Attempts at one wanted state that fail for no reason in the surroundings.
 MOST_ATTEMPTS = 3
+#: The longest pause between two attempts, in seconds, unless the first one is longer.
+LONGEST_PAUSE_S = 3600.0
 #: How many times longer each pause is than the one before it.
-_GROWTH = 4
+_GROWTH = 4.0
+#: Pauses do not grow any more after so many attempts, whatever the first one was.
+_MOST_GROWN = 32
 _MOST_SHOWN = 300
 #: What stands in an error's text before what to do.
 NEXT = " Next: "
-#: Errors that the same recipe and inputs give again. Changed or growing files, a full disk, a
-#: damaged layer (it is made anew) and everything else pass.
-_LASTING: tuple[type[MergePipeError], ...] = (
-    RecipeError,
-    CheckpointError,
-    CorruptionError,
-    IncompatibleCheckpointsError,
-    BudgetError,
-    OperatorError,
-    GateError,
-)
-_LASTING_NAMES = frozenset(c.__name__ for c in _LASTING)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A run that ended without success at `ended_s` (seconds since 1970).
 
-    `is_lasting`: the same recipe and inputs would fail again. `inputs_changed`: it found other
-    inputs than those that were indexed, which says nothing about either.
+    `number` counts the attempts at one wanted state that failed, from 1.
     """
 
     ended_s: float
     error: str
-    is_lasting: bool
-    inputs_changed: bool = False
+    fault: Fault
+    number: int = 1
 
 
 def is_lasting(error_names: Collection[str]) -> bool:
-    """Whether an error of one of these classes comes again while recipe and inputs are the same."""
-    return not _LASTING_NAMES.isdisjoint(error_names)
+    """Whether an error of these classes comes again while recipe and inputs are the same."""
+    return fault_of((name, "") for name in error_names) is Fault.LASTING
 
 
-def is_of_inputs(error_names: Collection[str]) -> bool:
-    """Whether an error of one of these classes says that an input changed under the run."""
-    return InputChangedError.__name__ in error_names
+def pause_s(first_s: float, failed: int) -> float:
+    """Seconds to wait after so many attempts, at least one; `first_s` is the first pause.
+
+    Each is four times as long as the one before it, and an hour at most.
+    """
+    grown_s = first_s * _GROWTH ** min(failed - 1, _MOST_GROWN)
+    return min(grown_s, max(first_s, LONGEST_PAUSE_S))
 
 
-def reason_to_wait(attempts: Sequence[Attempt], now_s: float, pause_s: float) -> str | None:
-    """Why not to try again now, after these attempts at one wanted state; None to try.
+def reason_to_wait(attempts: Sequence[Attempt], now_s: float, first_s: float) -> str | None:
+    """Why not to try again now, after the last attempts at one wanted state; None to try.
 
-    `pause_s` is the pause after the first, in seconds; each further one is four times as long.
+    `attempts` are `MOST_ATTEMPTS` of them, if there were so many, and `first_s` is the pause after
+    the first, in seconds.
     """
     if not attempts:
         return None
-    last, n = attempts[-1], len(attempts)
-    counted = sum(not a.inputs_changed for a in attempts)
+    last = attempts[-1]
     error = _shortened(last.error)
-    if last.is_lasting or counted >= MOST_ATTEMPTS:
-        why = "and would again" if last.is_lasting else f"after {n} attempts"
+    counted = sum(a.fault is not Fault.SURROUNDINGS for a in attempts)
+    if last.fault is Fault.LASTING or counted >= MOST_ATTEMPTS:
+        why = "and would again" if last.fault is Fault.LASTING else f"after {last.number} attempts"
         return (
             f"failing {why}, until the recipe or an input changes or somebody runs it; "
             f"the last error: {error}"
         )
-    left_s = pause_s * _GROWTH ** (n - 1) - (now_s - last.ended_s)
-    return None if left_s <= 0 else f"the next attempt comes in {left_s:.0f} s; the last: {error}"
+    left_s = pause_s(first_s, last.number) - (now_s - last.ended_s)
+    if left_s <= 0:
+        return None
+    until = ", and so on until one works" if last.fault is Fault.SURROUNDINGS else ""
+    return (
+        f"the next attempt comes in {left_s:.0f} s, after {last.number} that failed{until}; "
+        f"the last: {error}"
+    )
 
 
 def _shortened(error: str) -> str:

@@ -24,7 +24,7 @@ from mergepipe_pipeline.snapshots.stage import PROVENANCE
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.storage.atomic import copy_file, publish_dir, remove_tree, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
-from mergepipe_pipeline.storage.locks import locked_folder, probed
+from mergepipe_pipeline.storage.locks import locked_there, probed
 from mergepipe_pipeline.storage.open_checkpoint import INDEX
 
 
@@ -191,13 +191,13 @@ def staging_beside(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     staged = out.parent / staging_name(out, uuid.uuid4().hex[:8])
     with ExitStack() as ours:
-        with locked_folder(out.parent):  # none is seen between its making and its locking
+        with locked_there(out.parent):  # none is seen between its making and its locking
             for old in out.parent.glob(f"{staging_name(Path(escape(out.name)), '?' * 8)}/"):
                 with probed(old) as held:
                     if held is False:
                         remove_tree(old)
             staged.mkdir()
-            ours.enter_context(locked_folder(staged))
+            ours.enter_context(locked_there(staged))
         try:
             yield staged
         finally:

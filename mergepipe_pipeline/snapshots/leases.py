@@ -17,7 +17,7 @@ from pathlib import Path
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.atomic import locked_file
-from mergepipe_pipeline.storage.locks import is_held, locked
+from mergepipe_pipeline.storage.locks import is_held, locked, locked_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,12 @@ class Leases:
         """While the context lasts, nobody gets a lease, and no other collection runs."""
         return self._gate(shared=False)
 
+    def watched(self) -> AbstractContextManager[None]:
+        """The same for who only looks, and may write nothing: where no lease was ever taken, or
+        the lock cannot be had so, others go on meanwhile.
+        """
+        return locked_there(self._gate_path)
+
     def living(self, older_than_s: float) -> Living:
         """Who lives now. Where there are no locks, whoever is younger than `older_than_s`."""
         need, names, since_ns = Need(), set(), None
@@ -106,7 +112,11 @@ class Leases:
         )
 
     def _gate(self, *, shared: bool) -> AbstractContextManager[None]:
-        return locked(self._folder / ".gate", shared=shared)
+        return locked(self._gate_path, shared=shared)
+
+    @property
+    def _gate_path(self) -> Path:
+        return self._folder / ".gate"
 
 
 def _need(data: bytes, path: Path) -> Need:

@@ -24,6 +24,8 @@ from mergepipe_pipeline.errors import StorageFullError
 from mergepipe_pipeline.storage.locks import is_held, lock
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: What the system says where nothing may be written.
+READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 #: What the kernel says where it copies nothing: between, or on, such file systems; in a sandbox.
 _NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})

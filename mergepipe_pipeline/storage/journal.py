@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 from typing import BinaryIO
 
 from mergepipe_pipeline.digest import canonical_json, digest_json
-
-_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+from mergepipe_pipeline.storage.atomic import READ_ONLY
 
 
 class Journal:
@@ -28,7 +26,7 @@ class Journal:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab+", buffering=0)
         except OSError as error:
-            if error.errno not in _READ_ONLY:
+            if error.errno not in READ_ONLY:
                 raise
             return self
         self._file.seek(0)
@@ -47,7 +45,7 @@ class Journal:
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
-            if error.errno not in _READ_ONLY:
+            if error.errno not in READ_ONLY:
                 raise
 
     def __getitem__(self, key: str) -> str | None:

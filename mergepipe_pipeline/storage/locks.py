@@ -51,11 +51,14 @@ def probed(path: Path) -> Iterator[bool | None]:
 
 
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is there, after those who have it; if it cannot be, none."""
+def locked_there(path: Path) -> Iterator[None]:
+    """Hold the lock of what is there, a folder too, after those who have it; writes nothing.
+
+    Where it cannot be had, as of what is not there, nothing is held.
+    """
     with ExitStack() as stack:
         with suppress(OSError):
-            handle = os.open(folder, os.O_RDONLY)
+            handle = os.open(path, os.O_RDONLY)
             stack.callback(os.close, handle)
             lock(handle)
         yield

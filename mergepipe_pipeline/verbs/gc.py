@@ -41,10 +41,11 @@ def collect(
     """Remove objects, actions, stages, packs and staging of no use, older than `older_than_s`.
 
     What `repair` took away stays for 30 days at least. Waits for another collection; merges that
-    begin meanwhile wait for this one.
+    begin meanwhile wait for this one. A `dry_run` writes nothing, so that the warehouse may be one
+    that cannot be written.
     """
     leases = warehouse.leases
-    with leases.alone():
+    with leases.watched() if dry_run else leases.alone():
         living = leases.living(older_than_s)
         half = half_landed(warehouse, living.names)
         roots = _roots(warehouse, living)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
-from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, mark_unpacked
+from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, packing
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
 from mergepipe_pipeline.digest import digest_json
@@ -142,10 +142,10 @@ def _packed(warehouse: Warehouse, done: IndexedExpert) -> IndexedExpert:
     bases = PacksWanted(warehouse).bases_of(name)
     made: list[Packed] = []
     try:
-        for base in bases if is_full else ():
-            made += pack(warehouse, [name], base=base)
+        with packing(warehouse, name):
+            for base in bases if is_full else ():
+                made += pack(warehouse, [name], base=base)
     except (MergePipeError, OSError) as error:
-        mark_unpacked(warehouse, name, str(error))
         return replace(done, packs=tuple(made), pack_error=str(error))
     mark_packed(warehouse, name, [p.pack_id for p in made], tuple(bases.values()))
     return replace(done, packs=tuple(made))

@@ -8,7 +8,6 @@ the catalog or the action cache of this one believes takes part.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
-from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.execution.planning import plan_resolved
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.execution.run_stages import run_stages
+from mergepipe_pipeline.execution.scratch import scratch
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
@@ -67,10 +66,11 @@ def replay(
 
     An input is looked for where `inputs` says by its name, where this warehouse knows the name, and
     where it was; it must have the content that was merged. `keep`: the folder of the new warehouse,
-    which otherwise is removed.
+    which otherwise is removed: one in staging, or, where this one cannot be written, in TMPDIR.
 
     Raises CheckpointChangedError or NotFoundError for an input that is not to be had,
-    CorruptionError naming the first layer, tensor or file that differs.
+    StorageFullError without room for the result, CorruptionError naming the first layer, tensor or
+    file that differs.
     """
     snapshot = snapshot_named(warehouse, what)
     provenance = provenance_of(snapshot)
@@ -86,14 +86,14 @@ def replay(
     parsed = as_asked(
         parsed, copies_tokenizer=request.copies_tokenizer, truncates=request.truncates
     )
-    with _scratch(warehouse, keep) as scratch:
-        if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
-            store_seek(scratch.profile_path, int(seek_nbytes))
-        found = _inputs(warehouse, scratch, request, inputs or {}, progress)
-        plan = _plan(scratch, parsed, request, found, progress)
-        made = run_plan(scratch, plan, options=options, progress=progress).snapshot
-        _compare(snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
     shards = snapshot.manifest.shards
+    with scratch(warehouse, keep, sum(s.nbytes for s in shards)) as anew:
+        if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
+            store_seek(anew.profile_path, int(seek_nbytes))
+        found = _inputs(warehouse, anew, request, inputs or {}, progress)
+        plan = _plan(anew, parsed, request, found, progress)
+        made = run_plan(anew, plan, options=options, progress=progress).snapshot
+        _compare(snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
     return Replayed(
         snapshot.snapshot_id,
         len(shards),
@@ -138,32 +138,8 @@ def _refuse_unknown(given: Mapping[str, str], request: Request) -> None:
             )
 
 
-@contextmanager
-def _scratch(warehouse: Warehouse, keep: Path | None) -> Iterator[Warehouse]:
-    """An empty warehouse, in staging unless it is to be kept."""
-    if keep is not None:
-        if keep.expanduser().resolve().is_relative_to(warehouse.root):
-            raise MergePipeError(
-                "The folder for a replay lies inside the warehouse",
-                where=str(keep),
-                expected=f"a folder outside {warehouse.root}",
-                next_step="choose another --keep",
-            )
-        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-            raise MergePipeError(
-                "The folder for a replay is not empty",
-                where=str(keep),
-                expected="no such folder, or an empty one",
-                next_step="choose another --keep",
-            )
-        yield Warehouse.at(keep).ensure()
-        return
-    with staging(warehouse, "replay") as folder:
-        yield Warehouse.at(folder).ensure()
-
-
 def _plan(
-    scratch: Warehouse,
+    anew: Warehouse,
     parsed: ParsedRecipe,
     request: Request,
     inputs: Mapping[str, Checkpoint],
@@ -173,7 +149,7 @@ def _plan(
 
     def plan_stage(stage: ParsedRecipe, results: Mapping[str, Checkpoint]) -> MergePlan:
         resolved = resolve_stage(
-            scratch,
+            anew,
             stage,
             {**inputs, **results},
             budget=request.budget,
@@ -182,25 +158,25 @@ def _plan(
             no_packs=request.no_packs,
             leave_out=request.left_out,
         )
-        _repack(scratch, resolved, request.packs, progress)
-        return plan_resolved(scratch, resolved, progress, unnamed=results)
+        _repack(anew, resolved, request.packs, progress)
+        return plan_resolved(anew, resolved, progress, unnamed=results)
 
-    return plan_stage(parsed, run_stages(scratch, parsed, plan_stage, progress))
+    return plan_stage(parsed, run_stages(anew, parsed, plan_stage, progress))
 
 
 def _repack(
-    scratch: Warehouse, resolved: ResolvedRecipe, wanted: Sequence[str], progress: Progress | None
+    anew: Warehouse, resolved: ResolvedRecipe, wanted: Sequence[str], progress: Progress | None
 ) -> None:
     """Make the packs anew that the merge chose its levels of."""
     pairs = {(i.model, t.base.model) for t in resolved.recipe.tensors if t.base for i in t.inputs}
     for expert, base in sorted(pairs) if wanted else ():
         models = resolved.models[expert], resolved.models[base]
-        repack(scratch, models, wanted, progress or Silent())
+        repack(anew, models, wanted, progress or Silent())
 
 
 def _inputs(
     warehouse: Warehouse,
-    scratch: Warehouse,
+    anew: Warehouse,
     request: Request,
     given: Mapping[str, str],
     progress: Progress | None,
@@ -210,7 +186,7 @@ def _inputs(
     missing: dict[str, CheckpointChangedError] = {}
     for model in request.models:
         try:
-            found[model.text] = _input(warehouse, scratch, model, given, progress)
+            found[model.text] = _input(warehouse, anew, model, given, progress)
         except CheckpointChangedError as error:
             missing[model.name] = error
     if not missing:
@@ -228,7 +204,7 @@ def _inputs(
 
 def _input(
     warehouse: Warehouse,
-    scratch: Warehouse,
+    anew: Warehouse,
     wanted: RequestedModel,
     given: Mapping[str, str],
     progress: Progress | None,
@@ -241,7 +217,7 @@ def _input(
         except MergePipeError as error:
             told.append(f"{place}: {error.what}")
             continue
-        content = digest_json(dict(ensure_digests(scratch, checkpoint, progress)))
+        content = digest_json(dict(ensure_digests(anew, checkpoint, progress)))
         if content == wanted.content_sha256:
             return checkpoint
         told.append(f"{place}: content {content[:16]}")

@@ -1,4 +1,4 @@
-"""A merge that failed is asked for again, later each time, not for ever; every tick says why."""
+"""A merge that failed is asked for again, later each time, as often as its fault allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.definitions import build_definitions
-from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
+from mergepipe_pipeline.deploy.faults import Fault
+from mergepipe_pipeline.deploy.retry import LONGEST_PAUSE_S, Attempt, pause_s, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.tick import Ticker
@@ -65,15 +66,14 @@ def sensor(
     return Sensor(home, instance)
 
 
-@pytest.mark.parametrize("status", [Status.FAILURE, Status.CANCELED])
-def test_a_run_that_died_or_was_cancelled_is_asked_for_again_with_its_number(
-    sensor: Sensor, status: Status
+def test_a_run_that_was_cancelled_is_asked_for_again_with_its_number_and_not_for_ever(
+    sensor: Sensor,
 ) -> None:
     for attempt in ("1", "2", "3"):
         ((request,), _) = sensor.tick()
         assert request.tags["mergepipe/attempt"] == attempt
         assert str(request.run_key).endswith(f":{attempt}")
-        sensor.ends(request, status)
+        sensor.ends(request, Status.CANCELED)
     requests, said = sensor.tick()
     assert not requests
     assert re.search(r"a: failing after 3 attempts.*the last error: it", said)
@@ -88,7 +88,20 @@ def test_a_failed_run_is_not_asked_for_again_at_once(sensor: Sensor) -> None:
     sensor.ends(request, Status.FAILURE)
     requests, said = sensor.tick(pause_s=1000)
     assert not requests
-    assert re.search(r"a: the next attempt comes in \d+ s; the last: its process is gone", said)
+    told = r"a: the next attempt comes in \d+ s, after 1 that failed, and so on until one works"
+    assert re.search(f"{told}; the last: its process is gone", said)
+
+
+def test_a_run_whose_process_dies_is_asked_for_again_as_often_as_it_takes(sensor: Sensor) -> None:
+    for attempt in range(1, 24):
+        ((request,), _) = sensor.tick()
+        assert request.tags["mergepipe/attempt"] == str(attempt)
+        sensor.ends(request, Status.FAILURE)
+    requests, said = sensor.tick(pause_s=1.0)
+    assert not requests
+    assert re.search(
+        r"a: the next attempt comes in 3[56]\d\d s, after 23 that failed, and so", said
+    )
 
 
 def test_a_run_of_somebodys_choice_of_assets_is_waited_for(sensor: Sensor) -> None:
@@ -111,17 +124,24 @@ def test_a_tick_that_requests_a_run_tells_of_every_recipe_in_its_log(
     assert "b: a recipe is a mapping with `merge_method:`" in told
 
 
-def test_pauses_grow_lasting_errors_get_one_attempt_and_changed_inputs_any_number() -> None:
-    passing = [Attempt(0.0, "no disk", False), Attempt(100.0, "no disk", False)]
+def test_pauses_grow_to_an_hour_and_the_fault_says_how_often_the_same_is_tried() -> None:
+    unknown = [Attempt(0.0, "a bug", Fault.UNKNOWN, 1), Attempt(100.0, "a bug", Fault.UNKNOWN, 2)]
     assert reason_to_wait([], 0.0, 30.0) is None
-    assert reason_to_wait(passing[:1], 30.0, 30.0) is None
-    assert "attempt comes in 10 s" in str(reason_to_wait(passing[:1], 20.0, 30.0))
-    assert "attempt comes in 120 s" in str(reason_to_wait(passing, 100.0, 30.0))
-    changed = [Attempt(float(i), "input changed", False, True) for i in range(3)]
-    assert "attempt comes in 480 s" in str(reason_to_wait(changed, 2.0, 30.0))
-    assert reason_to_wait(changed, 482.0, 30.0) is None
-    lasting = [Attempt(0.0, "no such expert", True)]
+    assert reason_to_wait(unknown[:1], 30.0, 30.0) is None
+    assert "attempt comes in 10 s" in str(reason_to_wait(unknown[:1], 20.0, 30.0))
+    assert "attempt comes in 120 s" in str(reason_to_wait(unknown, 100.0, 30.0))
+    third = Attempt(200.0, "a bug", Fault.UNKNOWN, 3)
+    assert "failing after 3 attempts" in str(reason_to_wait([*unknown, third], 1e9, 30.0))
+    full = [Attempt(0.0, "no disk", Fault.SURROUNDINGS, n) for n in (98, 99, 100)]
+    assert "attempt comes in 3600 s, after 100" in str(reason_to_wait(full, 0.0, 30.0))
+    assert reason_to_wait(full, LONGEST_PAUSE_S, 30.0) is None
+    # A fault of its own among them does not end it.
+    assert reason_to_wait([*full[:2], third], 1e9, 30.0) is None
+    lasting = [Attempt(0.0, "no such expert", Fault.LASTING)]
     assert "until the recipe or an input changes" in str(reason_to_wait(lasting, 1e9, 30.0))
+    assert [pause_s(30.0, n) for n in (1, 2, 3, 4, 5, 10_000)] == [30, 120, 480, 1920, 3600, 3600]
+    assert [pause_s(7200.0, n) for n in (1, 2)] == [7200, 7200]
+    assert pause_s(0.0, 10_000) == 0
 
 
 def test_an_input_that_was_mended_is_tried_again_though_its_contents_are_those_of_before(
@@ -129,7 +149,7 @@ def test_an_input_that_was_mended_is_tried_again_though_its_contents_are_those_o
 ) -> None:
     for _ in range(3):
         ((request,), _) = sensor.tick()
-        sensor.ends(request, Status.FAILURE)
+        sensor.ends(request, Status.CANCELED)
     requests, said = sensor.tick()
     assert not requests
     assert "failing after 3 attempts" in said
@@ -159,7 +179,7 @@ def test_a_release_whose_record_snapshot_or_ref_is_lost_is_made_once_more(
 
 
 def test_a_long_error_is_cut_before_what_to_do_next() -> None:
-    last = Attempt(0.0, f"{'a long story ' * 60}. Next: copy the file again", True)
+    last = Attempt(0.0, f"{'a long story ' * 60}. Next: copy the file again", Fault.LASTING)
     said = reason_to_wait([last], 1.0, 1.0)
     assert said is not None
     assert len(said) < 500
@@ -173,3 +193,4 @@ def test_a_run_whose_process_was_killed_says_so(sensor: Sensor) -> None:
     sensor.instance.report_run_failed(run)
     _, said = sensor.tick(pause_s=1000)
     assert "the last: its process ended without a word: it was killed, or had no memory" in said
+    assert "until one works" in said

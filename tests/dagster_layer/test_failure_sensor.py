@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.notify import post, run_failure
 from mergepipe_pipeline.text import in_one_line, markdown, plain_of_markdown
 from mergepipe_pipeline.warehouse import Warehouse
@@ -23,7 +24,9 @@ from tests.dagster_layer.test_release import TENSOR, with_nan
 
 __all__ = ["with_nan"]
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-FAILURE = run_failure("Recipe a", "a", "0123456789", "It broke. Next: mend it.", is_lasting=True)
+FAILURE = run_failure(
+    "Recipe a", "a", "0123456789", "It broke. Next: mend it.", fault=Fault.LASTING
+)
 
 
 @contextmanager
@@ -76,8 +79,10 @@ def test_an_index_whose_process_is_gone_is_told_by_its_expert(
 def test_the_next_step_of_an_error_is_told_apart_from_its_cause() -> None:
     assert (FAILURE.cause, FAILURE.next_step) == ("It broke", "mend it")
     assert FAILURE.text == "Recipe a failed: It broke. Next: mend it. Run 01234567."
-    crash = run_failure("Recipe a", "a", "0", "its process is gone", is_lasting=False)
-    assert "tried three times in all, by itself" in crash.next_step
+    crash = run_failure("Recipe a", "a", "0", "a defect", fault=Fault.UNKNOWN)
+    assert crash.next_step == "wait: it is tried 3 times in all, by itself"
+    killed = run_failure("Recipe a", "a", "0", "its process is gone", fault=Fault.SURROUNDINGS)
+    assert killed.next_step.startswith("wait: it is tried again by itself until it works")
 
 
 def test_a_webhook_gets_json() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
+from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.execution.plan_leases import lease_recipe
 from mergepipe_pipeline.warehouse import Warehouse
@@ -45,8 +46,8 @@ def test_a_failed_run_is_tried_again_unless_its_cause_would_come_again(
     home.current_plan_path("n").write_text("{}")
     failure_of(home, instance, "report")
     busy, changed, damaged = failed_attempts(instance, {})
-    assert (busy.is_lasting, busy.inputs_changed) == (False, False)
+    assert (busy.fault, busy.number) == (Fault.SURROUNDINGS, 1)
     assert busy.error.startswith("Somebody else works on this recipe. Where: n. Found process ")
-    assert (changed.is_lasting, changed.inputs_changed) == (False, True)
-    assert (damaged.is_lasting, damaged.inputs_changed) == (True, False)
+    assert (changed.fault, changed.number) == (Fault.SURROUNDINGS, 2)
+    assert (damaged.fault, damaged.number) == (Fault.LASTING, 3)
     assert "n.current.json" in damaged.error

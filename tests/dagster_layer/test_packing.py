@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +165,51 @@ def test_a_recipe_with_a_budget_waits_for_packs_and_not_for_ever(
         ask(home, "expert_00", arrival(home, "expert_00").indexed)
         assert index_arrival(home, "expert_00", packs=True).pack_error
     assert said_of(home, instance) == "merge_r"
+
+
+@pytest.mark.parametrize("how", ["full disk", "kill"])
+def test_packing_that_its_surroundings_end_is_tried_until_it_works_and_no_recipe_waits_so_long(
+    home: Warehouse, drop: Drop, how: str
+) -> None:
+    home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET}")
+    for name in ("base", "expert_00"):
+        drop(name)
+        index_arrival(home, name)
+    (card,) = recipe_files(home)
+    for n in range(1, MAX_FAILURES + 2):
+        assert (reason_to_wait_for_packs(home, card) is None) is (n > MAX_FAILURES)
+        assert due(home) == ["expert_00"]
+        ask(home, "expert_00", arrival(home, "expert_00").indexed)
+        command = [sys.executable, "-c", _ENDED, str(home.root), how]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == (-signal.SIGKILL if how == "kill" else 0), ended.stderr
+        assert due(home, retry_s=1000.0) == []
+        (told,) = [
+            x.waiting for x in scan_inbox(home, Patience(0.0, 1000.0, packs=True)) if x.waiting
+        ]
+        assert f"packing {n} for it did not end well; the next in" in told
+        assert ("The disk is full" if how == "full disk" else "killed") in told
+        # Who was killed does not share a run with others.
+        (again,) = [x for x in scan_inbox(home, Patience(0.0, 0.0, packs=True)) if x.is_ready]
+        assert again.was_killed is (how == "kill")
+    assert index_arrival(home, "expert_00", packs=True).packs
+    assert due(home) == []
+
+
+#: Packs an expert in a process for which the disk becomes full, or that is killed, at its end.
+_ENDED = """
+import errno, os, signal, sys
+from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.warehouse import Warehouse
+def end(step):
+    if step == "publish" and sys.argv[2] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == "publish":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+atomic.crash_hook = end
+assert index_arrival(Warehouse.at(sys.argv[1]), "expert_00", packs=True).pack_error
+"""
 
 
 def test_a_damaged_index_of_a_pack_is_set_aside_and_the_pack_made_again_before_the_merge(

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
+from assets.experts import EXPERTS_TAG
+from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
-from mergepipe_pipeline.errors import MergePipeError, StorageFullError
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RemoteError, StorageFullError
+from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs import index
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival, index_expert
 from mergepipe_pipeline.verbs.land import land
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors.inbox import MAX_RUNS
+from sensors.inbox import _requests as requests
 from tests.family import tensors_of, write_model
 from tests.hostile.corpus import write_full
 
@@ -84,7 +92,15 @@ def test_what_fails_three_times_is_quarantined_with_its_reason_until_its_content
     assert only(home).is_ready
 
 
-@pytest.mark.parametrize("error", [StorageFullError("full"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageFullError("full"),
+        RemoteError("no answer"),
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        KeyboardInterrupt(),
+    ],
+)
 def test_what_is_not_the_experts_fault_quarantines_nothing(
     home: Warehouse, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -98,6 +114,72 @@ def test_what_is_not_the_experts_fault_quarantines_nothing(
         with pytest.raises(type(error)):
             index_arrival(home, "a")
     assert only(home).is_ready
+
+
+#: Indexes an expert in a process that is killed when it writes what it found.
+_KILLED = """
+import os, signal, sys
+from mergepipe_pipeline.storage import atomic
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.warehouse import Warehouse
+steps = []
+def kill(step):
+    steps.append(step)
+    if steps.count("write") == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+atomic.crash_hook = kill
+index_arrival(Warehouse.at(sys.argv[1]), "b")
+"""
+
+
+def test_an_expert_whose_index_is_killed_is_tried_for_ever_in_a_run_of_its_own(
+    home: Warehouse,
+) -> None:
+    write_full(home.inbox / "b")
+    for n in range(1, MAX_FAILURES + 2):
+        landed = only(home)
+        assert landed.is_ready
+        ask(home, "b", landed.token)
+        assert arrival(home, "b").is_under_way is (n <= MAX_FAILURES)
+        killed = subprocess.run([sys.executable, "-c", _KILLED, str(home.root)])
+        assert killed.returncode == -signal.SIGKILL
+        told = only(home, Patience(0.0, 1000.0)).waiting
+        assert f"run {n} for it did not end well; the next in" in str(told)
+        assert "killed" in str(told)
+    for i in range(MAX_RUNS):
+        for name in ("a", "c"):
+            write_full(home.inbox / f"{name}{i}")
+    (first, *others) = requests(home, scan_inbox(home, HASTY))
+    assert first.partition_key == "b"
+    assert [request.tags[EXPERTS_TAG].count(",") for request in others] == [1] * MAX_RUNS
+    index_arrival(home, "b")
+    assert not arrival(home, "b").was_killed
+
+
+def test_a_folder_that_goes_with_its_mount_while_it_is_indexed_is_not_at_fault(
+    home: Warehouse,
+) -> None:
+    folder, aside = write_full(home.inbox / "a"), home.root / "aside"
+    for _ in range(MAX_FAILURES + 1):
+
+        def unmount(step: str) -> None:
+            if step == "replace" and folder.exists():
+                folder.rename(aside)
+
+        atomic.crash_hook = unmount
+        with pytest.raises((CheckpointError, OSError)):
+            index_arrival(home, "a")
+        atomic.crash_hook = None
+        assert scan_inbox(home, HASTY) == ()
+        aside.rename(folder)
+        assert only(home).is_ready
+    index_arrival(home, "a")
+    assert only(home).is_indexed
+
+
+def test_pauses_before_a_run_grow_to_an_hour_however_many_failed() -> None:
+    waits = [Arrival(tries=n, asked_s=time.time()).left_s(30.0) for n in (1, 2, 3, 4, 5, 9999)]
+    assert [round(wait) for wait in waits] == [30, 120, 480, 1920, 3600, 3600]
 
 
 def test_a_new_version_waits_while_only_some_of_its_shards_are_new(home: Warehouse) -> None:

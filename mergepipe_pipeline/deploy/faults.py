@@ -1,0 +1,138 @@
+"""Whose fault a failure is: the work's own, the surroundings', or nobody knows.
+
+The one place that decides what is tried again for ever, a few times or not at all. Dagster keeps of
+an error its class names and texts, so these decide.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable, Iterator
+from enum import Enum
+
+from mergepipe_pipeline.errors import (
+    BudgetError,
+    BusyError,
+    CheckpointError,
+    CorruptionError,
+    GateError,
+    IncompatibleCheckpointsError,
+    InputChangedError,
+    MergePipeError,
+    OperatorError,
+    RecipeError,
+    RemoteError,
+    ResourceError,
+    StorageFullError,
+)
+
+
+class Fault(Enum):
+    """Whose fault a failure is, which says how often the same is tried again."""
+
+    #: The same recipe and inputs would fail again: not once more.
+    LASTING = "lasting"
+    #: Nobody knows: a few times.
+    UNKNOWN = "unknown"
+    #: Storage, network, memory or the process: as often as it takes.
+    SURROUNDINGS = "surroundings"
+
+
+#: Errors that the same recipe and inputs give again; not their subclasses, as of changed or growing
+#: files, or of a damaged layer, which is made anew.
+_LASTING: tuple[type[MergePipeError], ...] = (
+    RecipeError,
+    CheckpointError,
+    CorruptionError,
+    IncompatibleCheckpointsError,
+    BudgetError,
+    OperatorError,
+    GateError,
+)
+_LASTING_NAMES = frozenset(c.__name__ for c in _LASTING)
+#: Errors that say nothing about recipe and inputs. An input that changed under a run is none of
+#: what was asked for.
+_AROUND: tuple[type[BaseException], ...] = (
+    StorageFullError,
+    RemoteError,
+    ResourceError,
+    BusyError,
+    InputChangedError,
+    MemoryError,
+    TimeoutError,
+    ConnectionError,
+    ConnectionAbortedError,
+    ConnectionRefusedError,
+    ConnectionResetError,
+    BrokenPipeError,
+)
+#: Of Dagster and its executors, for a process that was killed; of name servers; and what libraries
+#: make of too little memory.
+_AROUND_NAMES = frozenset(c.__name__ for c in _AROUND) | {
+    "_ArrayMemoryError",
+    "ArrowMemoryError",
+    "OutOfMemoryError",
+    "ChildProcessCrashException",
+    "DagsterExecutionInterruptedError",
+    "DagsterUserCodeUnreachableError",
+    "gaierror",
+}
+#: What the system says where storage or the way to it fails, whatever class is made of that.
+_OUTAGES = frozenset(
+    {
+        errno.EIO,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ESTALE,
+        errno.ENOTCONN,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.ESHUTDOWN,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EAGAIN,
+        errno.ENOLCK,
+    }
+)
+#: A name that is not there is an outage, too, unless an error of the work says what it means.
+_GONE = errno.ENOENT
+_ERRNO = re.compile(r"\[Errno (-?\d+)\]")
+
+
+def fault_of(errors: Iterable[tuple[str, str]]) -> Fault:
+    """Whose fault an error is, given the class name and the text of it and of each cause of it."""
+    found = list(errors)
+    names = {name for name, _ in found}
+    numbers = {int(m[1]) for _, text in found if (m := _ERRNO.match(text))}
+    if names & _AROUND_NAMES or numbers & _OUTAGES:
+        return Fault.SURROUNDINGS
+    if names & _LASTING_NAMES:
+        return Fault.LASTING
+    return Fault.SURROUNDINGS if _GONE in numbers else Fault.UNKNOWN
+
+
+def fault_of_exception(error: BaseException) -> Fault:
+    """The same of an exception, with the causes that it names."""
+    return fault_of(_chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[tuple[str, str]]:
+    while error is not None:
+        for cls in type(error).__mro__:
+            if cls is type(error) or cls.__module__ == "builtins":
+                yield cls.__name__, str(error)
+        error = error.__cause__
