@@ -116,7 +116,10 @@ def estimate_lines(found: Sequence[PackEstimate], label: str) -> list[str]:
 @click.option("--to", type=click.Path(), help="Folder to make (default: where the files were).")
 @verb
 def unpack(console: Console, name: str, to: str | None) -> None:
-    """Make the files of an expert that `pack --replace` moved away again, bit for bit."""
+    """Make the files of an expert that `pack --replace` moved away again, bit for bit.
+
+    NAME@VERSION, or NAME@ and the start of a checkpoint id, is an older version of it.
+    """
     from mergepipe_pipeline.verbs.replace import unpack as run
 
     done = run(console.existing, name, to, console.progress)

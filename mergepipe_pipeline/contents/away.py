@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from mergepipe_pipeline.contents.rests import damaged_rest_named
+from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
@@ -24,14 +26,26 @@ def open_root(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
     return open_checkpoint(root, name) if record is None else open_away(warehouse, record, name)
 
 
+@damaged_rest_named()
 def open_away(warehouse: Warehouse, record: Replaced, name: str) -> Checkpoint:
-    """The checkpoint of a record, with the id that it had."""
+    """The checkpoint of a record, with the id that it had.
+
+    Raises CorruptionError naming the file beside the pack, if its headers are not what they were.
+    """
     address = warehouse.replaced.address(record.checkpoint_id)
     recorded = warehouse.catalog.checkpoint(record.checkpoint_id, name, record.root)
     if recorded is None:
         return open_checkpoint(address, name)
     # Probes are of packed tensors, and need not be decoded where they are known.
     found = open_checkpoint(address, name, probes=False)
+    if found.stamp != recorded.stamp:  # else a damaged header would be taken for a new version
+        raise CorruptionError(
+            "The headers of an expert that was moved away are not what they were",
+            where=f"{address}, {record.name}",
+            expected=f"stamp {recorded.stamp}",
+            found=found.stamp,
+            next_step=record.bring_back,
+        )
     return replace(found, files=recorded.files)
 
 

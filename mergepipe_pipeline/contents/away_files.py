@@ -17,6 +17,8 @@ from typing import Self
 
 from mergepipe_pipeline.contents.away import open_root
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
+from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
+from mergepipe_pipeline.contents.rests import refuse_damaged_rest
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, CorruptionError
 from mergepipe_pipeline.packs.decoded import Decoder, StoredBytes
 from mergepipe_pipeline.packs.frame_files import FrameFiles
@@ -105,11 +107,9 @@ class AwayFiles:
                 if span.tensor:
                     self._packed.read_into(span.tensor, at, out)
                 else:
-                    self._rest.read_into(rest, at, out)
+                    self._read_rest(rest, at, out)
         except CorruptionError as error:
-            error.next_step = (
-                f"put the original back: it is in {self._record.cold}, and was {self._record.root}"
-            )
+            error.next_step = self._record.bring_back
             raise
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
@@ -128,6 +128,14 @@ class AwayFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _read_rest(self, rest: str, start_byte: int, out: memoryview) -> None:
+        """Fill `out` from a file beside the pack. Raises CorruptionError for one that is short."""
+        try:
+            self._rest.read_into(rest, start_byte, out)
+        except CheckpointError as error:
+            refuse_damaged_rest(self._warehouse.replaced.path(self._record.checkpoint_id), error)
+            raise
 
     @property
     def _packed(self) -> _PackedTensors:
@@ -161,6 +169,7 @@ class _PackedTensors:
 
     def __init__(self, warehouse: Warehouse, record: Replaced, reading: Reading) -> None:
         self._catalog, self._record = warehouse.catalog, record
+        refuse_other_codec(warehouse, record.pack_id)
         self._pack = warehouse.packs.open(record.pack_id)
         self._base = open_root(warehouse, warehouse.catalog.root(record.base), record.base)
         known = checkpoint_inputs(warehouse, [self._base])

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
+from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
+from mergepipe_pipeline.errors import CorruptionError, DamagedPackError, PackVersionError
 from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.storage.atomic import rename
 from mergepipe_pipeline.warehouse import Warehouse
+
+OTHER_CODEC = "was written by another version of the codec"
 
 
 def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
@@ -31,12 +34,20 @@ def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
 def refuse_damaged(warehouse: Warehouse, name: str, pack_ids: Iterable[str]) -> None:
     """Look at the indexes of an expert's packs, and take a damaged one away.
 
-    Raises DamagedPackError, and CorruptionError for a pack that stands for its expert.
+    A pack of another version of the codec goes as well: nothing would write it again while it is
+    there. Raises DamagedPackError, and for a pack that stands for its expert CorruptionError or
+    PackVersionError.
     """
     for pack_id in pack_ids:
         try:
             if warehouse.packs.path(pack_id).is_dir():
                 warehouse.packs.open(pack_id)
+        except PackVersionError as error:
+            if pack_id in irreplaceable_packs(warehouse):
+                refuse_other_codec(warehouse, pack_id)
+            parts = {"where": error.where, "expected": error.expected, "found": error.found}
+            other = DamagedPackError(error.what, pack_id=pack_id, **parts)
+            raise set_aside(warehouse, [name], other, OTHER_CODEC) from None
         except CorruptionError as error:
             parts = {"where": error.where, "expected": error.expected, "found": error.found}
             damaged = DamagedPackError(error.what, pack_id=pack_id, **parts)
@@ -45,7 +56,10 @@ def refuse_damaged(warehouse: Warehouse, name: str, pack_ids: Iterable[str]) -> 
 
 
 def set_aside(
-    warehouse: Warehouse, names: Sequence[str], error: DamagedPackError
+    warehouse: Warehouse,
+    names: Sequence[str],
+    error: DamagedPackError,
+    problem: str = "is damaged",
 ) -> DamagedPackError:
     """Take the damaged pack of these experts away; gives the error that says so.
 
@@ -55,7 +69,7 @@ def set_aside(
     path, folder = warehouse.packs.path(error.pack_id), warehouse.new_quarantine()
     with suppress(FileNotFoundError):  # another merge was here first
         rename(path, folder / path.relative_to(warehouse.root))
-    error.what = f"The pack of {' and '.join(names)} is damaged, and was set aside"
+    error.what = f"The pack of {' and '.join(names)} {problem}, and was set aside"
     error.next_step = (
         f"run the same command again: it does without this pack; `mergepipe pack {' '.join(names)}`"
         f" makes it again, and what was set aside is in {folder}"

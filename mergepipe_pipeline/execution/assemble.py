@@ -18,6 +18,7 @@ from typing import Any
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.side_file_digests import refuse_changed_file
 from mergepipe_pipeline.digest import new_hash, sha256_hex
 from mergepipe_pipeline.errors import DamagedLayerError, NotFoundError
@@ -52,6 +53,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 _LOG = logging.getLogger("mergepipe")
 
 
+@damaged_rest_named()
 def commit(
     warehouse: Warehouse,
     plan: MergePlan,

@@ -6,15 +6,18 @@ must be there. Their results are snapshots like any other, found again by conten
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
+from mergepipe_pipeline.contents.other_codecs import read_without_packs, refuse_other_codec
+from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.execution.plan_store import store_plan
 from mergepipe_pipeline.execution.run_stages import run_stages
 from mergepipe_pipeline.facts.gather import gather
-from mergepipe_pipeline.progress import Progress
+from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.requested import requested
 from mergepipe_pipeline.resolution.resolve import (
@@ -23,7 +26,8 @@ from mergepipe_pipeline.resolution.resolve import (
     resolve,
     resolve_stage,
 )
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
+from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.request import RequestedModel
 from mergepipe_pipeline.warehouse import Warehouse
@@ -76,6 +80,7 @@ def resolve_after_stages(
     return replace(resolved, request=request), results
 
 
+@damaged_rest_named()
 def plan_resolved(
     warehouse: Warehouse,
     resolved: ResolvedRecipe,
@@ -85,8 +90,10 @@ def plan_resolved(
     known: Mapping[str, Checkpoint] | None = None,
 ) -> MergePlan:
     """The plan of a checked recipe, stored. Stages' results in `unnamed` are not registered, nor
-    what is `known`.
+    what is `known`. Raises PackVersionError for an expert that only a pack gives which this release
+    does not read.
     """
+    _refuse_other_codecs(warehouse, resolved)
     inputs = gather(warehouse, resolved, progress, unnamed={**(known or {}), **(unnamed or {})})
     digests = [
         [ensure_digests(warehouse, c, progress) for c in m.checkpoints] for m in inputs.models
@@ -96,4 +103,24 @@ def plan_resolved(
     packs = (*request.packs, *(p.pack_id for p in plan.packs))
     plan = replace(plan, request=replace(request, packs=packs))
     store_plan(warehouse, plan)
+    experts = [c for model in _experts(resolved) for c in model.checkpoints]
+    (progress or Silent()).warn(*read_without_packs(warehouse, experts))
     return plan
+
+
+def _refuse_other_codecs(warehouse: Warehouse, resolved: ResolvedRecipe) -> None:
+    for checkpoint in (c for model in resolved.originals for c in model.checkpoints):
+        if checkpoint.is_away:
+            folder = Path(checkpoint.root.removeprefix(AWAY))
+            record = warehouse.replaced.find(folder.name)
+            if record is not None:
+                refuse_other_codec(warehouse, record.pack_id)
+
+
+def _experts(resolved: ResolvedRecipe) -> Iterator[Model]:
+    """The models but the base; none where packs are not to be read."""
+    if resolved.request.no_packs:
+        return
+    for number, model in enumerate(resolved.originals):
+        if number != resolved.recipe.base:
+            yield model

@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING, Any
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.contents.damaged_packs import experts_of, set_aside
 from mergepipe_pipeline.contents.input_segments import plan_inputs
+from mergepipe_pipeline.contents.other_codecs import name_experts
+from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import DamagedLayerError, DamagedPackError, StorageFullError
+from mergepipe_pipeline.errors import (
+    DamagedLayerError,
+    DamagedPackError,
+    PackVersionError,
+    StorageFullError,
+)
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.egress import downloads_shown, traffic, traffic_since
 from mergepipe_pipeline.execution.fetched import fetch_layers
@@ -145,6 +152,7 @@ def run_layers(
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
     _refuse_full_disk(warehouse, total)
     with (
+        damaged_rest_named(),
         downloads_shown(progress, plan, unknown),
         progress.task(f"merge {plan.recipe_name}", total) as advance,
         _LayerMerger(warehouse, plan, options or EngineOptions(), advance) as merger,
@@ -153,6 +161,8 @@ def run_layers(
             yield from merger.merge(wanted, known)
         except DamagedPackError as error:
             raise set_aside(warehouse, experts_of(plan, error.pack_id), error) from error
+        except PackVersionError as error:  # a plan of an earlier release
+            raise name_experts(error, experts_of(plan, error.pack_id)) from error
 
 
 def _refuse_full_disk(warehouse: Warehouse, nbytes: int) -> None:

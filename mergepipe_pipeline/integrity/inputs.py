@@ -12,6 +12,7 @@ from pathlib import Path
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
 from mergepipe_pipeline.contents.away import present_root
+from mergepipe_pipeline.contents.rests import damaged_rest_named, refuse_damaged_rest
 from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
@@ -103,6 +104,7 @@ def _opened(catalog: Catalog, inputs: list[_Input], audit: Auditor) -> Iterator[
             yield checkpoint
 
 
+@damaged_rest_named()
 def _as_recorded(catalog: Catalog, name: str, root: str, checkpoint_id: str) -> Checkpoint:
     """The checkpoint as it was recorded, if its files have the sizes, times and headers of then."""
     found = open_checkpoint(root, name)
@@ -141,12 +143,24 @@ def _verify(
         if found is None:
             continue
         wrong = {t: s for t, (s,) in found.items() if s.content != digests.get(t)}
+        if wrong and checkpoint.is_away and _is_of_rest(root, audit):
+            continue
         for tensor, segments in wrong.items():
             place = f"{path}, tensor {tensor}{_elements(warehouse, checkpoint, tensor, segments)}"
             error = _changed(place, digests.get(tensor), segments.content)
             audit.report("inputs", path, error)
         if not wrong and not checkpoint.is_away:  # a pack may change, and its rest be as it was
             audit.done(path, file.nbytes)
+
+
+def _is_of_rest(folder: Path, audit: Auditor) -> bool:
+    """Whether what stays beside a pack is damaged, which is reported then."""
+    try:
+        refuse_damaged_rest(folder)
+    except CorruptionError as error:
+        audit.report("inputs", folder, error)
+        return True
+    return False
 
 
 def _elements(warehouse: Warehouse, checkpoint: Checkpoint, tensor: str, found: Segments) -> str:

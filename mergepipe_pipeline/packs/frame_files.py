@@ -10,8 +10,9 @@ import numpy as np
 
 from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
+from mergepipe_pipeline.packs.damage import REMADE
 from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, as_array
-from mergepipe_pipeline.packs.index import REMADE, frames_name, frames_path
+from mergepipe_pipeline.packs.index import frames_name, frames_path
 from mergepipe_pipeline.packs.runs import RUN_FIELDS, Flags, lay_out, read_runs
 from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES, are_equal
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier

@@ -21,7 +21,6 @@ import pyarrow as pa
 from mergepipe_pipeline.catalog.arrow_tables import decode, encode
 from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, footer_of
 from mergepipe_pipeline.catalog.seals import (
-    find_sealed,
     place_of,
     read_sealed,
     seal_of,
@@ -29,8 +28,9 @@ from mergepipe_pipeline.catalog.seals import (
 )
 from mergepipe_pipeline.catalog.seals import write_sealed as _write_sealed
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.packs.damage import damaged_pack
 from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, Residuals, Sizes, summed
+from mergepipe_pipeline.packs.versions import codec_in, index_path, refuse_other_codec
 from mergepipe_pipeline.spec.pack import (
     CHUNK_ELEMS,
     CODEC_VERSION,
@@ -58,11 +58,6 @@ INDEX = pa.schema(
 #: Rows of `chunks`, `sums` and `checksums`: a tensor's arrays as little-endian bytes.
 CHUNKS = pa.schema([("tensor", pa.string()), ("nbytes", pa.binary()), ("residual_sq", pa.binary())])
 CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
-#: What brings a damaged pack back.
-REMADE = (
-    "copy the original back first if it is in cold storage; then run `mergepipe repair`, and "
-    "`mergepipe pack` again; until then `--no-packs` reads the original"
-)
 #: Of arrays in a row group: those of some hundred MiB of an expert, and of one that is read whole.
 _GROUP_NBYTES = 1 << 18
 _WHOLE_NBYTES = 1 << 24
@@ -142,7 +137,7 @@ def read_index(root: Path) -> PackIndex:
     """The index of the pack in a folder, which is named by its id.
 
     Raises CorruptionError for a pack that is not as it was written, but for bytes inside of files
-    that are read in parts; these are compared when they are read.
+    that are read in parts; these are compared when they are read. Raises PackVersionError.
     """
     rows, meta = _read_rows(root)
     tiers = tuple(t for t in TIERS if t in meta["tiers"])
@@ -159,16 +154,35 @@ def read_index(root: Path) -> PackIndex:
 
 
 def read_contents(root: Path) -> tuple[TensorContent, ...]:
-    """The tensors of the pack in a folder, by its index alone. Raises CorruptionError."""
+    """The tensors of the pack in a folder, by its index alone.
+
+    Raises CorruptionError and PackVersionError.
+    """
     return tuple(row.content for row in _read_rows(root)[0])
 
 
+def read_any_contents(root: Path) -> tuple[TensorContent, ...]:
+    """As `read_contents`, whatever version of the codec wrote the pack.
+
+    Raises CorruptionError, also for a version whose index has other columns.
+    """
+    path = index_path(root)
+    return tuple(row.content for row in _rows_in(read_sealed(path), path)[0])
+
+
 def _read_rows(root: Path) -> tuple[tuple[TensorRow, ...], dict[str, Any]]:
-    """The rows of the index in a folder, and what it says beside them. Raises CorruptionError."""
-    found = find_sealed(root, "index")
-    if len(found) != 1:
-        raise damaged_pack(root, "one sealed index", f"{len(found)}")
-    table, meta = decode(read_sealed(found[0]), str(found[0]), INDEX)
+    """The rows of the index in a folder, and what it says beside them.
+
+    Raises CorruptionError and PackVersionError.
+    """
+    path = index_path(root)
+    data = read_sealed(path)
+    refuse_other_codec(root, codec_in(data, path))
+    return _rows_in(data, path)
+
+
+def _rows_in(data: bytes, path: Path) -> tuple[tuple[TensorRow, ...], dict[str, Any]]:
+    table, meta = decode(data, str(path), INDEX)
     return tuple(_tensor_row(row) for row in table.to_pylist()), meta
 
 
@@ -262,17 +276,6 @@ def sizes_of(
         told = f"sizes and residuals of {row.content.name} as the index has them"
         raise damaged_pack(path, told, "others")
     return nbytes, residual_sq
-
-
-def damaged_pack(path: Path, expected: str, found: str) -> CorruptionError:
-    """The error for a pack that is not as it was written."""
-    return CorruptionError(
-        "A pack was changed after it was written",
-        where=str(path),
-        expected=expected,
-        found=found,
-        next_step=REMADE,
-    )
 
 
 def _groups(

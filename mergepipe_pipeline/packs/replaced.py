@@ -1,7 +1,8 @@
 """What stays of an expert whose files were moved away: all of them but what its pack holds.
 
-A folder by the checkpoint's id: a sealed record of the files, and of each file the bytes that are
-no packed tensor, one after the other. With pack and base they give every file again, bit for bit.
+A folder by the checkpoint's id: a sealed record of files and folders, and of each file the bytes
+that are no packed tensor, one after the other (its rest). With pack and base they give every file
+again, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
+from mergepipe_pipeline.storage.permissions import permissions_of
 from mergepipe_pipeline.storage.roots import Roots
 
 #: The file that says what the others beside it are.
@@ -27,7 +29,8 @@ _PIECE_NBYTES = 4 << 20
 class MovedFile:
     """A file by its path in the checkpoint; `tensors` are (name, first byte, bytes) in the pack.
 
-    `rest_sha256` is of the bytes that stay beside the pack, "" before they are written.
+    `rest_sha256` is of the bytes that stay beside the pack, "" before they are written. `mode` are
+    its permission bits; None: it was a link, or an earlier release moved it, which kept none.
     """
 
     path: str
@@ -36,11 +39,23 @@ class MovedFile:
     sha256: str
     tensors: tuple[tuple[str, int, int], ...]
     rest_sha256: str = ""
+    mode: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MovedFolder:
+    """A folder by its path in the checkpoint, whose own is ".", with its permission bits."""
+
+    path: str
+    mode: int
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """An expert whose original was moved from `root` to `cold`; `base` is a registered name."""
+    """An expert whose original was moved from `root` to `cold`; `base` is a registered name.
+
+    Without `folders` an earlier release moved it: empty folders are not known then.
+    """
 
     checkpoint_id: str
     name: str
@@ -49,6 +64,14 @@ class Replaced:
     base: str
     pack_id: str
     files: tuple[MovedFile, ...]
+    folders: tuple[MovedFolder, ...] = ()
+
+    @property
+    def bring_back(self) -> str:
+        """What to do where pack, base and rests do not give the files again."""
+        if self.is_away:
+            return f"bring the original back: copy {self.cold} to {self.root}"
+        return f"use the original, which is in {self.cold}: its old place {self.root} is taken"
 
     @property
     def is_away(self) -> bool:
@@ -107,6 +130,20 @@ class ReplacedStore:
         """The bytes of file `number` of a record that are in no pack."""
         return _rest(self.path(checkpoint_id), number)
 
+    def refuse_damaged_rest(self, record: Replaced) -> None:
+        """Raise CorruptionError naming the first rest that is not what was written; reads all."""
+        for number, file in enumerate(record.files):
+            path = self.rest(record.checkpoint_id, number)
+            found = file_sha256(path) if path.is_file() else "no file"
+            if file.rest_sha256 not in ("", found):
+                raise CorruptionError(
+                    "What gives an expert's file back was changed after it was written",
+                    where=f"{path}, for {file.path} of {record.name}",
+                    expected=f"sha256 {file.rest_sha256[:16]}",
+                    found=found if found == "no file" else f"sha256 {found[:16]}",
+                    next_step=record.bring_back,
+                )
+
 
 def files_of(root: Path, checkpoint: Checkpoint, packed: Sequence[str]) -> tuple[MovedFile, ...]:
     """All files below a checkpoint's folder, hashed, with the places of packed tensors.
@@ -124,8 +161,16 @@ def files_of(root: Path, checkpoint: Checkpoint, packed: Sequence[str]) -> tuple
         )
         sha256, stat = file_sha256(path), path.stat()
         tensors = tuple((tensor, start, nbytes) for start, tensor, nbytes in places)
-        found.append(MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors))
+        mode = permissions_of(path)
+        found.append(MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors, mode=mode))
     return tuple(found)
+
+
+def folders_of(root: Path) -> tuple[MovedFolder, ...]:
+    """The folder of a checkpoint and all below it, empty ones too; those above come first."""
+    found = sorted(p for p in (root, *root.rglob("*")) if p.is_dir() and not p.is_symlink())
+    modes = ((p.relative_to(root).as_posix(), permissions_of(p)) for p in found)
+    return tuple(MovedFolder(path, mode) for path, mode in modes if mode is not None)
 
 
 def write_record(staged: Path, record: Replaced, roots: Roots) -> Replaced:
@@ -199,4 +244,5 @@ def _from_json(value: dict[str, Any]) -> Replaced:
         MovedFile(**{**f, "tensors": tuple((n, int(s), int(b)) for n, s, b in f["tensors"])})
         for f in value.pop("files")
     )
-    return Replaced(**value, files=files)
+    folders = tuple(MovedFolder(**f) for f in value.pop("folders", ()))
+    return Replaced(**value, files=files, folders=folders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product, zip_longest
@@ -12,20 +13,21 @@ from pathlib import Path
 from threading import Lock
 
 from mergepipe_pipeline.catalog.seals import said
-from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.errors import CorruptionError, PackVersionError
+from mergepipe_pipeline.packs.damage import damaged_pack
 from mergepipe_pipeline.packs.index import (
     CHECKSUMS,
     CHUNKS,
     ChunkRows,
     PackIndex,
     TensorRow,
-    damaged_pack,
     pack_id_of,
     per_tier,
     read_index,
     sizes_of,
 )
 from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, SUMMED_ELEMS, Residuals, Sizes, summed
+from mergepipe_pipeline.packs.versions import codec_of, refuse_other_codec
 from mergepipe_pipeline.spec.pack import (
     CHUNK_ELEMS,
     TIERS,
@@ -158,12 +160,15 @@ class PackStore:
         return sorted(name for name in names if _PACK_ID.fullmatch(name))
 
     def open(self, pack_id: str) -> Pack:
-        """The pack of an id that is there. Raises CorruptionError for a damaged one."""
+        """The pack of an id that is there. Raises CorruptionError and PackVersionError."""
         root = self.path(pack_id)
         return Pack(pack_id, root, read_index(root))
 
     def find(self, pack_id: str) -> Pack | None:
-        """The pack of an id; None if there is none, or if it is damaged, which is said once."""
+        """The pack of an id; None if there is none that this release reads.
+
+        One that is damaged is said once; of those of other versions `others` tells.
+        """
         path = self.path(pack_id)
         if not path.is_dir():
             return None
@@ -172,6 +177,23 @@ class PackStore:
         except CorruptionError as error:
             said_damaged(path, error)
             return None
+        except PackVersionError:
+            return None
+
+    def refuse_other_codec(self, pack_id: str) -> None:
+        """Raise PackVersionError for a pack of another version of the codec; reads its index."""
+        with suppress(CorruptionError):  # whose error is of who opens it
+            refuse_other_codec(self.path(pack_id), codec_of(self.path(pack_id)))
+
+    def others(self) -> dict[str, PackVersionError]:
+        """By id, the packs that another version of the codec wrote, with what to say of each."""
+        found = {}
+        for pack_id in self.ids():
+            try:
+                self.refuse_other_codec(pack_id)
+            except PackVersionError as error:
+                found[pack_id] = error
+        return found
 
     def best(self, contents: Sequence[TensorContent]) -> Pack | None:
         """The pack of these tensors with the most tiers; None if there is none."""

@@ -6,7 +6,7 @@ of the expert that are in no pack, and what the catalog knows of the expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 
@@ -59,7 +59,7 @@ def from_bytes(data: bytes, where: str) -> Travelling:
         found = Travelling(
             record_of(value["record"]), tuple(TravellingFile(**f) for f in value["files"])
         )
-        if wrong := [f.name for f in found.files if not _is_plain(f.name)]:
+        if wrong := [path for path in _paths(found) if not _is_plain(path)]:
             raise ValueError(f"the path {wrong[0]!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(
@@ -70,6 +70,15 @@ def from_bytes(data: bytes, where: str) -> Travelling:
             next_step="take it with the version that pushed it, or push it again",
         ) from error
     return found
+
+
+def _paths(of: Travelling) -> Iterator[str]:
+    """All that files and folders are named by here, when it comes and when it is unpacked."""
+    record = of.record
+    yield from (f.name for f in of.files)
+    yield from (f.path for f in record.files)
+    yield from (f.path for f in record.folders if f.path != ".")
+    yield from (record.checkpoint_id, record.pack_id, record.name)
 
 
 def _is_plain(name: str) -> bool:

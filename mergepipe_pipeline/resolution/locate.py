@@ -17,6 +17,7 @@ from mergepipe_pipeline.errors import (
     IncompleteCheckpointError,
 )
 from mergepipe_pipeline.recipe.problems import suggest
+from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.remote.address import is_address, is_hub_name, parse_address
 from mergepipe_pipeline.resolution.addresses import at_address, is_offline, look_again, on_hub
 from mergepipe_pipeline.resolution.names import free_name
@@ -83,6 +84,30 @@ def locate_checkpoint(
     if is_hub_name(text) and not is_offline():
         return on_hub(catalog, text, revision, taken or {})
     raise _unknown(catalog, text)
+
+
+def registered_version(catalog: Catalog, text: str) -> Checkpoint:
+    """The checkpoint that NAME or NAME@REVISION was registered as; looks at no file of it.
+
+    Raises NotFoundError for an unknown name, CheckpointError for a revision that there is none of.
+    """
+    if text in catalog:
+        return catalog.get(text).checkpoint
+    try:
+        ref = parse_reference(text)
+    except UnreadableReference as error:
+        raise CheckpointError(
+            "A version of a registered name cannot be read",
+            where=text,
+            expected="NAME, or NAME@VERSION",
+            found=str(error),
+            next_step="correct it; `mergepipe ls` lists the names",
+        ) from error
+    if ref.revision is None or ref.lora is not None:
+        return catalog.get(text).checkpoint
+    if ref.model not in catalog:
+        return catalog.get(ref.model).checkpoint
+    return _revision(catalog, ref.model, ref.revision)
 
 
 def _unknown(catalog: Catalog, text: str) -> CheckpointError:
@@ -179,12 +204,16 @@ def _as_registered(warehouse: Warehouse, known: Checkpoint, revision: str) -> Ch
     """The checkpoint, if its files are still those of that revision."""
     found = _open_registered(warehouse, known.root, known.name)
     if found.checkpoint_id != known.checkpoint_id:
+        pinned = f"{known.name}@{revision}"
+        is_moved = warehouse.replaced.find(known.checkpoint_id) is not None
         raise CheckpointChangedError(
             "The files of a revision have been replaced",
-            where=f"{known.name}@{revision}, {known.root}",
+            where=f"{pinned}, {known.root}",
             expected=f"checkpoint {known.checkpoint_id[:8]}",
             found=f"checkpoint {found.checkpoint_id[:8]}",
-            next_step="put the old files back, or leave the revision out for what is there now",
+            next_step=f"name the folder that `mergepipe unpack {pinned} --to FOLDER` makes"
+            if is_moved
+            else "put the old files back, or leave the revision out for what is there now",
         )
     return found
 

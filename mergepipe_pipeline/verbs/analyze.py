@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.contents.rests import damaged_rest_named
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts.expert_stats import Pair, common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
@@ -29,6 +30,7 @@ class Analysis:
     blocks: int
 
 
+@damaged_rest_named()
 def analyze(
     warehouse: Warehouse,
     names: Sequence[str] = (),

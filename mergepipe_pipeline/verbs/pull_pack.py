@@ -13,7 +13,12 @@ from pathlib import Path
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
+from mergepipe_pipeline.errors import (
+    CorruptionError,
+    MergePipeError,
+    NotFoundError,
+    PackVersionError,
+)
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.packs.index import read_contents, read_index
 from mergepipe_pipeline.packs.replaced import Replaced, put_record
@@ -192,7 +197,13 @@ def _refuse_other_base(
 ) -> None:
     base = locate_registered(warehouse, record.base).checkpoint
     digests = ensure_digests(warehouse, base, progress)
-    for content in read_contents(staged / "packs" / record.pack_id):
+    try:
+        contents = read_contents(staged / "packs" / record.pack_id)
+    except PackVersionError as error:
+        error.where = f"{record.name}, {record.cold}"
+        error.next_step = "push it again with this release, or pull it with the one that wrote it"
+        raise
+    for content in contents:
         refuse_other_base(record, base, digests, content.base_name, content.base_digest)
 
 

@@ -13,12 +13,13 @@ from dataclasses import replace as replaced
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
+from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.packing import contents_of
-from mergepipe_pipeline.packs.replaced import RECORD, Replaced, files_of, write_record
+from mergepipe_pipeline.packs.replaced import RECORD, Replaced, files_of, folders_of, write_record
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.travelling import EXPERT, FACTS, PACKS, TravellingFile, to_bytes
 from mergepipe_pipeline.progress import Progress, Silent
@@ -107,6 +108,7 @@ def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Prog
     """The pack that gives an expert back. Raises MergePipeError if there is none."""
     record = warehouse.replaced.find(registration.checkpoint.checkpoint_id)
     if registration.checkpoint.is_away and record is not None:
+        refuse_other_codec(warehouse, record.pack_id)
         return warehouse.packs.open(record.pack_id)
     found = None
     if registration.base is not None and registration.checkpoint.kind == "full":
@@ -151,6 +153,7 @@ def _record_of(
             registration.base,
             pack.pack_id,
             files_of(root, checkpoint, list(pack.contents)),
+            folders_of(root),
         )
         yield write_record(staged / "record", record, warehouse.roots), staged / "record"
 

@@ -16,14 +16,23 @@ from pathlib import Path
 
 from mergepipe_pipeline.contents.away_files import refuse_other_base
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
+from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.packs.decoded import Decoder
 from mergepipe_pipeline.packs.frame_files import FrameFiles
-from mergepipe_pipeline.packs.replaced import MovedFile, Replaced, files_of, restored, write_record
+from mergepipe_pipeline.packs.replaced import (
+    MovedFile,
+    Replaced,
+    files_of,
+    folders_of,
+    restored,
+    write_record,
+)
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.resolution.locate import expanded, locate_registered
+from mergepipe_pipeline.resolution.locate import expanded, locate_registered, registered_version
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.atomic import (
     copy_file,
@@ -35,6 +44,7 @@ from mergepipe_pipeline.storage.atomic import (
 )
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.permissions import give_permissions, make_removable
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.source import open_source
@@ -87,6 +97,7 @@ def move_to_cold(
         packed.base,
         packed.pack_id,
         files_of(root, checkpoint, list(known.contents)),
+        folders_of(root),
     )
     if target.exists():
         refuse_other_files(record)
@@ -128,35 +139,50 @@ def unpack(
 ) -> Moved:
     """Make the files of an expert that `pack --replace` moved away again, bit for bit.
 
-    By default where they were. The base must be there. Raises NotFoundError for an expert that was
-    not replaced, MergePipeError for a place that is taken, CheckpointError for one that is not
-    mounted, CorruptionError.
+    `name` may pick an older version, as in recipes: NAME@VERSION, or NAME@ and the start of a
+    checkpoint id. The files are made where they were, or in `to`, with their times and permission
+    bits, and empty folders with them. The base must be there. Raises NotFoundError for an expert
+    that was not replaced, MergePipeError for a place that is taken, CheckpointError for a version
+    that there is none of or a place that is not mounted, CorruptionError.
     """
-    checkpoint_id = warehouse.catalog.get(name).checkpoint.checkpoint_id
-    record = warehouse.replaced.find(checkpoint_id)
+    checkpoint = registered_version(warehouse.catalog, name)
+    record = warehouse.replaced.find(checkpoint.checkpoint_id)
     if record is None:
-        raise NotFoundError(
-            "This expert's files were not moved away",
-            where=name,
-            expected="an expert that `mergepipe pack --replace` has moved",
-            found=f"its own files at {warehouse.catalog.root(name)}",
-            next_step="use them",
-        )
+        raise _not_moved(warehouse, name, checkpoint)
     if to is None and why_unmounted(record.root):
         refuse_unmounted(record.root)
     target = Path(record.root) if to is None else expanded(to).resolve()
     if target.exists():
         raise taken(target, "--to")
-    with _beside(target) as staged, _Original(warehouse, record, progress) as original:
+    with _beside(target, record) as staged, _Original(warehouse, record, progress) as original:
         for number, file in enumerate(record.files):
             original.write(number, staged / file.path)
+        _finish_folders(staged, record)
         if not publish_dir(staged, target):
             raise taken(target, "--to")
     is_back = str(target) == record.root
-    if is_back and open_checkpoint(record.root, name).checkpoint_id == record.checkpoint_id:
+    if is_back and open_checkpoint(record.root, record.name).checkpoint_id == record.checkpoint_id:
         remove_tree(warehouse.replaced.path(record.checkpoint_id))
     return Moved(
         name, record.cold, str(target), len(record.files), sum(f.nbytes for f in record.files)
+    )
+
+
+def _not_moved(warehouse: Warehouse, name: str, checkpoint: Checkpoint) -> NotFoundError:
+    """The error that there is nothing to unpack; names the versions that were moved away."""
+    catalog, plain = warehouse.catalog, checkpoint.name
+    moved = [
+        f"{plain}@{r.version}"
+        for r in catalog.history(plain)
+        if warehouse.replaced.find(r.checkpoint.checkpoint_id) is not None
+    ]
+    other = f"; moved away is {', '.join(moved)}" if moved else ""
+    return NotFoundError(
+        "This expert's files were not moved away",
+        where=name,
+        expected="an expert that `mergepipe pack --replace` has moved",
+        found=f"its own files at {checkpoint.root}{other}",
+        next_step=f"use them, or run `mergepipe unpack {moved[-1]}`" if moved else "use them",
     )
 
 
@@ -165,6 +191,7 @@ class _Original:
 
     def __init__(self, warehouse: Warehouse, record: Replaced, progress: Progress | None) -> None:
         self._warehouse, self._record = warehouse, record
+        refuse_other_codec(warehouse, record.pack_id)
         self._pack = warehouse.packs.open(record.pack_id)
         self._base = locate_registered(warehouse, record.base).checkpoint
         self._known = checkpoint_inputs(warehouse, [self._base], progress)
@@ -191,22 +218,25 @@ class _Original:
             pass
 
     def write(self, number: int, path: Path) -> None:
-        """Write a file with its time. Raises CorruptionError unless it is what it was."""
+        """Write a file, as `_finish_file`. Raises CorruptionError unless it is what it was."""
         file = self._record.files[number]
         make_dirs(path.parent)
-        with path.open("wb") as out:
+        with path.open("xb") as out:  # which follows no link
             out.writelines(self._pieces(number))
-        os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
+        _finish_file(path, file)
 
     def _pieces(self, number: int) -> Iterator[bytes | memoryview]:
-        record = self._record
+        record, store = self._record, self._warehouse.replaced
         file, running = record.files[number], new_hash()
-        rest = self._warehouse.replaced.rest(record.checkpoint_id, number)
-        for piece in restored(file, rest, self._tensor):
-            running.update(piece)
-            self._advance(len(piece))
-            yield piece
-        _refuse_other_bytes(file, running.hexdigest(), Path(record.root))
+        try:
+            for piece in restored(file, store.rest(record.checkpoint_id, number), self._tensor):
+                running.update(piece)
+                self._advance(len(piece))
+                yield piece
+            _refuse_other_bytes(file, running.hexdigest(), Path(record.root))
+        except (CorruptionError, FileNotFoundError):
+            store.refuse_damaged_rest(record)  # else the fault is the pack's or the base's
+            raise
 
     def _tensor(self, name: str) -> Iterator[memoryview]:
         tensor = self._pack.tensors[name]
@@ -244,12 +274,13 @@ def _move(record: Replaced) -> None:
             raise taken(target, "--cold") from error
         if error.errno != errno.EXDEV:
             raise
-    with _beside(target) as staged:
+    with _beside(target, record) as staged:
         for file in record.files:
             make_dirs((staged / file.path).parent)
             copy_file(root / file.path, staged / file.path)
-            os.utime(staged / file.path, ns=(file.mtime_ns, file.mtime_ns))
+            _finish_file(staged / file.path, file)
             _refuse_other_bytes(file, file_sha256(staged / file.path), staged)
+        _finish_folders(staged, record)
         if not publish_dir(staged, target):
             raise taken(target, "--cold")
     _remove(root, target)
@@ -257,6 +288,7 @@ def _move(record: Replaced) -> None:
 
 def _remove(root: Path, target: Path) -> None:
     """Remove the folder of files that are in `target` now. Raises MergePipeError if any stays."""
+    make_removable(root)
     remove_tree(root)
     if root.exists():
         raise MergePipeError(
@@ -269,14 +301,35 @@ def _remove(root: Path, target: Path) -> None:
 
 
 @contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, gone when the context ends."""
+def _beside(target: Path, record: Replaced) -> Iterator[Path]:
+    """A new folder beside `target`, gone when the context ends.
+
+    Nobody else may look into it: files get their permission bits after their bytes.
+    """
     staged = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     make_dirs(staged)
+    if record.folders:  # else nothing is known that it would get in the end
+        give_permissions(staged, 0o700)
     try:
         yield staged
     finally:
+        make_removable(staged)
         remove_tree(staged)
+
+
+def _finish_file(path: Path, file: MovedFile) -> None:
+    """Give a file that was made again the time and the permission bits that it had."""
+    os.utime(path, ns=(file.mtime_ns, file.mtime_ns), follow_symlinks=False)
+    if file.mode is not None:
+        give_permissions(path, file.mode)
+
+
+def _finish_folders(staged: Path, record: Replaced) -> None:
+    """Make the folders of a record that no file has made, and give all their permission bits."""
+    folders = [(staged / folder.path, folder.mode) for folder in record.folders]
+    make_dirs(*(path for path, _ in folders))
+    for path, mode in reversed(folders):  # what lies in a folder comes before it
+        give_permissions(path, mode)
 
 
 def _refuse_other_bytes(file: MovedFile, sha256: str, where: Path) -> None:

@@ -197,7 +197,7 @@ def test_a_flipped_bit_is_named_and_nothing_is_published(
     with pytest.raises(CorruptionError) as refused:
         merge(warehouse, recipe, publish_ref=True)
     place = str(path.parent if damaged == "index" else path)
-    assert ("fp8" if damaged == "rest" else place) in str(refused.value)
+    assert place in str(refused.value)
     assert not list(warehouse.snapshots.iterdir())
     assert warehouse.refs.names() == []
     assert not verify_all(warehouse, ["inputs"]).ok

@@ -9,17 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
+from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
+    CorruptionError,
+    MergePipeError,
+    NotFoundError,
+)
 from mergepipe_pipeline.packs.index import frames_path
-from mergepipe_pipeline.resolution.locate import locate_registered
+from mergepipe_pipeline.resolution.locate import locate_checkpoint, locate_registered
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import move_to_cold, unpack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.packs.models import base_tensors, warehouse_of
+from tests.packs.models import base_tensors, expert_tensors, warehouse_of
 from tests.stored import write
 
 
@@ -165,3 +173,64 @@ def test_what_cannot_be_given_back_is_not_moved(tmp_path: Path) -> None:
         move_to_cold(warehouse, made, tmp_path / "other")
     (tmp_path / "e0" / "link").unlink()
     assert files_in(tmp_path / "e0") == before
+
+
+def moved_twice(tmp: Path) -> tuple[Warehouse, dict[str, tuple[bytes, int]], str]:
+    """A warehouse whose e0 was moved away and has a later version; the older one's files and id."""
+    warehouse, before = with_side_files(tmp)
+    checkpoint_id = warehouse.catalog.get("e0").checkpoint.checkpoint_id
+    move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp / "cold")
+    (tmp / "e0").mkdir()
+    write(tmp / "e0", "e0", expert_tensors(base_tensors(), 7))
+    assert register(warehouse, tmp / "e0", "e0", "base").version == 2
+    return warehouse, before, checkpoint_id
+
+
+def test_an_older_version_that_was_moved_away_comes_back_by_number_or_id(tmp_path: Path) -> None:
+    warehouse, before, checkpoint_id = moved_twice(tmp_path)
+    now = files_in(tmp_path / "e0")
+    with pytest.raises(NotFoundError, match="mergepipe unpack e0@1"):
+        unpack(warehouse, "e0")
+    with pytest.raises(MergePipeError, match=r"place .* is taken"):
+        unpack(warehouse, "e0@1")
+    with pytest.raises(CheckpointChangedError, match="mergepipe unpack e0@1 --to"):
+        locate_checkpoint(warehouse, "e0", revision="1")
+    asked = ["--home", str(warehouse.root), "unpack", "e0@1", "--to", str(tmp_path / "by_number")]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 0, done.output
+    assert f"e0@1: {len(before)} files" in done.output
+    unpack(warehouse, f"e0@{checkpoint_id[:8]}", tmp_path / "by_id")
+    rest = warehouse.replaced.rest(checkpoint_id, 0)
+    data = rest.read_bytes()
+    rest.write_bytes(b"other")
+    with pytest.raises(CorruptionError, match=r"use the original.*place .* is taken"):
+        unpack(warehouse, "e0@1", tmp_path / "never")
+    rest.write_bytes(data)
+    for made in ("by_number", "by_id"):
+        assert files_in(tmp_path / made) == before
+    assert files_in(tmp_path / "e0") == now
+    assert warehouse.replaced.ids() == [checkpoint_id]
+    # Both are away, and either comes back to its place.
+    move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp_path / "colder")
+    unpack(warehouse, "e0@1")
+    assert files_in(tmp_path / "e0") == before
+    assert checkpoint_id not in warehouse.replaced.ids()
+    (tmp_path / "e0").rename(tmp_path / "aside")
+    unpack(warehouse, "e0@2")
+    assert files_in(tmp_path / "e0") == now
+    assert warehouse.replaced.ids() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("e0@7", r"no such revision.*1 \("),
+        ("e9@1", "e9"),
+        ("e0@1@2", "several `@`"),
+        ("e0@", "either side of `@`"),
+    ],
+)
+def test_a_version_that_there_is_none_of_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    warehouse, _, _ = moved_twice(tmp_path)
+    with pytest.raises(MergePipeError, match=words):
+        unpack(warehouse, text)

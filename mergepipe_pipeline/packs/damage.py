@@ -1,0 +1,24 @@
+"""What is said of a pack that is not as it was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mergepipe_pipeline.errors import CorruptionError
+
+#: What brings a damaged pack back.
+REMADE = (
+    "copy the original back first if it is in cold storage; then run `mergepipe repair`, and "
+    "`mergepipe pack` again; until then `--no-packs` reads the original"
+)
+
+
+def damaged_pack(path: Path, expected: str, found: str) -> CorruptionError:
+    """The error for a pack that is not as it was written."""
+    return CorruptionError(
+        "A pack was changed after it was written",
+        where=str(path),
+        expected=expected,
+        found=found,
+        next_step=REMADE,
+    )

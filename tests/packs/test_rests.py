@@ -1,0 +1,165 @@
+"""What stays beside the pack of an expert that is away: if it is damaged, errors say so."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.execution.run import run_layers
+from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.resolution.recipe_text import ParsedRecipe, parse
+from mergepipe_pipeline.verbs.analyze import analyze
+from mergepipe_pipeline.verbs.merge import merge
+from mergepipe_pipeline.verbs.replace import unpack
+from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.packs.families import packed_family, write_family
+
+RECIPE = """
+merge_method: task_arithmetic
+base_model: base
+models: [{model: e0}, {model: e1}]
+parameters: {weight: 0.5}
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("family")
+    write_family(root)
+    return root
+
+
+def recipe() -> ParsedRecipe:
+    return parse(RECIPE, name="m", where="m.yml")
+
+
+def record_of(warehouse: Warehouse) -> Replaced:
+    """The record of e0."""
+    record = warehouse.replaced.find(warehouse.catalog.get("e0").checkpoint.checkpoint_id)
+    assert record is not None
+    return record
+
+
+def flip_tensor(path: Path) -> None:
+    """Flip a bit of a tensor that no pack holds."""
+    flip_at(path, path.stat().st_size - 30)
+
+
+def flip_name(path: Path) -> None:
+    """Flip a bit of a tensor's name in the header, which can be read as before."""
+    flip_at(path, path.read_bytes().index(b"norm") + 1)
+
+
+def flip_brace(path: Path) -> None:
+    """Flip a bit of the header, which cannot be read any more."""
+    flip_at(path, path.read_bytes().index(b"{"))
+
+
+def flip_at(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    """Take the last bytes away."""
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+DAMAGES = [flip_tensor, flip_name, flip_brace, cut, Path.unlink]
+
+
+def refuse_all(warehouse: Warehouse, path: Path, of: str) -> None:
+    """Merge, unpack and verify; each names the file at `path` and nothing else."""
+    record = record_of(warehouse)
+    (expected,) = (f.rest_sha256 for f in record.files if f.path == of)
+    for act in (
+        lambda: merge(warehouse, recipe(), fresh=True),
+        lambda: unpack(warehouse, "e0"),
+        lambda: unpack(warehouse, "e0", warehouse.root.parent / "elsewhere"),
+    ):
+        with pytest.raises(CorruptionError) as refused:
+            act()
+        assert str(refused.value.where).endswith(f"{path}, for {of} of e0")
+        assert refused.value.expected == f"sha256 {expected[:16]}"
+        assert refused.value.found != refused.value.expected
+        assert refused.value.next_step == (
+            f"bring the original back: copy {record.cold} to {record.root}"
+        )
+    assert not list(warehouse.snapshots.iterdir())
+    assert not Path(record.root).exists()
+    assert not (warehouse.root.parent / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_rest_of_weights_is_named_with_what_brings_the_expert_back(
+    files: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    record = record_of(warehouse)
+    (number,) = (n for n, f in enumerate(record.files) if f.path == "e0.safetensors")
+    path = warehouse.replaced.rest(record.checkpoint_id, number)
+    damage(path)
+    refuse_all(warehouse, path, "e0.safetensors")
+    for scope in ("digests", "inputs"):
+        (finding,) = verify_all(warehouse, [scope]).findings
+        assert finding.where == f"{path}, for e0.safetensors of e0"
+        assert (finding.what, finding.is_derivable) == (
+            "What gives an expert's file back was changed after it was written",
+            False,
+        )
+        assert record.cold in finding.next_step
+    # What is said to do helps, and nothing was registered meanwhile.
+    assert warehouse.catalog.get("e0").version == 1
+    shutil.copytree(record.cold, record.root)
+    assert merge(warehouse, recipe()).outcome.snapshot
+    assert verify_all(warehouse, ["inputs"]).ok
+
+
+def test_a_damaged_rest_of_a_config_is_named(files: Path, tmp_path: Path) -> None:
+    family = tmp_path / "family"
+    shutil.copytree(files, family)
+    text = RECIPE.replace("base_model: base", "base_model: e0").replace("[{model: e0}, ", "[")
+    warehouse = packed_family(tmp_path / "w", family, away=("e0",))
+    record = record_of(warehouse)
+    path = warehouse.replaced.rest(record.checkpoint_id, 0)
+    assert record.files[0].path == "config.json"
+    path.write_bytes(path.read_bytes().replace(b"Toy", b"Tox"))
+    with pytest.raises(CorruptionError) as refused:
+        merge(warehouse, parse(text, name="m", where="m.yml"))
+    assert refused.value.where == f"{path}, for config.json of e0"
+
+
+def test_steps_of_a_merge_on_their_own_name_a_damaged_rest(files: Path, tmp_path: Path) -> None:
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    record = record_of(warehouse)
+    plan = make_plan(warehouse, recipe())
+    path = warehouse.replaced.rest(record.checkpoint_id, 1)
+    flip_tensor(path)
+    with pytest.raises(CorruptionError) as refused:
+        list(run_layers(warehouse, plan))
+    assert str(path) in str(refused.value)
+    shutil.rmtree(warehouse.catalog_dir / "block_stats")
+    with pytest.raises(CorruptionError) as refused:
+        analyze(warehouse, ["e0"])
+    assert str(path) in str(refused.value)
+
+
+def test_other_damage_is_not_blamed_on_what_is_whole(files: Path, tmp_path: Path) -> None:
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    base = tmp_path / "base" / "base.safetensors"
+    stat = base.stat()
+    flip_at(base, 200_000)
+    import os
+
+    os.utime(base, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+    with pytest.raises(CorruptionError) as refused:
+        unpack(warehouse, "e0")
+    assert str(base.parent) in str(refused.value)
+    assert ".rest" not in str(refused.value)
