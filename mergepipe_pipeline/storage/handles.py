@@ -12,6 +12,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+#: Threads that may hold files at the same time, for none of which another one is closed.
+_THREADS = 16
+
 
 @dataclass(slots=True, eq=False)
 class OpenFile:
@@ -69,6 +72,11 @@ class Handles:
                 file.wanted = False
                 if not file.users:
                     os.close(file.descriptor)
+
+    @property
+    def share(self) -> int:
+        """How many files one of several threads may take before it gives any back."""
+        return max(1, self._limit() // _THREADS)
 
     def _used(self, owner: object, name: str) -> OpenFile | None:
         """An open file with one more user, now the one that was used last."""

@@ -41,7 +41,8 @@ class _Request:
 class ReadBatch:
     """The reads of one window; a context manager. For one thread.
 
-    Leaving it does them, and then what has to follow, in the order in which it was asked for.
+    Leaving it does them, and then what has to follow, in the order in which it was asked for. Where
+    they are of more files than a thread may hold open, some are done before.
     """
 
     def __init__(self) -> None:
@@ -56,21 +57,24 @@ class ReadBatch:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        failing = self._failing
         try:
             if kind is None:
-                self._run()
-        except BaseException:
-            kind = True
-            raise
+                self._read()
+                for work in self._following:
+                    work()
+                failing = []
         finally:
-            for file in self._files.values():
-                HANDLES.give_back(file)
-            for work in self._failing if kind else ():
+            self._give_back()
+            for work in failing:
                 work()
 
     def file(self, owner: object, path: str, take: Callable[[], OpenFile]) -> int:
-        """The descriptor of a file, which `take` opens the first time; open until the batch ran."""
+        """The descriptor of a file, which `take` opens the first time; open until it was read."""
         if (owner, path) not in self._files:
+            if len(self._files) >= HANDLES.share:
+                self._read()
+                self._give_back()
             self._files[owner, path] = take()
         return self._files[owner, path].descriptor
 
@@ -116,7 +120,8 @@ class ReadBatch:
         fields = kind, file, start, len(buffer), address_of(buffer)
         self._requests.append(_Request(fields, alone))
 
-    def _run(self) -> None:
+    def _read(self) -> None:
+        """Do what was asked for so far."""
         began = time.perf_counter()
         if self._requests:
             table = np.array([r.fields for r in self._requests], np.int64)
@@ -125,9 +130,13 @@ class ReadBatch:
             done = run_all(table.reshape(-1, REQUEST_FIELDS), np.frombuffer(scratch, np.uint8))
             for request in self._requests[done:]:
                 request.alone()
-        self.read_s = time.perf_counter() - began
-        for work in self._following:
-            work()
+            self._requests = []
+        self.read_s += time.perf_counter() - began
+
+    def _give_back(self) -> None:
+        for file in self._files.values():
+            HANDLES.give_back(file)
+        self._files.clear()
 
 
 def address_of(memory: memoryview) -> int:

@@ -91,7 +91,7 @@ def measured(case: Case, family: Family, work: Path) -> Told:
     make_cold(files)
     predicted = asked(mergepipe(home, "check", recipe, case))["time"]
     busy = busy_s()
-    cost = run(command, cold=files, log=work / "log")
+    cost = run(command, cold=files, filler=work / "filler", log=work / "log")
     others = max(0.0, busy_s() - busy - cost.cpu_s) / cost.wall_s
     came = json.loads((work / "log").read_text())["time"]["realised"]
     shutil.rmtree(home)

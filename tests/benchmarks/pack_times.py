@@ -1,8 +1,9 @@
 """Cold merges from packs and from originals, each beside what the disk takes for the same bytes.
 
-Every contender starts with its inputs out of the page cache. "limit" reads as many bytes of the
-same files past the page cache with four threads while it writes the output; "cat" reads them one
-after the other and then writes. The first lines are analysis alone and packing what is analysed.
+Every contender starts with its inputs out of the page cache, which is full of other pages. "limit"
+reads as many bytes of the same files past the page cache with four threads while it writes the
+output; "cat" reads them one after the other and then writes. The first lines are analysis alone and
+packing what is analysed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class _Arena:
 
     def cold(self, command: Sequence[str]) -> Measurement:
         """One cold run."""
-        return run(command, cold=[*self.originals, *self.frames], log=self.log)
+        filler = self.log.with_name("filler")
+        return run(command, cold=[*self.originals, *self.frames], filler=filler, log=self.log)
 
     def forget(self) -> None:
         """Leave the catalog and the packs alone."""

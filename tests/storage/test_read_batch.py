@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -125,6 +126,27 @@ def test_a_batch_leaves_no_file_open(folder: Path) -> None:
         for name, nbytes in _SIZES.items():
             source.put(batch, name, 0, memoryview(bytearray(nbytes)))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("reading", ["exact", "once"])
+def test_more_files_than_a_process_may_open_are_read_in_one_batch(
+    tmp_path: Path, reading: Reading
+) -> None:
+    names = [f"{n:03}" for n in range(60)]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode() * 70_000)
+        drop(tmp_path / name)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    memory = [memoryview(bytearray(210_000)) for _ in names]
+    n_open = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 40, hard))
+    try:
+        with LocalSource(tmp_path, reading) as source, ReadBatch() as batch:
+            for name, out in zip(names, memory, strict=True):
+                source.put(batch, name, 0, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(bytes(m) == n.encode() * 70_000 for n, m in zip(names, memory, strict=True))
 
 
 def test_where_direct_reads_fail_ordinary_ones_are_made(
