@@ -6,15 +6,12 @@ each costs Python more than the disk.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.xxh3 import Hashes, are_equal
+from mergepipe_pipeline.storage.compiled_reads import pages_nbytes, pread
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
 
 Bytes = npt.NDArray[np.uint8]
@@ -24,9 +21,6 @@ Flags = npt.NDArray[np.bool_]
 #: What `runs` say of each: its tier, its first chunk, where it begins in the file, its bytes, and
 #: where in the buffer its first page lies.
 RUN_FIELDS = 5
-_pread: Any = types.ExternalFunction(
-    "pread", types.int64(types.int32, types.uintp, types.uint64, types.int64)
-)
 
 
 # It keeps the interpreter's lock: to let it go and to get it back takes longer.
@@ -68,7 +62,7 @@ def lay_out(
                     starts[tier, c - first] = size + lead + frame_starts[tier, c] - start
                     nbytes[tier, c - first] = sizes[tier, c]
                 runs[n_runs] = tier, begin, start, n, size
-                size += _pages_nbytes(lead + n)
+                size += pages_nbytes(lead + n)
                 n_runs += 1
             chunk += 1
     return n_runs, size
@@ -94,15 +88,10 @@ def read_runs(
         tier, _, start, n, at = runs[r]
         lead, place = start % PAGE_NBYTES, np.uint64(buffer.ctypes.data) + np.uint64(at)
         if direct[tier]:
-            size = np.uint64(_pages_nbytes(lead + n))
-            found = _pread(descriptors[tier], place, size, start - lead) - lead
+            size = np.uint64(pages_nbytes(lead + n))
+            found = pread(descriptors[tier], place, size, start - lead) - lead
         else:
-            found = _pread(descriptors[tier], place + np.uint64(lead), np.uint64(n), start)
+            found = pread(descriptors[tier], place + np.uint64(lead), np.uint64(n), start)
         if found < n:
             return r, False
     return len(runs), are_equal(buffer, starts, nbytes, checksums, first)
-
-
-@numba.njit(inline="always")
-def _pages_nbytes(n: int) -> int:
-    return -(-n // PAGE_NBYTES) * PAGE_NBYTES

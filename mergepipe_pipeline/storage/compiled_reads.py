@@ -23,7 +23,8 @@ REQUEST_FIELDS = 5
 #: Through the page cache; past it by way of scratch; past it into whole pages of their own; a copy.
 CACHED, DIRECT, IN_PLACE, COPY = range(4)
 
-_pread: Any = types.ExternalFunction(
+#: Of the C library: file, address, bytes, place in the file; gives the bytes that it read.
+pread: Any = types.ExternalFunction(
     "pread", types.int64(types.int32, types.uintp, types.uint64, types.int64)
 )
 _memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uint64))
@@ -44,8 +45,8 @@ def run_all(requests: Longs, scratch: npt.NDArray[np.uint8]) -> int:
                 return r
         elif kind == IN_PLACE:
             lead = start % PAGE_NBYTES
-            size = _pages_nbytes(lead + nbytes)
-            found = _pread(file, np.uint64(address - lead), np.uint64(size), start - lead)
+            size = pages_nbytes(lead + nbytes)
+            found = pread(file, np.uint64(address - lead), np.uint64(size), start - lead)
             if found - lead < nbytes:
                 return r
         elif not _read_by_scratch(file, start, nbytes, address, scratch):
@@ -57,7 +58,7 @@ def run_all(requests: Longs, scratch: npt.NDArray[np.uint8]) -> int:
 def _read(file: int, start: int, nbytes: int, address: int) -> bool:
     done = 0
     while done < nbytes:
-        found = _pread(file, np.uint64(address + done), np.uint64(nbytes - done), start + done)
+        found = pread(file, np.uint64(address + done), np.uint64(nbytes - done), start + done)
         if found <= 0:
             return False
         done += found
@@ -71,8 +72,8 @@ def _read_by_scratch(
     place, done = np.uint64(scratch.ctypes.data), 0
     while done < nbytes:
         lead = (start + done) % PAGE_NBYTES
-        size = min(len(scratch), _pages_nbytes(lead + nbytes - done))
-        found = _pread(file, place, np.uint64(size), start + done - lead) - lead
+        size = min(len(scratch), pages_nbytes(lead + nbytes - done))
+        found = pread(file, place, np.uint64(size), start + done - lead) - lead
         if found <= 0:
             return False
         n = min(found, nbytes - done)
@@ -82,5 +83,6 @@ def _read_by_scratch(
 
 
 @cached_njit(nogil=True, inline="always")
-def _pages_nbytes(n: int) -> int:
+def pages_nbytes(n: int) -> int:
+    """Bytes of the whole pages that n bytes from a page's start on lie in."""
     return -(-n // PAGE_NBYTES) * PAGE_NBYTES
