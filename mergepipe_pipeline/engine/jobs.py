@@ -15,6 +15,7 @@ from mergepipe_pipeline.engine.tie_breaks import TieBreakers
 from mergepipe_pipeline.operators import OPERATORS, Operator
 from mergepipe_pipeline.operators.methods.passthrough import is_unscaled
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
+from mergepipe_pipeline.packs.together import PackedInputs
 from mergepipe_pipeline.spec.blocks import clip, total_elems
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask
 from mergepipe_pipeline.spec.view import TensorView
@@ -47,8 +48,7 @@ class Job:
         low_rank = task.base.view.low_rank if task.base else None
         self.base_update = open_update(base_readers, low_rank, known)
         base = task.base
-        #: Per expert, what it gets of a pack.
-        self.packed = [sources.packed(e, before=before) for e in experts]
+        self.packed = PackedInputs([sources.packed(e, before=before) for e in experts])
         #: Per expert, ranges as `ExpertInput` has them, of which windows ask again and again.
         self.differing = [e.differing for e in experts]
         self._verifiers = [

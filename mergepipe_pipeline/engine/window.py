@@ -22,13 +22,14 @@ from mergepipe_pipeline.operators.kernels.bits import Bits, Floats, Stored, narr
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, Ints, tiles_of
 from mergepipe_pipeline.packs.elements import PackedPart
+from mergepipe_pipeline.packs.together import Placed, decode_together
 from mergepipe_pipeline.spec.blocks import Range, clip
 from mergepipe_pipeline.spec.plan import TensorTask
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.uncached import pages_nbytes
-from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, fill_verified
+from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
 from mergepipe_pipeline.tensors.stored import (
     Bytes,
     Readers,
@@ -58,7 +59,7 @@ class Window(Generic[D]):
         self.page_buffer: PageBuffer | None = None
         #: Per expert, what was read of its pack; and the base, if that was read with them.
         self._base: BaseRow | None = None
-        self._packed: Sequence[Sequence[PackedPart]] = [()] * len(job.packed)
+        self._packed: Sequence[Sequence[PackedPart]] = [()] * len(job.task.experts)
         #: Elements that `run` had to cut off at the end of the output's type.
         self.n_cut_off = 0
 
@@ -83,7 +84,7 @@ class Window(Generic[D]):
     def read_packed(self, buffer: PageBuffer) -> None:
         """Read into `buffer` what the plan takes from packs, and the base; `run` needs it there."""
         job, start, stop = self._job, self._start, self._stop
-        self._packed = [p.fetch(start, stop, buffer) if p else () for p in job.packed]
+        self._packed = job.packed.fetch(start, stop, buffer)
         if any(self._packed):
             self._base = self._read_base(buffer.take(pages_nbytes(0, self._n * job.sizes[-1])))
 
@@ -205,7 +206,8 @@ class Window(Generic[D]):
                 for a, b in parts if job.as_delta else ():
                     step[self._tiles(a, b)] = STORED
                 self._fill_gaps(row, below, parts, step, is_delta=e.view.is_delta)
-                self._read_bits(k, row, below, step, batch)
+                self._read_bits(k, row, step, batch)
+        self._decode(bits, below, present)
         return below, bits[: len(present)], np.array(present, np.int64), steps[: len(present)]
 
     def _fill_gaps(
@@ -218,8 +220,8 @@ class Window(Generic[D]):
                 inside = slice(a - self._start, b - self._start)
                 row[inside] = 0 if is_delta else base[inside]
 
-    def _read_bits(self, k: int, row: Bits, base: Bits, step: Floats, batch: ReadBatch) -> None:
-        """Read what is there of expert k into `row` [n]; `base` [n] likewise, of all experts."""
+    def _read_bits(self, k: int, row: Bits, step: Floats, batch: ReadBatch) -> None:
+        """Read what is stored of expert k into `row` [n], and say what its pack gives."""
         job, start = self._job, self._start
         view, verify = job.task.experts[k].view, job.verify[k]
         stop = min(self._stop, view.numel)
@@ -227,14 +229,28 @@ class Window(Generic[D]):
             piece = row[a - start : b - start].view(np.uint8)
             read_stored(job.sources.expert, view, a, b, piece.data, verify, batch)
         for part in self._packed[k]:
-            inside = slice(part.start_elem - start, part.stop_elem - start)
-            if part.gives_bits:
-                out, below = (x[inside].view(np.uint8) for x in (row, base))
-                fill_verified(part, out, below, verify)
-            else:
-                part.numbers(row[inside].view(np.int16))
-                for a, b, of in part.steps:
-                    step[self._tiles(a, b)] = of
+            for a, b, of in () if part.gives_bits else part.steps:
+                step[self._tiles(a, b)] = of
+
+    def _decode(self, bits: Bits, base: Bits, present: Sequence[int]) -> None:
+        """Put what was read of packs into the rows `bits` [p, n] of the experts `present`."""
+        placed = [
+            Placed(
+                part, row * self._n + part.start_elem - self._start, part.start_elem - self._start
+            )
+            for row, k in enumerate(present)
+            for part in self._packed[k]
+        ]
+        if not placed:
+            return
+        flat = bits.reshape(-1)
+        decode_together(placed, base, flat)
+        verify = [self._job.verify[k] for k in present]
+        for p in placed:
+            check, part = verify[p.start // self._n], p.part
+            if check and part.is_expert:
+                inside = flat[p.start : p.start + part.stop_elem - part.start_elem]
+                check(part.start_elem, part.stop_elem, inside.view(np.uint8).data)
 
     def _tiles(self, start_elem: int, stop_elem: int) -> slice:
         """The window's tiles that elements [start, stop) lie in."""

@@ -18,7 +18,15 @@ import numpy.typing as npt
 from mergepipe_pipeline.operators.kernels.bits import Numbers
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, count_large, restore, split
-from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, as_array, refuse, to_frame
+from mergepipe_pipeline.packs.frames import (
+    Bytes,
+    Frames,
+    Longs,
+    Places,
+    as_array,
+    refuse,
+    to_frame,
+)
 from mergepipe_pipeline.packs.sections import contents_of, sections_of
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
 
@@ -106,22 +114,24 @@ def encode_chunk(
     return EncodedChunk(found, _rounded_up(residual_sq))
 
 
-def decode_numbers(frames: Frames, n_tiers: Sequence[int], out: Numbers) -> None:
-    """Fill `out`, int16 [n], with δ̂ in steps of the last tier of each chunk.
+def decode_numbers(
+    frames: Frames, n_tiers: Sequence[int], out: Numbers, places: Places | None = None
+) -> None:
+    """Put δ̂ into `out`, int16, in steps of the last tier of each chunk.
 
-    Chunks lie one after the other and are whole but for the tensor's last; each has the first
-    `n_tiers` of the tiers. One without bytes is of zeros. Raises CorruptionError.
+    Chunks lie at `places`, or fill `out` one after the other; each has the first `n_tiers` of the
+    tiers. One without bytes is of zeros. Raises CorruptionError.
     """
-    elems, most = _elems(len(out)), max(n_tiers)
-    trits = -(-elems // ternary.PER_BYTE)
-    sizes = np.array([elems, *[trits] * (most - 1)])
-    front = ternary.trit_nbytes(CHUNK_ELEMS)
-    (unpacked,) = _scratch.of(front + int(sizes.sum()))
-    unpacked[:front] = ternary.NO_TRITS
+    places = places or Places.one_after_another(len(out))
+    counts, most = np.array(n_tiers, np.int64), max(n_tiers)
+    trits = -(-places.elems // ternary.PER_BYTE)
+    sizes = np.stack([places.elems, *[trits] * (most - 1)])
     starts, nbytes = frames.starts[:most], frames.nbytes[:most]
-    places, _ = contents_of(frames.raw, starts, nbytes, sizes, unpacked, front)
-    counts = np.array(n_tiers, np.int64)
-    ternary.add_up(frames.raw, as_array(unpacked.data), places, counts, CHUNK_ELEMS, out)
+    front = ternary.trit_nbytes(CHUNK_ELEMS)
+    (unpacked,) = _scratch.of(front + _unpacked_nbytes(nbytes, sizes))
+    unpacked[:front] = ternary.NO_TRITS
+    contents, _ = contents_of(frames.raw, starts, nbytes, sizes, unpacked, front)
+    ternary.add_up(frames.raw, as_array(unpacked.data), contents, counts, *places, out)
 
 
 def decode_exact(
@@ -131,33 +141,41 @@ def decode_exact(
     decode_bits(Frames.of({"X20": [x20], "X": [x]}), base_bits, out_bits)
 
 
-def decode_bits(frames: Frames, base_bits: Bits, out_bits: Bits) -> None:
-    """Fill `out_bits` [n] with the expert's bits, given the base's.
+def decode_bits(
+    frames: Frames,
+    base_bits: Bits,
+    out_bits: Bits,
+    places: Places | None = None,
+    base_places: Longs | None = None,
+) -> None:
+    """Put the expert's bits into `out_bits`, given the base's, which begin at `base_places`.
 
-    Of chunks that lie one after the other and are whole but for the tensor's last. Without frames
-    of X what is not in X20 is the base's: that is level X20. Raises CorruptionError.
+    Chunks lie at `places`, or fill both one after the other. Without frames of X what is not in X20
+    is the base's: that is level X20. Raises CorruptionError.
     """
-    if not frames.nbytes[_X20].any() and not frames.nbytes[_X].any():
-        out_bits[:] = base_bits
-        return
-    n, size, raw = len(out_bits), out_bits.itemsize, frames.raw
-    elems = _elems(n)
-    bitmap_sizes = -(-elems // 8)
-    front = CHUNK_ELEMS
-    folded, unpacked = _scratch.of(
-        min(n, CHUNK_ELEMS) * size, front + int(bitmap_sizes.sum()) + 2 * size * n
-    )
+    places = places or Places.one_after_another(len(out_bits))
+    at_base = places.starts if base_places is None else base_places
+    elems, size, raw = places.elems, out_bits.itemsize, frames.raw
+    n, bitmap_sizes, front = int(elems.sum()), -(-elems // 8), CHUNK_ELEMS
+    # Each byte of a distance is in one of two sections, or zero.
+    folded, unpacked = _scratch.of(CHUNK_ELEMS * size, front + int(bitmap_sizes.sum()) + size * n)
     unpacked[:front] = 0
     starts, nbytes = sections_of(frames, _X20, 1 + size)
     bitmaps, at = contents_of(raw, starts[0], nbytes[0], bitmap_sizes, unpacked, front)
     n_large = np.empty(len(elems), np.int64)
     if not count_large(raw, as_array(unpacked.data), bitmaps, elems, n_large):
-        refuse(f"a bitmap of {elems[-1]} elements", "bits behind the last")
+        refuse("bitmaps of the elements of their chunks", "bits behind the last")
     large, at = _planes(raw, starts[1:], nbytes[1:], n_large, unpacked, at)
     starts, nbytes = sections_of(frames, _X, size)
     rest, _ = _planes(raw, starts, nbytes, elems - n_large, unpacked, at)
-    places, order = (bitmaps, n_large, large, rest), folded.view(out_bits.dtype)
-    restore(raw, as_array(unpacked.data), *places, CHUNK_ELEMS, base_bits, order, out_bits)
+    contents = bitmaps, n_large, large, rest
+    scratch, unpacked = folded.view(out_bits.dtype), as_array(unpacked.data)
+    restore(raw, unpacked, *contents, *places, at_base, base_bits, scratch, out_bits)
+
+
+def _unpacked_nbytes(nbytes: Longs, sizes: Longs) -> int:
+    """Bytes of the contents of those sections that are not stored as they are."""
+    return int(sizes[(nbytes > 0) & (nbytes < sizes)].sum())
 
 
 def _planes(
@@ -167,13 +185,6 @@ def _planes(
     # A plane of no elements has no bytes, whatever says so.
     sizes = np.broadcast_to(counts, starts.shape)
     return contents_of(raw, starts, nbytes, sizes, unpacked, at)
-
-
-def _elems(n: int) -> Longs:
-    """How many of n elements lie in each chunk."""
-    elems = np.full(-(-n // CHUNK_ELEMS), CHUNK_ELEMS)
-    elems[-1:] = n - (len(elems) - 1) * CHUNK_ELEMS
-    return elems
 
 
 def _quantise(

@@ -26,8 +26,8 @@ from mergepipe_pipeline.packs.codec import (
     decode_numbers,
 )
 from mergepipe_pipeline.packs.exact import Bits
-from mergepipe_pipeline.packs.frames import Frames
-from mergepipe_pipeline.packs.reader import PackReader
+from mergepipe_pipeline.packs.frames import Frames, Places
+from mergepipe_pipeline.packs.reader import PackReader, WantedFrames
 from mergepipe_pipeline.packs.ternary import step_of
 from mergepipe_pipeline.spec.pack import (
     CHUNK_ELEMS,
@@ -84,6 +84,16 @@ class PackedPart:
         return self.levels[0] == "X"
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all elements of the chunks are asked for."""
+        return self.stop_elem - self.start_elem == self._n
+
+    @property
+    def places(self) -> Places:
+        """Where the chunks begin, counted from the first of them, and their elements."""
+        return Places.one_after_another(self._n)
+
+    @property
     def steps(self) -> Iterator[tuple[int, int, np.float32]]:
         """Runs of elements [start, stop) with one step of `numbers`, in order."""
         at = self.start_elem
@@ -100,7 +110,7 @@ class PackedPart:
         """
         kind = BITS_OF[self.tensor.dtype]
         mine, theirs = np.frombuffer(out, kind), np.frombuffer(base, kind)
-        if self._is_whole:
+        if self.is_whole:
             self._exact(theirs, mine)
             return
         # Other elements of the chunk come out wrong, and nobody looks at them.
@@ -119,7 +129,7 @@ class PackedPart:
 
     def numbers(self, out: Numbers) -> None:
         """Fill `out` [stop − start] with δ̂ in `steps`. Raises CorruptionError."""
-        whole = out if self._is_whole else np.empty(self._n, np.int16)
+        whole = out if self.is_whole else np.empty(self._n, np.int16)
 
         def decode(chunks: slice, elems: slice) -> None:
             n_tiers = [len(TIERS_OF[level]) for level in self.levels[chunks]]
@@ -165,10 +175,6 @@ class PackedPart:
         return min(stop, prod(self.tensor.shape)) - self._first * CHUNK_ELEMS
 
     @property
-    def _is_whole(self) -> bool:
-        return self.stop_elem - self.start_elem == self._n
-
-    @property
     def _inside(self) -> slice:
         first = self._first * CHUNK_ELEMS
         return slice(self.start_elem - first, self.stop_elem - first)
@@ -200,17 +206,32 @@ class PackedElements:
         #: Chunks of which some elements were asked for: frames, and how many elements are to come.
         self._begun: dict[int, tuple[Frames, int]] = {}
 
+    @property
+    def frames(self) -> WantedFrames:
+        """The frames that the plan takes of the whole tensor."""
+        return self._reader.wanted(self._tensor, self._wanted)
+
+    def chunks_in(self, start_elem: int, stop_elem: int) -> tuple[int, int]:
+        """The chunks [first, stop) whose elements all lie in [start, stop)."""
+        first = -(-start_elem // CHUNK_ELEMS)
+        is_end = stop_elem >= self._numel
+        last = _chunks(0, self._numel)[1] if is_end else stop_elem // CHUNK_ELEMS
+        return first, max(first, last)
+
     def fetch(self, start_elem: int, stop_elem: int, buffer: PageBuffer) -> list[PackedPart]:
         """Read what the plan takes from the pack of elements [start, stop), in order.
 
         What is read lies in `buffer`, until that is cleared. Raises BudgetError, CorruptionError.
         """
-        stop_elem = min(stop_elem, self._numel)
-        first = -(-start_elem // CHUNK_ELEMS)
-        stop = _chunks(0, stop_elem)[1] if stop_elem == self._numel else stop_elem // CHUNK_ELEMS
+        first, stop = self.chunks_in(start_elem, stop_elem)
         whole = self._read(first, stop, buffer) if first < stop else None
+        return self.parts(start_elem, stop_elem, whole)
+
+    def parts(self, start_elem: int, stop_elem: int, whole: Frames | None) -> list[PackedPart]:
+        """What `fetch` gives; `whole` are the frames of the chunks that lie in [start, stop)."""
+        first = -(-start_elem // CHUNK_ELEMS)
         parts = []
-        for pieces in _joined(list(self._pieces(start_elem, stop_elem))):
+        for pieces in _joined(list(self._pieces(start_elem, min(stop_elem, self._numel)))):
             edges = pieces[0].start_elem, pieces[-1].stop_elem
             a, b = _chunks(*edges)
             if whole is None or pieces[0].is_part:

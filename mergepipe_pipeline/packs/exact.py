@@ -96,21 +96,26 @@ def restore(
     n_large: Longs,
     large: Longs,
     rest: Longs,
-    chunk_elems: int,
+    starts: Longs,
+    elems: Longs,
+    base_starts: Longs,
     base: Bits,
     folded: Bits,
     out: Bits,
 ) -> None:
-    """Fill `out` [n] with the bits that have these distances to `base` [n].
+    """Put into `out` the bits that have these distances to those of `base`.
 
-    Of chunks of `chunk_elems` that lie one after the other; places are of contents. `bitmaps`
-    [chunks] say which elements are large, `n_large` [chunks] how many. `large` [bytes, chunks] have
-    each byte of theirs, `rest` that of the others; absent ones are zeros. `folded` is room for the
-    distances of a chunk.
+    `starts` [chunks] and `base_starts` are where a chunk's `elems` [chunks] begin. The others are
+    places of contents. `bitmaps` [chunks] say which elements are large, `n_large` [chunks] how
+    many. `large` [bytes, chunks] have each byte of theirs, `rest` that of the others; absent ones
+    are zeros. `folded` is room for the distances of a chunk.
     """
     for chunk in range(len(n_large)):
-        first, count = chunk * chunk_elems, n_large[chunk]
-        part = out[first : first + chunk_elems]
+        first, n, count = starts[chunk], elems[chunk], n_large[chunk]
+        part, below = out[first : first + n], base[base_starts[chunk] : base_starts[chunk] + n]
+        if count == 0 and (rest[:, chunk] == ABSENT).all():
+            part[:] = below
+            continue
         ordered = folded[: len(part)]
         _join(raw, unpacked, large[:, chunk], ordered[:count])
         _join(raw, unpacked, rest[:, chunk], ordered[count:])
@@ -120,7 +125,7 @@ def restore(
         else:
             for e in range(len(part)):  # an assignment to all of it takes five times as long
                 part[e] = ordered[e]
-        _add_to(base[first : first + chunk_elems], part)
+        _add_to(below, part)
 
 
 @cached_njit(nogil=True)

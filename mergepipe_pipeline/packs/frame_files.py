@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
@@ -14,11 +17,70 @@ from mergepipe_pipeline.packs.damage import REMADE
 from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, as_array
 from mergepipe_pipeline.packs.index import frames_name, frames_path
 from mergepipe_pipeline.packs.runs import RUN_FIELDS, Flags, lay_out, read_runs
-from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES, are_equal
+from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES, Hashes, are_equal
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import LocalSource, Reading
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
+
+
+class FrameTable(NamedTuple):
+    """Where frames lie in some files, and what they are, as `PackedTensor` has it of one tensor.
+
+    `starts` int64 [files, chunks + 1], `nbytes` uint32 and `checksums` uint64 [files, chunks].
+    """
+
+    starts: Longs
+    nbytes: npt.NDArray[np.uint32]
+    checksums: Hashes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attempt:
+    """What one compiled call read: frames in `raw`, and the runs that are `left`, in their fields.
+
+    `is_compared`: all have their checksums, but for short ones. `is_direct` [files]: read past the
+    page cache.
+    """
+
+    raw: Bytes
+    frames: Frames
+    left: list[list[int]]
+    is_compared: bool
+    is_direct: Flags
+
+    @property
+    def is_short(self) -> Flags:
+        """Which frames were too short to be compared, [files, chunks]."""
+        return (self.frames.nbytes > 0) & (self.frames.nbytes <= SHORT_NBYTES)
+
+
+def read_at_once(
+    lent: Callable[[int], AbstractContextManager[tuple[int, bool]]],
+    table: FrameTable,
+    wanted: Flags,
+    first: int,
+    stop: int,
+    buffer: PageBuffer,
+) -> Attempt:
+    """Read the frames of chunks [first, stop) that are `wanted` [files, chunks] into `buffer`.
+
+    `lent` gives a file by its number.
+    """
+    starts, nbytes = np.zeros((2, len(wanted), stop - first), np.int64)
+    runs = np.empty((starts.size, RUN_FIELDS), np.int64)
+    n, size = lay_out(table.starts, table.nbytes, wanted, first, starts, nbytes, runs)
+    runs, raw = runs[:n], buffer.take(size)
+    descriptors, direct = np.zeros(len(wanted), np.int32), np.zeros(len(wanted), np.bool_)
+    done, are_alike = 0, False
+    with suppress(CheckpointError), ExitStack() as files:
+        for number in {*runs[:, 0].tolist()}:
+            descriptors[number], direct[number] = files.enter_context(lent(number))
+        done, are_alike = read_runs(
+            runs, descriptors, direct, raw, starts, nbytes, table.checksums, first
+        )
+    frames = Frames(as_array(raw.data), starts, nbytes)
+    return Attempt(raw, frames, runs[done:].tolist(), are_alike, direct)
 
 
 class FrameFiles:
@@ -52,52 +114,36 @@ class FrameFiles:
         """
         assert 0 <= first <= stop <= tensor.nbytes.shape[1]  # compiled code does not look
         assert wanted.shape == tensor.nbytes.shape
-        starts, nbytes = np.zeros((2, len(TIERS), stop - first), np.int64)
-        runs = np.empty((starts.size, RUN_FIELDS), np.int64)
-        places = starts, nbytes, runs
-        n, size = lay_out(tensor.frame_starts, tensor.nbytes, wanted, first, *places)
-        raw = buffer.take(size)
-        is_compared = self._read_runs(tensor, runs[:n], raw, starts, nbytes, first)
-        frames = Frames(as_array(raw.data), starts, nbytes)
+        table = FrameTable(tensor.frame_starts, tensor.nbytes, tensor.checksums)
+        attempt = read_at_once(self.lent, table, wanted, first, stop, buffer)
+        frames, is_compared = attempt.frames, attempt.is_compared
+        if attempt.left:
+            self._read_left(tensor, attempt)
+            is_compared = are_equal(
+                attempt.raw, frames.starts, frames.nbytes, tensor.checksums, first
+            )
         # What is too short for the compiled comparison, or everything, to find what is wrong.
-        left = (nbytes > 0) & (nbytes <= SHORT_NBYTES) if is_compared else nbytes > 0
+        left = attempt.is_short if is_compared else frames.nbytes > 0
         for tier, chunk in zip(*np.nonzero(left), strict=True):
             self._compare(tensor, frames, int(tier), int(chunk), first)
         return frames
 
-    def _read_runs(
-        self,
-        tensor: PackedTensor,
-        runs: Longs,
-        buffer: Bytes,
-        starts: Longs,
-        nbytes: Longs,
-        first: int,
-    ) -> bool:
-        """Read runs of frames into `buffer`; whether all but short frames were compared."""
-        descriptors, direct = np.zeros(len(TIERS), np.int32), np.zeros(len(TIERS), np.bool_)
-        done, are_alike = 0, False
-        with suppress(CheckpointError), ExitStack() as lent:
-            for tier in {*runs[:, 0].tolist()}:
-                file = self._source.lent(frames_name(TIERS[tier]))
-                descriptors[tier], direct[tier] = lent.enter_context(file)
-            done, are_alike = read_runs(
-                runs, descriptors, direct, buffer, starts, nbytes, tensor.checksums, first
-            )
-        if done == len(runs):
-            return are_alike
-        # An ordinary read says what is wrong, or gives what another one could not.
-        for tier, chunk, start_byte, run_nbytes, at in runs[done:].tolist():
+    def lent(self, tier: int) -> AbstractContextManager[tuple[int, bool]]:
+        """As `LocalSource.lent`, of a tier's file."""
+        return self._source.lent(frames_name(TIERS[tier]))
+
+    def _read_left(self, tensor: PackedTensor, attempt: Attempt) -> None:
+        """Read what the compiled call could not: an ordinary read says what is wrong, or reads."""
+        for tier, chunk, start_byte, run_nbytes, at in attempt.left:
             begin = at + start_byte % PAGE_NBYTES
-            into = buffer.data[begin : begin + run_nbytes]
+            into = attempt.raw.data[begin : begin + run_nbytes]
             try:
                 self._source.read_into(frames_name(TIERS[tier]), start_byte, into)
             except CheckpointError as error:
                 chunks = f"chunk {chunk} and those after it"
                 raise self._damaged(tensor, tier, chunks, error.expected, error.found) from error
-            if direct[tier]:
+            if attempt.is_direct[tier]:
                 self._source.read_through_cache(frames_name(TIERS[tier]))
-        return are_equal(buffer, starts, nbytes, tensor.checksums, first)
 
     def _compare(
         self, tensor: PackedTensor, frames: Frames, tier: int, chunk: int, first: int

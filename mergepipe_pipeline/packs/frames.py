@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import zstandard
 
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.sparse import to_pairs
-from mergepipe_pipeline.spec.pack import TIERS, Tier
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Tier
 
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
@@ -83,6 +83,19 @@ class Frames:
         at = TIERS.index(tier), chunk
         start = int(self.starts[at])
         return self.raw.data[start : start + int(self.nbytes[at])]
+
+
+class Places(NamedTuple):
+    """Where the elements of chunks lie in an array: int64 [chunks], and how many these are."""
+
+    starts: Longs
+    elems: Longs
+
+    @classmethod
+    def one_after_another(cls, n: int) -> Places:
+        """Of n elements of one tensor, from the start of a chunk on."""
+        starts = np.arange(0, n, CHUNK_ELEMS)
+        return cls(starts, np.minimum(CHUNK_ELEMS, n - starts))
 
 
 def to_frame(sections: Sequence[Bytes]) -> bytes:

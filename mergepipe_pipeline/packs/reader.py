@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -24,6 +24,15 @@ from mergepipe_pipeline.storage.source import Reading
 
 #: Per tensor and tier, the elements whose frames may be read; ascending.
 Allowed = Mapping[tuple[str, Tier], Sequence[Range]]
+
+
+class WantedFrames(NamedTuple):
+    """The frames of a tensor that a plan takes of a pack: `wanted` [tiers, chunks] of `files`."""
+
+    files: FrameFiles
+    tensor: PackedTensor
+    wanted: Flags
+    tally: Tally
 
 
 class PackReader:
@@ -59,15 +68,18 @@ class PackReader:
         self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, buffer: PageBuffer
     ) -> Frames:
         """As `FrameFiles.read_wanted`. Raises BudgetError outside the plan, DamagedPackError."""
-        outside = wanted[:, first:stop] & ~self._gate(tensor)[:, first:stop]
-        if outside.any():
-            self._refuse(tensor, outside, first)
+        self._admit(tensor, wanted, first, stop)
         began = time.perf_counter()
         with self._damage_named():
             frames = self._files.read_wanted(tensor, wanted, first, stop, buffer)
         self._tally.read_s += time.perf_counter() - began
         self._tally.nbytes += int(frames.nbytes.sum())
         return frames
+
+    def wanted(self, tensor: PackedTensor, wanted: Flags) -> WantedFrames:
+        """What others read together with frames of other packs. Raises BudgetError as `read`."""
+        self._admit(tensor, wanted, 0, wanted.shape[1])
+        return WantedFrames(self._files, tensor, wanted, self._tally)
 
     @contextmanager
     def _damage_named(self) -> Iterator[None]:
@@ -92,6 +104,12 @@ class PackReader:
                     gate[number, a // CHUNK_ELEMS : -(-b // CHUNK_ELEMS)] = True
             self._gates[tensor.name] = gate
         return self._gates[tensor.name]
+
+    def _admit(self, tensor: PackedTensor, wanted: Flags, first: int, stop: int) -> None:
+        """Raise BudgetError for what is wanted of chunks [first, stop) and may not be read."""
+        outside = wanted[:, first:stop] & ~self._gate(tensor)[:, first:stop]
+        if outside.any():
+            self._refuse(tensor, outside, first)
 
     def _refuse(self, tensor: PackedTensor, outside: Flags, first: int) -> NoReturn:
         number, chunk = (int(x[0]) for x in np.nonzero(outside))

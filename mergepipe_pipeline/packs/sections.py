@@ -7,6 +7,7 @@ its length and its first bytes, as `frames` says; the length of its content is k
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from typing import Any
 
 import numba
@@ -16,6 +17,7 @@ import zstandard
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, refuse
 from mergepipe_pipeline.packs.sparse import from_pairs
+from mergepipe_pipeline.storage.compiled_reads import memcpy
 
 #: The place of a section that is not there: the front of what is unpacked. Who decodes puts there
 #: what such a section holds.
@@ -81,8 +83,7 @@ def content_at(raw: Any, unpacked: Any, place: Any) -> Any:
     return (raw, np.uint64(place)) if place >= 0 else (unpacked, np.uint64(~place))
 
 
-# These keep the interpreter's lock: to let it go and to get it back takes longer.
-@cached_njit()
+@cached_njit(nogil=True)
 def _split(raw: Bytes, starts: Longs, nbytes: Longs, places: Longs, sizes: Longs) -> int:
     """Fill in where the sections of each frame lie; the first frame that makes no sense, or −1."""
     n_sections = len(places)
@@ -104,7 +105,7 @@ def _split(raw: Bytes, starts: Longs, nbytes: Longs, places: Longs, sizes: Longs
     return -1
 
 
-@cached_njit()
+@cached_njit(nogil=True)
 def _locate(
     raw: Bytes,
     starts: Longs,
@@ -149,6 +150,23 @@ def _word(raw: Any, at: Any) -> Any:
     return found
 
 
+def _addresses(found: Any) -> Longs:
+    """Where the segments that zstd gave lie: in a few buffers, each of which begins at offset 0."""
+    addresses = np.array([found[i].offset for i in range(len(found))])
+    starts = np.flatnonzero(addresses == 0)
+    for a, b in pairwise([*starts.tolist(), len(found)]):
+        addresses[a:b] += np.frombuffer(found[a], np.uint8).__array_interface__["data"][0]
+    return addresses
+
+
+@cached_njit(nogil=True)
+def _scatter(addresses: Longs, sizes: Longs, out: Bytes, places: Longs) -> None:
+    """Copy from addresses to places in `out`."""
+    for i in range(len(sizes)):
+        to = np.uint64(out.ctypes.data) + np.uint64(places[i])
+        memcpy(to, np.uint64(addresses[i]), np.uint64(sizes[i]))
+
+
 def _decompress(
     raw: Bytes, starts: Longs, nbytes: Longs, sizes: Longs, out: Bytes, places: Longs
 ) -> None:
@@ -163,9 +181,7 @@ def _decompress(
             expected = sizes.astype(np.uint64).data
             decompress = _zstd.decompressor.multi_decompress_to_buffer
             found = decompress(given, decompressed_sizes=expected, threads=0)
-            buffer = out.data
-            for number, (at, n) in enumerate(zip(places.tolist(), stated, strict=True)):
-                buffer[at : at + n] = found[number]  # type: ignore[call-overload]
+            _scatter(_addresses(found), sizes, out, places)
             return
     except zstandard.ZstdError as error:
         refuse("compressed sections", str(error))

@@ -183,18 +183,18 @@ def add_up(
     unpacked: Bytes,
     places: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
-    chunk_elems: int,
+    starts: npt.NDArray[np.int64],
+    elems: npt.NDArray[np.int64],
     out: npt.NDArray[np.int16],
 ) -> None:
-    """Fill `out` [n] with what tiers add up to: δ̂ in steps of each chunk's last.
+    """Put into `out` what tiers add up to: δ̂ in steps of each chunk's last.
 
-    Chunks lie one after the other, each of `chunk_elems` but for the last, and have the first
-    `counts` [chunks] tiers. `places` [tiers, chunks] are those of contents: bits of int8 [n] of
-    L0, whose absent ones are zeros, then trits, whose absent ones lie in front of `unpacked`.
+    `starts` [chunks] is where a chunk's `elems` [chunks] begin; it has the first `counts` [chunks]
+    tiers. `places` [tiers, chunks] are those of contents: bits of int8 [n] of L0, whose absent
+    ones are zeros, then trits, whose absent ones lie in front of `unpacked`.
     """
     for chunk in range(len(counts)):
-        first, n_tiers = chunk * chunk_elems, counts[chunk]
-        n = min(chunk_elems, len(out) - first)
+        first, n, n_tiers = starts[chunk], elems[chunk], counts[chunk]
         x, at_x = content_at(raw, unpacked, places[min(1, n_tiers - 1), chunk])
         y, at_y = content_at(raw, unpacked, places[min(2, n_tiers - 1), chunk])
         z, at_z = content_at(raw, unpacked, places[n_tiers - 1, chunk])

@@ -27,7 +27,8 @@ CACHED, DIRECT, IN_PLACE, COPY = range(4)
 pread: Any = types.ExternalFunction(
     "pread", types.int64(types.int32, types.uintp, types.uint64, types.int64)
 )
-_memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uint64))
+#: Of the C library: address to, address from, bytes.
+memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uint64))
 
 
 @cached_njit(nogil=True)
@@ -39,7 +40,7 @@ def run_all(requests: Longs, scratch: npt.NDArray[np.uint8]) -> int:
     for r in range(len(requests)):
         kind, file, start, nbytes, address = requests[r]
         if kind == COPY:
-            _memcpy(np.uint64(address), np.uint64(start), np.uint64(nbytes))
+            memcpy(np.uint64(address), np.uint64(start), np.uint64(nbytes))
         elif kind == CACHED:
             if not _read(file, start, nbytes, address):
                 return r
@@ -77,7 +78,7 @@ def _read_by_scratch(
         if found <= 0:
             return False
         n = min(found, nbytes - done)
-        _memcpy(np.uint64(address + done), place + np.uint64(lead), np.uint64(n))
+        memcpy(np.uint64(address + done), place + np.uint64(lead), np.uint64(n))
         done += n
     return True
 

@@ -18,8 +18,8 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.errors import BudgetError, CorruptionError
 from mergepipe_pipeline.operators import OPERATORS, Window
-from mergepipe_pipeline.packs.frame_files import FrameFiles
-from mergepipe_pipeline.packs.frames import Frames
+from mergepipe_pipeline.packs import together
+from mergepipe_pipeline.packs.frame_files import Attempt
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
@@ -262,13 +262,13 @@ def test_a_flipped_bit_in_a_frame_is_named_and_nothing_is_written(
 def test_seconds_of_reading_ahead_are_not_taken_from_those_of_arithmetic(
     family: PackedFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = FrameFiles.read_wanted
+    read = together.read_at_once
 
-    def slow(*args: Any) -> Frames:
+    def slow(*args: Any) -> Attempt:
         time.sleep(0.2)
         return read(*args)
 
-    monkeypatch.setattr(FrameFiles, "read_wanted", slow)
+    monkeypatch.setattr(together, "read_at_once", slow)
     _, result = run(plan_from(family, "task_arithmetic", levels=[all_at("X")]), tmp_path)
     assert result.read_s >= 0.2
     assert result.arithmetic_s > 0
