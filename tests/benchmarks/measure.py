@@ -241,10 +241,11 @@ class _Watch:
 def process_tree(root: int) -> Iterator[int]:
     """A process and everything that descends from it, children of all its threads included."""
     yield root
-    for children in Path(f"/proc/{root}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in children.read_text().split():
-                yield from process_tree(int(child))
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        for task in os.listdir(f"/proc/{root}/task"):
+            with contextlib.suppress(OSError):
+                for child in Path(f"/proc/{root}/task/{task}/children").read_text().split():
+                    yield from process_tree(int(child))
 
 
 def _fields(file: Path) -> dict[str, int]:
