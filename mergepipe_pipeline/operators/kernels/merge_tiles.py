@@ -97,10 +97,9 @@ def merge_update(
             row, step = rows[i], steps[rows[i].place, tile]
             if step == ABSENT:
                 continue
-            stored, delta = experts[row.place, at : at + m], deltas[count * mixing.votes, :m]
             prefetch_row(experts, row.place, at + m, at + m + TILE_ELEMS)
-            weights[count] = row.weight
-            count += 1
+            stored, delta = experts[row.place, at : at + m], deltas[count * mixing.votes, :m]
+            weights[count], count = row.weight, count + 1
             subtracted = none if row.is_delta else below
             if not mixing.votes and _is_plain(row):
                 _sum_row(stored, subtracted, step, row, sums)
