@@ -8,14 +8,13 @@ says, since a list of allowed folders would let it write into them.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import reduce
 from operator import and_
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -76,13 +75,7 @@ def run(
             _create_views(connection, folder, rows, [v for v in VIEWS if v in query.lower()])
             for option, value in (_bounds(limits) | _LOCKED).items():
                 connection.execute(f"SET {option} = {value!r}")
-            with _interrupted_after(connection, limits.timeout_s) as is_late:
-                try:
-                    return _answer(connection, query, limits.rows)
-                except Exception as error:
-                    if is_late():
-                        raise _too_much(f"{limits.timeout_s:g} s", "time", "--timeout") from error
-                    raise
+            return _in_time(connection, query, limits)
     except duckdb.OutOfMemoryException as error:
         raise _too_much(f"{limits.memory_nbytes >> 20} MiB", "memory", "--memory") from error
     # Values that Python has no type for come as the last ones.
@@ -105,26 +98,27 @@ def _answer(
     return [d[0] for d in result.description or []], found
 
 
-@contextmanager
-def _interrupted_after(
-    connection: duckdb.DuckDBPyConnection, timeout_s: float
-) -> Iterator[Callable[[], bool]]:
-    """Interrupt what the connection does after `timeout_s`; gives whether that time is over."""
-    done, late = Event(), Event()
+def _in_time(
+    connection: duckdb.DuckDBPyConnection, query: str, limits: Limits
+) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """The answer, found in another thread: this one sees signals meanwhile, and when it is late.
 
-    def watch() -> None:
-        if not done.wait(timeout_s):
-            late.set()
-            while not done.wait(_AGAIN_S):  # one does not stop what begins after it
+    A long step of DuckDB looks at neither.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(_answer, connection, query, limits.rows)
+        try:
+            is_late = not wait([answer], limits.timeout_s).done
+        finally:
+            while not answer.done():  # an interruption does not stop what begins after it
                 connection.interrupt()
-
-    watcher = Thread(target=watch)
-    watcher.start()
+                wait([answer], _AGAIN_S)
     try:
-        yield late.is_set
-    finally:
-        done.set()
-        watcher.join()
+        return answer.result()
+    except Exception as error:
+        if is_late:
+            raise _too_much(f"{limits.timeout_s:g} s", "time", "--timeout") from error
+        raise
 
 
 def _bounds(limits: Limits) -> dict[str, Any]:
