@@ -29,7 +29,7 @@ from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.uncached import pages_nbytes
-from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
+from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, verify_part
 from mergepipe_pipeline.tensors.stored import (
     Bytes,
     Readers,
@@ -234,23 +234,15 @@ class Window(Generic[D]):
 
     def _decode(self, bits: Bits, base: Bits, present: Sequence[int]) -> None:
         """Put what was read of packs into the rows `bits` [p, n] of the experts `present`."""
-        placed = [
-            Placed(
-                part, row * self._n + part.start_elem - self._start, part.start_elem - self._start
-            )
-            for row, k in enumerate(present)
-            for part in self._packed[k]
-        ]
-        if not placed:
-            return
-        flat = bits.reshape(-1)
-        decode_together(placed, base, flat)
-        verify = [self._job.verify[k] for k in present]
-        for p in placed:
-            check, part = verify[p.start // self._n], p.part
-            if check and part.is_expert:
-                inside = flat[p.start : p.start + part.stop_elem - part.start_elem]
-                check(part.start_elem, part.stop_elem, inside.view(np.uint8).data)
+        found = [(row, k, part) for row, k in enumerate(present) for part in self._packed[k]]
+        placed = []
+        for row, _, part in found:
+            at = part.start_elem - self._start
+            placed.append(Placed(part, row * self._n + at, at))
+        decode_together(placed, base, bits.reshape(-1))
+        for row, k, part in found:
+            inside = slice(part.start_elem - self._start, part.stop_elem - self._start)
+            verify_part(part, bits[row, inside].view(np.uint8), self._job.verify[k])
 
     def _tiles(self, start_elem: int, stop_elem: int) -> slice:
         """The window's tiles that elements [start, stop) lie in."""

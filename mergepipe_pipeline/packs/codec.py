@@ -125,7 +125,7 @@ def decode_numbers(
     places = places or Places.one_after_another(len(out))
     counts, most = np.array(n_tiers, np.int64), max(n_tiers)
     trits = -(-places.elems // ternary.PER_BYTE)
-    sizes = np.stack([places.elems, *[trits] * (most - 1)])
+    sizes = np.stack([places.elems, *[trits] * (most - 1)])  # [tiers, chunks]
     starts, nbytes = frames.starts[:most], frames.nbytes[:most]
     front = ternary.trit_nbytes(CHUNK_ELEMS)
     (unpacked,) = _scratch.of(front + _unpacked_nbytes(nbytes, sizes))
@@ -160,13 +160,13 @@ def decode_bits(
     # Each byte of a distance is in one of two sections, or zero.
     folded, unpacked = _scratch.of(CHUNK_ELEMS * size, front + int(bitmap_sizes.sum()) + size * n)
     unpacked[:front] = 0
-    starts, nbytes = sections_of(frames, _X20, 1 + size)
+    starts, nbytes = sections_of(frames, _X20, 1 + size)  # [1 + bytes of an element, chunks]
     bitmaps, at = contents_of(raw, starts[0], nbytes[0], bitmap_sizes, unpacked, front)
     n_large = np.empty(len(elems), np.int64)
     if not count_large(raw, as_array(unpacked.data), bitmaps, elems, n_large):
         refuse("bitmaps of the elements of their chunks", "bits behind the last")
     large, at = _planes(raw, starts[1:], nbytes[1:], n_large, unpacked, at)
-    starts, nbytes = sections_of(frames, _X, size)
+    starts, nbytes = sections_of(frames, _X, size)  # [bytes of an element, chunks]
     rest, _ = _planes(raw, starts, nbytes, elems - n_large, unpacked, at)
     contents = bitmaps, n_large, large, rest
     scratch, unpacked = folded.view(out_bits.dtype), as_array(unpacked.data)

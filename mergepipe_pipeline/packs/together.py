@@ -63,7 +63,7 @@ class _Group:
         self._numbered = numbered
         self._all: list[WantedFrames] = [e.frames for _, e in numbered]
         self._counts = [f.wanted.shape[1] for f in self._all]
-        # Chunks that a tensor does not have are not wanted.
+        # [tiers of all inputs, chunks]; those that a tensor does not have are not wanted.
         shape = len(self._all) * len(TIERS), max(self._counts)
         self._wanted = np.zeros(shape, np.bool_)
         starts = np.zeros((shape[0], shape[1] + 1), np.int64)
@@ -153,7 +153,7 @@ def decode_together(placed: Sequence[Placed], base: Bits, out: Bits) -> None:
             _alone(p, base, out)
     for (_, gives_bits), some in whole.items():
         try:
-            (_decode_bits if gives_bits else _decode_numbers)(some, base, out)
+            _decode(some, base, out, gives_bits=gives_bits)
         except CorruptionError:
             for p in some:
                 _alone(p, base, out)  # it says in which one it is
@@ -170,31 +170,29 @@ def _alone(p: Placed, base: Bits, out: Bits) -> None:
         p.part.numbers(into.view(np.int16))
 
 
-def _decode_bits(placed: Sequence[Placed], base: Bits, out: Bits) -> None:
-    frames, places, at_base = _joined(placed)
-    for a in range(0, len(at_base), _CHUNKS_AT_ONCE):
-        some = slice(a, a + _CHUNKS_AT_ONCE)
-        part = Places(places.starts[some], places.elems[some])
-        decode_bits(frames[some], base, out, part, at_base[some])
+def _decode(placed: Sequence[Placed], base: Bits, out: Bits, *, gives_bits: bool) -> None:
+    """Decode parts of whole chunks whose frames lie in one buffer, some chunks at once."""
+    frames, places, at_base = _concatenated(placed)
+    levels = [level for p in placed for level in p.part.levels]  # of all chunks
+    for first in range(0, len(levels), _CHUNKS_AT_ONCE):
+        some = slice(first, first + _CHUNKS_AT_ONCE)
+        where = Places(places.starts[some], places.elems[some])
+        if gives_bits:
+            decode_bits(frames[some], base, out, where, at_base[some])
+        else:
+            n_tiers = [len(TIERS_OF[level]) for level in levels[some]]
+            decode_numbers(frames[some], n_tiers, out.view(np.int16), where)
 
 
-def _decode_numbers(placed: Sequence[Placed], _: Bits, out: Bits) -> None:
-    frames, places, at_base = _joined(placed)
-    n_tiers = [len(TIERS_OF[level]) for p in placed for level in p.part.levels]
-    for a in range(0, len(at_base), _CHUNKS_AT_ONCE):
-        some = slice(a, a + _CHUNKS_AT_ONCE)
-        part = Places(places.starts[some], places.elems[some])
-        decode_numbers(frames[some], n_tiers[some], out.view(np.int16), part)
-
-
-def _joined(placed: Sequence[Placed]) -> tuple[Frames, Places, Longs]:
-    """The chunks of parts whose frames lie in one buffer, and where they and the base's lie."""
-    all_frames, own = [p.part.frames for p in placed], [p.part.places for p in placed]
-    frames = Frames(
-        all_frames[0].raw,
-        np.concatenate([f.starts for f in all_frames], axis=1),
-        np.concatenate([f.nbytes for f in all_frames], axis=1),
+def _concatenated(placed: Sequence[Placed]) -> tuple[Frames, Places, Longs]:
+    """The chunks of all parts: their frames, where they go, and where the base's elements lie."""
+    every, own = [p.part.frames for p in placed], [p.part.places for p in placed]
+    frames = Frames(  # [tiers, chunks of all parts]
+        every[0].raw,
+        np.concatenate([f.starts for f in every], axis=1),
+        np.concatenate([f.nbytes for f in every], axis=1),
     )
+    # [chunks of all parts]
     starts = np.concatenate([o.starts + p.start for o, p in zip(own, placed, strict=True)])
     at_base = np.concatenate([o.starts + p.base_start for o, p in zip(own, placed, strict=True)])
     return frames, Places(starts, np.concatenate([o.elems for o in own])), at_base

@@ -107,7 +107,9 @@ class ExpertRow:
             if part.gives_bits:
                 assert base is not None
                 a, b = part.start_elem, part.stop_elem
-                fill_verified(part, self._bytes(a, b), self._bytes(a, b, base), self._verify)
+                found = self._bytes(a, b)
+                part.fill(found.data, self._bytes(a, b, base).data)
+                verify_part(part, found, self._verify)
                 parts.append((a, b))
             else:
                 self._approximate.append(part)
@@ -187,9 +189,8 @@ class ExpertRow:
         return raw[(a - self._start) * size : (b - self._start) * size]
 
 
-def fill_verified(part: DecodedPart, out: Bytes, base: Bytes, verify: Verify | None) -> None:
-    """Fill `out` with a part's stored bytes, and verify them where all are the expert's."""
-    part.fill(out.data, base.data)
+def verify_part(part: DecodedPart, out: Bytes, verify: Verify | None) -> None:
+    """Verify what a part gave, where all of it is the expert's. Raises CorruptionError."""
     if verify and part.is_expert:
         verify(part.start_elem, part.stop_elem, out.data)
 
