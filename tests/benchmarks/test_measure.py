@@ -51,6 +51,8 @@ def test_memory_is_filled_with_pages_that_give_way(
 ) -> None:
     filler = on_disk.with_name("filler")
     free = measure._fields(Path("/proc/meminfo"))["MemFree"] << 10
+    if free < 512 * MIB:
+        pytest.skip("memory is full of other pages already, for which these would give way")
     monkeypatch.setattr(measure, "_LEFT_FREE_NBYTES", free - 64 * MIB)
     monkeypatch.setattr(measure, "_FILL_NBYTES", 4 * MIB)
     run(["true"], cold=[on_disk], filler=filler)
