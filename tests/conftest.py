@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Workers of pytest share the cores: threads that wait for each other busily take four times as much
 # of them as the work. Libraries read this when they are loaded.
@@ -27,6 +28,11 @@ settings.register_profile("default", max_examples=25, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+
+# Commands that tests start are ended by signals, which `nohup` and shells' background jobs ignore.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 _FSYNC = os.fsync
 

@@ -42,12 +42,16 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Where contenders meet: the families, and a folder for what is known and what is written."""
+    """Where contenders meet: the families, and a folder for what is known and what is written.
+
+    `fills_memory`: with other pages before each run, as on a machine in use.
+    """
 
     family: Path
     tiny: Path
     work: Path
     timeout_s: float
+    fills_memory: bool = True
 
     @property
     def known(self) -> Path:
@@ -88,7 +92,7 @@ class Arena:
                 command,
                 cold=family.files(based=case.based),
                 warm_up=warm_up,
-                filler=self.work / "filler",
+                filler=self.work / "filler" if self.fills_memory else None,
                 timeout_s=self.timeout_s if who == "mergekit" else None,
                 log=log,
                 env=_OFFLINE,

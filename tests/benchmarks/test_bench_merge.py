@@ -70,7 +70,7 @@ def test_linear_has_no_base_and_the_others_have(tiny: Path, tmp_path: Path) -> N
 
 
 def test_a_merge_under_a_budget_is_measured_against_the_limit(tiny: Path, tmp_path: Path) -> None:
-    arena = Arena(tiny, tiny, tmp_path.resolve(), timeout_s=60)
+    arena = Arena(tiny, tiny, tmp_path.resolve(), timeout_s=60, fills_memory=False)
     cat, limit, ours = sorted(
         rounds(arena, [CASES["task_arithmetic-10%"]], [2], 1, 0), key=lambda row: row.who
     )
