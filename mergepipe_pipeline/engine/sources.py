@@ -88,6 +88,12 @@ class SourcePool:
         # Frames are read ahead of the merge by threads of their own, and not kept.
         is_kept = not plan.packs and fits_page_cache(_planned_nbytes(plan))
         self._reading: Reading = "exact" if is_kept else "once"
+        # What is read twice and not held waits in the page cache, if that fits there.
+        kept = fits_page_cache(_too_long_nbytes(plan, held_nbytes))
+        self._first_reading: Reading = "exact" if kept else self._reading
+        # Every merge reads the base: it stays in the page cache, where it may be already.
+        fits = fits_page_cache(_base_nbytes(plan))
+        self._base_reading: Reading = "exact" if fits else self._reading
         self._lock = threading.Lock()
         self._layers: Sequence[LayerTask] = ()
         self._far: list[tuple[FetchedAhead, int, bool]] = []
@@ -205,10 +211,11 @@ class SourcePool:
                 next_step="run the merge again: it plans anew from the files as they are",
             )
         is_merge = when == "merge"
-        # What is read before is read again: what is not held then waits in the page cache if all
-        # of the plan fits there, and else is the disk's again.
+        # What is read before is read again, from memory that holds it or from the page cache.
         is_held = when == "before" and self._held.nbytes
-        reading: Reading = self._reading if is_merge or is_held else "exact"
+        merged: Reading = self._reading if gated else self._base_reading
+        first: Reading = self._first_reading if is_held else "exact"
+        reading = merged if is_merge else first
         files = self._stack.enter_context(open_source(planned.root, reading))
         if isinstance(files, FetchedAhead) and is_merge:
             self._far.append((files, number, gated))
@@ -238,13 +245,23 @@ class SourcePool:
 
 def _planned_nbytes(plan: MergePlan) -> int:
     """Bytes that a plan reads, the base's included, and writes."""
-    tasks = [task for layer in plan.layers for task in layer.tasks]
-    base = sum(task.base.view.nbytes for task in tasks if task.base)
-    return (
-        base
-        + sum(lay.expert_bytes_planned for lay in plan.layers)
-        + sum(t.out_nbytes for t in tasks)
-    )
+    experts = sum(layer.expert_bytes_planned for layer in plan.layers)
+    return _base_nbytes(plan) + experts + sum(t.out_nbytes for t in _tasks(plan))
+
+
+def _base_nbytes(plan: MergePlan) -> int:
+    return sum(task.base.view.nbytes for task in _tasks(plan) if task.base)
+
+
+def _too_long_nbytes(plan: MergePlan, held_nbytes: int) -> int:
+    """Bytes of experts' tensors that are read twice, of which no more than so many are held."""
+    views = (([e.view for e in t.experts if e.l1 is not None]) for t in _tasks(plan))
+    sizes = (sum(view.nbytes for view in found) for found in views)
+    return sum(nbytes for nbytes in sizes if nbytes > held_nbytes)
+
+
+def _tasks(plan: MergePlan) -> Iterator[TensorTask]:
+    return (task for layer in plan.layers for task in layer.tasks)
 
 
 def access_set(layers: Sequence[LayerTask], source: int) -> dict[str, tuple[Range, ...]]:

@@ -1,7 +1,7 @@
 """Reads a base into the page cache while planning decides what to read of the experts.
 
-Planning leaves the disk idle, and the base is what a merge under a budget reads in any case. Only
-for merges that follow at once: a plan alone costs no reads. Nothing depends on it but time.
+Planning leaves the disk idle, and the base is what a merge reads in any case. Only for merges that
+follow at once: a plan alone costs no reads. Nothing depends on it but time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ _Places = list[tuple[str, list[TensorEntry]]]
 def is_worth_prefetching(resolved: ResolvedRecipe) -> bool:
     """Whether the base is worth reading before the plan is made.
 
-    What is analysed first is read there; a merge without a budget is planned in no time beside it;
-    and what the page cache cannot hold would be read twice.
+    What is analysed first is read there, and what the page cache cannot hold would be read twice.
     """
-    cost = resolved.cost
-    if cost.budget_bytes is None or cost.analysis_bytes:
-        return False
-    return fits_page_cache(cost.base_bytes + cost.budget_bytes + cost.output_bytes)
+    return not resolved.cost.analysis_bytes and fits_page_cache(resolved.cost.base_bytes)
 
 
 @contextmanager

@@ -189,13 +189,10 @@ class LocalSource:
         if not len(buffer):
             return
         alone = partial(self.read_into, path, start_byte, buffer)
-        if is_long(len(buffer)) and self._is_cold(path):
-            take = partial(HANDLES.take, self._direct, path, self._open_direct)
-            with suppress(OSError):
-                file = batch.file(self._direct, path, take)
-                batch.read(file, start_byte, buffer, alone, past_cache=True, has_room=has_room)
-                return
-            self.read_through_cache(path)
+        direct = self._direct_in(batch, path) if is_long(len(buffer)) else None
+        if direct is not None and is_cold(direct, start_byte, len(buffer)):
+            batch.read(direct, start_byte, buffer, alone, past_cache=True, has_room=has_room)
+            return
         file = batch.file(self, path, partial(self._take, path))
         batch.read(file, start_byte, buffer, alone, past_cache=False, has_room=False)
 
@@ -211,6 +208,17 @@ class LocalSource:
             yield file.descriptor, direct is not None
         finally:
             HANDLES.give_back(file)
+
+    def _direct_in(self, batch: ReadBatch, path: str) -> int | None:
+        """A descriptor that reads past the page cache; None for a file that is read through it."""
+        if self._reading != "once" or self._cold.get(path) is False:
+            return None
+        try:
+            take = partial(HANDLES.take, self._direct, path, self._open_direct)
+            return batch.file(self._direct, path, take)
+        except OSError:
+            self.read_through_cache(path)
+            return None
 
     def _is_cold(self, path: str) -> bool:
         """Whether a file is read past the page cache; found when it is first read so."""

@@ -142,10 +142,11 @@ def cached_of_file(path: Path) -> tuple[int, int]:
         os.close(handle)
 
 
-def _libc() -> ctypes.CDLL:
+def _libc() -> ctypes.PyDLL:
     if not hasattr(_local, "libc"):
-        _local.libc = ctypes.CDLL(None)
-    libc: ctypes.CDLL = _local.libc
+        # Who keeps the interpreter's lock for a microsecond need not wait to get it again.
+        _local.libc = ctypes.PyDLL(None)
+    libc: ctypes.PyDLL = _local.libc
     return libc
 
 

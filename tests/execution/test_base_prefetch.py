@@ -1,4 +1,4 @@
-"""A base is read while a budget is being spent, and nothing but time depends on that."""
+"""A base is read while a plan is made, and nothing but time depends on that."""
 
 from __future__ import annotations
 
@@ -74,21 +74,18 @@ def test_it_ends_with_the_planning(
     assert 0 < after == len(reads) < checked.cost.base_bytes
 
 
-@pytest.mark.parametrize("budget", [None, "none"])
-def test_a_merge_without_a_budget_reads_nothing_early(
-    home: Warehouse, recipe_text: RecipeText, budget: str | None
-) -> None:
-    assert not is_worth_prefetching(known(home, recipe_text, budget))
+def test_so_it_is_before_a_merge_without_a_budget(home: Warehouse, recipe_text: RecipeText) -> None:
+    assert is_worth_prefetching(known(home, recipe_text, None))
 
 
-def test_nor_does_one_whose_experts_are_still_to_be_analysed(
+def test_a_merge_whose_experts_are_still_to_be_analysed_reads_nothing_early(
     home: Warehouse, recipe_text: RecipeText
 ) -> None:
     raw = parse(recipe_text(), name="r", where="r")
     assert not is_worth_prefetching(resolve(home, raw, budget="50%"))
 
 
-def test_nor_one_that_the_page_cache_cannot_hold(
+def test_nor_does_one_whose_base_the_page_cache_cannot_hold(
     home: Warehouse, recipe_text: RecipeText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = known(home, recipe_text, "50%")
