@@ -1,7 +1,8 @@
 """What a random drop leaves of a delta, summed in one compiled pass: its L1 norm, and all of it.
 
-0.4 ns per element of bfloat16 in cache. The same sums for any windows that start at a multiple of
-CHUNK_ELEMS: `analysis` takes them for a plan, the engine for what a plan leaves open.
+0.5 ns per element of bfloat16 in cache, 0.7 from memory (0.8 without prefetching). The same sums
+for any windows that start at a multiple of CHUNK_ELEMS: `analysis` takes them for a plan, the
+engine for what a plan leaves open.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Stored, value_of
+from mergepipe_pipeline.operators.kernels.prefetch import prefetch_row
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
 from mergepipe_pipeline.spec.blocks import MIN_BLOCK_ELEMS
 
@@ -65,6 +67,7 @@ def kept_l1_bfloat16(
     for chunk in range(sums.shape[1]):
         start = chunk * CHUNK_ELEMS
         stop = start + CHUNK_ELEMS
+        prefetch_row(expert.reshape(1, -1), 0, stop, stop + CHUNK_ELEMS)
         mine, below = expert[start:stop], base[start:stop]
         if len(mine) < CHUNK_ELEMS:
             mine, below = _padded(mine), _padded(below)
