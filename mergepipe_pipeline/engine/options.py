@@ -96,9 +96,8 @@ class EngineOptions:
         """The options for a plan that reads experts for their norms before it merges them.
 
         `held_bytes` keep what was read, as far as they go, beside the windows' memory; of what was
-        asked for they are half. dare_ties of 20 experts of 0.6B, read cold on 2 cores, takes 34 to
-        41 s and 40 to 50 s of cores so; in turn with it 40 to 48 and 50 to 60 where the page cache
-        keeps what does not fit.
+        asked for they are half. Longer tensors wait in the page cache, if they fit there: to fill
+        it and read it again takes more of a core, but less than the disk.
         """
         if self.memory_bytes is None:
             return replace(self, held_bytes=_HELD_NBYTES)

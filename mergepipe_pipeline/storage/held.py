@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mergepipe_pipeline.storage.read_batch import ReadBatch
 
 #: Buffers are given away in pieces of this length, used again and again, as fresh pages are slow.
-PIECE_NBYTES = 512 << 10
+PIECE_NBYTES = 1 << 20
 _START = attrgetter("start_byte")
 
 

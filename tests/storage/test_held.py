@@ -12,11 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import CheckpointChangedError
-from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, SecondReading
+from mergepipe_pipeline.storage.held import (
+    PIECE_NBYTES,
+    FirstReading,
+    HeldBytes,
+    HeldFiles,
+    SecondReading,
+)
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.source import LocalSource
 
-_PIECE = 512 << 10
+_PIECE = PIECE_NBYTES
 _SIZE = 3 * _PIECE + 12345
 
 
