@@ -55,6 +55,29 @@ class _Sums:
     is_stated: Choice
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What choices were found to give, each tried on the same samples: their predictions.
+
+    `squares` are squared errors [choices, PARTS], estimated from one part of the samples each.
+    """
+
+    predictions: list[Prediction]
+    squares: Floats
+
+    def is_nearer(self, choice: int, other: int) -> bool:
+        """Whether samples show for certain that a choice ends nearer to the full merge.
+
+        Both are tried on the same samples, so that their difference is known better than either.
+        """
+        first, second = self.squares[choice], self.squares[other]
+        if not np.isfinite([first, second]).all():
+            return False
+        saved: Floats = second - first
+        chance = saved.std(ddof=1) / math.sqrt(PARTS)
+        return bool(saved.mean() > _CERTAIN * chance)
+
+
 def predict(
     c: Candidates, choices: Sequence[Choice], *, replay: bool = False
 ) -> list[Prediction] | None:
@@ -64,26 +87,22 @@ def predict(
     """
     if any(r.block_l2sq is None for r in c.rows):
         return None
-    total = _total(c, choices, replay)
+    return _predictions(_total(c, choices, replay))
+
+
+def try_choices(c: Candidates, choices: Sequence[Choice]) -> Trial:
+    """Try choices as chosen, on samples; statistics must be there."""
+    total = _total(c, choices, replay=True)
+    return Trial(_predictions(total), total.squares)
+
+
+def _predictions(total: _Sums) -> list[Prediction]:
     squares = total.squares.mean(axis=1).tolist()
     found = zip(squares, total.variances.tolist(), total.is_stated.tolist(), strict=True)
     return [
         Prediction(math.sqrt(max(s, 0.0)), _margin(max(s, 0.0), v) if known else None)
         for s, v, known in found
     ]
-
-
-def is_nearer(c: Candidates, choice: Choice, other: Choice) -> bool:
-    """Whether samples show for certain that `choice` ends nearer to the full merge than `other`.
-
-    Both are tried on the same samples, so that their difference is known far better than either.
-    """
-    first, second = _total(c, [choice, other], replay=True).squares
-    if not np.isfinite([first, second]).all():
-        return False
-    saved: Floats = second - first
-    chance = saved.std(ddof=1) / math.sqrt(PARTS)
-    return bool(saved.mean() > _CERTAIN * chance)
 
 
 def _total(c: Candidates, choices: Sequence[Choice], replay: bool) -> _Sums:

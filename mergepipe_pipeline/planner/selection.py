@@ -21,7 +21,7 @@ from mergepipe_pipeline.planner.bounds import Bound, Sensitivity, error_bound
 from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Constraints, Names, constraints_of
 from mergepipe_pipeline.planner.items import spend
-from mergepipe_pipeline.planner.predict import Prediction, is_nearer, predict
+from mergepipe_pipeline.planner.predict import Prediction, predict, try_choices
 from mergepipe_pipeline.planner.strategies import (
     choose,
     rank,
@@ -64,11 +64,15 @@ class PlanningProblem:
 
 @dataclass(frozen=True)
 class BlockSelection:
-    """The candidates selected under `strategy`; `ranking`: the strategy whose list was followed."""
+    """The candidates selected under `strategy`; `ranking`: the strategy whose list was followed.
+
+    `predictions` are of the choice and of the base alone, where selecting it found them.
+    """
 
     strategy: str
     ranking: str
     choice: Choice
+    predictions: list[Prediction] | None = None
 
 
 def select_blocks(q: PlanningProblem, budget: Budget, strategy: str | None) -> BlockSelection:
@@ -83,8 +87,12 @@ def select_blocks(q: PlanningProblem, budget: Budget, strategy: str | None) -> B
     if c.simulations is None or not (is_default or name == "conflict_aware"):
         return BlockSelection(name, name, _listed(q, budget, name))
     plain = _listed(q, budget, "magnitude")
-    if is_default and ((plain | c.zero).all() or not is_nearer(c, np.zeros_like(plain), plain)):
-        return BlockSelection(name, name, plain)
+    if is_default:
+        if (plain | c.zero).all():
+            return BlockSelection(name, name, plain)
+        trial = try_choices(c, [plain, np.zeros_like(plain)])
+        if not trial.is_nearer(1, 0):
+            return BlockSelection(name, name, plain, trial.predictions)
     choice, name = _listed(q, budget, "conflict_aware"), "conflict_aware"
     if np.array_equal(choice, plain) or _is_better(q, budget, choice, plain):
         return BlockSelection(name, name, choice)
@@ -96,7 +104,7 @@ def _is_better(q: PlanningProblem, budget: Budget, choice: Choice, plain: Choice
     if budget.error is not None:
         nbytes = q.candidates.nbytes
         return bool(nbytes[choice].sum() < nbytes[plain].sum())
-    return is_nearer(q.candidates, choice, plain)
+    return try_choices(q.candidates, [choice, plain]).is_nearer(0, 1)
 
 
 def _listed(q: PlanningProblem, budget: Budget, strategy: str) -> Choice:
@@ -159,7 +167,8 @@ def estimates(q: PlanningProblem, budget: Budget, selection: BlockSelection) -> 
     """What a selection costs and promises."""
     c, choice = q.candidates, selection.choice
     bound = q.bound(choice)
-    found = predict(c, [choice, np.zeros(len(c.row), np.bool_)], replay=True)
+    none = np.zeros(len(c.row), np.bool_)
+    found = selection.predictions or predict(c, [choice, none], replay=True)
     units = np.bincount(c.unit, choice, c.n_units) > 0
     starts = choice & ~np.concatenate([[False], choice[:-1] & (np.diff(c.row) == 0)])
     return Estimates(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.planner.candidates import Candidates, Curve, lay_out
-from mergepipe_pipeline.planner.predict import STATED_ERRORS, Prediction, is_nearer, predict
+from mergepipe_pipeline.planner.predict import STATED_ERRORS, Prediction, predict, try_choices
 from mergepipe_pipeline.planner.simulation import PARTS
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, narrowed
 from tests.planner.drawn import GRID, Drawn, Floats, Replayed, candidates, known, left_out, row
@@ -171,9 +171,10 @@ def test_only_what_the_samples_agree_on_is_certainly_nearer() -> None:
     for spread, is_certain in ((0.1, True), (3.0, False)):
         costs = np.array([2 + spread * noise, 1 - spread * noise])
         c = lay_out(rows, GRID, Replayed({0: costs}))
-        assert is_nearer(c, first, second) is is_certain
-        assert not is_nearer(c, second, first)
-        assert not is_nearer(c, first, first)
+        trial = try_choices(c, [first, second])
+        assert trial.is_nearer(0, 1) is is_certain
+        assert not trial.is_nearer(1, 0)
+        assert not trial.is_nearer(0, 0)
         (found,) = predict(c, [second], replay=True) or []
         assert found.error == pytest.approx(costs[0].mean() ** 0.5)
 
@@ -181,5 +182,6 @@ def test_only_what_the_samples_agree_on_is_certainly_nearer() -> None:
 def test_what_leaves_out_infinity_is_not_certainly_nearer() -> None:
     c = lay_out([replace(row(np.inf, 1.0), is_sum=False)], GRID, Replayed({0: np.ones((2, PARTS))}))
     with_it, without = np.array([True, False]), np.array([False, True])
-    assert not is_nearer(c, without, with_it)
-    assert not is_nearer(c, with_it, without)
+    trial = try_choices(c, [without, with_it])
+    assert not trial.is_nearer(0, 1)
+    assert not trial.is_nearer(1, 0)
