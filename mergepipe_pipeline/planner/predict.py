@@ -57,12 +57,13 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What choices were found to give, each tried on the same samples: their predictions.
+    """What choices were found to give, each tried on the same samples.
 
-    `squares` are squared errors [choices, PARTS], estimated from one part of the samples each.
+    `predictions` are as `predict` has them; `squares` are squared errors [choices, PARTS],
+    estimated from one part of the samples each.
     """
 
-    predictions: list[Prediction]
+    predictions: list[Prediction] | None
     squares: Floats
 
     def is_nearer(self, choice: int, other: int) -> bool:
@@ -85,15 +86,17 @@ def predict(
 
     With `replay` what is simulated is tried as chosen, instead of read off a curve.
     """
-    if any(r.block_l2sq is None for r in c.rows):
-        return None
-    return _predictions(_total(c, choices, replay))
+    return _predictions(_total(c, choices, replay)) if _has_statistics(c) else None
 
 
 def try_choices(c: Candidates, choices: Sequence[Choice]) -> Trial:
-    """Try choices as chosen, on samples; statistics must be there."""
+    """Try choices as chosen, on samples."""
     total = _total(c, choices, replay=True)
-    return Trial(_predictions(total), total.squares)
+    return Trial(_predictions(total) if _has_statistics(c) else None, total.squares)
+
+
+def _has_statistics(c: Candidates) -> bool:
+    return all(r.block_l2sq is not None for r in c.rows)
 
 
 def _predictions(total: _Sums) -> list[Prediction]:
