@@ -211,11 +211,7 @@ class SourcePool:
                 next_step="run the merge again: it plans anew from the files as they are",
             )
         is_merge = when == "merge"
-        # What is read before is read again, from memory that holds it or from the page cache.
-        is_held = when == "before" and self._held.nbytes
-        merged: Reading = self._reading if gated else self._base_reading
-        first: Reading = self._first_reading if is_held else "exact"
-        reading = merged if is_merge else first
+        reading = self._reading_for(when, gated=gated)
         files = self._stack.enter_context(open_source(planned.root, reading))
         if isinstance(files, FetchedAhead) and is_merge:
             self._far.append((files, number, gated))
@@ -223,6 +219,13 @@ class SourcePool:
         allowed = access_set(self._plan.layers, number) if gated else None
         tally = self._tallies[gated] if is_merge else None
         return BlockReader(self._holding(files, number, when), checkpoint, allowed, tally)
+
+    def _reading_for(self, when: _When, *, gated: bool) -> Reading:
+        """What storage may do beside: for the merge, before it, or for neither."""
+        if when == "merge":
+            return self._reading if gated else self._base_reading
+        is_held = when == "before" and self._held.nbytes
+        return self._first_reading if is_held else "exact"
 
     def _holding(self, files: CheckpointSource, number: int, when: _When) -> RangedFiles:
         """The files of a source; of a local one what is read before the merge is held for it."""
@@ -254,9 +257,8 @@ def _base_nbytes(plan: MergePlan) -> int:
 
 
 def _too_long_nbytes(plan: MergePlan, held_nbytes: int) -> int:
-    """Bytes of experts' tensors that are read twice, of which no more than so many are held."""
-    views = (([e.view for e in t.experts if e.l1 is not None]) for t in _tasks(plan))
-    sizes = (sum(view.nbytes for view in found) for found in views)
+    """Bytes that experts read twice of tensors of which that is more than can be held."""
+    sizes = (sum(e.view.nbytes for e in t.experts if e.l1 is not None) for t in _tasks(plan))
     return sum(nbytes for nbytes in sizes if nbytes > held_nbytes)
 
 
