@@ -1,8 +1,8 @@
 """The arithmetic of analysis: one fused pass over a window, compiled.
 
-Measured on one core: 1.0 ns per element for the statistics of δ in cache, where NumPy needs 3.4 (it
-reads the window once per statistic); so that hashing and the disk set the pace. For bfloat16, the
-usual case, δ is made inside the pass and never written to memory. Sums are taken in float64 in
+Measured on one core: 1.7 ns per element of bfloat16 in cache, a third of it for the histogram;
+NumPy needs 3.4 for sums and counts alone, since it reads the window once for each. For bfloat16,
+the usual case, δ is made inside the pass and never written to memory. Sums are taken in float64 in
 lanes of 256 elements, added in order: nothing depends on the CPU's vector length.
 """
 
@@ -126,29 +126,20 @@ def _describe_chunk(
     sketches: Sketches,
 ) -> None:
     l1, l2 = np.zeros(LANES), np.zeros(LANES)
-    peak = np.zeros(LANES, np.float32)
-    nonzero, above = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
     for at in range(0, CHUNK_ELEMS, LANES):
         for lane in range(LANES):
             d = delta[at + lane]
-            size = abs(d)
-            l1[lane] += size
+            l1[lane] += abs(d)
             l2[lane] += np.float64(d) * np.float64(d)
-            peak[lane] = max(peak[lane], size)
-            nonzero[lane] += d != 0
-            above[lane] += d > 0
-    total, square, largest, n, n_above = 0.0, 0.0, np.float32(0), 0, 0
+    total, square = 0.0, 0.0
     for lane in range(LANES):
         total += l1[lane]
         square += l2[lane]
-    for lane in range(LANES):
-        largest = max(largest, peak[lane])
-        n += nonzero[lane]
-        n_above += above[lane]
     sums[chunk, 0], sums[chunk, 1] = total, square
-    counts[chunk, 0], counts[chunk, 1] = n, n_above
-    # Comparisons skip what is not a number.
-    peaks[chunk] = np.nan if np.isnan(square) else largest
+    counts[chunk, 0], counts[chunk, 1] = _nonzero_and_positive(delta)
+    peaks.view(np.uint32)[chunk] = _largest_size(delta)
+    if np.isnan(square):  # one NaN for all kinds
+        peaks[chunk] = np.nan
     # Each word's elements are turned by a random number of lanes: else a column of large values
     # would fall into one lane all the way down, and the sketch would be as good as one lane.
     turned = np.zeros(2 * SKETCH_WIDTH, np.float32)
@@ -163,6 +154,30 @@ def _describe_chunk(
             lanes[i] += -d if (signs >> np.uint64(i)) & 1 else d
     for i in range(SKETCH_WIDTH):
         sketches[chunk, i] += turned[i] + turned[i + SKETCH_WIDTH]
+
+
+@cached_njit(nogil=True)
+def _largest_size(delta: npt.NDArray[np.float32]) -> np.uint32:
+    """The largest pattern of |δ|: as integers they have a vector instruction, as floats none."""
+    bits, largest = delta.view(np.uint32), np.zeros(LANES, np.uint32)
+    for at in range(0, CHUNK_ELEMS, LANES):
+        for lane in range(LANES):
+            size = bits[at + lane] & _SIZE
+            largest[lane] = size if size > largest[lane] else largest[lane]
+    most = np.uint32(0)
+    for lane in range(LANES):
+        most = max(most, largest[lane])
+    return most
+
+
+@cached_njit(nogil=True)
+def _nonzero_and_positive(delta: npt.NDArray[np.float32]) -> tuple[int, int]:
+    """How many δ ≠ 0, and how many δ > 0."""
+    nonzero, positive = np.uint32(0), np.uint32(0)
+    for i in range(CHUNK_ELEMS):
+        nonzero = np.uint32(nonzero + np.uint32(delta[i] != 0))
+        positive = np.uint32(positive + np.uint32(delta[i] > 0))
+    return int(nonzero), int(positive)
 
 
 @cached_njit(nogil=True)
