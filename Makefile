@@ -13,6 +13,9 @@ BENCH_ROWS ?= bench/rows.jsonl
 BENCH_RESULTS ?= bench/RESULTS.md
 TORTURE ?= all
 
+# Each process that a test starts would compile the whole program again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv demo ui test lint types kernels layers pytest bench torture soak clean-demo
 
 help:

@@ -30,6 +30,7 @@ from mergepipe_pipeline.spec.machine_profile import DEFAULT_READ_BYTES_PER_S
 from mergepipe_pipeline.spec.model import Model, view_digest
 from mergepipe_pipeline.spec.pack import TIERS, TIERS_OF, PackSource, TensorContent
 from mergepipe_pipeline.spec.recipe import TensorRecipe
+from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -75,7 +76,8 @@ def find_packs(
     """What the packs of the experts of `merged` tensors offer, on a `pack_grid` of `grid`.
 
     `originals` are the models before the output's tokenizer gave them other rows: packs are of
-    these. None where there is none. One that is damaged is said, and counts as not there.
+    these, or of the expert below an adapter. None where there is none. One that is damaged is said,
+    and counts as not there.
     """
     n_elems = sum(models[i.model].views[i.tensor].numel for t in merged for i in t.inputs)
     blocks = pack_grid(grid, n_elems)
@@ -126,7 +128,7 @@ def _served(
 ) -> Iterator[_Served]:
     """The best pack of each expert of `merged` tensors, against each base of theirs.
 
-    It serves tensors that are in `models` as in the `originals` that it was made of.
+    It serves tensors that are in `models` as in what it was made of.
     """
     if not warehouse.packs.ids():
         return
@@ -135,15 +137,13 @@ def _served(
         for i in t.inputs:
             if t.base is not None:
                 pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
-    digests: dict[int, Digests | None] = {}
+    stored = {number: _stored(originals[number]) for numbers in pairs for number in numbers}
+    digests = {number: _digests(warehouse, model) for number, model in stored.items()}
     for numbers, wanted in pairs.items():
-        for number in numbers:
-            if number not in digests:
-                digests[number] = _digests(warehouse, originals[number])
         mine, theirs = (digests[number] for number in numbers)
         if mine is None or theirs is None:
             continue
-        expert, base = (originals[number] for number in numbers)
+        expert, base = (stored[number] for number in numbers)
         pack = warehouse.packs.best(packed_contents(expert, base, mine, theirs))
         if pack is None:
             continue
@@ -155,10 +155,19 @@ def _served(
         yield _Served(numbers, pack, served)
 
 
-def _is_own(model: Model, original: Model, tensor: str) -> bool:
-    """Whether a tensor is a whole one as it is stored, and the same as in the original."""
+def _stored(model: Model) -> Model:
+    """What packs of a model are of: without the adapter that lies on it, if one does."""
+    whole, *adapters = model.checkpoints
+    if not adapters or whole.kind != "full":
+        return model
+    views = {t.name: view_of(t) for t in whole.tensors}
+    return Model(whole.name, (whole,), views)
+
+
+def _is_own(model: Model, stored: Model, tensor: str) -> bool:
+    """Whether a tensor of a model is a whole one as it is stored."""
     view = model.views[tensor]
-    return view.whole is not None and view == original.views.get(tensor)
+    return view.whole is not None and view == stored.views.get(tensor)
 
 
 def pace_of(warehouse: Warehouse) -> PackPace:
