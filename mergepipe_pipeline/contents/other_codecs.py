@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from mergepipe_pipeline.errors import CorruptionError, PackVersionError
+from mergepipe_pipeline.packs.contents import holds
 from mergepipe_pipeline.packs.index import read_any_contents
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
@@ -59,7 +60,7 @@ def read_without_packs(warehouse: Warehouse, experts: Iterable[Checkpoint]) -> I
         if digests is None or any(pack.holds(digests) for pack in current):
             continue
         for pack_id, of in contents.items():
-            if of and all(digests.get(c.name) == c.digest for c in of):
+            if of and holds(of, digests):
                 error = others[pack_id]
                 yield (
                     f"the pack of {expert.name} was written by another version of the codec "

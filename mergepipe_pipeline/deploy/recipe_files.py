@@ -115,7 +115,7 @@ def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
     """What the recipes that can be read merge each of their models into, by name."""
     found: dict[str, set[str]] = {}
     for stage in (stage for card in _read_all(warehouse) for stage in card.stages):
-        refs = [r for r in stage.references if r.lora is None and r.model not in stage.stages_used]
+        refs = [r for r in stage.references if r.model not in stage.stages_used]
         base = None if stage.base is None else stage.references[stage.base]
         for ref in refs if base in refs else ():
             if base is not None and ref.model != base.model:

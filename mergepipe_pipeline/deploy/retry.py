@@ -6,10 +6,10 @@ pauses hold for merges, searches, index runs and packing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mergepipe_pipeline.deploy.faults import Fault, fault_of
+from mergepipe_pipeline.deploy.faults import Fault
 
 #: Attempts at one wanted state that fail for no reason in the surroundings.
 MOST_ATTEMPTS = 3
@@ -35,11 +35,6 @@ class Attempt:
     error: str
     fault: Fault
     number: int = 1
-
-
-def is_lasting(error_names: Collection[str]) -> bool:
-    """Whether an error of these classes comes again while recipe and inputs are the same."""
-    return fault_of((name, "") for name in error_names) is Fault.LASTING
 
 
 def pause_s(first_s: float, failed: int) -> float:

@@ -13,10 +13,12 @@ _QUANTUM = FINE_ELEMS
 _MOST_ELEMS = 5 << 18
 #: What the plan holds in memory of one tensor of one expert: places, ranges, rules, a digest.
 _INPUT_NBYTES = 13 << 8
+#: What a worker unpacks frames into: 64 chunks of float32 at once, and their bitmaps.
+_UNPACKED_NBYTES = 17 << 20
 
 #: What a merge holds beside the program if nobody says otherwise: usually, of what is read past the
 #: page cache, and of packs.
-_MEMORY_NBYTES, _PAST_CACHE_NBYTES, _PACKS_MEMORY_NBYTES = 128 << 20, 192 << 20, 256 << 20
+_MEMORY_NBYTES, _PAST_CACHE_NBYTES, _PACKS_NBYTES = 128 << 20, 192 << 20, 222 << 20
 #: What it holds besides of bytes that it reads twice.
 _HELD_NBYTES = 192 << 20
 
@@ -25,11 +27,11 @@ _HELD_NBYTES = 192 << 20
 class EngineOptions:
     """Options that change speed and memory, never bits.
 
-    `memory_bytes` bounds what a merge holds beside the program: its plan, and windows in the rest,
-    at least half of it. `window_elems` overrides the length that follows from it. Each of `threads`
-    workers reads and merges windows; some read while others compute. None: what suits the plan.
-    `device` is where operators work: cpu, cuda or cuda:N. `reads_ahead`: others read for the
-    workers, as with packs.
+    `memory_bytes` bounds what a merge holds beside the program: its plan, what packs are unpacked
+    into (up to three quarters), and windows in the rest, at least half of it. `window_elems`
+    overrides the length that follows from it. Each of `threads` workers reads and merges windows;
+    some read while others compute. None: what suits the plan. `device` is where operators work:
+    cpu, cuda or cuda:N. `reads_ahead`: others read for the workers, as with packs.
     """
 
     memory_bytes: int | None = None
@@ -64,7 +66,7 @@ class EngineOptions:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of plan and windows."""
+        """Bytes of plan, unpacked frames and windows."""
         return self.memory_bytes or _MEMORY_NBYTES
 
     def with_packs(self) -> EngineOptions:
@@ -74,7 +76,8 @@ class EngineOptions:
         worker only waits. What a window asks of each pack takes as long for a short one as for a
         long one.
         """
-        return replace(self._suited(cores(), _PACKS_MEMORY_NBYTES), reads_ahead=True)
+        memory_bytes = _PACKS_NBYTES + (self.threads or cores()) * _UNPACKED_NBYTES
+        return replace(self._suited(cores(), memory_bytes), reads_ahead=True)
 
     def past_cache(self) -> EngineOptions:
         """The options for a plan that reads past the page cache, where nothing else was asked for.
@@ -146,6 +149,9 @@ class EngineOptions:
             elems = self.window_elems
         else:
             memory_bytes = self.most_bytes
+            if self.reads_ahead:
+                unpacked = self.workers * _UNPACKED_NBYTES
+                memory_bytes = max(memory_bytes // 4, memory_bytes - unpacked)
             plan = min(memory_bytes // 2, n_inputs * _INPUT_NBYTES)
             each = self.workers * working_bytes + self.in_flight * out_bytes
             each += (READING + self.in_flight) * ahead_bytes

@@ -25,12 +25,12 @@ from mergepipe_pipeline.planner.packed_rows import (
     pack_grid,
     packed_row,
 )
+from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.machine_profile import DEFAULT_READ_BYTES_PER_S
 from mergepipe_pipeline.spec.model import Model, view_digest
 from mergepipe_pipeline.spec.pack import TIERS, TIERS_OF, PackSource, TensorContent
 from mergepipe_pipeline.spec.recipe import TensorRecipe
-from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.profile import load_profile
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -100,14 +100,17 @@ def find_packs(
 
 
 def packed_cost(
-    warehouse: Warehouse, models: Sequence[Model], merged: Sequence[TensorRecipe]
+    warehouse: Warehouse,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    originals: Sequence[Model],
 ) -> PackedCost | None:
-    """What packs spare a merge of `merged` tensors; None where no expert has one."""
+    """What packs spare a merge of `merged` tensors, as `find_packs`; None where there is none."""
     stored = [i for t in merged for i in t.inputs]
     exact_nbytes = sum(models[i.model].views[i.tensor].nbytes for i in stored)
     uses = Counter((i.model, t.base.model, i.tensor) for t in merged if t.base for i in t.inputs)
     experts, elems = set(), 0
-    for served in _served(warehouse, models, merged, models):
+    for served in _served(warehouse, models, merged, originals):
         expert, base = served.numbers
         for row in served.pack.index.rows:
             nbytes = int(row.nbytes[[TIERS.index(t) for t in TIERS_OF["X"]]].sum())
@@ -137,13 +140,15 @@ def _served(
         for i in t.inputs:
             if t.base is not None:
                 pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
-    stored = {number: _stored(originals[number]) for numbers in pairs for number in numbers}
-    digests = {number: _digests(warehouse, model) for number, model in stored.items()}
+    digests: dict[int, Digests | None] = {}
     for numbers, wanted in pairs.items():
+        expert, base = packable(*(originals[number] for number in numbers))
+        for number, model in zip(numbers, (expert, base), strict=True):
+            if number not in digests:
+                digests[number] = _digests(warehouse, model)
         mine, theirs = (digests[number] for number in numbers)
         if mine is None or theirs is None:
             continue
-        expert, base = (stored[number] for number in numbers)
         pack = warehouse.packs.best(packed_contents(expert, base, mine, theirs))
         if pack is None:
             continue
@@ -153,15 +158,6 @@ def _served(
                 of = view_digest(expert.views[a], mine), view_digest(base.views[b], theirs)
                 served.setdefault(of, []).append((a, b))
         yield _Served(numbers, pack, served)
-
-
-def _stored(model: Model) -> Model:
-    """What packs of a model are of: without the adapter that lies on it, if one does."""
-    whole, *adapters = model.checkpoints
-    if not adapters or whole.kind != "full":
-        return model
-    views = {t.name: view_of(t) for t in whole.tensors}
-    return Model(whole.name, (whole,), views)
 
 
 def _is_own(model: Model, stored: Model, tensor: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mergepipe_pipeline.spec.model import Model, view_digest
 from mergepipe_pipeline.spec.pack import PACKED_DTYPES, TensorContent
@@ -23,6 +23,25 @@ def packed_names(expert: Model, base: Model) -> list[str]:
         and mine.dtype in PACKED_DTYPES
         and mine.numel
     ]
+
+
+def holds(contents: Iterable[TensorContent], digests: Mapping[str, str]) -> bool:
+    """Whether a checkpoint with these `digests` by tensor has all tensors of a pack.
+
+    The pack names them as its base does, the checkpoint perhaps otherwise.
+    """
+    return {c.digest for c in contents} <= set(digests.values())
+
+
+def packed_as(contents: Iterable[TensorContent], digests: Mapping[str, str]) -> dict[str, str]:
+    """What a pack calls the tensors of a checkpoint with these `digests`, where it has them."""
+    named = {c.name: c.digest for c in contents}
+    names = {digest: name for name, digest in named.items()}
+    return {
+        tensor: tensor if named.get(tensor) == digest else names[digest]
+        for tensor, digest in digests.items()
+        if digest in names
+    }
 
 
 def packed_contents(

@@ -7,7 +7,7 @@ again, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,19 +145,21 @@ class ReplacedStore:
                 )
 
 
-def files_of(root: Path, checkpoint: Checkpoint, packed: Sequence[str]) -> tuple[MovedFile, ...]:
+def files_of(
+    root: Path, checkpoint: Checkpoint, packed: Mapping[str, str]
+) -> tuple[MovedFile, ...]:
     """All files below a checkpoint's folder, hashed, with the places of packed tensors.
 
-    Raises CorruptionError for what is no regular file.
+    `packed`: what the pack calls a tensor of the checkpoint. Raises CorruptionError for what is no
+    regular file.
     """
-    wanted = frozenset(packed)
     found = []
     for path in sorted(p for p in root.rglob("*") if p.is_symlink() or not p.is_dir()):
         name = str(path.relative_to(root))
         places = sorted(
-            (t.start_byte, t.name, t.nbytes)
+            (t.start_byte, packed[t.name], t.nbytes)
             for t in checkpoint.tensors
-            if t.file == name and t.name in wanted
+            if t.file == name and t.name in packed
         )
         sha256, stat = file_sha256(path), path.stat()
         tensors = tuple((tensor, start, nbytes) for start, tensor, nbytes in places)

@@ -14,6 +14,7 @@ from threading import Lock
 
 from mergepipe_pipeline.catalog.seals import said
 from mergepipe_pipeline.errors import CorruptionError, PackVersionError
+from mergepipe_pipeline.packs.contents import holds
 from mergepipe_pipeline.packs.damage import damaged_pack
 from mergepipe_pipeline.packs.index import (
     CHECKSUMS,
@@ -78,8 +79,8 @@ class Pack:
         return _Tensors(self.index)
 
     def holds(self, digests: Mapping[str, str]) -> bool:
-        """Whether all its tensors are those of a checkpoint with these `digests` by name."""
-        return all(digests.get(c.name) == c.digest for c in self.contents.values())
+        """Whether a checkpoint with these `digests` by tensor has all its tensors."""
+        return holds(self.contents.values(), digests)
 
     def sizes(self, block_elems: int) -> Iterator[tuple[TensorRow, Sizes, Residuals]]:
         """Per tensor in order `nbytes` [tiers, blocks] and `residual_sq` [levels, blocks].

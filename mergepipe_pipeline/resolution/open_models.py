@@ -314,6 +314,24 @@ def _needs_base(checkpoint: Checkpoint) -> IncompatibleCheckpointsError:
     )
 
 
+def packable(expert: Model, base: Model) -> tuple[Model, Model]:
+    """The pair that packs of an expert against a base are of, named and laid out as `open_pair`.
+
+    Without the adapter that lies on one of them: a pack serves what it leaves alone.
+    """
+    below = _below(expert), _below(base)
+    if below[0] is expert and below[1] is base:
+        return below
+    mine, theirs = in_one_layout(with_names_of(below, 1), 1)
+    return mine, theirs
+
+
+def _below(model: Model) -> Model:
+    """A whole model without the adapter on it; any other as it is."""
+    first, *adapters = model.checkpoints
+    return _full(first) if adapters and first.kind == "full" else model
+
+
 def open_pair(warehouse: Warehouse, expert: str, base: str) -> tuple[Model, Model]:
     """Two registered checkpoints as models, the first on the second. Raises as opening does."""
     problems: list[MergePipeError] = []

@@ -52,7 +52,8 @@ def packed_of(warehouse: Warehouse, resolved: ResolvedRecipe) -> PackedCost | No
     recipe, models = resolved.recipe, resolved.models
     if resolved.request.no_packs or recipe.strategy not in (None, PACKS):
         return None
-    return packed_cost(warehouse, models, [t for t in recipe.tensors if is_merged(t, models)])
+    merged = [t for t in recipe.tensors if is_merged(t, models)]
+    return packed_cost(warehouse, models, merged, resolved.originals)
 
 
 def forecast_plan(warehouse: Warehouse, plan: MergePlan) -> Forecast:

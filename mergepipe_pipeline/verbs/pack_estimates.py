@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.facts.pack_estimate import PackEstimate, estimate_pack
-from mergepipe_pipeline.resolution.open_models import open_pair
+from mergepipe_pipeline.resolution.open_models import open_pair, packable
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.warehouse import Warehouse
@@ -17,12 +17,14 @@ _SAMPLES, _LEAST_SAMPLES = 96, 8
 
 def estimates_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple[PackEstimate, ...]:
     """Those of experts that are analysed and have no pack. Reads samples, writes nothing."""
-    base = resolved.base
-    experts = [m for m in resolved.experts if m is not base and m.checkpoint.kind == "full"]
-    if base is None or not experts:
+    recipe, originals = resolved.recipe, resolved.originals
+    if recipe.base is None:
         return ()
-    samples = max(_LEAST_SAMPLES, _SAMPLES // len(experts))
-    found = (estimate_pack(warehouse, expert, base, samples) for expert in experts)
+    used = {i.model for t in recipe.tensors for i in t.inputs} - {recipe.base}
+    pairs = [packable(originals[n], originals[recipe.base]) for n in sorted(used)]
+    experts = {e.name: (e, base) for e, base in pairs if e.checkpoint.kind == "full"}
+    samples = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(experts)))
+    found = (estimate_pack(warehouse, *pair, samples) for pair in experts.values())
     return tuple(one for one in found if one is not None)
 
 

@@ -19,6 +19,7 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.packing import contents_of
+from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.replaced import RECORD, Replaced, files_of, folders_of, write_record
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.travelling import EXPERT, FACTS, PACKS, TravellingFile, to_bytes
@@ -97,8 +98,10 @@ def packed_experts(warehouse: Warehouse, what: str, progress: Progress) -> list[
         if role != "expert":
             continue
         try:
-            _exact_pack(warehouse, locate_registered(warehouse, source.name), progress)
-            found.append(source.name)
+            registration = locate_registered(warehouse, source.name)
+            if registration.checkpoint.kind == "full":  # of adapters and deltas there are no packs
+                _exact_pack(warehouse, registration, progress)
+                found.append(source.name)
         except MergePipeError as error:
             progress.warn(f"the pack of an expert is not sent: {error}")
     return found
@@ -145,6 +148,7 @@ def _record_of(
         )
     with staging(warehouse, "push") as staged:
         root = Path(checkpoint.root)
+        digests = warehouse.catalog.digests(checkpoint.checkpoint_id) or {}
         record = Replaced(
             checkpoint.checkpoint_id,
             registration.name,
@@ -152,7 +156,7 @@ def _record_of(
             "",
             registration.base,
             pack.pack_id,
-            files_of(root, checkpoint, list(pack.contents)),
+            files_of(root, checkpoint, packed_as(pack.contents.values(), digests)),
             folders_of(root),
         )
         yield write_record(staged / "record", record, warehouse.roots), staged / "record"

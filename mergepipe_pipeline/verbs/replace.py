@@ -20,6 +20,7 @@ from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.digest import new_hash
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.decoded import Decoder
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.replaced import (
@@ -88,7 +89,8 @@ def move_to_cold(
     root, target = Path(checkpoint.root), expanded(cold).resolve() / Path(checkpoint.root).name
     refuse_wrong_places(packed, root, target)
     refuse_others_inside(warehouse, packed.name, root)
-    known = warehouse.packs.open(packed.pack_id)
+    contents = warehouse.packs.open(packed.pack_id).contents.values()
+    digests = warehouse.catalog.digests(checkpoint.checkpoint_id) or {}
     record = Replaced(
         checkpoint.checkpoint_id,
         packed.name,
@@ -96,7 +98,7 @@ def move_to_cold(
         str(target),
         packed.base,
         packed.pack_id,
-        files_of(root, checkpoint, list(known.contents)),
+        files_of(root, checkpoint, packed_as(contents, digests)),
         folders_of(root),
     )
     if target.exists():

@@ -30,6 +30,7 @@ from mergepipe_pipeline.execution.scratch import scratch
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.recipe.selectors import Recorded
+from mergepipe_pipeline.resolution.open_models import packable
 from mergepipe_pipeline.resolution.recipe_text import as_asked, parse
 from mergepipe_pipeline.resolution.resolve import ResolvedRecipe, resolve_stage
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -170,7 +171,7 @@ def _repack(
     """Make the packs anew that the merge chose its levels of."""
     pairs = {(i.model, t.base.model) for t in resolved.recipe.tensors if t.base for i in t.inputs}
     for expert, base in sorted(pairs) if wanted else ():
-        models = resolved.models[expert], resolved.models[base]
+        models = packable(resolved.originals[expert], resolved.originals[base])
         repack(anew, models, wanted, progress or Silent())
 
 

@@ -11,7 +11,6 @@ import pytest
 from dagster._utils.error import serializable_error_info_from_exc_info
 
 from mergepipe_pipeline.deploy.faults import Fault, fault_of, fault_of_exception
-from mergepipe_pipeline.deploy.retry import is_lasting
 from mergepipe_pipeline.errors import (
     BusyError,
     CheckpointError,
@@ -98,5 +97,6 @@ def test_a_name_that_storage_refuses_is_no_fault_of_the_checkpoint(tmp_path: Pat
 
 
 def test_class_names_alone_say_what_lasts() -> None:
-    assert is_lasting(["Failure", "RecipeError"])
-    assert not is_lasting(["Failure", "RecipeError", "StorageFullError"])
+    assert fault_of([("Failure", ""), ("RecipeError", "")]) is Fault.LASTING
+    names = ("Failure", "RecipeError", "StorageFullError")
+    assert fault_of([(name, "") for name in names]) is not Fault.LASTING

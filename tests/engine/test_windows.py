@@ -80,6 +80,8 @@ def test_all_windows_in_flight_and_read_ahead_fit_the_memory_beside_the_plan(
     assert options.in_flight > options.workers
     held = n * (options.workers * working + options.in_flight * out) + 3328 * n_inputs
     held += n * ahead * (READING + options.in_flight)
+    if ahead:  # chunks of 256 KiB as float32, 64 at once, and a bit for each of their elements
+        held += options.workers * 64 * ((256 << 10) + (8 << 10))
     assert n == 4096 or held <= options.most_bytes
 
 

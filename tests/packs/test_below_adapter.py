@@ -8,10 +8,13 @@ import pytest
 
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.pack_estimates import estimates_of_recipe
 from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_adapter, write_model
 
@@ -21,47 +24,83 @@ CHANGED = "model.layers.0.self_attn.q_proj.weight"
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Warehouse:
-    """A base, two packed experts of it, and an adapter."""
+    """A base, two packed experts of it, of which one has other names, and an adapter."""
     warehouse = Warehouse.at(tmp_path / "home").ensure()
     for number, name in ((None, "base"), (0, "e0"), (1, "e1")):
-        folder = write_model(tmp_path / name, tensors_of(0, number, hidden=128), hidden=128)
+        tensors = tensors_of(0, number, hidden=128)
+        if name == "e1":
+            tensors = {n.removeprefix("model."): t for n, t in tensors.items()}
+        folder = write_model(tmp_path / name, tensors, hidden=128)
         register(warehouse, folder, name, None if name == "base" else "base")
     register(warehouse, write_adapter(tmp_path / "style", 3, hidden=128), "style", "base")
     pack(warehouse, ["e0", "e1"])
     return warehouse
 
 
-def text_of(extra: str) -> str:
+def text_of(expert: str, extra: str = "", base: str = "base") -> str:
+    other = "e1" if expert.startswith("e0") else "e0"
     return (
-        "merge_method: ties\nbase_model: base\nmodels: [{model: e0+style}, {model: e1}]\n"
-        f"parameters: {{weight: 0.5, density: 0.5}}\n{extra}"
+        f"merge_method: ties\nbase_model: {base}\nmodels: [{{model: {expert}}}, {{model: {other}}}]"
+        f"\nparameters: {{weight: 0.5, density: 0.5}}\n{extra}"
     )
 
 
-def served_of_adapted(plan: MergePlan) -> set[str]:
-    """The tensors of the expert below the adapter that come from its pack."""
+def served_of(plan: MergePlan, expert: str) -> set[str]:
+    """The tensors of an expert that come from its pack."""
     return {
         task.name
         for layer in plan.layers
         for task in layer.tasks
         for e in task.experts
-        if e.packed and plan.sources[e.view.stored[0].source].name == "e0"
+        if e.packed and plan.sources[e.view.stored[0].source].name == expert
     }
 
 
+@pytest.mark.parametrize("expert", ["e0", "e1"])
 def test_tensors_that_an_adapter_leaves_alone_are_read_from_the_pack_below(
-    packed: Warehouse,
+    packed: Warehouse, expert: str
 ) -> None:
-    plan = make_plan(packed, parse(text_of("budget: 30%\n"), name="r", where="r.yml"))
-    served = served_of_adapted(plan)
+    parsed = parse(text_of(f"{expert}+style", "budget: 30%\n"), name="r", where="r.yml")
+    served = served_of(make_plan(packed, parsed), expert)
     assert served
     assert CHANGED not in served
 
 
-def test_an_exact_merge_with_an_adapter_has_the_same_bits_with_packs(packed: Warehouse) -> None:
-    exact = parse(text_of(""), name="x", where="x.yml")
+@pytest.mark.parametrize("expert", ["e0", "e1"])
+def test_an_exact_merge_with_an_adapter_has_the_same_bits_with_packs(
+    packed: Warehouse, expert: str
+) -> None:
+    exact = parse(text_of(f"{expert}+style"), name="x", where="x.yml")
     found = merge(packed, exact).outcome
-    assert served_of_adapted(found.plan)
+    assert served_of(found.plan, expert)
     beside = merge(packed, exact, no_packs=True, fresh=True).outcome
     assert found.snapshot.snapshot_id == beside.snapshot.snapshot_id
     assert not beside.plan.packs
+
+
+@pytest.mark.parametrize(
+    ("expert", "base", "extra"),
+    [
+        ("e0+style", "base", ""),
+        ("e1+style", "base", ""),
+        ("e0", "base+style", ""),
+        ("e0", "base", "tokenizer_source: union\n"),
+    ],
+)
+def test_a_merge_that_read_packs_below_an_adapter_or_a_tokenizer_is_replayed(
+    packed: Warehouse, expert: str, base: str, extra: str
+) -> None:
+    text = text_of(expert, f"budget: 30%\n{extra}", base)
+    made = merge(packed, parse(text, name="r", where="r.yml")).outcome
+    assert served_of(made.plan, expert.partition("+")[0])
+    again = replay(packed, made.snapshot.snapshot_id)
+    assert again.snapshot_id == made.snapshot.snapshot_id
+
+
+@pytest.mark.parametrize("expert", ["e0+style", "e1+style"])
+def test_nobody_is_told_to_pack_what_serves_below_an_adapter(
+    packed: Warehouse, expert: str
+) -> None:
+    parsed = parse(text_of(expert), name="r", where="r.yml")
+    merge(packed, parsed)  # since only what is analysed is estimated
+    assert estimates_of_recipe(packed, resolve(packed, parsed)) == ()
