@@ -133,7 +133,7 @@ def _stage_lines(resolved: ResolvedRecipe, packed: PackedCost | None) -> tuple[s
         f"{resolved.recipe.name}: {resolved.recipe.method} of {len(resolved.experts)} models, "
         f"{c.tensors} tensors in {c.layers} layers",
         f"  expert bytes        {size(c.expert_bytes_total)}",
-        *([f"  exact with packs    {size(packed.exact_nbytes)} ({has})"] if packed else []),
+        *([f"  exact with packs    at most {size(packed.exact_nbytes)} ({has})"] if packed else []),
         f"  budget              {size(c.budget_bytes)}",
         f"  base bytes          {size(c.base_bytes)}",
         f"  output bytes        {size(c.output_bytes)} ({size(c.free_bytes)} free)",

@@ -9,7 +9,7 @@ from mergepipe_pipeline.errors import CorruptionError
 #: What brings a damaged pack back.
 REMADE = (
     "copy the original back first if it is in cold storage; then run `mergepipe repair`, and "
-    "`mergepipe pack` again; until then `--no-packs` reads the original"
+    "`mergepipe pack` again; where the original is there, `--no-packs` reads it until then"
 )
 
 

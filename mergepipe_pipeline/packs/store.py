@@ -139,7 +139,12 @@ class _Tensors(Mapping[str, PackedTensor]):
 
 def said_damaged(path: Path, error: CorruptionError) -> None:
     """Warn of a damaged pack that is left out, once."""
-    said(path, error, "run `mergepipe pack` again; until then merges read the expert itself")
+    said(
+        path,
+        error,
+        "run `mergepipe pack` again; until then merges read the expert's own files; if these are "
+        "in cold storage, copy them back first",
+    )
 
 
 class PackStore:

@@ -101,7 +101,7 @@ def rows_of(curve: BudgetCurve) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         best = points[curve.best]
         rows.append(
             (
-                f"{100 * nbytes / max(1, curve.nbytes_total):.0f} %",
+                f"{round(100 * nbytes / max(1, curve.nbytes_total), 2):g} %",
                 *(percent(curve, points[name]) for name in names),
                 bound_percent(curve, best),
                 "knee" if best == curve.knee else "",
