@@ -162,7 +162,7 @@ def test_of_two_warehouses_that_publish_a_ref_at_once_one_wins_and_nothing_is_lo
 ) -> None:
     homes = [warehouse("a"), warehouse("b")]
     made = [Store(home.root).commit((1, n)) for n, home in enumerate(homes, 2)]
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=120)  # a start may take half a minute
 
     def meet(method: str, path: str) -> Answer | None:
         if method == "PUT" and "/refs/" in path:
@@ -179,7 +179,7 @@ def test_of_two_warehouses_that_publish_a_ref_at_once_one_wins_and_nothing_is_lo
         )
         for home, snapshot in zip(homes, made, strict=True)
     ]
-    told = [json.loads(p.communicate(timeout=60)[0]) for p in processes]
+    told = [json.loads(p.communicate(timeout=180)[0]) for p in processes]
     codes = [p.returncode for p in processes]
     s3.clear()
     assert sorted(codes) == [0, 18]
