@@ -45,8 +45,8 @@ Digests = Sequence[Mapping[str, str]]
 class PackedCost:
     """What packs spare a merge: of `experts` that have one, `packed_elems` elements are in packs.
 
-    An exact merge reads `exact_nbytes` of all experts at most, each tensor from where it is fewer
-    bytes: what a trim drops it need not read, and thresholds are not looked at.
+    An exact merge reads at most `exact_nbytes` of all experts, each tensor from where it is fewer
+    bytes; less where tier X20 is enough, which only thresholds tell.
     """
 
     experts: int

@@ -315,21 +315,21 @@ def _needs_base(checkpoint: Checkpoint) -> IncompatibleCheckpointsError:
 
 
 def packable(expert: Model, base: Model) -> tuple[Model, Model]:
-    """The pair that packs of an expert against a base are of, named and laid out as `open_pair`.
+    """The pair that packs of an expert against a base are of: as `open_pair` opens both.
 
-    Without the adapter that lies on one of them: a pack serves what it leaves alone.
+    Without adapters on them, and with the names and the layout of this base, whatever a recipe
+    with other models gives them. Of adapters and deltas there are no packs: they stay as they are.
     """
-    below = _below(expert), _below(base)
-    if below[0] is expert and below[1] is base:
-        return below
-    mine, theirs = in_one_layout(with_names_of(below, 1), 1)
+    if any(m.checkpoint.kind != "full" for m in (expert, base)):
+        return expert, base
+    mine, theirs = in_one_layout(with_names_of((_as_stored(expert), _as_stored(base)), 1), 1)
     return mine, theirs
 
 
-def _below(model: Model) -> Model:
-    """A whole model without the adapter on it; any other as it is."""
+def _as_stored(model: Model) -> Model:
+    """A whole model as its file has it; the same object if nothing was done to it."""
     first, *adapters = model.checkpoints
-    return _full(first) if adapters and first.kind == "full" else model
+    return _full(first) if adapters or model.variant else model
 
 
 def open_pair(warehouse: Warehouse, expert: str, base: str) -> tuple[Model, Model]:

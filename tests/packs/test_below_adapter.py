@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
@@ -16,6 +19,7 @@ from mergepipe_pipeline.verbs.pack_estimates import estimates_of_recipe
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.architectures import HIDDEN, INNER, MOE_EXPERTS, make
 from tests.family import tensors_of, write_adapter, write_model
 
 #: What `write_adapter` changes.
@@ -104,3 +108,49 @@ def test_nobody_is_told_to_pack_what_serves_below_an_adapter(
     parsed = parse(text_of(expert), name="r", where="r.yml")
     merge(packed, parsed)  # since only what is analysed is estimated
     assert estimates_of_recipe(packed, resolve(packed, parsed)) == ()
+
+
+@pytest.mark.parametrize(
+    ("base", "expert", "is_served"),
+    [
+        ("base", "e0+fused", True),
+        ("base+fused", "e0", True),
+        ("e0+fused", "base", False),
+    ],
+)
+def test_packs_of_experts_apart_hinder_no_recipe_in_which_an_adapter_fuses_them(
+    tmp_path: Path, base: str, expert: str, is_served: bool
+) -> None:
+    warehouse = Warehouse.at(tmp_path / "home").ensure()
+    family = make("mixtral", tmp_path, 2, layers=1)
+    for folder, name in (("base", "base"), ("expert_00", "e0"), ("expert_01", "e1")):
+        register(warehouse, family / folder, name, None if name == "base" else "base")
+    register(warehouse, write_fused_adapter(tmp_path / "fused"), "fused", "base")
+    pack(warehouse, ["e0", "e1"])
+    text = (
+        f"merge_method: ties\nbase_model: {base}\nmodels: [{{model: {expert}}}, {{model: e1}}]\n"
+        "parameters: {weight: 0.5, density: 0.5}\n"
+    )
+    parsed = parse(text, name="moe", where="moe.yml")
+    beside = merge(warehouse, parsed, no_packs=True).outcome.snapshot.snapshot_id
+    assert merge(warehouse, parsed, fresh=True).outcome.snapshot.snapshot_id == beside
+    found = merge(warehouse, parse(f"{text}budget: 30%\n", name="moe", where="moe.yml")).outcome
+    assert bool(found.plan.packs) is is_served
+    again = replay(warehouse, found.snapshot.snapshot_id)
+    assert again.snapshot_id == found.snapshot.snapshot_id
+
+
+def write_fused_adapter(folder: Path, rank: int = 2) -> Path:
+    """A PEFT adapter of the first layer's experts as one parameter, as transformers 5 has them."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": []}
+    config["target_parameters"] = ["mlp.experts.down_proj"]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    stem = "base_model.model.model.layers.0.mlp.experts"
+    draw = torch.Generator().manual_seed(0)
+    factors = {  # [ranks of all experts, inner], [hidden, ranks of all experts]
+        f"{stem}.lora_A.weight": torch.randn(MOE_EXPERTS * rank, INNER, generator=draw),
+        f"{stem}.lora_B.weight": torch.randn(HIDDEN, MOE_EXPERTS * rank, generator=draw),
+    }
+    save_file(factors, folder / "adapter_model.safetensors")
+    return folder
