@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from tempfile import TemporaryDirectory
 
 # Workers of pytest share the cores: threads that wait for each other busily take four times as much
 # of them as the work. Libraries read this when they are loaded.
@@ -35,6 +37,13 @@ for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 _FSYNC = os.fsync
+_MEMORY = Path("/dev/shm")
+_HAS_MEMORY = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 << 30
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that wait to one worker, which begins with them, and the cores to the others."""
+    items.sort(key=lambda item: "waits" not in item.keywords)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,10 +58,23 @@ def no_write_waits_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def durable_writes() -> Iterator[None]:
-    """Writes wait for the disk: only what is there can be taken out of the page cache."""
+    """Files lie on a disk and writes wait for it: only then are they ever out of the page cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", _FSYNC)
         yield
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder of the test's own: in memory, but for tests that ask for `durable_writes`.
+
+    Processes that tests start, Dagster's databases first, wait for the disk after each write.
+    """
+    if "durable_writes" in request.fixturenames or not _HAS_MEMORY:
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir=_MEMORY, prefix=f"{tmp_path.name}-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

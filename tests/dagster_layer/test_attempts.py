@@ -22,7 +22,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 
 
 class Sensor:

@@ -17,7 +17,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import Daemon, asks_again, most_at_once, running_daemon
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 _RETRY_S = 1
 
 

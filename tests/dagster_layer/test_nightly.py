@@ -22,7 +22,7 @@ from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import REPOSITORY, Daemon
 from tests.dagster_layer.test_experts import sum_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 
 
 def sleep_through(daemon: Daemon, schedule: str, cron: str, seconds: float) -> InstigatorState:

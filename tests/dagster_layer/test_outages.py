@@ -25,7 +25,7 @@ from tests.dagster_layer.daemon import running_daemon
 from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import sum_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 
 #: More attempts than what is not the surroundings' fault gets.
 _ATTEMPTS = 5

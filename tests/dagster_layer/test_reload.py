@@ -16,7 +16,7 @@ from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import Daemon, running_daemon
 from tests.dagster_layer.test_experts import sum_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 
 
 def assets_shown(daemon: Daemon) -> set[str]:

@@ -14,7 +14,7 @@ from tests.dagster_layer.daemon import ACTIVE, most_at_once, running_daemon
 from tests.dagster_layer.test_experts import jobs
 from tests.search.world import EVALUATOR, SEARCH, World
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 SMALL = "evaluations: 4\ninitial: 4\nworkers: 2\nmethod: sobol\n"
 
 

@@ -63,6 +63,7 @@ def test_what_killed_writers_left_goes_from_every_folder(home: Warehouse) -> Non
     assert list(home.root.rglob("*.tmp")) == []
 
 
+@pytest.mark.usefixtures("durable_writes")
 def test_a_calibration_keeps_its_files_through_a_collection(
     home: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from tests.soak.model import BASE, Model, Recipe
 from tests.soak.watch import Watch
 from tests.soak.world import World
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 
 
 def test_the_model_asks_nothing_of_a_recipe_whose_expert_is_gone_or_whose_text_is_broken() -> None:

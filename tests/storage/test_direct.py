@@ -55,6 +55,7 @@ def test_it_does_whatever_the_pieces(
     assert path.read_bytes() == data
 
 
+@pytest.mark.usefixtures("durable_writes")
 def test_a_large_file_leaves_little_in_the_page_cache(tmp_path: Path) -> None:
     write(tmp_path / "x", noise(8 * PIECE + 5), PIECE)
     with (tmp_path / "x").open("rb") as file:

@@ -18,7 +18,7 @@ from tests.ui.chromium import CHROMIUM, Page, browser
 from tests.ui.pages import ODD, ODD_NAN, VIEWS, odd_views, running, show, warehouse
 from tests.ui.screenshots import MOST_NBYTES
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 
 
 @pytest.fixture(scope="module")

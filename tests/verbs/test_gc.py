@@ -220,6 +220,7 @@ class Collecting(Silent):
         return super().task(label, total_nbytes)
 
 
+@pytest.mark.usefixtures("durable_writes")
 def test_a_calibration_keeps_its_files_through_a_collection(home: Warehouse) -> None:
     calibrate(home, temp_nbytes=4 << 20, with_engine=False, progress=Collecting(home))
     assert not list(home.staging.iterdir())
