@@ -10,18 +10,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine.access_sets import access_sets, file_ranges, packed_access_sets
 from mergepipe_pipeline.errors import CheckpointChangedError
-from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.packs.elements import PackedElements
 from mergepipe_pipeline.packs.reader import Allowed, PackReader
-from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
-from mergepipe_pipeline.spec.pack import TIERS_OF, Tier
+from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.plan import ExpertInput, LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, KnownSegments
-from mergepipe_pipeline.spec.view import Part, TensorView
+from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.storage.held import FirstReading, HeldBytes, HeldFiles, SecondReading
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.read_batch import ReadBatch
@@ -29,7 +28,6 @@ from mergepipe_pipeline.storage.reader import BlockReader, Tally
 from mergepipe_pipeline.storage.source import (
     CheckpointSource,
     FetchedAhead,
-    FileRange,
     LocalSource,
     RangedFiles,
     Reading,
@@ -211,14 +209,22 @@ class SourcePool:
                 next_step="run the merge again: it plans anew from the files as they are",
             )
         is_merge = when == "merge"
+        allowed = self._allowed.get(number, {}) if gated else None
         reading = self._reading_for(when, gated=gated)
         files = self._stack.enter_context(open_source(planned.root, reading))
         if isinstance(files, FetchedAhead) and is_merge:
             self._far.append((files, number, gated))
             files.expect(file_ranges(self._layers, number, gated=gated))
-        allowed = access_set(self._plan.layers, number) if gated else None
         tally = self._tallies[gated] if is_merge else None
         return BlockReader(self._holding(files, number, when), checkpoint, allowed, tally)
+
+    @cached_property
+    def _allowed(self) -> dict[int, dict[str, tuple[Range, ...]]]:
+        return access_sets(self._plan.layers)
+
+    @cached_property
+    def _allowed_of_packs(self) -> dict[int, Allowed]:
+        return packed_access_sets(self._plan.layers)
 
     def _reading_for(self, when: _When, *, gated: bool) -> Reading:
         """What storage may do beside: for the merge, before it, or for neither."""
@@ -241,7 +247,7 @@ class SourcePool:
     def _open_pack(self, number: int, before: bool) -> PackReader:
         tally = Tally() if before else self._tallies[True]
         reading: Reading = "exact" if before else self._reading
-        allowed = packed_access_set(self._plan.layers, number)
+        allowed = self._allowed_of_packs.get(number, {})
         reader = PackReader(self._plan.packs[number], allowed, tally, reading)
         return self._stack.enter_context(reader)
 
@@ -264,69 +270,3 @@ def _too_long_nbytes(plan: MergePlan, held_nbytes: int) -> int:
 
 def _tasks(plan: MergePlan) -> Iterator[TensorTask]:
     return (task for layer in plan.layers for task in layer.tasks)
-
-
-def access_set(layers: Sequence[LayerTask], source: int) -> dict[str, tuple[Range, ...]]:
-    """Stored tensor to the element ranges of `source` that the layers read as an expert's."""
-    ranges: dict[str, list[Range]] = {}
-    for layer in layers:
-        for task in layer.tasks:
-            for e in task.experts:
-                for part, found in _parts_read(e):
-                    if part.source == source:
-                        ranges.setdefault(part.entry.name, []).extend(found)
-    return {name: coalesce(r) for name, r in ranges.items()}
-
-
-def file_ranges(layers: Sequence[LayerTask], source: int, *, gated: bool) -> Iterator[FileRange]:
-    """Bytes of a source's files that layers read as an expert's (`gated`) or the base's, in order.
-
-    Of the base only what is read in any case: an operator on values may do without it.
-    """
-    for task in (task for layer in layers for task in layer.tasks):
-        found = [p for e in task.experts for p in _parts_read(e)] if gated else _base_parts(task)
-        for part, ranges in found:
-            size, at = itemsize(part.entry.dtype), part.entry.start_byte
-            for a, b in coalesce(ranges) if part.source == source else ():
-                yield FileRange(part.entry.file, at + a * size, at + b * size)
-
-
-def _base_parts(task: TensorTask) -> list[tuple[Part, Sequence[Range]]]:
-    base, operator = task.base, OPERATORS.get(task.operator)
-    is_update = operator is None or operator.schema.space == "delta"
-    if base is None or not (is_update or (operator and operator.schema.base != "none")):
-        return []
-    return list(_parts(base.view, ((0, base.view.numel),)))
-
-
-def packed_access_set(layers: Sequence[LayerTask], pack: int) -> Allowed:
-    """Tensor and tier of a pack to the elements that the layers read of it."""
-    ranges: dict[tuple[str, Tier], list[Range]] = {}
-    for e in (e for layer in layers for task in layer.tasks for e in task.experts):
-        if e.packed is not None and e.packed.pack == pack:
-            for r in e.packed.ranges:
-                for tier in TIERS_OF[r.level]:
-                    found = ranges.setdefault((e.packed.tensor, tier), [])
-                    found.append((r.start_elem, r.stop_elem))
-    return {key: coalesce(found) for key, found in ranges.items()}
-
-
-def _parts_read(e: ExpertInput) -> Iterator[tuple[Part, Sequence[Range]]]:
-    """The stored tensors of one input, with the ranges of their elements that it reads."""
-    return _parts(e.view, e.read)
-
-
-def _parts(view: TensorView, read: Sequence[Range]) -> Iterator[tuple[Part, Sequence[Range]]]:
-    """The stored tensors of a view, with the ranges of their elements that elements in `read` are.
-
-    Factors of a low-rank update are read in whole.
-    """
-    if read and view.low_rank:
-        for part in view.low_rank.parts:
-            yield part, [(0, part.entry.numel)]
-    if view.stored and not view.runs:
-        yield view.stored[0], read
-    for run in view.runs:
-        shift = run.at_elem - run.start_elem
-        inside = clip(read, run.start_elem, run.start_elem + run.n_elems)
-        yield view.stored[run.part], [(a + shift, b + shift) for a, b in inside]

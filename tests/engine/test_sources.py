@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.dtypes import itemsize
-from mergepipe_pipeline.engine.sources import SourcePool, access_set
+from mergepipe_pipeline.engine.access_sets import access_sets
+from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
@@ -45,7 +46,7 @@ def test_an_access_set_has_the_stored_elements_of_the_ranges_read(
     elems = {
         entry: set[int]().union(*(range(*r) for r in ranges))
         for source in sources_of(plan)
-        for entry, ranges in access_set(plan.layers, source).items()
+        for entry, ranges in access_sets(plan.layers).get(source, {}).items()
     }
     read = [i for start, stop in e.read for i in range(start, stop)]
     wanted: dict[str, set[int]] = {}
@@ -63,7 +64,7 @@ def test_an_access_set_has_the_stored_elements_of_the_ranges_read(
 def test_a_read_outside_the_ranges_of_the_plan_is_refused(kinds: Kinds, name: str) -> None:
     plan = merged(kinds, [name], "task_arithmetic", reads=[((100, 200),)])
     ((entry, ranges),) = [
-        (part.entry, access_set(plan.layers, 1)[part.entry.name])
+        (part.entry, access_sets(plan.layers)[1][part.entry.name])
         for part in expert_of(plan).view.stored[:1]
     ]
     with SourcePool(plan) as pool:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.engine import sources
 from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
 from mergepipe_pipeline.engine.jobs import Job
 from mergepipe_pipeline.engine.options import EngineOptions
@@ -120,7 +121,7 @@ def test_a_part_that_may_not_be_read_is_not(tmp_path: Path, window_elems: int | 
     model = stored(tmp_path, "F32", bytes(400))
     plan = passed(model, "F32")
     with (
-        mock.patch("mergepipe_pipeline.engine.sources.access_set", return_value={"w": ((0, 99),)}),
+        mock.patch.object(sources, "access_sets", return_value={0: {"w": ((0, 99),)}}),
         pytest.raises(BudgetError, match=r"tensor w.*\[\d+, 100\)"),
     ):
         run(plan, tmp_path / "out", window_elems)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.engine.sources import packed_access_set
+from mergepipe_pipeline.engine.access_sets import packed_access_sets
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import Floats
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
@@ -46,7 +46,7 @@ def test_windows_of_any_length_in_any_order_read_each_frame_once(
     windows = list(pairwise([0, *sorted(cuts), NUMEL]))
     order.shuffle(windows)
     tally, found = Tally(), np.zeros(NUMEL, np.float32)
-    with PackReader(family.packs[0], packed_access_set(plan.layers, 0), tally) as reader:
+    with PackReader(family.packs[0], packed_access_sets(plan.layers)[0], tally) as reader:
         elements = PackedElements(reader, e.packed, e.digest)
         for start, stop in windows:
             for part in elements.fetch(start, stop, PageBuffer()):

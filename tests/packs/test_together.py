@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.engine.sources import packed_access_set
+from mergepipe_pipeline.engine.access_sets import packed_access_sets
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.packs import frame_files
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
@@ -46,7 +46,7 @@ def opened(
         found = []
         for e in plan.layers[0].tasks[0].experts:
             assert e.packed is not None
-            allowed = packed_access_set(plan.layers, e.packed.pack)
+            allowed = packed_access_sets(plan.layers)[e.packed.pack]
             reader = PackReader(family.packs[e.position], allowed, tally)
             found.append(PackedElements(stack.enter_context(reader), e.packed, e.digest))
         yield found, tally
