@@ -89,13 +89,13 @@ def explain(
 
 
 def _plan(console: Console, what: str, by: str) -> Answer:
+    from mergepipe_pipeline.report import shares
     from mergepipe_pipeline.report.explain_tables import bytes_picture
-    from mergepipe_pipeline.report.shares import explain as run
-    from mergepipe_pipeline.report.shares import level_shares, operator_choices
 
-    made, rows = run(console.existing, what, by)
-    tensors = operator_choices(made) if by == "tensor" else ()
-    records, levels = [asdict(s) for s in rows], level_shares(made)
+    made, rows = shares.explain(console.existing, what, by)
+    console.warn(list(shares.merged_otherwise(console.existing, what, made)))
+    tensors = shares.operator_choices(made) if by == "tensor" else ()
+    records, levels = [asdict(s) for s in rows], shares.level_shares(made)
     shown = {
         "plan_id": made.plan_id,
         "method": made.method,

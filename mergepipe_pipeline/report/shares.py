@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mergepipe_pipeline.execution.lookup import plan_of
+from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.execution.lookup import plan_of, provenance_of, snapshot_of
+from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.blocks import Range, coalesce, total_elems
 from mergepipe_pipeline.spec.pack import TIERS, PackedRange
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.text import size
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -58,11 +61,11 @@ def shares(plan: MergePlan, by: str) -> Iterable[Share]:
         for task in layer.tasks:
             place = {"expert": "", "layer": layer.name, "tensor": task.name}[by]
             for e in task.experts:
-                size = e.view.stored_nbytes // max(1, e.view.numel)
+                itemsize = e.view.stored_nbytes // max(1, e.view.numel)
                 row = sums.setdefault((_name(plan, e), place), [0, 0, 0, 0])
                 row[0] += e.view.nbytes
                 row[1] += e.read_nbytes
-                row[2] += (total_elems(e.covered) - total_elems(_had(e))) * size
+                row[2] += (total_elems(e.covered) - total_elems(_had(e))) * itemsize
                 row[3] += e.packed.nbytes if e.packed else 0
     return [Share(expert, place, *counts) for (expert, place), counts in sums.items()]
 
@@ -77,8 +80,8 @@ def level_shares(plan: MergePlan) -> tuple[LevelShare, ...]:
     elems = plan.estimates.pack_block_elems
     sums = {level: [0, 0, 0] for level in (*TIERS, "stored")}
     for e in (e for layer in plan.layers for task in layer.tasks for e in task.experts):
-        size = e.view.stored_nbytes // max(1, e.view.numel)
-        stored = [(a, b, "stored", (b - a) * size) for a, b in e.read]
+        itemsize = e.view.stored_nbytes // max(1, e.view.numel)
+        stored = [(a, b, "stored", (b - a) * itemsize) for a, b in e.read]
         packed = e.packed.ranges if e.packed else ()
         for start, stop, level, nbytes in (*stored, *map(_range, packed)):
             row = sums[level]
@@ -125,3 +128,22 @@ def explain(
     """
     plan = plan_of(warehouse, what)
     return plan, tuple(shares(plan, by))
+
+
+def merged_otherwise(warehouse: Warehouse, what: str, plan: MergePlan) -> Iterator[str]:
+    """Warns that a snapshot or ref was merged from other bytes than its plan reads now.
+
+    Plans with the same result have one id, whether they read packs or originals, and the last one
+    made is kept.
+    """
+    try:
+        snapshot = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
+    except NotFoundError:  # it is a plan
+        return
+    e = provenance_of(snapshot)["estimates"]
+    read = e["expert_bytes_planned"], e.get("expert_bytes_packed", 0)
+    if read != (plan.estimates.expert_bytes_planned, plan.estimates.expert_bytes_packed):
+        yield (
+            f"{what} was merged from {size(read[0])} of expert bytes ({size(read[1])} from packs); "
+            "its plan was made again since, and reads what is shown here"
+        )

@@ -12,9 +12,10 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.report.comparison import full_plan_id
 from mergepipe_pipeline.report.explain_tables import expert_records
-from mergepipe_pipeline.report.shares import level_shares, shares
+from mergepipe_pipeline.report.shares import level_shares, merged_otherwise, shares
 from mergepipe_pipeline.report.stories import explain_expert, explain_tensor
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.text import size
 from mergepipe_pipeline.timing.forecast import packed_of, work_of, work_of_plan
 from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.curve import curve, curve_of_plan
@@ -43,6 +44,19 @@ def test_every_byte_of_a_plan_stands_at_its_level_and_its_expert(plan: MergePlan
     assert by_expert[f"e{UNPACKED}"].nbytes_packed == 0
     assert by_expert["e0"].nbytes_packed == by_expert["e0"].nbytes_read > 0
     assert sum(s.nbytes_packed for s in by_expert.values()) == plan.estimates.expert_bytes_packed
+
+
+def test_a_snapshot_whose_plan_reads_other_bytes_by_now_is_told(home: Warehouse) -> None:
+    merged = run_plan(home, make_plan(home, RAW, budget="80%"))
+    packed, snapshot_id = merged.plan.estimates, merged.snapshot.snapshot_id
+    assert packed.expert_bytes_packed > 0
+    assert list(merged_otherwise(home, snapshot_id, merged.plan)) == []
+    again = make_plan(home, RAW, no_packs=True)
+    assert again.plan_id == merged.plan.plan_id
+    (told,) = merged_otherwise(home, snapshot_id, again)
+    assert size(packed.expert_bytes_planned) in told
+    assert size(packed.expert_bytes_packed) in told
+    assert list(merged_otherwise(home, again.plan_id, again)) == []
 
 
 def test_each_block_of_a_tensor_is_told_at_its_level_with_its_place_in_the_list(
