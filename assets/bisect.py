@@ -13,22 +13,22 @@ from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.verbs.trace import Traced, trace_refusal
 
 
-def is_traced(card: RecipeFile) -> bool:
+def is_traced(file: RecipeFile) -> bool:
     """Whether the recipe says `on_failure: bisect`."""
-    gate = card.recipe.gate
+    gate = file.recipe.gate
     return gate is not None and gate.on_failure == "bisect"
 
 
-def build_bisect(card: RecipeFile) -> list[dg.AssetsDefinition]:
+def build_bisect(file: RecipeFile) -> list[dg.AssetsDefinition]:
     """The asset `bisect` of a recipe that has its refusals traced."""
-    if not is_traced(card):
+    if not is_traced(file):
         return []
 
     @dg.asset(
-        key=[card.name, "bisect"],
-        deps=[[card.name, "evaluation"]],
+        key=[file.name, "bisect"],
+        deps=[[file.name, "evaluation"]],
         pool="disk_write",
-        **labels(card, "python"),
+        **labels(file, "python"),
     )
     @told
     def bisect(
@@ -40,22 +40,22 @@ def build_bisect(card: RecipeFile) -> list[dg.AssetsDefinition]:
         merged by itself. Not part of the recipe's own job: bisect_sensor starts it.
         """
         found = trace_refusal(
-            mergepipe.warehouse, card, options=engine.options, tell=context.log.info
+            mergepipe.warehouse, file, options=engine.options, tell=context.log.info
         )
         return dg.MaterializeResult(metadata=_metadata(found))
 
     return [bisect]
 
 
-def build_bisect_job(card: RecipeFile) -> Any | None:
+def build_bisect_job(file: RecipeFile) -> Any | None:
     """The job that traces a recipe's refusals; None for a recipe that asks for nothing."""
-    if not is_traced(card):
+    if not is_traced(file):
         return None
     return dg.define_asset_job(
-        f"bisect_{card.identifier}",
-        selection=dg.AssetSelection.assets([card.name, "bisect"]),
-        description=f"Finds the expert that made {card.name} fail its gate, and quarantines it.",
-        tags={"mergepipe/recipe": card.name},
+        f"bisect_{file.identifier}",
+        selection=dg.AssetSelection.assets([file.name, "bisect"]),
+        description=f"Finds the expert that made {file.name} fail its gate, and quarantines it.",
+        tags={"mergepipe/recipe": file.name},
     )
 
 

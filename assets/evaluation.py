@@ -14,23 +14,23 @@ from mergepipe_pipeline.spec.evaluation import Verdict, figure
 from mergepipe_pipeline.verbs.judge import evaluate_recipe, judge_recipe
 
 
-def build_evaluation(card: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
+def build_evaluation(file: RecipeFile) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
     """The asset `evaluation` of a recipe and its check `gate`, where the recipe asks for them."""
-    if card.recipe.evaluator is None:
+    if file.recipe.evaluator is None:
         return []
-    return [_evaluation(card), *([_gate(card)] if card.recipe.gate is not None else [])]
+    return [_evaluation(file), *([_gate(file)] if file.recipe.gate is not None else [])]
 
 
-def before_release(card: RecipeFile) -> list[str]:
+def before_release(file: RecipeFile) -> list[str]:
     """The key of what a release follows."""
-    return [card.name, "snapshot" if card.recipe.evaluator is None else "evaluation"]
+    return [file.name, "snapshot" if file.recipe.evaluator is None else "evaluation"]
 
 
-def _evaluation(card: RecipeFile) -> dg.AssetsDefinition:
+def _evaluation(file: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "evaluation"],
-        deps=[[card.name, "snapshot"]],
-        **labels(card, "python"),
+        key=[file.name, "evaluation"],
+        deps=[[file.name, "snapshot"]],
+        **labels(file, "python"),
     )
     @told
     def evaluation(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -38,7 +38,7 @@ def _evaluation(card: RecipeFile) -> dg.AssetsDefinition:
 
         A snapshot is measured once; what was measured is kept with the evaluator's log.
         """
-        found, log = evaluate_recipe(mergepipe.warehouse, card)
+        found, log = evaluate_recipe(mergepipe.warehouse, file)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(f"{found.snapshot_id}-{found.evaluator_id}"),
             metadata={
@@ -54,14 +54,14 @@ def _evaluation(card: RecipeFile) -> dg.AssetsDefinition:
     return evaluation
 
 
-def _gate(card: RecipeFile) -> dg.AssetChecksDefinition:
-    @dg.asset_check(asset=dg.AssetKey([card.name, "evaluation"]), blocking=True, name="gate")
+def _gate(file: RecipeFile) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=dg.AssetKey([file.name, "evaluation"]), blocking=True, name="gate")
     @told
     def gate(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
-        verdict = judge_recipe(mergepipe.warehouse, card).verdict
+        verdict = judge_recipe(mergepipe.warehouse, file).verdict
         assert verdict is not None
-        told = [verdict.told, verdict.since, "" if verdict.passed else _next(card)]
+        told = [verdict.told, verdict.since, "" if verdict.passed else _next(file)]
         return dg.AssetCheckResult(
             passed=verdict.passed,
             description=description("; ".join(filter(None, told))),
@@ -75,12 +75,12 @@ def _gate(card: RecipeFile) -> dg.AssetChecksDefinition:
     return gate
 
 
-def _next(card: RecipeFile) -> str:
+def _next(file: RecipeFile) -> str:
     """What a person does, or need not do, about a refusal."""
-    gate = card.recipe.gate
+    gate = file.recipe.gate
     if gate is not None and gate.on_failure == "bisect":
         return "next: bisect_sensor finds the guilty expert and keeps it out until it changes"
-    return f"next: mend what changed, or find the guilty expert: `mergepipe bisect {card.name}`"
+    return f"next: mend what changed, or find the guilty expert: `mergepipe bisect {file.name}`"
 
 
 def _thresholds(verdict: Verdict) -> dg.MarkdownMetadataValue:

@@ -14,17 +14,17 @@ GRACE = timedelta(hours=6)
 _SPAN, _MOST_TIMES = timedelta(days=62), 1500
 
 
-def release_freshness(card: RecipeFile) -> dg.FreshnessPolicy | None:
+def release_freshness(file: RecipeFile) -> dg.FreshnessPolicy | None:
     """A release is overdue if its recipe's schedule passed without one; None without a schedule.
 
     Without a schedule age says nothing: a release is right for as long as its inputs are the same,
     and `recipe_sensor` says each time whether they are. With one, each of its times either releases
     or confirms what is released, so that the last event is never older than the longest pause.
     """
-    schedule = card.recipe.schedule
+    schedule = file.recipe.schedule
     if schedule is None:
         return None
-    pause = _longest_pause(schedule, card.recipe.timezone or "UTC")
+    pause = _longest_pause(schedule, file.recipe.timezone or "UTC")
     return dg.FreshnessPolicy.time_window(fail_window=pause + GRACE, warn_window=pause + GRACE / 3)
 
 

@@ -4,7 +4,7 @@ from typing import TypedDict
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.settings import OWNERS
-from mergepipe_pipeline.verbs.standing_searches import SearchCard
+from mergepipe_pipeline.verbs.standing_searches import StandingSearch
 
 
 def owners() -> list[str]:
@@ -21,16 +21,16 @@ class Labels(TypedDict):
     kinds: set[str]
 
 
-def labels(card: RecipeFile | SearchCard, *kinds: str) -> Labels:
+def labels(file: RecipeFile | StandingSearch, *kinds: str) -> Labels:
     """What an asset of a recipe or search carries; `kinds` are at most three.
 
     The tag `expert/<name>` finds every asset that depends on an expert.
     """
     # Dagster's tags take 63 characters; names may be longer.
-    experts = {f"expert/{member[:63]}": "" for member in card.members}
+    experts = {f"expert/{member[:63]}": "" for member in file.members}
     return {
-        "group_name": card.identifier,
-        "tags": {"recipe" if isinstance(card, RecipeFile) else "search": card.name, **experts},
+        "group_name": file.identifier,
+        "tags": {"recipe" if isinstance(file, RecipeFile) else "search": file.name, **experts},
         "owners": owners(),
         "kinds": set(kinds),
     }

@@ -58,19 +58,19 @@ class OneShard(ShardedLayers):
     number: int
 
 
-def build_merge(card: RecipeFile, shards: int = 1) -> list[dg.AssetsDefinition]:
+def build_merge(file: RecipeFile, shards: int = 1) -> list[dg.AssetsDefinition]:
     """The assets `merge`, of so many steps that share the work, and `layers` of a recipe."""
     shown = dg.AssetSpec(
-        [card.name, "layers"],
-        deps=[[card.name, "merge"]],
-        partitions_def=dg.StaticPartitionsDefinition([partition(x) for x in card.layers]),
+        [file.name, "layers"],
+        deps=[[file.name, "merge"]],
+        partitions_def=dg.StaticPartitionsDefinition([partition(x) for x in file.layers]),
         description=(
             "The layers of the merged model, a partition each: what it is made from, by which "
             "operators, what that read, and whether it was reused. The asset merge reports them."
         ),
-        **labels(card, "safetensors"),
+        **labels(file, "safetensors"),
     )
-    merge = _merge(card) if shards == 1 else _merge_of_shards(card, shards)
+    merge = _merge(file) if shards == 1 else _merge_of_shards(file, shards)
     return [merge, dg.AssetsDefinition(specs=[shown])]
 
 
@@ -79,12 +79,12 @@ def partition(layer: str) -> str:
     return layer.removeprefix("layer.")
 
 
-def _merge(card: RecipeFile) -> dg.AssetsDefinition:
+def _merge(file: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "merge"],
-        deps=[[card.name, "plan"]],
+        key=[file.name, "merge"],
+        deps=[[file.name, "plan"]],
         pool="disk_write",
-        **labels(card, "python", "pytorch"),
+        **labels(file, "python", "pytorch"),
     )
     @told
     def merge(
@@ -96,11 +96,11 @@ def _merge(card: RecipeFile) -> dg.AssetsDefinition:
         repeats none. To merge some only, name them in the configuration: `layers: ["03", "head"]`.
         """
         started = time.monotonic()
-        plan, chosen = _asked(card, mergepipe, engine, config)
+        plan, chosen = _asked(file, mergepipe, engine, config)
         done = []
-        for one in merge_recipe(mergepipe.warehouse, card.name, list(chosen), engine.options):
+        for one in merge_recipe(mergepipe.warehouse, file.name, list(chosen), engine.options):
             done.append(one)
-            context.log_event(_reported(card, plan, chosen[one.name], one))
+            context.log_event(_reported(file, plan, chosen[one.name], one))
         return dg.MaterializeResult(
             data_version=dg.DataVersion(digest_json([layer.layer_key for layer in plan.layers])),
             metadata=merge_metadata(Realised.of(done), time.monotonic() - started),
@@ -109,8 +109,8 @@ def _merge(card: RecipeFile) -> dg.AssetsDefinition:
     return merge
 
 
-def _merge_of_shards(card: RecipeFile, shards: int) -> dg.AssetsDefinition:
-    shard, gather = _shard(card, shards), _gather(card)
+def _merge_of_shards(file: RecipeFile, shards: int) -> dg.AssetsDefinition:
+    shard, gather = _shard(file, shards), _gather(file)
     numbers = {f"shard_{number:03d}": number for number in range(1, shards + 1)}
 
     @dg.config_mapping
@@ -123,8 +123,8 @@ def _merge_of_shards(card: RecipeFile, shards: int) -> dg.AssetsDefinition:
         return {**parts, "gather": {"config": said}}
 
     @dg.graph_asset(
-        key=[card.name, "merge"],
-        ins={"plan": dg.AssetIn([card.name, "plan"], dagster_type=dg.Nothing)},
+        key=[file.name, "merge"],
+        ins={"plan": dg.AssetIn([file.name, "plan"], dagster_type=dg.Nothing)},
         config=of_each_step,
         description=(
             f"Merges the layers that the plan changes in {shards} steps, and reuses the others. "
@@ -132,7 +132,7 @@ def _merge_of_shards(card: RecipeFile, shards: int) -> dg.AssetsDefinition:
             "keeps them: a run after a failure repeats none. The configuration may name `layers`, "
             "and how many `shards` share the work."
         ),
-        **labels(card, "python", "pytorch"),
+        **labels(file, "python", "pytorch"),
     )
     def merge(plan: Any) -> Any:
         return gather.alias("gather")([shard.alias(name)(plan) for name in numbers])
@@ -140,9 +140,9 @@ def _merge_of_shards(card: RecipeFile, shards: int) -> dg.AssetsDefinition:
     return merge
 
 
-def _shard(card: RecipeFile, shards: int) -> dg.OpDefinition:
+def _shard(file: RecipeFile, shards: int) -> dg.OpDefinition:
     @dg.op(
-        name=f"{card.identifier}__shard",
+        name=f"{file.identifier}__shard",
         ins={"plan": dg.In(dg.Nothing)},
         out=dg.Out(dg.Nothing),
         pool="disk_write",
@@ -153,14 +153,14 @@ def _shard(card: RecipeFile, shards: int) -> dg.OpDefinition:
     ) -> dg.Output[None]:
         """Merges one shard of the plan's layers, while other steps merge the others."""
         started = time.monotonic()
-        plan, chosen = _asked(card, mergepipe, engine, config)
+        plan, chosen = _asked(file, mergepipe, engine, config)
         count = config.shards or shards
         part = shard_of(mergepipe.warehouse, plan, config.number, count, list(chosen))
         done = []
-        for one in merge_shard(mergepipe.warehouse, card.name, plan, part, engine.options):
+        for one in merge_shard(mergepipe.warehouse, file.name, plan, part, engine.options):
             done.append(one)
-            context.log_event(_reported(card, plan, chosen[one.name], one))
-        records = merged_layers(mergepipe.warehouse, card.name, plan)
+            context.log_event(_reported(file, plan, chosen[one.name], one))
+        records = merged_layers(mergepipe.warehouse, file.name, plan)
         held = max((r.held_nbytes for r in records if r.shard == part.number), default=0)
         metadata = shard_metadata(part, done, held, time.monotonic() - started)
         return dg.Output(None, metadata=metadata)
@@ -168,9 +168,9 @@ def _shard(card: RecipeFile, shards: int) -> dg.OpDefinition:
     return shard
 
 
-def _gather(card: RecipeFile) -> dg.OpDefinition:
+def _gather(file: RecipeFile) -> dg.OpDefinition:
     @dg.op(
-        name=f"{card.identifier}__gather",
+        name=f"{file.identifier}__gather",
         ins={"shards": dg.In(dg.Nothing)},
         out=dg.Out(dg.Nothing),
         pool="disk_write",
@@ -180,24 +180,24 @@ def _gather(card: RecipeFile) -> dg.OpDefinition:
         context: dg.OpExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
     ) -> dg.Output[None]:
         """Says what all shards cost; merges what none of them has, as after a new calibration."""
-        plan, chosen = _asked(card, mergepipe, engine, config)
-        for one in merge_recipe(mergepipe.warehouse, card.name, list(chosen), engine.options):
+        plan, chosen = _asked(file, mergepipe, engine, config)
+        for one in merge_recipe(mergepipe.warehouse, file.name, list(chosen), engine.options):
             if not one.reused:
-                context.log_event(_reported(card, plan, chosen[one.name], one))
+                context.log_event(_reported(file, plan, chosen[one.name], one))
         return dg.Output(
             None,
             data_version=dg.DataVersion(digest_json([layer.layer_key for layer in plan.layers])),
-            metadata=shards_metadata(merged_layers(mergepipe.warehouse, card.name, plan)),
+            metadata=shards_metadata(merged_layers(mergepipe.warehouse, file.name, plan)),
         )
 
     return gather
 
 
 def _asked(
-    card: RecipeFile, mergepipe: MergePipe, engine: Engine, config: Layers
+    file: RecipeFile, mergepipe: MergePipe, engine: Engine, config: Layers
 ) -> tuple[MergePlan, dict[str, LayerTask]]:
     """The current plan and the layers of it that a run is to merge. Raises BudgetError too."""
-    plan = current_plan(mergepipe.warehouse, card.name)
+    plan = current_plan(mergepipe.warehouse, file.name)
     refuse_other_budget(plan, engine.budget)
     return plan, _chosen(plan, config.layers)
 
@@ -218,10 +218,10 @@ def _chosen(plan: MergePlan, named: list[str]) -> dict[str, LayerTask]:
 
 
 def _reported(
-    card: RecipeFile, plan: MergePlan, layer: LayerTask, done: LayerOutcome
+    file: RecipeFile, plan: MergePlan, layer: LayerTask, done: LayerOutcome
 ) -> dg.AssetMaterialization:
     return dg.AssetMaterialization(
-        [card.name, "layers"],
+        [file.name, "layers"],
         partition=partition(done.name),
         metadata=layer_metadata(plan, layer, done),
         tags={"dagster/data_version": done.layer_key},

@@ -150,13 +150,13 @@ def operators_table(plan: MergePlan) -> dg.MarkdownMetadataValue:
     return markdown_table(("operator", "variant", "tensors"), operator_counts(plan))
 
 
-def stages_metadata(card: RecipeFile) -> Mapping[str, Any]:
+def stages_metadata(file: RecipeFile) -> Mapping[str, Any]:
     """The stages of a recipe in the order they run; nothing for a recipe of one."""
-    if len(card.stages) < 2:
+    if len(file.stages) < 2:
         return {}
     rows = [
         (s.stage or "the result", s.method, ", ".join(r.text for r in s.references))
-        for s in card.stages
+        for s in file.stages
     ]
     return {"stages": markdown_table(("stage", "method", "models"), rows)}
 

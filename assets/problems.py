@@ -8,19 +8,19 @@ from assets.labels import owners
 from assets.metadata import description
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.standing_searches import SearchCard
+from mergepipe_pipeline.verbs.standing_searches import StandingSearch
 
 
 def problem_asset(
-    card: RecipeFile | SearchCard, first: str, deps: Sequence[dg.AssetDep] = ()
+    file: RecipeFile | StandingSearch, first: str, deps: Sequence[dg.AssetDep] = ()
 ) -> dg.AssetsDefinition:
     """An asset that says why a recipe or search cannot be used, in the place of its `first` one."""
     spec = dg.AssetSpec(
-        [card.name, first],
+        [file.name, first],
         deps=deps,
-        description=description(card.problem or ""),
-        metadata={"problem": dg.MetadataValue.text(visible(card.problem or ""))},
-        group_name=card.identifier,
+        description=description(file.problem or ""),
+        metadata={"problem": dg.MetadataValue.text(visible(file.problem or ""))},
+        group_name=file.identifier,
         owners=owners(),
         kinds={"problem"},
     )

@@ -62,37 +62,37 @@ _AUDITS = {
 
 
 def build_recipe_assets(
-    card: RecipeFile, shards: int = 1
+    file: RecipeFile, shards: int = 1
 ) -> list[dg.AssetsDefinition | dg.AssetChecksDefinition]:
     """All assets and checks of one recipe, whose merge is split into so many steps."""
     return [
-        _conflicts(card),
-        _plan(card),
-        _within_budget(card),
-        *build_merge(card, shards),
-        _snapshot(card),
-        _audit(card),
-        *build_evaluation(card),
-        _release(card),
-        _report(card),
+        _conflicts(file),
+        _plan(file),
+        _within_budget(file),
+        *build_merge(file, shards),
+        _snapshot(file),
+        _audit(file),
+        *build_evaluation(file),
+        _release(file),
+        _report(file),
     ]
 
 
-def build_problem(card: RecipeFile) -> dg.AssetsDefinition:
+def build_problem(file: RecipeFile) -> dg.AssetsDefinition:
     """An asset in the place of a recipe's plan that says why the recipe cannot be used."""
-    return problem_asset(card, "plan", [_members(card)] if card.members else [])
+    return problem_asset(file, "plan", [_members(file)] if file.members else [])
 
 
-def _members(card: RecipeFile) -> dg.AssetDep:
-    mapping = dg.SpecificPartitionsPartitionMapping(list(card.members))
+def _members(file: RecipeFile) -> dg.AssetDep:
+    mapping = dg.SpecificPartitionsPartitionMapping(list(file.members))
     return dg.AssetDep(expert_index, partition_mapping=mapping)
 
 
-def _conflicts(card: RecipeFile) -> dg.AssetsDefinition:
+def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "conflicts"],
-        deps=[_members(card)],
-        **labels(card, "python", "parquet"),
+        key=[file.name, "conflicts"],
+        deps=[_members(file)],
+        **labels(file, "python", "parquet"),
     )
     @told
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -104,7 +104,7 @@ def _conflicts(card: RecipeFile) -> dg.AssetsDefinition:
         of it), below 0 where they agree.
         """
         started = time.monotonic()
-        found = conflicts_of_recipe(mergepipe.warehouse, card)
+        found = conflicts_of_recipe(mergepipe.warehouse, file)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(digest_json([[s, f.digest] for s, f in found.items()])),
             metadata={
@@ -116,12 +116,12 @@ def _conflicts(card: RecipeFile) -> dg.AssetsDefinition:
     return conflicts
 
 
-def _plan(card: RecipeFile) -> dg.AssetsDefinition:
+def _plan(file: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "plan"],
-        deps=[[card.name, "conflicts"], _members(card)],
-        pool="disk_write" if len(card.stages) > 1 else None,
-        **labels(card, "python", "json"),
+        key=[file.name, "plan"],
+        deps=[[file.name, "conflicts"], _members(file)],
+        pool="disk_write" if len(file.stages) > 1 else None,
+        **labels(file, "python", "json"),
     )
     @told
     def plan(
@@ -135,12 +135,12 @@ def _plan(card: RecipeFile) -> dg.AssetsDefinition:
         started = time.monotonic()
         if engine.budget is not None:
             context.instance.add_run_tags(context.run_id, {BUDGET_TAG: engine.budget})
-        made = plan_recipe(mergepipe.warehouse, card, budget=engine.budget)
+        made = plan_recipe(mergepipe.warehouse, file, budget=engine.budget)
         seconds = round(time.monotonic() - started, 3)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.plan_id),
             metadata={
-                **stages_metadata(card),
+                **stages_metadata(file),
                 **plan_metadata(made, curve_of_plan(mergepipe.warehouse, made)),
                 **time_metadata(seconds_to_merge(mergepipe.warehouse, made)),
                 "budget from": engine.budget_from(made.request.budget),
@@ -151,12 +151,12 @@ def _plan(card: RecipeFile) -> dg.AssetsDefinition:
     return plan
 
 
-def _within_budget(card: RecipeFile) -> dg.AssetChecksDefinition:
-    @dg.asset_check(asset=dg.AssetKey([card.name, "plan"]), blocking=True, name="within_budget")
+def _within_budget(file: RecipeFile) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=dg.AssetKey([file.name, "plan"]), blocking=True, name="within_budget")
     @told
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan reads no more of the experts than the budget allows; else nothing is merged."""
-        plan = current_plan(mergepipe.warehouse, card.name)
+        plan = current_plan(mergepipe.warehouse, file.name)
         e, found = plan.estimates, audit_budget(plan)
         return dg.AssetCheckResult(
             passed=found.is_kept,
@@ -170,12 +170,12 @@ def _within_budget(card: RecipeFile) -> dg.AssetChecksDefinition:
     return within_budget
 
 
-def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
+def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "snapshot"],
-        deps=[[card.name, "plan"], [card.name, "merge"]],
+        key=[file.name, "snapshot"],
+        deps=[[file.name, "plan"], [file.name, "merge"]],
         pool="disk_write",
-        **labels(card, "huggingface", "safetensors"),
+        **labels(file, "huggingface", "safetensors"),
     )
     @told
     def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -183,8 +183,8 @@ def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
 
         It appears whole, by one rename. The checks read each of its bytes before it is released.
         """
-        made, cost = snapshot_recipe(mergepipe.warehouse, card.name)
-        plan = current_plan(mergepipe.warehouse, card.name)
+        made, cost = snapshot_recipe(mergepipe.warehouse, file.name)
+        plan = current_plan(mergepipe.warehouse, file.name)
         selectors = by_expert(plan.request.selected)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(made.snapshot_id),
@@ -202,7 +202,7 @@ def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
                     [
                         (
                             i.role,
-                            _input(i.name, card),
+                            _input(i.name, file),
                             i.content_sha256[:16],
                             selectors.get(i.name, ""),
                         )
@@ -215,24 +215,24 @@ def _snapshot(card: RecipeFile) -> dg.AssetsDefinition:
     return snapshot
 
 
-def _input(name: str, card: RecipeFile) -> Link | str:
-    return expert_link(name) if name in card.members else plain_name(name)
+def _input(name: str, file: RecipeFile) -> Link | str:
+    return expert_link(name) if name in file.members else plain_name(name)
 
 
-def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
-    key = dg.AssetKey([card.name, "snapshot"])
+def _audit(file: RecipeFile) -> dg.AssetChecksDefinition:
+    key = dg.AssetKey([file.name, "snapshot"])
     specs = [
         dg.AssetCheckSpec(name, asset=key, blocking=True, description=text)
         for name, text in _AUDITS.items()
     ]
 
-    @dg.multi_asset_check(name=f"{card.identifier}__audit", specs=specs)
+    @dg.multi_asset_check(name=f"{file.identifier}__audit", specs=specs)
     @told
     def audit(mergepipe: MergePipe) -> Iterator[dg.AssetCheckResult]:
         """Reads every byte of the snapshot once."""
         whole, finite = _AUDITS
         try:
-            found = audit_recipe(mergepipe.warehouse, card.name)
+            found = audit_recipe(mergepipe.warehouse, file.name)
         except CorruptionError as error:
             said = description(str(error))
             yield dg.AssetCheckResult(check_name=whole, passed=False, description=said)
@@ -254,12 +254,12 @@ def _audit(card: RecipeFile) -> dg.AssetChecksDefinition:
     return audit
 
 
-def _release(card: RecipeFile) -> dg.AssetsDefinition:
+def _release(file: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "release"],
-        deps=[before_release(card)],
-        freshness_policy=release_freshness(card),
-        **labels(card, "json"),
+        key=[file.name, "release"],
+        deps=[before_release(file)],
+        freshness_policy=release_freshness(file),
+        **labels(file, "json"),
     )
     @told
     def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -269,13 +269,13 @@ def _release(card: RecipeFile) -> dg.AssetsDefinition:
 
         `mergepipe rollback` brings back the version before.
         """
-        ref, done = release_recipe(mergepipe.warehouse, card)
+        ref, done = release_recipe(mergepipe.warehouse, file)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(ref.snapshot_id),
             metadata={
                 "ref": ref.name,
                 "ref version": ref.number,
-                "snapshot": dg.MetadataValue.asset(dg.AssetKey([card.name, "snapshot"])),
+                "snapshot": dg.MetadataValue.asset(dg.AssetKey([file.name, "snapshot"])),
                 "snapshot id": ref.snapshot_id,
                 "path": dg.MetadataValue.path(str(mergepipe.warehouse.snapshots / ref.snapshot_id)),
                 "releases of this recipe": done.sequence,
@@ -285,16 +285,16 @@ def _release(card: RecipeFile) -> dg.AssetsDefinition:
     return release
 
 
-def _report(card: RecipeFile) -> dg.AssetsDefinition:
+def _report(file: RecipeFile) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "report"],
-        deps=[[card.name, "release"]],
-        **labels(card, "markdown"),
+        key=[file.name, "report"],
+        deps=[[file.name, "release"]],
+        **labels(file, "markdown"),
     )
     @told
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much of which expert went into each layer of what is released."""
-        plan = current_plan(mergepipe.warehouse, card.name)
+        plan = current_plan(mergepipe.warehouse, file.name)
         rows = [
             (
                 s.place,

@@ -28,7 +28,7 @@ from mergepipe_pipeline.verbs.search import (
 )
 from mergepipe_pipeline.verbs.search import front as find_front
 from mergepipe_pipeline.verbs.standing_searches import (
-    SearchCard,
+    StandingSearch,
     begin,
     evaluate_candidate,
     results_token,
@@ -38,22 +38,22 @@ from mergepipe_pipeline.verbs.standing_searches import (
 SEARCH_TAG = "mergepipe/search"
 
 
-def candidates(card: SearchCard) -> dg.DynamicPartitionsDefinition:
+def candidates(standing: StandingSearch) -> dg.DynamicPartitionsDefinition:
     """The candidates that a search has proposed, by number."""
-    return dg.DynamicPartitionsDefinition(name=f"{card.name} candidates")
+    return dg.DynamicPartitionsDefinition(name=f"{standing.name} candidates")
 
 
-def pool(card: SearchCard) -> str:
+def pool(standing: StandingSearch) -> str:
     """The pool of which each evaluation of a search takes a place."""
-    return f"search_{card.identifier}"
+    return f"search_{standing.identifier}"
 
 
-def build_search_assets(card: SearchCard) -> list[dg.AssetsDefinition]:
+def build_search_assets(standing: StandingSearch) -> list[dg.AssetsDefinition]:
     """All assets of one search."""
-    return [_prior(card), _evaluations(card), _front(card), _refs(card)]
+    return [_prior(standing), _evaluations(standing), _front(standing), _refs(standing)]
 
 
-def build_search_jobs(card: SearchCard) -> dict[str, Any]:
+def build_search_jobs(standing: StandingSearch) -> dict[str, Any]:
     """The jobs of one search: `begin` it, `evaluate` a candidate, `show` and publish its front."""
     steps = {
         "begin": (["prior"], "Begins {0}: its prior, and its first candidates."),
@@ -62,22 +62,22 @@ def build_search_jobs(card: SearchCard) -> dict[str, Any]:
     }
     return {
         step: dg.define_asset_job(
-            f"{step}_{card.identifier}",
-            selection=dg.AssetSelection.assets(*([card.name, asset] for asset in chosen)),
-            description=text.format(card.name),
-            tags={SEARCH_TAG: card.name},
+            f"{step}_{standing.identifier}",
+            selection=dg.AssetSelection.assets(*([standing.name, asset] for asset in chosen)),
+            description=text.format(standing.name),
+            tags={SEARCH_TAG: standing.name},
         )
         for step, (chosen, text) in steps.items()
     }
 
 
-def _prior(card: SearchCard) -> dg.AssetsDefinition:
-    mapping = dg.SpecificPartitionsPartitionMapping(list(card.members))
+def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
+    mapping = dg.SpecificPartitionsPartitionMapping(list(standing.members))
 
     @dg.asset(
-        key=[card.name, "prior"],
+        key=[standing.name, "prior"],
         deps=[dg.AssetDep(expert_index, partition_mapping=mapping)],
-        **labels(card, "python", "json"),
+        **labels(standing, "python", "json"),
     )
     @told
     def prior(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -86,19 +86,19 @@ def _prior(card: SearchCard) -> dg.AssetsDefinition:
         From the catalog's statistics; a search that names prompts takes a forward pass, too. Then
         the first candidates are proposed.
         """
-        cost, found, proposed = begin(mergepipe.warehouse, card)
+        cost, found, proposed = begin(mergepipe.warehouse, standing)
         return dg.MaterializeResult(metadata=_prior_metadata(cost, found, proposed))
 
     return prior
 
 
-def _evaluations(card: SearchCard) -> dg.AssetsDefinition:
+def _evaluations(standing: StandingSearch) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "evaluations"],
-        deps=[[card.name, "prior"]],
-        partitions_def=candidates(card),
-        pool=pool(card),
-        **labels(card, "python", "safetensors"),
+        key=[standing.name, "evaluations"],
+        deps=[[standing.name, "prior"]],
+        partitions_def=candidates(standing),
+        pool=pool(standing),
+        **labels(standing, "python", "safetensors"),
     )
     @told
     def evaluations(
@@ -109,7 +109,7 @@ def _evaluations(card: SearchCard) -> dg.AssetsDefinition:
         A candidate that cannot be merged or measured has a result, too: a failure.
         """
         number = int(context.partition_key)
-        done, state = evaluate_candidate(mergepipe.warehouse, card, number, engine.options)
+        done, state = evaluate_candidate(mergepipe.warehouse, standing, number, engine.options)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(done.snapshot_id or done.ended),
             metadata={**_result_metadata(done), "search": state.told},
@@ -118,11 +118,11 @@ def _evaluations(card: SearchCard) -> dg.AssetsDefinition:
     return evaluations
 
 
-def _front(card: SearchCard) -> dg.AssetsDefinition:
+def _front(standing: StandingSearch) -> dg.AssetsDefinition:
     @dg.asset(
-        key=[card.name, "front"],
-        deps=[[card.name, "evaluations"]],
-        **labels(card, "python"),
+        key=[standing.name, "front"],
+        deps=[[standing.name, "evaluations"]],
+        **labels(standing, "python"),
     )
     @told
     def front(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
@@ -130,7 +130,7 @@ def _front(card: SearchCard) -> dg.AssetsDefinition:
 
         The hypervolume is what the front covers above the worst values.
         """
-        results, search = _results(mergepipe, card)
+        results, search = _results(mergepipe, standing)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(results),
             metadata={
@@ -142,15 +142,17 @@ def _front(card: SearchCard) -> dg.AssetsDefinition:
     return front
 
 
-def _refs(card: SearchCard) -> dg.AssetsDefinition:
-    @dg.asset(key=[card.name, "refs"], deps=[[card.name, "front"]], **labels(card, "json"))
+def _refs(standing: StandingSearch) -> dg.AssetsDefinition:
+    @dg.asset(
+        key=[standing.name, "refs"], deps=[[standing.name, "front"]], **labels(standing, "json")
+    )
     @told
     def refs(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Publishes what lies on the front of a search that has ended, each under a ref.
 
         The picture names them.
         """
-        results, search = _results(mergepipe, card)
+        results, search = _results(mergepipe, standing)
         made = publish_front(mergepipe.warehouse, search)
         rows = [(ref.name, ref.number, ref.snapshot_id[:16]) for ref in made]
         return dg.MaterializeResult(
@@ -164,12 +166,12 @@ def _refs(card: SearchCard) -> dg.AssetsDefinition:
     return refs
 
 
-def _results(mergepipe: MergePipe, card: SearchCard) -> tuple[str, Search]:
+def _results(mergepipe: MergePipe, standing: StandingSearch) -> tuple[str, Search]:
     """The token of the results so far, taken first: what comes meanwhile is shown later; and the
     search.
     """
-    token = results_token(mergepipe.warehouse, card)
-    return token, search_of(mergepipe.warehouse, card.name)
+    token = results_token(mergepipe.warehouse, standing)
+    return token, search_of(mergepipe.warehouse, standing.name)
 
 
 def _prior_metadata(cost: SearchCost, prior: Prior, proposed: list[int]) -> dict[str, Any]:

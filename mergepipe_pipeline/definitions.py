@@ -18,7 +18,7 @@ from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.settings import SHARDS
-from mergepipe_pipeline.verbs.standing_searches import search_cards
+from mergepipe_pipeline.verbs.standing_searches import standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.bisect import build_bisect_sensor
 from sensors.failures import failure_sensor
@@ -48,23 +48,23 @@ def build_definitions(
 
     A recipe that cannot be used is one asset that says why, and has no job.
     """
-    cards = recipe_files(home)
-    parts = [_parts(c, shards or SHARDS.value()) for c in cards]
+    files = recipe_files(home)
+    parts = [_parts(c, shards or SHARDS.value()) for c in files]
     problems = [p for p in parts if isinstance(p, RecipeFile)]
     chains = [p for p in parts if not isinstance(p, RecipeFile)]
     jobs = [chain.job for chain in chains]
-    traced = {chain.card.name: chain.bisect for chain in chains if chain.bisect}
+    traced = {chain.file.name: chain.bisect for chain in chains if chain.bisect}
     built = [d for chain in chains for d in chain.assets]
-    searches = _searches(home, cards)
+    searches = _searches(home, files)
     refused = {
-        card.token: p.problem or ""
-        for card, p in zip(cards, parts, strict=True)
-        if isinstance(p, RecipeFile) and card.problem is None
+        file.token: p.problem or ""
+        for file, p in zip(files, parts, strict=True)
+        if isinstance(p, RecipeFile) and file.problem is None
     }
     return dg.Definitions(
         assets=[
             expert_index,
-            *(build_problem(card) for card in problems),
+            *(build_problem(file) for file in problems),
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
             *searches.assets,
         ],
@@ -74,7 +74,7 @@ def build_definitions(
         sensors=[
             inbox_sensor,
             orphans_sensor,
-            build_recipe_sensor([chain.card for chain in chains], refused, jobs, loaded_s),
+            build_recipe_sensor([chain.file for chain in chains], refused, jobs, loaded_s),
             build_reload_sensor(definitions_token(home)),
             retention_sensor,
             failure_sensor,
@@ -90,7 +90,7 @@ def build_definitions(
 class _Chain:
     """The definitions of one recipe that can be used."""
 
-    card: RecipeFile
+    file: RecipeFile
     job: AssetJob
     nightly: dg.ScheduleDefinition | None
     bisect: AssetJob | None
@@ -108,45 +108,45 @@ class _Searches:
 
 def _searches(home: Warehouse, recipes: tuple[RecipeFile, ...]) -> _Searches:
     """Of every search file its assets, or one that says why it cannot be used."""
-    cards = search_cards(home, recipes)
-    usable = [card for card in cards if card.problem is None]
-    jobs = {card.name: build_search_jobs(card) for card in usable}
+    files = standing_searches(home, recipes)
+    usable = [file for file in files if file.problem is None]
+    jobs = {file.name: build_search_jobs(file) for file in usable}
     return _Searches(
         [
-            *(asset for card in usable for asset in build_search_assets(card)),
-            *(problem_asset(card, "prior") for card in cards if card.problem is not None),
+            *(asset for file in usable for asset in build_search_assets(file)),
+            *(problem_asset(file, "prior") for file in files if file.problem is not None),
         ],
         [job for steps in jobs.values() for job in steps.values()],
-        [build_search_sensor(jobs)] if cards else [],
+        [build_search_sensor(jobs)] if files else [],
     )
 
 
-def _parts(card: RecipeFile, shards: int) -> _Chain | RecipeFile:
-    """The definitions of a recipe, or its card with the problem, one that Dagster has included."""
-    if card.problem is not None:
-        return card
+def _parts(file: RecipeFile, shards: int) -> _Chain | RecipeFile:
+    """The definitions of a recipe, or its file with the problem, one that Dagster has included."""
+    if file.problem is not None:
+        return file
     try:
-        job = build_job(card)
-        nightly = build_nightly(card, job)  # first: it says best what is wrong with a schedule
-        assets = [*build_recipe_assets(card, shards), *build_bisect(card)]
-        return _Chain(card, job, nightly, build_bisect_job(card), assets)
+        job = build_job(file)
+        nightly = build_nightly(file, job)  # first: it says best what is wrong with a schedule
+        assets = [*build_recipe_assets(file, shards), *build_bisect(file)]
+        return _Chain(file, job, nightly, build_bisect_job(file), assets)
     except Exception as error:  # whatever it is, it is this recipe's alone
-        return replace(card, layers=(), problem=f"Dagster refuses this recipe: {error}")
+        return replace(file, layers=(), problem=f"Dagster refuses this recipe: {error}")
 
 
-def build_job(card: RecipeFile) -> AssetJob:
+def build_job(file: RecipeFile) -> AssetJob:
     """One run of the whole chain; layers that the action cache knows are reused inside it."""
-    selection: dg.AssetSelection = dg.AssetSelection.key_prefixes(card.name)
-    if build_bisect_job(card):
-        selection -= dg.AssetSelection.assets([card.name, "bisect"])
+    selection: dg.AssetSelection = dg.AssetSelection.key_prefixes(file.name)
+    if build_bisect_job(file):
+        selection -= dg.AssetSelection.assets([file.name, "bisect"])
     return dg.define_asset_job(
-        job_name(card),
+        job_name(file),
         selection=selection,
         description=(
-            f"Merges {card.name} and releases it: plan, merge, snapshot, its checks, release. "
+            f"Merges {file.name} and releases it: plan, merge, snapshot, its checks, release. "
             "Layers that are known are reused; recipe_sensor starts it when an input changed."
         ),
-        tags={"mergepipe/recipe": card.name},
+        tags={"mergepipe/recipe": file.name},
     )
 
 

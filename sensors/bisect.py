@@ -36,14 +36,14 @@ def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
         """Requests the bisection of every refusal that has no result yet."""
         make_pools_known(context.instance)
         requests, told = [], []
-        for card in recipe_files(mergepipe.warehouse):
-            if card.name not in jobs or card.problem is not None:
+        for file in recipe_files(mergepipe.warehouse):
+            if file.name not in jobs or file.problem is not None:
                 continue
-            asked = _request_or_reason(mergepipe, card, context.instance, jobs[card.name].name)
+            asked = _request_or_reason(mergepipe, file, context.instance, jobs[file.name].name)
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
                 asked = "a run is requested"
-            told.append(visible(f"{card.name}: {asked}"))
+            told.append(visible(f"{file.name}: {asked}"))
         if requests:
             context.log.info("\n".join(told))
             return dg.SensorResult(run_requests=requests)
@@ -53,20 +53,20 @@ def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
 
 
 def _request_or_reason(
-    mergepipe: MergePipe, card: RecipeFile, instance: dg.DagsterInstance, job: str
+    mergepipe: MergePipe, file: RecipeFile, instance: dg.DagsterInstance, job: str
 ) -> dg.RunRequest | str:
     """A run that traces what the recipe's gate refused, or why none is asked for."""
     try:
-        token = trace_due(mergepipe.warehouse, card)
+        token = trace_due(mergepipe.warehouse, file)
     except Exception as error:  # it is this recipe's alone
         return str(error)
     if token is None:
         return "nothing is refused that was not traced"
-    if card.name in recipes_under_way(instance):
+    if file.name in recipes_under_way(instance):
         return "a run is under way"
-    tags = {RECIPE_TAG: card.name, REFUSAL_TAG: token}
+    tags = {RECIPE_TAG: file.name, REFUSAL_TAG: token}
     waiting = reason_to_wait(failed_attempts(instance, tags), time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
     attempt = count_failed(instance, tags) + 1
-    return dg.RunRequest(run_key=f"{card.name}:{token}:{attempt}", job_name=job, tags=tags)
+    return dg.RunRequest(run_key=f"{file.name}:{token}:{attempt}", job_name=job, tags=tags)

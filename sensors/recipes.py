@@ -28,14 +28,14 @@ _SPREADING_S = 5.0
 _WHOSE = {"nightly": "its schedule", "manual": "a person"}
 
 
-def job_name(card: RecipeFile) -> str:
+def job_name(file: RecipeFile) -> str:
     """The job that runs a recipe's whole chain."""
-    return f"merge_{card.identifier}"
+    return f"merge_{file.identifier}"
 
 
 def request_or_reason(
     mergepipe: MergePipe,
-    card: RecipeFile,
+    file: RecipeFile,
     instance: dg.DagsterInstance,
     busy: Collection[str],
     *,
@@ -47,18 +47,18 @@ def request_or_reason(
     cannot be read stops no other recipe.
     """
     try:
-        found = due(mergepipe.warehouse, card)
+        found = due(mergepipe.warehouse, file)
     except Exception as error:
         return str(error)
     if isinstance(found, str):
         return found
-    if card.name in busy:
+    if file.name in busy:
         return "a run is under way"
-    waiting = reason_to_wait_for_packs(mergepipe.warehouse, card) if mergepipe.packs else None
+    waiting = reason_to_wait_for_packs(mergepipe.warehouse, file) if mergepipe.packs else None
     if waiting is not None and not is_time:  # the schedule asks once a night
         return waiting
     tags = {
-        RECIPE_TAG: card.name,
+        RECIPE_TAG: file.name,
         "mergepipe/wanted": found.wanted,
         # A change and its undoing both run.
         "mergepipe/sequence": str(found.sequence),
@@ -66,16 +66,16 @@ def request_or_reason(
     }
     attempts = failed_attempts(instance, tags)
     # What the schedule asked for once and did not get is tried again by day.
-    if not is_time and not attempts and card.recipe.trigger != "change":
-        return f"it is to be merged, which its trigger leaves to {_WHOSE[card.recipe.trigger]}"
+    if not is_time and not attempts and file.recipe.trigger != "change":
+        return f"it is to be merged, which its trigger leaves to {_WHOSE[file.recipe.trigger]}"
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
     attempt = str(count_runs(instance, tags) + 1)
-    is_late = is_time or card.recipe.trigger == "nightly"
+    is_late = is_time or file.recipe.trigger == "nightly"
     return dg.RunRequest(
-        job_name=job_name(card),
-        run_key=f"{card.name}:{found.sequence}:{found.wanted}:{found.inputs}:{attempt}",
+        job_name=job_name(file),
+        run_key=f"{file.name}:{found.sequence}:{found.wanted}:{found.inputs}:{attempt}",
         tags={
             **tags,
             "mergepipe/attempt": attempt,
@@ -93,9 +93,9 @@ def build_recipe_sensor(
     """The level-triggered sensor over all recipe files.
 
     `loaded` are the recipes with a job, loaded at `loaded_s` (seconds since 1970); `refused` says
-    why Dagster takes no definitions of a card, by the card's token.
+    why Dagster takes no definitions of a file, by the file's token.
     """
-    layers = {card.name: card.layers for card in loaded}
+    layers = {file.name: file.layers for file in loaded}
     known_s = loaded_s + _SPREADING_S
 
     @dg.sensor(
@@ -116,17 +116,17 @@ def build_recipe_sensor(
         make_pools_known(context.instance)
         busy = recipes_under_way(context.instance)
         requests, told = [], []
-        for card in recipe_files(mergepipe.warehouse):
-            found = card.problem or refused.get(card.token)
-            if found is None and (layers.get(card.name) != card.layers or time.time() < known_s):
+        for file in recipe_files(mergepipe.warehouse):
+            found = file.problem or refused.get(file.token)
+            if found is None and (layers.get(file.name) != file.layers or time.time() < known_s):
                 found = "its definitions are being loaded"
             asked = found or request_or_reason(
-                mergepipe, card, context.instance, busy, is_time=False
+                mergepipe, file, context.instance, busy, is_time=False
             )
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
                 asked = f"a run is requested, attempt {asked.tags['mergepipe/attempt']}"
-            told.append(visible(f"{card.name}: {asked}"))
+            told.append(visible(f"{file.name}: {asked}"))
         if requests:
             context.log.info("\n".join(told))
             return dg.SensorResult(run_requests=requests)
@@ -135,20 +135,20 @@ def build_recipe_sensor(
     return recipe_sensor
 
 
-def build_nightly(card: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | None:
+def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | None:
     """The recipe's nightly run, at the cron time its `schedule` names; None without one."""
-    schedule = card.recipe.schedule
+    schedule = file.recipe.schedule
     if schedule is None:
         return None
 
     @dg.schedule(
         name=f"nightly_{job.name}",
         description=(
-            f"Merges {card.name} at this time if its inputs changed, and else confirms its release."
+            f"Merges {file.name} at this time if its inputs changed, and else confirms its release."
         ),
         job=job,
         cron_schedule=schedule,
-        execution_timezone=card.recipe.timezone,
+        execution_timezone=file.recipe.timezone,
         default_status=dg.DefaultScheduleStatus.RUNNING,
     )
     def nightly(
@@ -156,25 +156,25 @@ def build_nightly(card: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
     ) -> dg.RunRequest | dg.SkipReason:
         """Runs the chain unless the release is current, or has failed too often."""
         busy = recipes_under_way(context.instance)
-        found = request_or_reason(mergepipe, card, context.instance, busy, is_time=True)
+        found = request_or_reason(mergepipe, file, context.instance, busy, is_time=True)
         if isinstance(found, dg.RunRequest):
             return found
         if found == CURRENT:
-            _confirm(context.instance, mergepipe, card)
+            _confirm(context.instance, mergepipe, file)
         return dg.SkipReason(visible(found))
 
     return nightly
 
 
-def _confirm(instance: dg.DagsterInstance, mergepipe: MergePipe, card: RecipeFile) -> None:
+def _confirm(instance: dg.DagsterInstance, mergepipe: MergePipe, file: RecipeFile) -> None:
     """Report the release as it is once more: it is as fresh as its schedule asks, and its age must
     not say otherwise.
     """
-    last = last_release(mergepipe.warehouse, card.name)
+    last = last_release(mergepipe.warehouse, file.name)
     assert last is not None
     instance.report_runless_asset_event(
         dg.AssetMaterialization(
-            [card.name, "release"],
+            [file.name, "release"],
             description="The schedule found nothing to merge: the release is current.",
             metadata={
                 "confirmed": True,

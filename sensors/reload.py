@@ -15,7 +15,7 @@ import dagster as dg
 
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
-from mergepipe_pipeline.verbs.standing_searches import SearchCard, search_cards
+from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
 
@@ -57,12 +57,12 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
 def definitions_token(warehouse: Warehouse) -> str:
     """Changes when any definitions would change."""
     recipes = recipe_files(warehouse)
-    return cards_token((*recipes, *search_cards(warehouse, recipes)))
+    return files_token((*recipes, *standing_searches(warehouse, recipes)))
 
 
-def cards_token(cards: Sequence[RecipeFile | SearchCard]) -> str:
+def files_token(files: Sequence[RecipeFile | StandingSearch]) -> str:
     """Changes when the definitions of any of these would change."""
-    return "-".join(c.token for c in cards) or "none"
+    return "-".join(c.token for c in files) or "none"
 
 
 def code_server() -> Namespace | None:

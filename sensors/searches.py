@@ -11,7 +11,12 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.standing_searches import SearchCard, SearchDue, due_of, search_cards
+from mergepipe_pipeline.verbs.standing_searches import (
+    SearchDue,
+    StandingSearch,
+    due_of,
+    standing_searches,
+)
 from sensors import SOON_S, interval_s
 from sensors.attempts import ACTIVE, failed_attempts
 from sensors.pools import limit_pool
@@ -36,16 +41,16 @@ def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefin
     def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests what searches ask for and no run does yet."""
         warehouse, requests, partitions, told = mergepipe.warehouse, [], [], []
-        for card in search_cards(warehouse, recipe_files(warehouse)):
-            look = _Look(context.instance, card, jobs.get(card.name), mergepipe.retry_s)
+        for standing in standing_searches(warehouse, recipe_files(warehouse)):
+            look = _Look(context.instance, standing, jobs.get(standing.name), mergepipe.retry_s)
             try:
                 problem = look.problem
-                said = problem or look.at(due_of(warehouse, card))
+                said = problem or look.at(due_of(warehouse, standing))
             except Exception as error:  # it is this search's alone
                 said = str(error)
             requests += look.requests
             partitions += look.partitions
-            told.append(visible(f"{card.name}: {said}"))
+            told.append(visible(f"{standing.name}: {said}"))
         if requests:
             context.log.info("\n".join(told))
             return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=partitions)
@@ -60,23 +65,23 @@ class _Look:
     def __init__(
         self,
         instance: dg.DagsterInstance,
-        card: SearchCard,
+        standing: StandingSearch,
         jobs: Mapping[str, Any] | None,
         retry_s: float,
     ) -> None:
-        self._instance, self._card, self._jobs, self._retry_s = instance, card, jobs, retry_s
+        self._instance, self._read, self._jobs, self._retry_s = instance, standing, jobs, retry_s
         self.requests: list[dg.RunRequest] = []
         self.partitions: list[dg.AddDynamicPartitionsRequest] = []
 
     @property
     def problem(self) -> str | None:
         """Why nothing can be asked for."""
-        return self._card.problem or (None if self._jobs else "its definitions are being loaded")
+        return self._read.problem or (None if self._jobs else "its definitions are being loaded")
 
     def at(self, due: SearchDue) -> str:
         """Request what is due; says where the search is and what waits, why."""
-        limit_pool(self._instance, pool(self._card), self._card.workers)
-        wanted = dg.RunsFilter(tags={SEARCH_TAG: self._card.name}, statuses=ACTIVE)
+        limit_pool(self._instance, pool(self._read), self._read.workers)
+        wanted = dg.RunsFilter(tags={SEARCH_TAG: self._read.name}, statuses=ACTIVE)
         doing = [run.tags.get(STEP_TAG, "") for run in self._instance.get_runs(wanted)]
         waits = [*self._evaluate(due, doing)]
         if not doing and not self.requests:
@@ -85,11 +90,11 @@ class _Look:
 
     def _evaluate(self, due: SearchDue, doing: list[str]) -> Iterator[str]:
         """Candidates that nobody evaluates, as long as there are free workers."""
-        known = set(self._instance.get_dynamic_partitions(candidates(self._card).name or ""))
+        known = set(self._instance.get_dynamic_partitions(candidates(self._read).name or ""))
         missing = [key for n in due.known if (key := f"{n:04d}") not in known]
         if missing:
-            self.partitions.append(candidates(self._card).build_add_request(missing))
-        free = self._card.workers - sum(step.startswith("evaluate") for step in doing)
+            self.partitions.append(candidates(self._read).build_add_request(missing))
+        free = self._read.workers - sum(step.startswith("evaluate") for step in doing)
         for number in due.waiting:
             if len(self.requests) < free and f"evaluate {number:04d}" not in doing:
                 yield from self._ask("evaluate", f"{number:04d}", partition=f"{number:04d}")
@@ -113,7 +118,7 @@ class _Look:
     ) -> Iterator[str]:
         """Request a run unless attempts at the same have failed lately; why not, if so."""
         assert self._jobs is not None
-        tags = {SEARCH_TAG: self._card.name, STEP_TAG: f"{step} {about}"}
+        tags = {SEARCH_TAG: self._read.name, STEP_TAG: f"{step} {about}"}
         attempts = failed_attempts(self._instance, tags)
         waiting = reason_to_wait(attempts, time.time(), self._retry_s)
         if waiting is not None:
@@ -121,10 +126,10 @@ class _Look:
             return
         # All that there were, so that a result that somebody removed is asked for anew.
         attempt = self._instance.get_runs_count(dg.RunsFilter(tags=tags)) + 1
-        keys = None if assets is None else [dg.AssetKey([self._card.name, a]) for a in assets]
+        keys = None if assets is None else [dg.AssetKey([self._read.name, a]) for a in assets]
         self.requests.append(
             dg.RunRequest(
-                run_key=f"{self._card.name}:{step}:{about}:{attempt}",
+                run_key=f"{self._read.name}:{step}:{about}:{attempt}",
                 job_name=self._jobs[step].name,
                 partition_key=partition,
                 asset_selection=keys,
@@ -134,7 +139,7 @@ class _Look:
 
     def _shown(self, asset: str) -> str | None:
         """The results of which an asset was made last."""
-        key = dg.AssetKey([self._card.name, asset])
+        key = dg.AssetKey([self._read.name, asset])
         event = self._instance.get_latest_materialization_event(key)
         made = event.asset_materialization if event else None
         return ((made.tags or {}) if made else {}).get("dagster/data_version")

@@ -114,13 +114,13 @@ def scan_inbox(
     return tuple(found)
 
 
-def reason_to_wait_for_joining(warehouse: Warehouse, card: RecipeFile) -> str | None:
+def reason_to_wait_for_joining(warehouse: Warehouse, file: RecipeFile) -> str | None:
     """Which experts the selectors of a recipe take as soon as they are indexed, which is soon.
 
     They lie in the inbox whole, are not known yet, and no index of them has failed. What lands
     together joins together. None if there are none.
     """
-    catalog, selectors = warehouse.catalog, [s.selector for s in card.selected]
+    catalog, selectors = warehouse.catalog, [s.selector for s in file.selected]
     found = sorted(
         folder.name
         for folder in (_folders(warehouse.inbox) if selectors else ())

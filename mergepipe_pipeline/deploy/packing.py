@@ -16,16 +16,16 @@ from mergepipe_pipeline.spec.recipe import Budget
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def reason_to_wait_for_packs(warehouse: Warehouse, card: RecipeFile) -> str | None:
+def reason_to_wait_for_packs(warehouse: Warehouse, file: RecipeFile) -> str | None:
     """Which packs a recipe with a budget waits for: without them it would buy far less.
 
     Not for ever: after `MAX_FAILURES` packings, whatever failed them, it waits no more, though an
     expert is packed as soon as its surroundings let it be. None for nothing.
     """
-    if all(stage.budget == Budget() for stage in card.stages):
+    if all(stage.budget == Budget() for stage in file.stages):
         return None
     wanted = PacksWanted(warehouse)
-    known = {name: arrival(warehouse, name) for name in card.members}
+    known = {name: arrival(warehouse, name) for name in file.members}
     names = [
         n
         for n, seen in known.items()

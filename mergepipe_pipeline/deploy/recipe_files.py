@@ -44,7 +44,7 @@ class RecipeFile:
 
     @property
     def recipe(self) -> ParsedRecipe:
-        """The parsed recipe of a usable card. Raises RecipeError with the card's problem."""
+        """The parsed recipe of a usable file. Raises RecipeError with the file's problem."""
         if self.parsed is None:
             raise RecipeError(
                 "A recipe cannot be used",
@@ -78,7 +78,7 @@ class RecipeFile:
 
     @property
     def token(self) -> str:
-        """Changes when definitions made from this card would change."""
+        """Changes when definitions made from this file would change."""
         text = self.parsed and self.parsed.text
         return digest_json([self.name, text, self.members, self.layers, self.problem])[:16]
 
@@ -87,34 +87,34 @@ def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
     """Every recipe file of the warehouse, usable or not, in name order."""
     checkpoints = _Checkpoints(warehouse)
     choose = Registered(warehouse, warehouse.recipes)
-    cards: list[RecipeFile] = []
-    files: dict[str, str] = {}
+    files: list[RecipeFile] = []
+    taken: dict[str, str] = {}
     for path in _files(warehouse):
-        problem = name_problem(path, files)
+        problem = name_problem(path, taken)
         if problem is None:
-            cards.append(_card(warehouse, path, choose, checkpoints))
+            files.append(_file(warehouse, path, choose, checkpoints))
         else:
-            cards.append(RecipeFile(path.name, None, (), (), problem))
+            files.append(RecipeFile(path.name, None, (), (), problem))
         if _NAME.fullmatch(path.stem):
-            files.setdefault(cards[-1].identifier, path.name)
-    return tuple(_presentable(_with_own_refs(cards)))
+            taken.setdefault(files[-1].identifier, path.name)
+    return tuple(_presentable(_with_own_refs(files)))
 
 
 def names_read(warehouse: Warehouse) -> set[str]:
     """What the recipes that can be read call their inputs: names of the catalog, if usable."""
-    return {name for card in _read_all(warehouse) for name in card.members}
+    return {name for file in _read_all(warehouse) for name in file.members}
 
 
 def standing_recipes(warehouse: Warehouse) -> list[ParsedRecipe]:
     """The recipes of the warehouse that can be read, whether or not their models are there."""
-    found = (card.parsed for card in _read_all(warehouse))
+    found = (file.parsed for file in _read_all(warehouse))
     return [parsed for parsed in found if parsed is not None]
 
 
 def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
     """What the recipes that can be read merge each of their models into, by name."""
     found: dict[str, set[str]] = {}
-    for stage in (stage for card in _read_all(warehouse) for stage in card.stages):
+    for stage in (stage for file in _read_all(warehouse) for stage in file.stages):
         refs = [r for r in stage.references if r.model not in stage.stages_used]
         base = None if stage.base is None else stage.references[stage.base]
         for ref in refs if base in refs else ():
@@ -136,37 +136,37 @@ def yaml_files(folder: Path) -> Iterator[Path]:
 
 
 def _read_all(warehouse: Warehouse) -> Iterator[RecipeFile]:
-    """The cards of all files, as texts and names alone give them."""
+    """All recipe files, as texts and names alone give them."""
     choose = Registered(warehouse, warehouse.recipes)
     for path in _files(warehouse):
         yield _read(warehouse, path, choose)
 
 
-def _with_own_refs(cards: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
-    """The cards; of several that publish to one ref, which would take turns, only one is usable."""
+def _with_own_refs(files: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
+    """The files; of several that publish to one ref, which would take turns, only one is usable."""
     owners: dict[str, str] = {}
-    for card in sorted(cards, key=lambda c: c.parsed is None or c.parsed.ref != c.name):
-        if card.parsed is not None:
-            owners.setdefault(card.parsed.ref, card.name)
-    for card in cards:
-        ref = "" if card.parsed is None else card.parsed.ref
-        owner = owners.get(ref, card.name)
-        if owner == card.name:
-            yield card
+    for file in sorted(files, key=lambda c: c.parsed is None or c.parsed.ref != c.name):
+        if file.parsed is not None:
+            owners.setdefault(file.parsed.ref, file.name)
+    for file in files:
+        ref = "" if file.parsed is None else file.parsed.ref
+        owner = owners.get(ref, file.name)
+        if owner == file.name:
+            yield file
             continue
         problem = f"it would publish to the ref {ref} of the recipe {owner}: give it another `ref:`"
-        yield replace(card, layers=(), problem=card.problem or problem)
+        yield replace(file, layers=(), problem=file.problem or problem)
 
 
-def _presentable(cards: Iterable[RecipeFile]) -> Iterator[RecipeFile]:
-    """The cards in text that can be printed; names that this makes alike stay different."""
+def _presentable(files: Iterable[RecipeFile]) -> Iterator[RecipeFile]:
+    """The files in text that can be printed; names that this makes alike stay different."""
     names = set[str]()
-    for card in cards:
-        name = escaped(card.name)
+    for file in files:
+        name = escaped(file.name)
         while name in names:
             name += "'"
         names.add(name)
-        yield replace(card, name=name, problem=card.problem and escaped(card.problem))
+        yield replace(file, name=name, problem=file.problem and escaped(file.problem))
 
 
 def name_problem(path: Path, files: Mapping[str, str]) -> str | None:
@@ -216,34 +216,34 @@ class _Checkpoints:
 
 
 def _read(warehouse: Warehouse, path: Path, choose: Registered) -> RecipeFile:
-    """The card of a file, as its text and the names of the catalog give it."""
+    """A recipe file, as its text and the names of the catalog give it."""
     try:
         parsed = load_recipe(path, warehouse, choose)
     except Exception as error:  # whatever it is, it is this recipe's alone
         return RecipeFile(path.stem, None, (), (), str(error))
-    card = RecipeFile(path.stem, parsed, (), (), None)
-    return replace(card, members=tuple(dict.fromkeys(_members(card))))
+    file = RecipeFile(path.stem, parsed, (), (), None)
+    return replace(file, members=tuple(dict.fromkeys(_members(file))))
 
 
-def _card(
+def _file(
     warehouse: Warehouse, path: Path, choose: Registered, checkpoints: _Checkpoints
 ) -> RecipeFile:
-    card = _read(warehouse, path, choose)
-    if card.problem is not None:
-        return card
+    file = _read(warehouse, path, choose)
+    if file.problem is not None:
+        return file
     try:
-        found = {m: checkpoints.get(m) for m in card.members}
+        found = {m: checkpoints.get(m) for m in file.members}
         missing = [m for m, checkpoint in found.items() if checkpoint is None]
         if missing:
-            return replace(card, problem=not_registered(missing))
+            return replace(file, problem=not_registered(missing))
         known = {m: c for m, c in found.items() if c is not None}
-        return replace(card, layers=_layers(warehouse, card, known))
+        return replace(file, layers=_layers(warehouse, file, known))
     except Exception as error:
-        return replace(card, problem=str(error))
+        return replace(file, problem=str(error))
 
 
-def _members(card: RecipeFile) -> Iterator[str]:
-    for stage in card.stages:
+def _members(file: RecipeFile) -> Iterator[str]:
+    for stage in file.stages:
         first = [] if stage.base is None else [stage.references[stage.base]]
         for ref in (*first, *stage.references):
             yield from uses(ref, stage)
@@ -262,12 +262,12 @@ def not_registered(names: list[str]) -> str:
 
 
 def _layers(
-    warehouse: Warehouse, card: RecipeFile, known: Mapping[str, Checkpoint]
+    warehouse: Warehouse, file: RecipeFile, known: Mapping[str, Checkpoint]
 ) -> tuple[str, ...]:
     """The layers of the result. Raises as `check` does for models that do not fit."""
-    pending = {m: c for m, c in known.items() if m not in card.pinned}
+    pending = {m: c for m, c in known.items() if m not in file.pinned}
     names: list[str] = []
-    for stage in card.stages:
+    for stage in file.stages:
         recipe, models = open_stage(warehouse, stage, pending, warehouse.recipes)
         pending[recipe.name] = foreseen(recipe, models)
         names = [t.name for t in recipe.tensors]

@@ -18,24 +18,24 @@ from mergepipe_pipeline.warehouse import Warehouse
 _WHEN = frozenset({"schedule", "trigger", "timezone"})
 
 
-def wanted(warehouse: Warehouse, card: RecipeFile) -> str | None:
+def wanted(warehouse: Warehouse, file: RecipeFile) -> str | None:
     """The digest of what a release would be made from; None while an input is not indexed."""
     catalog = warehouse.catalog
-    if not all(member in catalog for member in card.members):
+    if not all(member in catalog for member in file.members):
         return None
-    return wanted_of(catalog, card, [catalog.get(m).checkpoint for m in card.members])
+    return wanted_of(catalog, file, [catalog.get(m).checkpoint for m in file.members])
 
 
-def wanted_of(catalog: Catalog, card: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
+def wanted_of(catalog: Catalog, file: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
     """The same of these inputs."""
     contents = []
     for checkpoint in inputs:
         if catalog.digests(checkpoint.checkpoint_id) is None:
             return None
         contents.append(content_of(catalog, checkpoint))
-    said = _said(card.parsed.text) if card.parsed else ""
+    said = _said(file.parsed.text) if file.parsed else ""
     # Lineage has names: of a recipe that does not name an expert, what it takes does.
-    taken = [s.taken for s in card.selected]
+    taken = [s.taken for s in file.selected]
     asked = [ENGINE_VERSION, sha256_hex(said.encode()), contents, *([taken] if taken else [])]
     return digest_json(asked)[:24]
 

@@ -128,13 +128,13 @@ def _subject(warehouse: Warehouse, what: str) -> tuple[ParsedRecipe, Path, Snaps
         parsed, folder = load_recipe(path, warehouse), path.resolve().parent
         return parsed, folder, _merged(warehouse, parsed, folder)
     wanted = path.stem if path.suffix in {".yml", ".yaml"} else what
-    cards = [card for card in recipe_files(warehouse) if card.parsed is not None]
-    found = [c for c in cards if c.name == wanted] or [c for c in cards if c.recipe.ref == wanted]
+    files = [file for file in recipe_files(warehouse) if file.parsed is not None]
+    found = [c for c in files if c.name == wanted] or [c for c in files if c.recipe.ref == wanted]
     if not found:
         raise NotFoundError(
             "No standing recipe has this name or publishes under this ref",
             where=str(warehouse.recipes),
-            expected=", ".join(card.name for card in cards) or "none is there",
+            expected=", ".join(file.name for file in files) or "none is there",
             found=repr(what),
             next_step="give the file of the recipe",
         )

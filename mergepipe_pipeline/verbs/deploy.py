@@ -78,58 +78,58 @@ class Release:
     snapshot_id: str
 
 
-def due(warehouse: Warehouse, card: RecipeFile) -> Due | str:
+def due(warehouse: Warehouse, file: RecipeFile) -> Due | str:
     """What a recipe's next release would be, or why none is to be made now.
 
     Raises MergePipeError for a record that cannot be read, and EvaluationError for an evaluator
     that is not there: it could not measure what is merged.
     """
-    waiting = reason_to_wait_for(warehouse, card.members)
+    waiting = reason_to_wait_for(warehouse, file.members)
     if waiting is not None:
         return waiting
-    waiting = reason_to_wait_for_joining(warehouse, card)
+    waiting = reason_to_wait_for_joining(warehouse, file)
     if waiting is not None:
         return waiting
-    state = wanted(warehouse, card)
+    state = wanted(warehouse, file)
     if state is None:
         return "an input is not indexed yet"
-    last = last_release(warehouse, card.name)
-    if last and last.wanted == state and _is_there(warehouse, card, last):
+    last = last_release(warehouse, file.name)
+    if last and last.wanted == state and _is_there(warehouse, file, last):
         return CURRENT
-    refused = refused_before(warehouse, card, state)
+    refused = refused_before(warehouse, file, state)
     if refused is not None:
         return refused.told
-    refuse_unready(card.recipe.evaluator, warehouse.recipes)
-    versions = [warehouse.catalog.get(member).version for member in card.members]
+    refuse_unready(file.recipe.evaluator, warehouse.recipes)
+    versions = [warehouse.catalog.get(member).version for member in file.members]
     return Due(state, last.sequence if last else 0, digest_json(versions)[:8])
 
 
-def _is_there(warehouse: Warehouse, card: RecipeFile, release: Release) -> bool:
+def _is_there(warehouse: Warehouse, file: RecipeFile, release: Release) -> bool:
     """Whether a release has its snapshot, and its ref a version: a person may have rolled back."""
     manifest = warehouse.snapshots / release.snapshot_id / MANIFEST
-    return manifest.is_file() and card.recipe.ref in warehouse.refs.names()
+    return manifest.is_file() and file.recipe.ref in warehouse.refs.names()
 
 
-def conflicts_of_recipe(warehouse: Warehouse, card: RecipeFile) -> ConflictReports:
+def conflicts_of_recipe(warehouse: Warehouse, file: RecipeFile) -> ConflictReports:
     """How the experts of a recipe conflict, by stage, as they were indexed. See `conflicts`.
 
     Raises InputChangedError.
     """
-    inputs = recorded_inputs(warehouse, card.members)
+    inputs = recorded_inputs(warehouse, file.members)
     with blaming_inputs(warehouse, states_of(warehouse, inputs)):
         return conflicts(
-            warehouse, card.recipe, relative_to=warehouse.recipes, known=_unpinned(inputs, card)
+            warehouse, file.recipe, relative_to=warehouse.recipes, known=_unpinned(inputs, file)
         )
 
 
-def _unpinned(inputs: Mapping[str, Checkpoint], card: RecipeFile) -> dict[str, Checkpoint]:
+def _unpinned(inputs: Mapping[str, Checkpoint], file: RecipeFile) -> dict[str, Checkpoint]:
     """The inputs of which no revision is asked for: others are looked up by it."""
-    return {name: c for name, c in inputs.items() if name not in card.pinned}
+    return {name: c for name, c in inputs.items() if name not in file.pinned}
 
 
 def plan_recipe(
     warehouse: Warehouse,
-    card: RecipeFile,
+    file: RecipeFile,
     progress: Progress | None = None,
     *,
     budget: str | None = None,
@@ -142,28 +142,28 @@ def plan_recipe(
     verbs after it. Raises DamagedPackError for a damaged pack, which is set aside: to plan without
     it would buy far less.
     """
-    with lease_recipe(warehouse, card.name):
-        inputs = recorded_inputs(warehouse, card.members)
+    with lease_recipe(warehouse, file.name):
+        inputs = recorded_inputs(warehouse, file.members)
         states = states_of(warehouse, inputs)
         for name in inputs:
             refuse_damaged(warehouse, name, arrival(warehouse, name).packs)
         with blaming_inputs(warehouse, states):
             plan = make_plan(
                 warehouse,
-                card.recipe,
+                file.recipe,
                 relative_to=warehouse.recipes,
-                known=_unpinned(inputs, card),
+                known=_unpinned(inputs, file),
                 progress=progress,
                 budget=budget,
             )
         state = {
             "plan_id": plan.plan_id,
-            "wanted": wanted_of(warehouse.catalog, card, inputs.values()) or "",
+            "wanted": wanted_of(warehouse.catalog, file, inputs.values()) or "",
             "inputs": states,
             "snapshot_id": "",
         }
-        LayerRecords(warehouse.layer_records_dir(card.name)).forget()
-        write_atomic(warehouse.current_plan_path(card.name), seal(state))
+        LayerRecords(warehouse.layer_records_dir(file.name)).forget()
+        write_atomic(warehouse.current_plan_path(file.name), seal(state))
     return plan
 
 
@@ -282,50 +282,50 @@ def current_snapshot(warehouse: Warehouse, recipe: str) -> Snapshot:
     return load_snapshot(warehouse.snapshots, state["snapshot_id"])
 
 
-def candidate(warehouse: Warehouse, card: RecipeFile) -> tuple[Snapshot, str | None]:
+def candidate(warehouse: Warehouse, file: RecipeFile) -> tuple[Snapshot, str | None]:
     """The recipe's current snapshot and the state that it answers. Raises NotFoundError.
 
     None for one of another budget than the recipe's, which says nothing of what the recipe wants.
     """
-    snapshot, state = current_snapshot(warehouse, card.name), _current(warehouse, card.name)
-    is_own = _planned(warehouse, card.name, state).request.budget is None
+    snapshot, state = current_snapshot(warehouse, file.name), _current(warehouse, file.name)
+    is_own = _planned(warehouse, file.name, state).request.budget is None
     return snapshot, state["wanted"] if is_own else None
 
 
-def release_recipe(warehouse: Warehouse, card: RecipeFile) -> tuple[Ref, Release]:
+def release_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Ref, Release]:
     """Publish the recipe's current snapshot under its ref and record what it was made from.
 
     Exactly this snapshot passes the recipe's gate and is audited first, whoever did so before.
     Raises GateError, InputChangedError if its inputs are not those that were planned,
     CorruptionError, and MergePipeError for one that no reader should get.
     """
-    with lease_recipe(warehouse, card.name):
+    with lease_recipe(warehouse, file.name):
         expected = None
-        if card.recipe.gate is not None:
-            judged = judge_candidate(warehouse, card, *candidate(warehouse, card))
-            refuse(judged, card.name, card.recipe.ref)
+        if file.recipe.gate is not None:
+            judged = judge_candidate(warehouse, file, *candidate(warehouse, file))
+            refuse(judged, file.name, file.recipe.ref)
             expected = judged.live_version
-        snapshot, state = current_snapshot(warehouse, card.name), _current(warehouse, card.name)
-        audit = audit_snapshot(warehouse, card.name, snapshot)
-        refuse_unfit(audit, _planned(warehouse, card.name, state))
+        snapshot, state = current_snapshot(warehouse, file.name), _current(warehouse, file.name)
+        audit = audit_snapshot(warehouse, file.name, snapshot)
+        refuse_unfit(audit, _planned(warehouse, file.name, state))
         refuse_changed_inputs(warehouse, _inputs(state))
-        last = last_release(warehouse, card.name)
+        last = last_release(warehouse, file.name)
         ref = publish(
             warehouse,
             snapshot.snapshot_id,
-            card.recipe.ref,
-            reason=f"recipe {card.name}",
+            file.recipe.ref,
+            reason=f"recipe {file.name}",
             expected=expected,
             audit=False,
         )
         done = Release(
-            card.name,
+            file.name,
             (last.sequence if last else 0) + 1,
             state["wanted"],
             snapshot.manifest.plan_id,
             snapshot.snapshot_id,
         )
-        write_atomic(warehouse.release_path(card.name), seal(asdict(done)))
+        write_atomic(warehouse.release_path(file.name), seal(asdict(done)))
     return ref, done
 
 

@@ -175,30 +175,30 @@ def _told(verdict: Verdict, ref: str) -> str:
 
 
 def judge_candidate(
-    warehouse: Warehouse, card: RecipeFile, snapshot: Snapshot, wanted: str | None
+    warehouse: Warehouse, file: RecipeFile, snapshot: Snapshot, wanted: str | None
 ) -> Judged:
     """Judge a snapshot of a standing recipe, mark it, and remember what was refused.
 
     `wanted` is the state that it was made from; None remembers nothing. Raises EvaluationError.
     """
-    ref = card.recipe.ref
-    judged = judge_snapshot(warehouse, card.recipe, warehouse.recipes, snapshot, ref)
-    mark(warehouse, card.name, judged)
+    ref = file.recipe.ref
+    judged = judge_snapshot(warehouse, file.recipe, warehouse.recipes, snapshot, ref)
+    mark(warehouse, file.name, judged)
     if judged.verdict is None or judged.verdict.passed:
-        remove_tree(warehouse.refusal_path(card.name))
+        remove_tree(warehouse.refusal_path(file.name))
     elif wanted is not None:
         by = judged.evaluation.evaluator_id
-        found = Refusal(card.name, ref, wanted, by, judged.verdict)
-        write_atomic(warehouse.refusal_path(card.name), seal(asdict(found)))
+        found = Refusal(file.name, ref, wanted, by, judged.verdict)
+        write_atomic(warehouse.refusal_path(file.name), seal(asdict(found)))
     return judged
 
 
-def refused_before(warehouse: Warehouse, card: RecipeFile, wanted: str) -> Refusal | None:
+def refused_before(warehouse: Warehouse, file: RecipeFile, wanted: str) -> Refusal | None:
     """The refusal of what a standing recipe wants, if its evaluator says the same; else None.
 
     Raises EvaluationError.
     """
-    found, evaluator = refusal(warehouse, card.name), card.recipe.evaluator
+    found, evaluator = refusal(warehouse, file.name), file.recipe.evaluator
     if found is None or found.wanted != wanted or evaluator is None:
         return None
     verdict = found.verdict

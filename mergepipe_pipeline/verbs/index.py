@@ -62,7 +62,7 @@ def index_expert(
     )
     checkpoint = registration.checkpoint
     bases = dict[str, None]()
-    for stage in (stage for card in recipe_files(warehouse) for stage in card.stages):
+    for stage in (stage for file in recipe_files(warehouse) for stage in file.stages):
         for ref, base in _pairs(stage, name):
             if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
                 opened = open_models(warehouse, (ref, base), 1, warehouse.recipes, {}, [])

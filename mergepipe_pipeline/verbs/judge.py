@@ -15,23 +15,23 @@ from mergepipe_pipeline.verbs.gate import Judged, judge_candidate, require_evalu
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def evaluate_recipe(warehouse: Warehouse, card: RecipeFile) -> tuple[Evaluation, Path]:
+def evaluate_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Evaluation, Path]:
     """Measure the recipe's current snapshot, once for each snapshot; the log's path comes with it.
 
     Raises EvaluationError, NotFoundError, BusyError.
     """
-    evaluator = require_evaluator(card.recipe)
-    with lease_recipe(warehouse, card.name):
-        snapshot, _ = candidate(warehouse, card)
+    evaluator = require_evaluator(file.recipe)
+    with lease_recipe(warehouse, file.name):
+        snapshot, _ = candidate(warehouse, file)
         found = evaluate(warehouse, snapshot, evaluator, warehouse.recipes)
     path = warehouse.evaluation_path(found.snapshot_id, found.evaluator_id)
     return found, path.with_suffix(".log")
 
 
-def judge_recipe(warehouse: Warehouse, card: RecipeFile) -> Judged:
+def judge_recipe(warehouse: Warehouse, file: RecipeFile) -> Judged:
     """Hold the recipe's current snapshot against its gate, and remember what that refuses.
 
     Raises EvaluationError, NotFoundError, BusyError.
     """
-    with lease_recipe(warehouse, card.name):
-        return judge_candidate(warehouse, card, *candidate(warehouse, card))
+    with lease_recipe(warehouse, file.name):
+        return judge_candidate(warehouse, file, *candidate(warehouse, file))

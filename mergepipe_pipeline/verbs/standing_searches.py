@@ -36,7 +36,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 @dataclass(frozen=True)
-class SearchCard:
+class StandingSearch:
     """A search file of the warehouse as definitions need it.
 
     `members` are the catalog names of base and sources, the base first. `problem` says why the file
@@ -61,7 +61,7 @@ class SearchCard:
 
     @property
     def token(self) -> str:
-        """Changes when definitions made from this card would change."""
+        """Changes when definitions made from this search would change."""
         return digest_json([self.name, self.members, self.workers, self.problem])[:16]
 
 
@@ -82,34 +82,36 @@ class SearchDue:
     told: str
 
 
-def search_cards(warehouse: Warehouse, recipes: tuple[RecipeFile, ...]) -> tuple[SearchCard, ...]:
+def standing_searches(
+    warehouse: Warehouse, recipes: tuple[RecipeFile, ...]
+) -> tuple[StandingSearch, ...]:
     """Every search file of the warehouse, usable or not, in name order.
 
     One that has the name of a recipe cannot be used: assets and refs of both would be alike.
     """
-    files = {card.identifier: f"the recipe {card.name}" for card in recipes}
-    cards = []
+    taken = {r.identifier: f"the recipe {r.name}" for r in recipes}
+    found = []
     for path in yaml_files(warehouse.searches):
-        problem = name_problem(path, files)
+        problem = name_problem(path, taken)
         name = escaped(path.stem if problem is None else path.name)
-        card = SearchCard(name, path, None, (), problem and escaped(problem))
-        cards.append(card if problem else _card(warehouse, card))
-        files.setdefault(identifier_of(path.stem), path.name)
-    return tuple(cards)
+        standing = StandingSearch(name, path, None, (), problem and escaped(problem))
+        found.append(standing if problem else _read(warehouse, standing))
+        taken.setdefault(identifier_of(path.stem), path.name)
+    return tuple(found)
 
 
-def due_of(warehouse: Warehouse, card: SearchCard) -> SearchDue:
+def due_of(warehouse: Warehouse, standing: StandingSearch) -> SearchDue:
     """What a usable search asks for. Raises RecipeError for a file that is not what it began
     with, CorruptionError for a damaged fact.
     """
-    if card.name not in searches(warehouse):
+    if standing.name not in searches(warehouse):
         return SearchDue(True, (), (), "", False, "it is to begin")
-    ledger = Ledger(warehouse, card.name)
+    ledger = Ledger(warehouse, standing.name)
     search = ledger.search()
-    if (search.file, search.folder) != (card.file, card.path.resolve().parent):
+    if (search.file, search.folder) != (standing.file, standing.path.resolve().parent):
         raise RecipeError(
             "A search asks for something else than it began with",
-            where=str(card.path),
+            where=str(standing.path),
             expected=f"what {ledger.folder / 'search.json'} holds",
             found="another file, or another folder",
             next_step="bring the file back, or give the new one another name",
@@ -119,38 +121,38 @@ def due_of(warehouse: Warehouse, card: SearchCard) -> SearchDue:
         begins=not state.ended and not state.running and not state.waiting,
         waiting=() if state.ended else state.waiting,
         known=tuple(sorted(ledger.proposals())),
-        results=results_token(warehouse, card),
+        results=results_token(warehouse, standing),
         has_all=state.done >= state.evaluations,
         told=f"{state.told}; {state.ended}" if state.ended else state.told,
     )
 
 
-def begin(warehouse: Warehouse, card: SearchCard) -> tuple[SearchCost, Prior, list[int]]:
+def begin(warehouse: Warehouse, standing: StandingSearch) -> tuple[SearchCost, Prior, list[int]]:
     """Begin a search or go on with it: its worst cost, its prior, and what it proposes now.
 
     Raises what `start_search`, `search_prior` and `propose` raise.
     """
-    search = start_search(warehouse, card.path)
+    search = start_search(warehouse, standing.path)
     cost, prior = search_cost(warehouse, search), search_prior(warehouse, search)
     return cost, prior, _fill(warehouse, search)
 
 
 def evaluate_candidate(
-    warehouse: Warehouse, card: SearchCard, number: int, options: EngineOptions
+    warehouse: Warehouse, standing: StandingSearch, number: int, options: EngineOptions
 ) -> tuple[Result, SearchState]:
     """Evaluate a candidate and propose what takes its place; its result and where the search is.
 
     Raises what `evaluate` and `propose` raise.
     """
-    search = Ledger(warehouse, card.name).search()
+    search = Ledger(warehouse, standing.name).search()
     result = evaluate(warehouse, search, number, options=options)
     _fill(warehouse, search)
     return result, state_of(warehouse, search)
 
 
-def results_token(warehouse: Warehouse, card: SearchCard) -> str:
+def results_token(warehouse: Warehouse, standing: StandingSearch) -> str:
     """What changes with every result of a search; "" while there is none."""
-    results = Ledger(warehouse, card.name).results()
+    results = Ledger(warehouse, standing.name).results()
     return digest_json([[n, r.ended] for n, r in sorted(results.items())])[:16] if results else ""
 
 
@@ -161,17 +163,17 @@ def _fill(warehouse: Warehouse, search: Search) -> list[int]:
     return [] if state.ended or free <= 0 else propose(warehouse, search, free)
 
 
-def _card(warehouse: Warehouse, card: SearchCard) -> SearchCard:
-    """The card of a file, as its text and the names of the catalog give it."""
+def _read(warehouse: Warehouse, standing: StandingSearch) -> StandingSearch:
+    """A search file, as its text and the names of the catalog give it."""
     try:
-        text = read_small(card.path, MAX_NBYTES).decode()
-        file = parse_search(text, str(card.path))
+        text = read_small(standing.path, MAX_NBYTES).decode()
+        file = parse_search(text, str(standing.path))
         members = tuple(dict.fromkeys(_members(file)))
         missing = [name for name in members if name not in warehouse.catalog]
     except Exception as error:  # whatever it is, it is this search's alone
-        return replace(card, problem=escaped(str(error)))
+        return replace(standing, problem=escaped(str(error)))
     problem = not_registered(missing) if missing else None
-    return replace(card, file=file, members=members, problem=problem)
+    return replace(standing, file=file, members=members, problem=problem)
 
 
 def _members(file: SearchFile) -> Iterator[str]:

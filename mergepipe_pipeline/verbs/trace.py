@@ -32,23 +32,23 @@ class Traced:
     quarantine: Quarantine | None
 
 
-def trace_due(warehouse: Warehouse, card: RecipeFile) -> str | None:
+def trace_due(warehouse: Warehouse, file: RecipeFile) -> str | None:
     """A token of the refusal that is to be traced now; None for none, and for one that was.
 
     Raises MergePipeError for a record that cannot be read.
     """
-    found = _refusal(warehouse, card)
+    found = _refusal(warehouse, file)
     if found is None or found.verdict.live_snapshot_id is None:
         return None
-    if reason_to_wait_for(warehouse, card.members) is not None:
+    if reason_to_wait_for(warehouse, file.members) is not None:
         return None  # an input is newer than the refusal, or its expert is kept out already
     token = _token(found)
-    return None if _traced(warehouse, card.name) == token else token
+    return None if _traced(warehouse, file.name) == token else token
 
 
 def trace_refusal(
     warehouse: Warehouse,
-    card: RecipeFile,
+    file: RecipeFile,
     *,
     options: EngineOptions | None = None,
     tell: Tell = lambda _: None,
@@ -59,7 +59,7 @@ def trace_refusal(
     version waits for the end. None where nothing is refused at present. Raises what bisecting
     raises.
     """
-    found = _refusal(warehouse, card)
+    found = _refusal(warehouse, file)
     if found is None or found.verdict.live_snapshot_id is None:
         return None
     refused, live = (
@@ -68,7 +68,7 @@ def trace_refusal(
     )
     prepared = prepare_snapshots(
         warehouse,
-        card.recipe,
+        file.recipe,
         warehouse.recipes,
         live=live,
         refused=refused,
@@ -79,7 +79,7 @@ def trace_refusal(
     done = bisect(warehouse, prepared, options=options, tell=tell)
     kept_out = _keep_out(warehouse, prepared, done)
     record = {"token": _token(found), "bisection": done.to_json()}
-    write_atomic(warehouse.bisection_path(card.name), seal(record))
+    write_atomic(warehouse.bisection_path(file.name), seal(record))
     return Traced(prepared, done, kept_out)
 
 
@@ -91,12 +91,12 @@ def _keep_out(warehouse: Warehouse, prepared: Prepared, done: Bisection) -> Quar
     return decide(warehouse, culprit.name, culprit.content, reason, is_kept_out=True)
 
 
-def _refusal(warehouse: Warehouse, card: RecipeFile) -> Refusal | None:
+def _refusal(warehouse: Warehouse, file: RecipeFile) -> Refusal | None:
     """The refusal of what the recipe wants now, if it asks for a bisection then."""
-    if card.parsed is None or card.parsed.gate is None or card.parsed.gate.on_failure != "bisect":
+    if file.parsed is None or file.parsed.gate is None or file.parsed.gate.on_failure != "bisect":
         return None
-    state = wanted(warehouse, card)
-    return None if state is None else refused_before(warehouse, card, state)
+    state = wanted(warehouse, file)
+    return None if state is None else refused_before(warehouse, file, state)
 
 
 def _token(found: Refusal) -> str:

@@ -86,8 +86,8 @@ def _planned(root: Path, family: Path, k: int) -> Warehouse:
             register(home, family / name, name)
         models = "".join(f"- model: {name}\n" for name in experts)
         home.recipe_path("r").write_text(f"{_METHOD}base_model: base\nmodels:\n{models}")
-        (card,) = recipe_files(home)
-        plan_recipe(home, card)
+        (recipe_file,) = recipe_files(home)
+        plan_recipe(home, recipe_file)
     return home
 
 

@@ -41,7 +41,7 @@ def drop(home: Warehouse, family: Path) -> Drop:
 
 
 @pytest.fixture
-def card(home: Warehouse, drop: Drop) -> RecipeFile:
+def recipe_file(home: Warehouse, drop: Drop) -> RecipeFile:
     """Recipe n of a base and an expert of two shards, both indexed, without any run."""
     model = "- {model: expert_01, parameters: {weight: 0.5}}"
     text = f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{model}\n"
@@ -49,5 +49,5 @@ def card(home: Warehouse, drop: Drop) -> RecipeFile:
     for name in ("base", "expert_01"):
         drop(name)
         index_arrival(home, name)
-    (card,) = recipe_files(home)
-    return card
+    (recipe_file,) = recipe_files(home)
+    return recipe_file

@@ -43,15 +43,15 @@ def merge_some(home: Warehouse, *layers: str) -> None:
     list(merge_recipe(home, "n", layers, EngineOptions()))
 
 
-def refuse_release(home: Warehouse, card: RecipeFile, reason: str) -> None:
+def refuse_release(home: Warehouse, recipe_file: RecipeFile, reason: str) -> None:
     snapshot_recipe(home, "n")
     with pytest.raises(InputChangedError, match=reason):
-        release_recipe(home, card)
+        release_recipe(home, recipe_file)
     assert home.refs.names() == []
 
 
 def test_half_a_new_version_is_neither_asked_for_nor_planned_until_the_whole_one_is_indexed(
-    home: Warehouse, card: RecipeFile, ticker: Ticker, instance: dg.DagsterInstance
+    home: Warehouse, recipe_file: RecipeFile, ticker: Ticker, instance: dg.DagsterInstance
 ) -> None:
     patient = Ticker(home, instance, quiet_s=3600)  # what changed lately is half copied
     replace_shard(home, 1)
@@ -64,21 +64,21 @@ def test_half_a_new_version_is_neither_asked_for_nor_planned_until_the_whole_one
 
 
 def test_a_shard_replaced_while_layers_are_merged_ends_the_merge_with_its_name(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
-    plan_recipe(home, card)
-    merge_some(home, *card.layers[:2])
+    plan_recipe(home, recipe_file)
+    merge_some(home, *recipe_file.layers[:2])
     replace_shard(home, 1)
     with pytest.raises(InputChangedError, match=WAITS):
-        merge_some(home, *card.layers[2:])
+        merge_some(home, *recipe_file.layers[2:])
 
 
 @pytest.mark.parametrize("changed", ["shard", "config", "gone"])
 def test_what_was_merged_before_an_input_changed_is_not_released_after(
-    home: Warehouse, card: RecipeFile, changed: str
+    home: Warehouse, recipe_file: RecipeFile, changed: str
 ) -> None:
-    plan_recipe(home, card)
-    merge_some(home, *card.layers)
+    plan_recipe(home, recipe_file)
+    merge_some(home, *recipe_file.layers)
     folder = home.inbox / "expert_01"
     if changed == "shard":
         replace_shard(home, 2)
@@ -86,22 +86,22 @@ def test_what_was_merged_before_an_input_changed_is_not_released_after(
         (folder / "config.json").write_text("{}")
     else:
         shutil.rmtree(folder)
-    refuse_release(home, card, "expert_01 is gone" if changed == "gone" else WAITS)
+    refuse_release(home, recipe_file, "expert_01 is gone" if changed == "gone" else WAITS)
 
 
 def test_a_version_indexed_since_the_plan_is_planned_before_a_release(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
-    plan_recipe(home, card)
-    merge_some(home, *card.layers)
+    plan_recipe(home, recipe_file)
+    merge_some(home, *recipe_file.layers)
     for number in (1, 2):
         replace_shard(home, number)
     index_arrival(home, "expert_01")
-    refuse_release(home, card, "expert_01 has a newer version")
+    refuse_release(home, recipe_file, "expert_01 has a newer version")
 
 
 def test_a_version_rolled_back_while_the_next_one_was_indexed_is_indexed_again(
-    home: Warehouse, card: RecipeFile, monkeypatch: pytest.MonkeyPatch
+    home: Warehouse, recipe_file: RecipeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, aside = home.inbox / "expert_01", home.root / "aside"
     real = index.index_expert
@@ -116,12 +116,12 @@ def test_a_version_rolled_back_while_the_next_one_was_indexed_is_indexed_again(
     shutil.rmtree(folder)
     aside.rename(folder)
     with pytest.raises(InputChangedError, match=WAITS):
-        plan_recipe(home, card)
+        plan_recipe(home, recipe_file)
     assert [x.name for x in scan_inbox(home, 0.0) if x.is_ready] == ["expert_01"]
 
 
 def test_other_bytes_of_the_same_size_and_time_are_indexed_before_they_are_planned(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
     file = home.inbox / "expert_01" / "model-00002-of-00002.safetensors"
     old = file.stat()
@@ -129,7 +129,7 @@ def test_other_bytes_of_the_same_size_and_time_are_indexed_before_they_are_plann
     os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
     assert file.stat().st_size == old.st_size
     with pytest.raises(InputChangedError, match=WAITS):
-        plan_recipe(home, card)
+        plan_recipe(home, recipe_file)
     assert [x.name for x in scan_inbox(home, 0.0) if x.is_ready] == ["expert_01"]
     index_arrival(home, "expert_01")
-    plan_recipe(home, card)
+    plan_recipe(home, recipe_file)

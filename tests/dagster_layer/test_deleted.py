@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 
 def test_a_deleted_expert_leaves_the_partitions_and_its_recipe_waits_until_it_is_back(
-    home: Warehouse, card: RecipeFile, ticker: Ticker, instance: dg.DagsterInstance
+    home: Warehouse, recipe_file: RecipeFile, ticker: Ticker, instance: dg.DagsterInstance
 ) -> None:
     recipes = Sensor(home, instance)
     ticker.reasons()
@@ -52,7 +52,7 @@ def test_a_deleted_expert_leaves_the_partitions_and_its_recipe_waits_until_it_is
 
 def test_an_expert_in_cold_storage_stays_a_partition_and_its_recipe_is_released(
     home: Warehouse,
-    card: RecipeFile,
+    recipe_file: RecipeFile,
     ticker: Ticker,
     instance: dg.DagsterInstance,
     family: Path,
@@ -65,11 +65,11 @@ def test_an_expert_in_cold_storage_stays_a_partition_and_its_recipe_is_released(
     assert "left the inbox" not in ticker.reasons()[0]
     assert set(instance.get_dynamic_partitions("experts")) == {"base", "expert_01"}
     assert [run["success"] for run in ticker.tick()] == [True]
-    release = last_release(home, card.name)
+    release = last_release(home, recipe_file.name)
     other = Warehouse.at(tmp_path / "other").ensure()
     for name in ("base", "expert_01"):
         register(other, family / name, name)
-    expected = merge(other, home.recipe_path(card.name)).outcome.snapshot
+    expected = merge(other, home.recipe_path(recipe_file.name)).outcome.snapshot
     assert release is not None
     assert release.snapshot_id == expected.snapshot_id
     assert recipes.tick()[0] == []

@@ -26,7 +26,7 @@ def failure_of(home: Warehouse, instance: dg.DagsterInstance, asset: str) -> str
 
 
 def test_every_asset_of_a_recipe_that_fails_leads_with_the_cause(
-    home: Warehouse, card: RecipeFile, instance: dg.DagsterInstance
+    home: Warehouse, recipe_file: RecipeFile, instance: dg.DagsterInstance
 ) -> None:
     for asset in ("merge", "snapshot", "release", "report"):
         said = failure_of(home, instance, asset)
@@ -37,7 +37,7 @@ def test_every_asset_of_a_recipe_that_fails_leads_with_the_cause(
 
 
 def test_a_failed_run_is_tried_again_unless_its_cause_would_come_again(
-    home: Warehouse, card: RecipeFile, instance: dg.DagsterInstance
+    home: Warehouse, recipe_file: RecipeFile, instance: dg.DagsterInstance
 ) -> None:
     with lease_recipe(home, "n"):
         failure_of(home, instance, "plan")

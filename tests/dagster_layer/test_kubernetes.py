@@ -172,7 +172,7 @@ def test_the_job_of_a_run_has_the_image_the_volumes_the_roots_and_its_share_of_m
 
 
 def test_a_run_may_say_what_the_jobs_of_its_steps_get(
-    home: Warehouse, card: RecipeFile, monkeypatch: pytest.MonkeyPatch
+    home: Warehouse, recipe_file: RecipeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = {v["name"]: v["value"] for v in DEPLOYMENT["env"]}
     monkeypatch.setenv(EXECUTOR.variable, told[EXECUTOR.variable])

@@ -51,7 +51,7 @@ def failure_of(job: dg.JobDefinition, instance: dg.DagsterInstance, run: dg.RunR
 
 
 def test_a_recipe_whose_inputs_are_gone_for_five_attempts_is_merged_by_itself_when_they_are_back(
-    home: Warehouse, card: RecipeFile, instance: dg.DagsterInstance, ticker: Ticker
+    home: Warehouse, recipe_file: RecipeFile, instance: dg.DagsterInstance, ticker: Ticker
 ) -> None:
     recipes = Sensor(home, instance)
     folder = home.inbox / "expert_01"
@@ -77,7 +77,7 @@ def test_a_recipe_whose_inputs_are_gone_for_five_attempts_is_merged_by_itself_wh
 
 
 def test_a_merge_whose_process_is_killed_four_times_is_made_by_the_daemon_all_the_same(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
     with running_daemon(home, MERGEPIPE_RETRY_S="0.1") as daemon:
         for number in range(1, 5):

@@ -76,7 +76,7 @@ def test_an_expert_outside_the_inbox_that_no_recipe_names_is_not_looked_at(
 
 def test_a_recipe_that_gives_a_path_says_how_to_give_a_name(home: Warehouse, family: Path) -> None:
     home.recipe_path("n").write_text(sum_of("base", str(family / "expert_00")))
-    (card,) = recipe_files(home)
-    assert card.problem is not None
-    assert f"`mergepipe register {family / 'expert_00'} --name NAME`" in card.problem
-    assert "NAME in the recipe" in card.problem
+    (recipe_file,) = recipe_files(home)
+    assert recipe_file.problem is not None
+    assert f"`mergepipe register {family / 'expert_00'} --name NAME`" in recipe_file.problem
+    assert "NAME in the recipe" in recipe_file.problem

@@ -175,9 +175,9 @@ def test_packing_that_its_surroundings_end_is_tried_until_it_works_and_no_recipe
     for name in ("base", "expert_00"):
         drop(name)
         index_arrival(home, name)
-    (card,) = recipe_files(home)
+    (recipe_file,) = recipe_files(home)
     for n in range(1, MAX_FAILURES + 2):
-        assert (reason_to_wait_for_packs(home, card) is None) is (n > MAX_FAILURES)
+        assert (reason_to_wait_for_packs(home, recipe_file) is None) is (n > MAX_FAILURES)
         assert due(home) == ["expert_00"]
         ask(home, "expert_00", arrival(home, "expert_00").indexed)
         command = [sys.executable, "-c", _ENDED, str(home.root), how]
@@ -219,17 +219,17 @@ def test_a_damaged_index_of_a_pack_is_set_aside_and_the_pack_made_again_before_t
     for name in ("base", "expert_00"):
         drop(name)
         index_arrival(home, name, packs=True)
-    (card,) = recipe_files(home)
-    before = plan_recipe(home, card)
+    (recipe_file,) = recipe_files(home)
+    before = plan_recipe(home, recipe_file)
     assert before.packs
     (pack_id,) = home.packs.ids()
     flip(max(home.packs.path(pack_id).glob("*.parquet"), key=lambda p: p.stat().st_size))
     with pytest.raises(
         DamagedPackError, match="The pack of expert_00 is damaged, and was set aside"
     ):
-        plan_recipe(home, card)
-    assert reason_to_wait_for_packs(home, card) == "it waits for the packs of expert_00"
+        plan_recipe(home, recipe_file)
+    assert reason_to_wait_for_packs(home, recipe_file) == "it waits for the packs of expert_00"
     assert due(home) == ["expert_00"]
     index_arrival(home, "expert_00", packs=True)
-    assert reason_to_wait_for_packs(home, card) is None
-    assert plan_recipe(home, card).plan_id == before.plan_id
+    assert reason_to_wait_for_packs(home, recipe_file) is None
+    assert plan_recipe(home, recipe_file).plan_id == before.plan_id

@@ -80,7 +80,7 @@ def ticking(home: Warehouse) -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
 
 def test_a_release_its_events_and_the_ticks_are_kept_in_postgresql_until_they_are_old(
-    home: Warehouse, card: RecipeFile, instance: dg.DagsterInstance, tmp_path: Path
+    home: Warehouse, recipe_file: RecipeFile, instance: dg.DagsterInstance, tmp_path: Path
 ) -> None:
     with ticking(home) as tick:
         assert [run["success"] for run in tick()] == [True]

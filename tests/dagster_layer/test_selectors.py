@@ -19,7 +19,7 @@ from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.tag import tag
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors.reload import cards_token
+from sensors.reload import files_token
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs
 
@@ -33,9 +33,9 @@ def write(home: Warehouse, selector: str = "match: chat-*") -> None:
     )
 
 
-def card_of(home: Warehouse) -> RecipeFile:
-    (card,) = recipe_files(home)
-    return card
+def recipe_file_of(home: Warehouse) -> RecipeFile:
+    (recipe_file,) = recipe_files(home)
+    return recipe_file
 
 
 def land(home: Warehouse, drop: Drop, **names: str) -> None:
@@ -55,7 +55,7 @@ def test_of_three_that_join_one_that_leaves_and_one_that_changes_one_merge_is_ma
     land(home, drop, chat_1="expert_03", chat_2="expert_02", chat_3="expert_02")
     drop("chat-4", "expert_02")
     assert jobs(ticker.tick()) == ["chat-4", "merge_n"]
-    assert card_of(home).members == ("base", "chat-1", "chat-2", "chat-3", "chat-4")
+    assert recipe_file_of(home).members == ("base", "chat-1", "chat-2", "chat-3", "chat-4")
     assert [r.number for r in history(home, "n")] == [1, 2]
     shown = instance.get_latest_materialization_event(dg.AssetKey(["n", "plan"]))
     assert shown is not None
@@ -69,12 +69,12 @@ def test_of_three_that_join_one_that_leaves_and_one_that_changes_one_merge_is_ma
 def test_the_edges_of_a_recipe_lead_to_what_its_selector_takes(home: Warehouse, drop: Drop) -> None:
     write(home, "tag: prod")
     land(home, drop, base="base", a="expert_00", b="expert_01", c="expert_02")
-    assert "none of these has the tag 'prod'" in (card_of(home).problem or "")
+    assert "none of these has the tag 'prod'" in (recipe_file_of(home).problem or "")
     tag(home, "b", add=["prod"])
     tag(home, "c", add=["prod"])
     plan = next(
         d
-        for d in build_recipe_assets(card_of(home))
+        for d in build_recipe_assets(recipe_file_of(home))
         if isinstance(d, dg.AssetsDefinition) and dg.AssetKey(["n", "plan"]) in d.keys
     )
     mapping = plan.get_partition_mapping(dg.AssetKey("expert_index"))
@@ -87,16 +87,17 @@ def test_what_no_selector_takes_changes_neither_definitions_nor_what_is_wanted(
 ) -> None:
     write(home, "match: chat-*, exclude: [chat-x*]")
     land(home, drop, base="base", chat_a="expert_00")
-    before = cards_token([card_of(home)]), wanted(home, card_of(home))
+    before = files_token([recipe_file_of(home)]), wanted(home, recipe_file_of(home))
     land(home, drop, math="expert_01", chat_x1="expert_02")
-    assert (cards_token([card_of(home)]), wanted(home, card_of(home))) == before
+    assert (files_token([recipe_file_of(home)]), wanted(home, recipe_file_of(home))) == before
     land(home, drop, chat_b="expert_00")
-    token, state = cards_token([card_of(home)]), wanted(home, card_of(home))
+    token, state = files_token([recipe_file_of(home)]), wanted(home, recipe_file_of(home))
     assert token != before[0]
     assert state != before[1]
     shutil.rmtree(home.inbox / "chat-a")
-    assert card_of(home).members == ("base", "chat-b")
-    assert wanted(home, card_of(home)) not in (before[1], state)  # its content stays, its name not
+    assert recipe_file_of(home).members == ("base", "chat-b")
+    # Its content stays, its name does not.
+    assert wanted(home, recipe_file_of(home)) not in (before[1], state)
 
 
 def test_a_recipe_waits_for_what_is_about_to_join_and_for_nothing_else(
@@ -104,21 +105,21 @@ def test_a_recipe_waits_for_what_is_about_to_join_and_for_nothing_else(
 ) -> None:
     write(home)
     land(home, drop, base="base", chat_a="expert_00")
-    assert isinstance(due(home, card_of(home)), Due)
+    assert isinstance(due(home, recipe_file_of(home)), Due)
     for name in ("chat-b", "chat-c", "math"):
         drop(name, "expert_01")
     (home.inbox / "chat-half").mkdir()
     (home.inbox / "chat-half" / "config.json").write_text("{}")
     wait = "it waits for the index of what is about to join: "
-    assert due(home, card_of(home)) == f"{wait}chat-b, chat-c"
+    assert due(home, recipe_file_of(home)) == f"{wait}chat-b, chat-c"
     for entry in (x for x in scan_inbox(home, 0.0) if x.is_ready):
         ask(home, entry.name, entry.token)
     land(home, drop, chat_b="expert_01")
-    assert due(home, card_of(home)) == f"{wait}chat-c"
+    assert due(home, recipe_file_of(home)) == f"{wait}chat-c"
     with suppress(CheckpointError), attempted(home, "chat-c"):
-        assert due(home, card_of(home)) == f"{wait}chat-c"
+        assert due(home, recipe_file_of(home)) == f"{wait}chat-c"
         raise CheckpointError("It cannot be read")
-    assert isinstance(due(home, card_of(home)), Due)
+    assert isinstance(due(home, recipe_file_of(home)), Due)
     land(home, drop, chat_c="expert_01")
-    assert card_of(home).members == ("base", "chat-a", "chat-b", "chat-c")
-    assert due(home, card_of(home)) != CURRENT
+    assert recipe_file_of(home).members == ("base", "chat-a", "chat-b", "chat-c")
+    assert due(home, recipe_file_of(home)) != CURRENT

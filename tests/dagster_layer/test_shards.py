@@ -80,15 +80,15 @@ def shard(home: Warehouse, plan: MergePlan, number: int, count: int) -> list[Lay
 
 
 def test_three_steps_give_the_ids_of_one_and_say_what_each_has_read(
-    home: Warehouse, card: RecipeFile, instance: dg.DagsterInstance
+    home: Warehouse, recipe_file: RecipeFile, instance: dg.DagsterInstance
 ) -> None:
     job = build_definitions(home, shards=3).resolve_job_def("merge_n")
     result = job.execute_in_process(instance=instance)
-    by_three, plan = current_snapshot(home, "n").snapshot_id, plan_recipe(home, card)
+    by_three, plan = current_snapshot(home, "n").snapshot_id, plan_recipe(home, recipe_file)
     said = told(result)
     assert list(said) == ["shard_001", "shard_002", "shard_003", "gather"]
     names = [name for step in said.values() for name in step.get("layers", "").split(", ") if name]
-    assert sorted(names) == sorted(card.layers)
+    assert sorted(names) == sorted(recipe_file.layers)
     (merged,) = result.asset_materializations_for_node("n__merge.gather")
     figures = ("layers merged", "expert GiB read", "base GiB read", "GiB written")
     for figure in figures:
@@ -96,7 +96,9 @@ def test_three_steps_give_the_ids_of_one_and_say_what_each_has_read(
         assert merged.metadata[figure].value == pytest.approx(parts, rel=1e-2)
     for path in (*home.actions_dir.glob("*/*"), *home.objects_dir.glob("*/*")):
         path.unlink()
-    assert not any(done.reused for done in merge_recipe(home, "n", card.layers, EngineOptions()))
+    assert not any(
+        done.reused for done in merge_recipe(home, "n", recipe_file.layers, EngineOptions())
+    )
     snapshot, cost = snapshot_recipe(home, "n")
     assert (snapshot.snapshot_id, cost.expert_bytes_read) == (
         by_three,
@@ -105,9 +107,9 @@ def test_three_steps_give_the_ids_of_one_and_say_what_each_has_read(
 
 
 def test_a_runs_config_says_how_many_steps_share_the_work_and_which_layers_it_is(
-    home: Warehouse, card: RecipeFile, instance: dg.DagsterInstance
+    home: Warehouse, recipe_file: RecipeFile, instance: dg.DagsterInstance
 ) -> None:
-    plan_recipe(home, card)
+    plan_recipe(home, recipe_file)
     said = told(merge_in(home, instance, 3, shards=2))
     assert [said[f"shard_00{n}"]["shard"] for n in (1, 2, 3)] == ["1 of 2", "2 of 2", "3 of 2"]
     assert said["shard_003"]["layers"] == "none"
@@ -120,7 +122,7 @@ def test_a_runs_config_says_how_many_steps_share_the_work_and_which_layers_it_is
 
 
 def test_no_shard_begins_before_the_plan_is_within_its_budget(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
     job = build_definitions(home, shards=2).resolve_job_def("merge_n")
     steps = {step.key: step for step in create_execution_plan(job).steps}
@@ -130,9 +132,9 @@ def test_no_shard_begins_before_the_plan_is_within_its_budget(
 
 
 def test_what_a_killed_worker_was_at_another_merges_and_nothing_twice(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
-    plan = plan_recipe(home, card)
+    plan = plan_recipe(home, recipe_file)
     others: list[LayerOutcome] = []
     first = subprocess.Popen(
         [sys.executable, "-c", WORKER, str(home.root)], stdout=subprocess.PIPE, text=True
@@ -141,7 +143,7 @@ def test_what_a_killed_worker_was_at_another_merges_and_nothing_twice(
     try:
         assert first.stdout is not None
         done = first.stdout.readline().strip()
-        assert done == card.layers[0]
+        assert done == recipe_file.layers[0]
         other.start()
         other.join(0.5)
         assert other.is_alive()  # it waits for the first
@@ -151,7 +153,7 @@ def test_what_a_killed_worker_was_at_another_merges_and_nothing_twice(
         first.communicate(timeout=20)
     other.join(60)
     # The first may have finished more than the one that it told of.
-    assert [x.name for x in others] == list(card.layers)
+    assert [x.name for x in others] == list(recipe_file.layers)
     assert others[0].reused
     assert not others[-1].reused
     records = merged_layers(home, "n", plan)
@@ -163,39 +165,39 @@ def test_what_a_killed_worker_was_at_another_merges_and_nothing_twice(
 
 
 def test_two_workers_merge_shards_of_one_plan_at_once_and_nobody_plans_meanwhile(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
-    plan = plan_recipe(home, card)
-    part = shard_of(home, plan, 1, 2, card.layers)
+    plan = plan_recipe(home, recipe_file)
+    part = shard_of(home, plan, 1, 2, recipe_file.layers)
     working = merge_shard(home, "n", plan, part, EngineOptions())
     begun = next(working)
     second = shard(home, plan, 2, 2)
     with pytest.raises(BusyError):
-        plan_recipe(home, card)
+        plan_recipe(home, recipe_file)
     collect(home, older_than_s=0)
     first = [begun, *working]
-    assert sorted(x.name for x in (*first, *second)) == sorted(card.layers)
+    assert sorted(x.name for x in (*first, *second)) == sorted(recipe_file.layers)
     assert not any(x.reused for x in (*first, *second))
     _, cost = snapshot_recipe(home, "n")
     assert cost.expert_bytes_read == plan.estimates.expert_bytes_planned
 
 
 def test_a_shard_of_a_plan_that_is_not_current_any_more_is_refused(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
-    plan = plan_recipe(home, card)
-    plan_recipe(home, card, budget="10%")
+    plan = plan_recipe(home, recipe_file)
+    plan_recipe(home, recipe_file, budget="10%")
     with pytest.raises(BusyError, match="planned anew"):
         shard(home, plan, 1, 2)
 
 
 def test_a_lease_of_layers_that_a_dead_worker_left_is_nobodys(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
-    plan = plan_recipe(home, card)
+    plan = plan_recipe(home, recipe_file)
     with lease_layers(home, plan.layers):
         left = {path.name: path.read_bytes() for path in home.leases_dir.glob("layer-*")}
-        assert len(left) == len(card.layers)
+        assert len(left) == len(recipe_file.layers)
     for name, data in left.items():
         (home.leases_dir / name).write_bytes(data)
     collect(home, older_than_s=0)

@@ -62,27 +62,30 @@ with lease_recipe(Warehouse.at(sys.argv[1]), "n"):
 
 
 def test_a_second_run_of_a_recipe_ends_with_the_name_of_the_first_and_harms_nothing(
-    home: Warehouse, card: RecipeFile
+    home: Warehouse, recipe_file: RecipeFile
 ) -> None:
-    plan = plan_recipe(home, card)
+    plan = plan_recipe(home, recipe_file)
     with lease_run(home, "1a2b3c4d-run"):
-        merging = merge_recipe(home, "n", card.layers, EngineOptions())
+        merging = merge_recipe(home, "n", recipe_file.layers, EngineOptions())
         first = next(merging)
         busy = f"run 1a2b3c4d, process {os.getpid()}"
         with pytest.raises(BusyError, match=busy):
-            plan_recipe(home, card)
+            plan_recipe(home, recipe_file)
         with pytest.raises(BusyError, match=busy):
-            next(merge_recipe(home, "n", card.layers, EngineOptions()))
+            next(merge_recipe(home, "n", recipe_file.layers, EngineOptions()))
         with pytest.raises(BusyError, match=busy):
             snapshot_recipe(home, "n")
         with pytest.raises(BusyError, match=busy):
-            release_recipe(home, card)
-        assert [first.name, *(done.name for done in merging)] == list(card.layers)
+            release_recipe(home, recipe_file)
+        assert [first.name, *(done.name for done in merging)] == list(recipe_file.layers)
     snapshot, cost = snapshot_recipe(home, "n")
-    assert (snapshot.manifest.plan_id, cost.layers_executed) == (plan.plan_id, len(card.layers))
+    assert (snapshot.manifest.plan_id, cost.layers_executed) == (
+        plan.plan_id,
+        len(recipe_file.layers),
+    )
 
 
-def test_the_turn_of_a_killed_run_ends_with_it(home: Warehouse, card: RecipeFile) -> None:
+def test_the_turn_of_a_killed_run_ends_with_it(home: Warehouse, recipe_file: RecipeFile) -> None:
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(home.root)], stdout=subprocess.PIPE, text=True
     )
@@ -90,7 +93,7 @@ def test_the_turn_of_a_killed_run_ends_with_it(home: Warehouse, card: RecipeFile
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         with pytest.raises(BusyError, match=f"process {first.pid} on "):
-            plan_recipe(home, card)
+            plan_recipe(home, recipe_file)
     finally:
         first.send_signal(signal.SIGKILL)
         first.communicate(timeout=20)
@@ -130,7 +133,7 @@ class Queue:
 
 
 @pytest.fixture
-def queue(home: Warehouse, card: RecipeFile, tmp_path: Path) -> Iterator[Queue]:
+def queue(home: Warehouse, recipe_file: RecipeFile, tmp_path: Path) -> Iterator[Queue]:
     """An empty queue for recipes n, o and p."""
     for name in "op":
         shutil.copy(home.recipe_path("n"), home.recipe_path(name))
@@ -155,8 +158,10 @@ def test_a_recipe_has_one_run_whoever_starts_it_and_each_pool_leaves_places_for_
 def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
     resource = MergePipe(home=str(queue.home.root))
     asked = [
-        request_or_reason(resource, card, queue.instance, (), is_time=card.name == "o")
-        for card in recipe_files(queue.home)[:2]
+        request_or_reason(
+            resource, recipe_file, queue.instance, (), is_time=recipe_file.name == "o"
+        )
+        for recipe_file in recipe_files(queue.home)[:2]
     ]
     by_day, by_night = (r for r in asked if isinstance(r, dg.RunRequest))
     queue.add("merge_o", by_night.tags)
@@ -166,7 +171,7 @@ def test_merges_pass_bursts_and_nightly_runs_come_last(queue: Queue) -> None:
 
 
 def test_the_first_ticks_of_an_instance_make_the_pools_known_before_a_run_needs_one(
-    home: Warehouse, card: RecipeFile, tmp_path: Path
+    home: Warehouse, recipe_file: RecipeFile, tmp_path: Path
 ) -> None:
     shutil.copy(REPOSITORY / "mergepipe_pipeline" / "dagster.yaml", tmp_path)
     shutil.copytree(home.inbox / "base", home.inbox / "landed")

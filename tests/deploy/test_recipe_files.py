@@ -17,7 +17,7 @@ def test_of_recipes_that_would_publish_to_one_ref_only_its_own_is_usable(
     register(home, family / "expert_00", "expert_00")
     for name, ref in (("a", "ref: mix\n"), ("b", "ref: live\n"), ("c", "ref: live\n"), ("mix", "")):
         home.recipe_path(name).write_text(ref + RECIPE)
-    problems = {card.name: card.problem for card in recipe_files(home)}
+    problems = {file.name: file.problem for file in recipe_files(home)}
     assert problems["mix"] is None
     assert problems["b"] is None
     assert "ref mix of the recipe mix: give it another `ref:`" in str(problems["a"])

@@ -39,18 +39,18 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.evaluation.quality import EVALUATOR, recipe, set_weight, standing
 
 
-def card_of(home: Warehouse) -> RecipeFile:
-    (card,) = recipe_files(home)
-    return card
+def recipe_file_of(home: Warehouse) -> RecipeFile:
+    (recipe_file,) = recipe_files(home)
+    return recipe_file
 
 
 def made(home: Warehouse, budget: str | None = None) -> Snapshot:
     """What recipe n gives now, without its release."""
-    card = card_of(home)
-    plan = plan_recipe(home, card, budget=budget)
+    recipe_file = recipe_file_of(home)
+    plan = plan_recipe(home, recipe_file, budget=budget)
     layers = [layer.name for layer in plan.layers]
-    list(merge_recipe(home, card.name, layers, EngineOptions()))
-    return snapshot_recipe(home, card.name)[0]
+    list(merge_recipe(home, recipe_file.name, layers, EngineOptions()))
+    return snapshot_recipe(home, recipe_file.name)[0]
 
 
 def land(home: Warehouse, weight: float) -> None:
@@ -78,12 +78,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, family: Path) -> Path:
         shutil.copytree(family / name, home.inbox / name)
         index_arrival(home, name)
     made(home)
-    release_recipe(home, card_of(home))
-    assert due(home, card_of(home)) == CURRENT
+    release_recipe(home, recipe_file_of(home))
+    assert due(home, recipe_file_of(home)) == CURRENT
     land(home, 8.0)
     made(home)
     with pytest.raises(GateError, match=r"is 4, 0\.07.* live; the gate asks for at most 1"):
-        release_recipe(home, card_of(home))
+        release_recipe(home, recipe_file_of(home))
     return home.root
 
 
@@ -99,24 +99,24 @@ def home(whole: Path, tmp_path: Path) -> Warehouse:
 
 def test_a_refused_candidate_leaves_the_ref_and_is_not_asked_for_again(home: Warehouse) -> None:
     assert versions(home) == [1]
-    told = due(home, card_of(home))
+    told = due(home, recipe_file_of(home))
     assert isinstance(told, str)
     assert "largest is 4, 0.07" in told
     assert "live; the gate asks for at most 1; " in told
     assert told.endswith("n stays as it is, until the recipe, its evaluator or an input changes")
-    assert due(home, card_of(home)) == told
+    assert due(home, recipe_file_of(home)) == told
     with pytest.raises(GateError):
-        release_recipe(home, card_of(home))
+        release_recipe(home, recipe_file_of(home))
     assert versions(home) == [1]
 
 
 def test_a_mended_version_is_asked_for_and_released(home: Warehouse) -> None:
     land(home, 0.02)
-    assert isinstance(due(home, card_of(home)), Due)
+    assert isinstance(due(home, recipe_file_of(home)), Due)
     made(home)
-    release_recipe(home, card_of(home))
+    release_recipe(home, recipe_file_of(home))
     assert versions(home) == [1, 2]
-    assert due(home, card_of(home)) == CURRENT
+    assert due(home, recipe_file_of(home)) == CURRENT
     assert refusal(home, "n") is None
 
 
@@ -124,9 +124,9 @@ def test_nothing_is_merged_that_could_not_be_measured(home: Warehouse) -> None:
     (home.recipes / "eval.py").unlink()
     land(home, 0.02)
     with pytest.raises(EvaluationError, match=r"eval\.py.*no such file"):
-        due(home, card_of(home))
+        due(home, recipe_file_of(home))
     standing(home, "n")
-    assert isinstance(due(home, card_of(home)), Due)
+    assert isinstance(due(home, recipe_file_of(home)), Due)
 
 
 @pytest.mark.parametrize("changed", ["evaluator", "gate", "record", "measurement"])
@@ -142,7 +142,7 @@ def test_what_was_refused_is_asked_for_again_when_the_measure_changes(
         shutil.rmtree(home.evaluations)
     else:
         home.refusal_path("n").write_text("{}")
-    assert isinstance(due(home, card_of(home)), Due)
+    assert isinstance(due(home, recipe_file_of(home)), Due)
 
 
 def test_a_refusal_of_another_budget_says_nothing_of_what_the_recipe_wants(
@@ -151,8 +151,8 @@ def test_a_refusal_of_another_budget_says_nothing_of_what_the_recipe_wants(
     land(home, 8.5)
     made(home, budget="100%")
     with pytest.raises(GateError):
-        release_recipe(home, card_of(home))
-    assert isinstance(due(home, card_of(home)), Due)
+        release_recipe(home, recipe_file_of(home))
+    assert isinstance(due(home, recipe_file_of(home)), Due)
 
 
 def test_a_refused_candidate_is_listed_and_goes_with_a_collection_and_its_measurements(
@@ -179,10 +179,10 @@ def test_relative_thresholds_compare_with_what_the_ref_names_measured_anew_if_ne
     standing(home, "n", "evaluate: {command: [python, eval.py]}\ngate: {largest: {max_rise: 50%}}")
     shutil.rmtree(home.evaluations)
     with pytest.raises(GateError, match=r"largest is 4.* live; the gate asks for a rise of at m"):
-        release_recipe(home, card_of(home))
+        release_recipe(home, recipe_file_of(home))
     shutil.rmtree(home.refs_dir / "n")
     made(home)
-    release_recipe(home, card_of(home))
+    release_recipe(home, recipe_file_of(home))
     assert versions(home) == [1]
 
 

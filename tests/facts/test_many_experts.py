@@ -35,9 +35,9 @@ def test_what_a_recipe_looks_at_does_not_grow_with_the_experts_that_it_does_not_
     def look() -> list[Path]:
         """The folders that are listed to say what is wanted of the recipe."""
         listed.clear()
-        (card,) = recipe_files(home)
-        assert wanted(home, card) is not None
-        assert reason_to_wait_for(home, card.members) is None
+        (file,) = recipe_files(home)
+        assert wanted(home, file) is not None
+        assert reason_to_wait_for(home, file.members) is None
         return list(listed)
 
     monkeypatch.setattr(Path, "iterdir", counted)

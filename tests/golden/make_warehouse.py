@@ -111,11 +111,13 @@ def fill(home: Path, inputs: Path) -> dict[str, Any]:
 
 def _release(home: Warehouse, recipe: str) -> None:
     """Release a standing recipe, as the assets do."""
-    card = next(card for card in recipe_files(home) if card.name == recipe)
-    deploy.plan_recipe(home, card)
-    list(deploy.merge_recipe(home, recipe, card.layers, EngineOptions()))
+    recipe_file = next(
+        recipe_file for recipe_file in recipe_files(home) if recipe_file.name == recipe
+    )
+    deploy.plan_recipe(home, recipe_file)
+    list(deploy.merge_recipe(home, recipe, recipe_file.layers, EngineOptions()))
     deploy.snapshot_recipe(home, recipe)
-    deploy.release_recipe(home, card)
+    deploy.release_recipe(home, recipe_file)
 
 
 def pack(folder: Path, target: Path) -> None:

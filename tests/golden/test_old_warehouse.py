@@ -96,7 +96,7 @@ def test_everything_in_an_old_warehouse_can_be_read_and_reading_changes_nothing(
     assert read.items() <= {r["snapshot_id"]: r["expert_bytes_read"] for r in rows}.items()
     assert golden.call("diff", "ties@1", "ties@2")["whole"]["changed_elems"] > 0
     home = Warehouse.at(golden.home)
-    assert {card.name for card in recipe_files(home)} == set(RECIPES)
+    assert {recipe_file.name for recipe_file in recipe_files(home)} == set(RECIPES)
     released = last_release(home, "ties-half")
     assert released is not None
     assert released.snapshot_id == golden.merged("ties-half")

@@ -23,17 +23,17 @@ def test_a_standing_recipe_takes_models_that_were_registered_at_addresses(
 ) -> None:
     path, address = home.recipe_path("r"), f"{folder.url}/expert_00"
     path.write_text(RECIPE.replace("MODEL", address))
-    (card,) = recipe_files(home)
-    assert f"mergepipe register {address} --name NAME" in (card.problem or "")
+    (file,) = recipe_files(home)
+    assert f"mergepipe register {address} --name NAME" in (file.problem or "")
 
     register(home, address, "math")
     path.write_text(RECIPE.replace("MODEL", "math"))
-    (card,) = recipe_files(home)
-    assert card.problem is None
-    assert [s.root for s in plan_recipe(home, card).sources] == [address]
+    (file,) = recipe_files(home)
+    assert file.problem is None
+    assert [s.root for s in plan_recipe(home, file).sources] == [address]
 
     weights = folder.folder / "expert_00" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-2] + b"\x00\x00")
     PINS.forget(address)  # as whoever reads it does, and as a process that begins
     with pytest.raises(InputChangedError, match="math waits for its index"):
-        plan_recipe(home, card)
+        plan_recipe(home, file)

@@ -161,9 +161,9 @@ def small_warehouse(root: Path, layers: int, hidden: int) -> Warehouse:
 
 def _alone(home: Warehouse) -> str:
     """The snapshot id of one process, of which nothing is left but the id."""
-    (card,) = recipe_files(home)
-    plan_recipe(home, card)
-    list(merge_recipe(home, "r", card.layers, EngineOptions()))
+    (file,) = recipe_files(home)
+    plan_recipe(home, file)
+    list(merge_recipe(home, "r", file.layers, EngineOptions()))
     snapshot, _ = snapshot_recipe(home, "r")
     for gone in (home.objects_dir, home.actions_dir, home.snapshots, home.releases):
         shutil.rmtree(gone)

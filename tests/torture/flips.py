@@ -245,14 +245,14 @@ def _deploy(place: Path, plan: bool) -> str:
 
     home = Warehouse(place / "w")
     try:
-        (card,) = recipe_files(home)
+        (recipe_file,) = recipe_files(home)
         if plan:
-            deploy.plan_recipe(home, card)
-        names = [layer.name for layer in deploy.current_plan(home, card.name).layers]
-        list(deploy.merge_recipe(home, card.name, names, EngineOptions()))
-        snapshot, _ = deploy.snapshot_recipe(home, card.name)
-        deploy.release_recipe(home, card)
-        deploy.last_release(home, card.name)
+            deploy.plan_recipe(home, recipe_file)
+        names = [layer.name for layer in deploy.current_plan(home, recipe_file.name).layers]
+        list(deploy.merge_recipe(home, recipe_file.name, names, EngineOptions()))
+        snapshot, _ = deploy.snapshot_recipe(home, recipe_file.name)
+        deploy.release_recipe(home, recipe_file)
+        deploy.last_release(home, recipe_file.name)
     except MergePipeError as error:
         return f"error: {error}"
     return snapshot.snapshot_id

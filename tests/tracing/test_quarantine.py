@@ -56,8 +56,8 @@ def recipe(home: Warehouse, land: Land) -> Path:
 
 
 def _due(home: Warehouse) -> Due | str:
-    (card,) = recipe_files(home)
-    return due(home, card)
+    (recipe_file,) = recipe_files(home)
+    return due(home, recipe_file)
 
 
 def test_a_recipe_waits_for_a_quarantined_content_alone_and_says_what_to_do(

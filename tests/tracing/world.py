@@ -121,10 +121,10 @@ class World:
         return self.run()
 
     @property
-    def card(self) -> RecipeFile:
+    def recipe_file(self) -> RecipeFile:
         """The recipe as it is now."""
-        (card,) = recipe_files(self.home)
-        return card
+        (recipe_file,) = recipe_files(self.home)
+        return recipe_file
 
     def clear(self) -> None:
         """Take what other tests landed out of the inbox: no selector takes what is gone."""
@@ -138,15 +138,15 @@ class World:
 
     def run(self) -> Snapshot | None:
         """Plan, merge and release the recipe; the snapshot if the gate refuses it."""
-        card = self.card
-        plan_recipe(self.home, card)
-        layers = [layer.name for layer in current_plan(self.home, card.name).layers]
-        list(merge_recipe(self.home, card.name, layers, EngineOptions()))
-        snapshot_recipe(self.home, card.name)
+        recipe_file = self.recipe_file
+        plan_recipe(self.home, recipe_file)
+        layers = [layer.name for layer in current_plan(self.home, recipe_file.name).layers]
+        list(merge_recipe(self.home, recipe_file.name, layers, EngineOptions()))
+        snapshot_recipe(self.home, recipe_file.name)
         try:
-            release_recipe(self.home, card)
+            release_recipe(self.home, recipe_file)
         except GateError:
-            return current_snapshot(self.home, card.name)
+            return current_snapshot(self.home, recipe_file.name)
         return None
 
     def evaluated(self) -> list[str]:

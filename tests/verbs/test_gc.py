@@ -354,9 +354,9 @@ def test_planning_a_standing_recipe_again_frees_its_last_plan(
         index_expert(home, name)
     text = first(family).replace(f"{family}/", "")
     home.recipe_path("r").write_text(text)
-    (card,) = recipe_files(home)
-    plan_recipe(home, card)
-    assert list(merge_recipe(home, "r", [card.layers[1]], EngineOptions()))
+    (file,) = recipe_files(home)
+    plan_recipe(home, file)
+    assert list(merge_recipe(home, "r", [file.layers[1]], EngineOptions()))
     assert collect(home, older_than_s=0).files == 0
     home.recipe_path("r").write_text(text.replace("0.5", "0.6"))
     plan_recipe(home, recipe_files(home)[0])

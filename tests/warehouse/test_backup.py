@@ -107,11 +107,11 @@ def test_copies_made_while_merges_run_are_whole_and_work_goes_on_in_them(
         index_arrival(home, name)
     text = recipe("base", "expert_00", "expert_01")
     home.recipe_path("n").write_text(text)
-    (card,) = recipe_files(home)
-    deploy.plan_recipe(home, card)
-    list(deploy.merge_recipe(home, "n", card.layers, deploy.EngineOptions()))
+    (recipe_file,) = recipe_files(home)
+    deploy.plan_recipe(home, recipe_file)
+    list(deploy.merge_recipe(home, "n", recipe_file.layers, deploy.EngineOptions()))
     snapshot, _ = deploy.snapshot_recipe(home, "n")
-    deploy.release_recipe(home, card)
+    deploy.release_recipe(home, recipe_file)
 
     made = {path.name for path in home.root.iterdir() if path.is_dir()}
     assert set(re.split("[{},]", page_command())[1:-1]) == made - {"staging", "leases"}
@@ -127,8 +127,8 @@ def test_copies_made_while_merges_run_are_whole_and_work_goes_on_in_them(
         restored.ensure()
         report = verify_all(restored)
         assert report.ok, report
-        (card,) = recipe_files(restored)
-        assert deploy.due(restored, card) == deploy.CURRENT
+        (recipe_file,) = recipe_files(restored)
+        assert deploy.due(restored, recipe_file) == deploy.CURRENT
         again = merge(restored, parse(text, name="n", where="n")).summary()
         assert again["snapshot_id"] == snapshot.snapshot_id
         assert again["layers_executed"] == 0

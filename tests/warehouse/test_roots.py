@@ -106,17 +106,17 @@ def test_a_moved_warehouse_merges_its_inbox_and_reads_and_makes_nothing_again(
     text = recipe("base", "expert_00", "expert_01")
     home.recipe_path("n").write_text(text)
     first = merged(home, text)
-    (card,) = recipe_files(home)
-    deploy.plan_recipe(home, card)
+    (file,) = recipe_files(home)
+    deploy.plan_recipe(home, file)
     deploy.snapshot_recipe(home, "n")
-    deploy.release_recipe(home, card)
+    deploy.release_recipe(home, file)
 
     moved = Warehouse.at(shutil.move(home.root, tmp_path / "elsewhere"))
     again = merged(moved, text)
     assert same(first, again)
     assert (again["layers_executed"], again["expert_bytes_read"]) == (0, 0)
-    (card,) = recipe_files(moved)
-    assert deploy.due(moved, card) == deploy.CURRENT
+    (file,) = recipe_files(moved)
+    assert deploy.due(moved, file) == deploy.CURRENT
     assert {Path(s.root).parent for s in deploy.current_plan(moved, "n").sources} == {moved.inbox}
     assert all(entry.is_indexed for entry in scan_inbox(moved, Patience(0.0, 0.0)))
     assert verify_all(moved).ok
@@ -196,8 +196,8 @@ def test_a_root_that_is_not_mounted_is_named_with_its_variable_and_the_place_it_
     assert "models:expert_00" in told
     assert f"nothing at {models}, where roots.json has it" in told
     assert f"{ENVIRONMENT}=models=" in told
-    (card,) = recipe_files(here)
-    assert "expert_00 lies below a root that is not mounted here" in str(deploy.due(here, card))
+    (file,) = recipe_files(here)
+    assert "expert_00 lies below a root that is not mounted here" in str(deploy.due(here, file))
     listing = ls(here)
     assert [row["name"] for row in listing.checkpoints] == ["base", "expert_00"]
     assert not listing.damaged
