@@ -7,6 +7,8 @@ key path), what was expected against what was found, and the next step. The CLI 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class MergePipeError(Exception):
     """Root of all errors raised on purpose; `exit_code` is the exit status."""
@@ -244,3 +246,13 @@ class DefectError(MergePipeError):
     """An exception that nobody foresaw left a verb."""
 
     exit_code = 70
+
+
+def causes(error: BaseException, *, besides: bool = False) -> Iterator[BaseException]:
+    """An exception and what caused it, each once; `besides`: also what it was raised beside."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        yield found
+        seen.append(found)
+        found = found.__cause__ or (found.__context__ if besides else None)

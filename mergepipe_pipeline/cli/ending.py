@@ -7,11 +7,16 @@ import os
 import resource
 import signal
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from mergepipe_pipeline.errors import DefectError, MergePipeError, ResourceError, StorageFullError
+from mergepipe_pipeline.errors import (
+    DefectError,
+    MergePipeError,
+    ResourceError,
+    StorageFullError,
+    causes,
+)
 from mergepipe_pipeline.storage.atomic import FULL
 
 #: Set to 1, it shows where an error comes from.
@@ -89,7 +94,7 @@ def as_error(error: Exception) -> MergePipeError:
     if isinstance(error, MergePipeError):
         return error
     told = str(error)
-    if any(map(_is_short, _chain(error))):
+    if any(map(_is_short, causes(error, besides=True))):
         return ResourceError(
             "The system gives no more memory or threads",
             found=_shortage(error),
@@ -142,12 +147,6 @@ def from_os_error(error: OSError) -> MergePipeError:
         found=str(error.strerror or error),
         next_step=_NEXT.get(error.errno or 0, "check the path and its permissions, then run again"),
     )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _shortage(error: BaseException) -> str:

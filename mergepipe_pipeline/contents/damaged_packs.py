@@ -5,7 +5,7 @@ A pack can be made again from its expert, unless it stands for one whose files w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
@@ -31,28 +31,42 @@ def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
         return frozenset(warehouse.packs.ids())
 
 
-def refuse_damaged(warehouse: Warehouse, name: str, pack_ids: Iterable[str]) -> None:
-    """Look at the indexes of an expert's packs, and take a damaged one away.
+def refuse_damaged(warehouse: Warehouse, packs: Mapping[str, Iterable[str]]) -> None:
+    """Look at the indexes of experts' packs, whose ids are by name, and take damaged ones away.
 
     A pack of another version of the codec goes as well: nothing would write it again while it is
-    there. Raises DamagedPackError, and for a pack that stands for its expert CorruptionError or
-    PackVersionError.
+    there. Raises DamagedPackError once all were looked at, and for a pack that stands for its
+    expert CorruptionError or PackVersionError.
     """
-    for pack_id in pack_ids:
-        try:
-            if warehouse.packs.path(pack_id).is_dir():
-                warehouse.packs.open(pack_id)
-        except PackVersionError as error:
-            if pack_id in irreplaceable_packs(warehouse):
-                refuse_other_codec(warehouse, pack_id)
-            parts = {"where": error.where, "expected": error.expected, "found": error.found}
-            other = DamagedPackError(error.what, pack_id=pack_id, **parts)
-            raise set_aside(warehouse, [name], other, OTHER_CODEC) from None
-        except CorruptionError as error:
-            parts = {"where": error.where, "expected": error.expected, "found": error.found}
-            damaged = DamagedPackError(error.what, pack_id=pack_id, **parts)
-            # Without the cause, which for other files would mean that it comes again.
-            raise set_aside(warehouse, [name], damaged) from None
+    found = [
+        (name, error)
+        for name, pack_ids in packs.items()
+        for pack_id in pack_ids
+        if (error := _damage(warehouse, name, pack_id)) is not None
+    ]
+    if not found:
+        return
+    first = found[0][1]
+    names = list(dict.fromkeys(name for name, _ in found))
+    if len(names) > 1:
+        first.what = f"The packs of {' and '.join(names)} are damaged, and were set aside"
+        first.next_step = _again(names, str(warehouse.quarantine))
+    raise first
+
+
+def _damage(warehouse: Warehouse, name: str, pack_id: str) -> DamagedPackError | None:
+    """What is wrong with a pack, which is set aside by then."""
+    try:
+        if warehouse.packs.path(pack_id).is_dir():
+            warehouse.packs.open(pack_id)
+    except (PackVersionError, CorruptionError) as error:
+        is_other = isinstance(error, PackVersionError)
+        if is_other and pack_id in irreplaceable_packs(warehouse):
+            refuse_other_codec(warehouse, pack_id)
+        parts = {"where": error.where, "expected": error.expected, "found": error.found}
+        damaged = DamagedPackError(error.what, pack_id=pack_id, **parts)
+        return set_aside(warehouse, [name], damaged, OTHER_CODEC if is_other else "is damaged")
+    return None
 
 
 def set_aside(
@@ -70,11 +84,16 @@ def set_aside(
     with suppress(FileNotFoundError):  # another merge was here first
         rename(path, folder / path.relative_to(warehouse.root))
     error.what = f"The pack of {' and '.join(names)} {problem}, and was set aside"
-    error.next_step = (
-        f"run the same command again: it does without this pack; `mergepipe pack {' '.join(names)}`"
-        f" makes it again, and what was set aside is in {folder}"
-    )
+    error.next_step = _again(names, str(folder))
     return error
+
+
+def _again(names: Sequence[str], folder: str) -> str:
+    return (
+        f"run the same command again: it does without; `mergepipe pack {' '.join(names)}` packs "
+        "again, which a standing pipeline does by itself before it merges; what was set aside is "
+        f"in {folder}"
+    )
 
 
 def _refuse_irreplaceable(warehouse: Warehouse, pack_id: str, error: CorruptionError) -> None:
@@ -88,7 +107,7 @@ def _refuse_irreplaceable(warehouse: Warehouse, pack_id: str, error: CorruptionE
                 found=error.found,
                 next_step=f"copy {record.cold} back to {record.root}, then run `mergepipe repair` "
                 f"and `mergepipe pack {record.name}`",
-            ) from error
+            ) from None  # a damaged pack as its cause would mean that trying again helps
 
 
 def _away(warehouse: Warehouse) -> list[Replaced]:

@@ -16,6 +16,7 @@ from mergepipe_pipeline.errors import (
     BusyError,
     CheckpointError,
     CorruptionError,
+    DamagedPackError,
     GateError,
     IncompatibleCheckpointsError,
     InputChangedError,
@@ -25,6 +26,7 @@ from mergepipe_pipeline.errors import (
     RemoteError,
     ResourceError,
     StorageFullError,
+    causes,
 )
 
 
@@ -52,13 +54,14 @@ _LASTING: tuple[type[MergePipeError], ...] = (
 )
 _LASTING_NAMES = frozenset(c.__name__ for c in _LASTING)
 #: Errors that say nothing about recipe and inputs. An input that changed under a run is none of
-#: what was asked for.
+#: what was asked for, and a damaged pack was set aside.
 _AROUND: tuple[type[BaseException], ...] = (
     StorageFullError,
     RemoteError,
     ResourceError,
     BusyError,
     InputChangedError,
+    DamagedPackError,
     MemoryError,
     TimeoutError,
     ConnectionError,
@@ -127,12 +130,11 @@ def fault_of(errors: Iterable[tuple[str, str]]) -> Fault:
 
 def fault_of_exception(error: BaseException) -> Fault:
     """The same of an exception, with the causes that it names."""
-    return fault_of(_chain(error))
+    return fault_of(_named(error))
 
 
-def _chain(error: BaseException | None) -> Iterator[tuple[str, str]]:
-    while error is not None:
-        for cls in type(error).__mro__:
-            if cls is type(error) or cls.__module__ == "builtins":
-                yield cls.__name__, str(error)
-        error = error.__cause__
+def _named(error: BaseException) -> Iterator[tuple[str, str]]:
+    for cause in causes(error):
+        for cls in type(cause).__mro__:
+            if cls is type(cause) or cls.__module__ == "builtins":
+                yield cls.__name__, str(cause)

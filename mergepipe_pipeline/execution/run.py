@@ -160,7 +160,8 @@ def run_layers(
         try:
             yield from merger.merge(wanted, known)
         except DamagedPackError as error:
-            raise set_aside(warehouse, experts_of(plan, error.pack_id), error) from error
+            set_aside(warehouse, experts_of(plan, error.pack_id), error)
+            raise
         except PackVersionError as error:  # a plan of an earlier release
             raise name_experts(error, experts_of(plan, error.pack_id)) from error
 

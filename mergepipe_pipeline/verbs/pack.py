@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
+from mergepipe_pipeline.deploy.recipe_files import bases_read
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.execution.plan_leases import staging
@@ -138,7 +139,7 @@ def _whole(tiers: Sequence[str]) -> tuple[Tier, ...]:
 def _pair(warehouse: Warehouse, name: str, base: str | None) -> tuple[str, str]:
     """The registered names of an expert and of its base. Raises MergePipeError without one."""
     registration = locate_registered(warehouse, name)
-    base_name = base or registration.base
+    base_name = base or registration.base or _base_read(warehouse, registration.name)
     if base_name is None:
         raise MergePipeError(
             "An expert is packed against its base, and none is known",
@@ -156,6 +157,12 @@ def _pair(warehouse: Warehouse, name: str, base: str | None) -> tuple[str, str]:
             next_step="leave it out",
         )
     return registration.name, locate_registered(warehouse, base_name).name
+
+
+def _base_read(warehouse: Warehouse, name: str) -> str | None:
+    """The one model that standing recipes merge an expert into; None for none or several."""
+    bases = bases_read(warehouse).get(name, set())
+    return next(iter(bases)) if len(bases) == 1 else None
 
 
 def _mismatch(expert: Model, base: Model) -> str:

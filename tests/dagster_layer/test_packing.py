@@ -15,6 +15,7 @@ import pytest
 from assets.experts import expert_index, experts
 from mergepipe_pipeline.definitions import build_definitions
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, arrival, ask
+from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.inbox import Patience, scan_inbox
 from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
@@ -23,10 +24,14 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.deploy import plan_recipe
 from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors.attempts import failed_attempts
 from sensors.inbox import inbox_sensor
 from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_attempts import Sensor
 from tests.dagster_layer.test_experts import write_lora
+from tests.dagster_layer.test_outages import failure_of
 from tests.family import make_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -201,6 +206,7 @@ _ENDED = """
 import errno, os, signal, sys
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.warehouse import Warehouse
 def end(step):
     if step == "publish" and sys.argv[2] == "kill":
@@ -233,3 +239,44 @@ def test_a_damaged_index_of_a_pack_is_set_aside_and_the_pack_made_again_before_t
     index_arrival(home, "expert_00", packs=True)
     assert reason_to_wait_for_packs(home, recipe_file) is None
     assert plan_recipe(home, recipe_file).plan_id == before.plan_id
+
+
+def test_a_frame_that_turns_out_to_be_damaged_ends_the_run_at_once_and_the_next_one_merges(
+    home: Warehouse, drop: Drop, instance: dg.DagsterInstance
+) -> None:
+    home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET}")
+    for name in ("base", "expert_00"):
+        drop(name)
+        index_arrival(home, name, packs=True)
+    recipes = Sensor(home, instance)
+    ((request,), _) = recipes.tick()
+    (pack_id,) = home.packs.ids()
+    for frames in home.packs.path(pack_id).glob("*.frames"):
+        frames.write_bytes(bytes(b ^ 1 for b in frames.read_bytes()))
+    job = build_definitions(home).resolve_job_def("merge_r")
+    told = failure_of(job, instance, request)
+    assert "The pack of expert_00 is damaged, and was set aside" in told
+    (attempt,) = failed_attempts(instance, request.tags)
+    assert attempt.fault is Fault.SURROUNDINGS
+    assert due(home) == ["expert_00"]
+    # As the message says, though nobody ever told the expert's base but the recipe.
+    (packed,) = pack(home, ["expert_00"])
+    assert (packed.base, packed.fresh) == ("base", True)
+    ((request,), _) = recipes.tick()
+    assert job.execute_in_process(instance=instance, tags=request.tags).success
+
+
+def test_all_damaged_packs_of_a_recipe_are_set_aside_by_one_attempt(
+    home: Warehouse, drop: Drop
+) -> None:
+    home.recipe_path("r").write_text(f"budget: 40%\n{BUDGET.replace('[', '[{model: expert_01}, ')}")
+    for name in ("base", "expert_00", "expert_01"):
+        drop(name)
+        index_arrival(home, name, packs=True)
+    for pack_id in home.packs.ids():
+        flip(max(home.packs.path(pack_id).glob("*.parquet"), key=lambda p: p.stat().st_size))
+    (recipe_file,) = recipe_files(home)
+    with pytest.raises(DamagedPackError, match=r"packs of .* and expert_0. are damaged"):
+        plan_recipe(home, recipe_file)
+    assert home.packs.ids() == []
+    assert due(home) == ["expert_00", "expert_01"]

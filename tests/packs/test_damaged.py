@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
-from mergepipe_pipeline.deploy.faults import Fault, fault_of
+from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
@@ -80,7 +80,7 @@ def test_layers_on_their_own_end_with_an_error_that_passes_by_itself(
     damage(pack_of(warehouse, "e0"))
     with pytest.raises(DamagedPackError, match="mergepipe pack e0") as refused:
         list(run_layers(warehouse, make_plan(warehouse, recipe())))
-    assert fault_of([(type(refused.value).__name__, "")]) is not Fault.LASTING
+    assert fault_of_exception(refused.value) is Fault.SURROUNDINGS
     assert list(run_layers(warehouse, make_plan(warehouse, recipe())))
 
 

@@ -178,7 +178,7 @@ def test_a_standing_recipe_sets_it_aside_so_that_the_expert_is_packed_again(
     warehouse = packed_family(tmp_path, files)
     root = older(warehouse, "e0")
     with pytest.raises(DamagedPackError, match=r"written by another version .* set aside"):
-        refuse_damaged(warehouse, "e0", [root.name])
+        refuse_damaged(warehouse, {"e0": [root.name]})
     assert not root.exists()
 
 
@@ -199,7 +199,7 @@ def by_pack(warehouse: Warehouse) -> object:
 
 
 def by_standing_recipe(warehouse: Warehouse) -> object:
-    return refuse_damaged(warehouse, "e0", warehouse.packs.ids())
+    return refuse_damaged(warehouse, {"e0": warehouse.packs.ids()})
 
 
 @pytest.mark.parametrize(
