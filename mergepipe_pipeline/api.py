@@ -9,6 +9,7 @@ Models are registered names or paths; what is not known yet is registered and an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import yaml
 
 from mergepipe_pipeline.engine.options import EngineOptions
+from mergepipe_pipeline.errors import BudgetError, RecipeError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Progress
@@ -57,25 +59,21 @@ class Planner:
         """The plan of a merge; `plan.plan_digest` names what it determines.
 
         `operator` is a merge method in any case; `budget_mb` limits expert reads in MB (10⁶ bytes),
-        None for no limit; `weights` has one entry per entry of `experts` (default 1), of which
-        mappings are selectors as in recipes (`{"match": "chat-*"}`); `parameters` are the method's
-        own; `strategy` None is the one that suits the method. Raises RecipeError,
-        CheckpointError, IncompatibleCheckpointsError, BudgetError.
+        None for no limit; `weights` has one entry per entry of `experts`, of which mappings are
+        selectors as in recipes (`{"match": "chat-*"}`); `parameters` are those of the whole merge,
+        as in recipes, a `weight` for all among them (without either, each weighs 1); `strategy`
+        None is the one that suits the method. Raises RecipeError, CheckpointError,
+        IncompatibleCheckpointsError, BudgetError.
         """
-        shares = list(weights) if weights is not None else [1.0] * len(experts)
-        models = [
-            {**({"model": m} if isinstance(m, str) else m), "parameters": {"weight": w}}
-            for m, w in zip(experts, shares, strict=True)
-        ]
         method = next((m for m in SCHEMAS if m == operator.lower()), operator)
         recipe = {
             "merge_method": method,
             "base_model": base_model,
-            "models": models,
+            "models": _models(experts, weights, parameters or {}),
             "seed": seed,
             "parameters": dict(parameters or {}),
             "strategy": strategy,
-            "budget": None if budget_mb is None else int(budget_mb * 1_000_000),
+            "budget": _budget_nbytes(budget_mb),
         }
         if out_dtype:
             recipe["out_dtype"] = out_dtype
@@ -83,6 +81,55 @@ class Planner:
         warehouse = self.catalog.warehouse
         raw = parse(text, name="python", where="Planner.plan", choose=Registered(warehouse))
         return make_plan(warehouse, raw, progress=self.progress)
+
+
+def _models(
+    experts: Sequence[str | Mapping[str, Any]],
+    weights: Sequence[float] | None,
+    parameters: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """The entries of `models` in a recipe. Raises RecipeError."""
+    entries = [{"model": e} if isinstance(e, str) else e for e in experts]
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, Mapping):
+            raise _wrong(f"experts, entry {number}", "a name, a path or a selector", entry)
+    if weights is None and "weight" in parameters:
+        return [dict(entry) for entry in entries]
+    if "weight" in parameters:
+        raise _wrong("weights, parameters", "one of both to say the weights", "both")
+    shares = [1.0] * len(entries) if weights is None else list(weights)
+    if len(shares) != len(entries):
+        raise _wrong("weights", f"{len(entries)}, one per expert", len(shares))
+    return [
+        {**entry, "parameters": {"weight": weight}}
+        for entry, weight in zip(entries, shares, strict=True)
+    ]
+
+
+def _budget_nbytes(budget_mb: float | None) -> int | None:
+    """Megabytes in bytes. Raises BudgetError for what is no amount."""
+    if budget_mb is None:
+        return None
+    is_number = isinstance(budget_mb, int | float) and not isinstance(budget_mb, bool)
+    if not is_number or not math.isfinite(budget_mb) or budget_mb < 0:
+        raise BudgetError(
+            "A budget is no amount of megabytes",
+            where="Planner.plan, budget_mb",
+            expected="a number that is not negative, or None for no limit",
+            found=repr(budget_mb),
+            next_step="give megabytes (10⁶ bytes) of expert weights; recipes take percents, too",
+        )
+    return int(budget_mb * 1_000_000)
+
+
+def _wrong(argument: str, expected: str, found: object) -> RecipeError:
+    return RecipeError(
+        "An argument cannot be used",
+        where=f"Planner.plan, {argument}",
+        expected=expected,
+        found=found if isinstance(found, str) else repr(found),
+        next_step="correct it",
+    )
 
 
 @dataclass(frozen=True)
