@@ -25,7 +25,7 @@ from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.storage.writer import ShardWriter
-from mergepipe_pipeline.verbs.export import export
+from mergepipe_pipeline.verbs.export import Shards, export
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replay import replay
 from mergepipe_pipeline.verbs.verify import verify
@@ -103,6 +103,22 @@ def test_an_exported_folder_is_replayed_elsewhere_with_its_inputs_named(
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["snapshot_id"] == made.snapshot.snapshot_id
+
+
+@pytest.mark.parametrize("nbytes", [None, 50_000])
+def test_a_folder_in_other_shards_is_replayed_tensor_by_tensor(
+    home: Warehouse, tmp_path: Path, recipe_text: Text, nbytes: int | None
+) -> None:
+    made = run(home, recipe_text(experts=2)).snapshot.snapshot_id
+    out = tmp_path / "out"
+    export(home, made, out, Shards(nbytes))
+    assert replay(home, str(out)).tensors > 0
+    shard = max(out.glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorruptionError, match=r"gave another result.*tensor "):
+        replay(home, str(out))
 
 
 def test_all_inputs_that_are_missing_are_named_at_once(
