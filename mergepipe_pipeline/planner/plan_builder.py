@@ -169,14 +169,23 @@ class PlanBuilder:
         )
 
     def _without_effect(self, c: Candidates, promised: Estimates) -> Iterator[str]:
-        """What to warn of: experts that add nothing, and a budget that takes nothing of any."""
+        """What to warn of: experts that add nothing, a budget that takes nothing of any, packs that
+        are not there.
+        """
         alive = np.bincount(c.expert, ~c.zero)
         there = np.bincount(c.expert, minlength=len(alive))
-        for number, names in enumerate(self._experts()):
+        # Among values, a model that equals the base draws the others to it.
+        is_update = self._methods[self._recipe.method].schema.space == "delta"
+        for number, names in enumerate(self._experts() if is_update else ()):
             if number < len(alive) and there[number] and not alive[number]:
                 yield f"{names[-1]} equals the base in all that is merged: it adds nothing"
         if promised.expert_bytes_planned == 0 and alive.any():
             yield "the budget is too small for any block of any expert: the result is the base"
+        if self._recipe.strategy == PACKS and promised.strategy != PACKS:
+            yield (
+                f"no expert has a pack, so that strategy {promised.strategy} stands for packs; "
+                "`mergepipe pack` makes them"
+            )
 
     def _view(self, model: int, tensor: str) -> TensorView:
         return moved(self._inputs[model].model.views[tensor], self._first_source[model])

@@ -15,6 +15,7 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.operators import OPERATORS
+from mergepipe_pipeline.planner.constraints import is_kept
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.model import Model
@@ -62,9 +63,10 @@ def estimate(
         floating = like.dtype in FLOATING
         output += like.numel * itemsize(dtype)
         base += like.nbytes if (t.base and reads_base) or not t.inputs or not floating else 0
+        is_left = t.base is not None and is_kept(recipe.budget, t.name)
         for i in t.inputs if floating else ():
             nbytes = models[i.model].views[i.tensor].nbytes
-            total += nbytes
+            total += 0 if is_left else nbytes
             if t.base is None:
                 baseless += nbytes
             else:

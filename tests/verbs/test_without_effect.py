@@ -8,7 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.verbs.check import check
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import tensors_of, write_model
@@ -41,6 +43,31 @@ def test_an_expert_that_equals_the_base_is_named(models: Path) -> None:
     assert warnings_of(models, "math", "same") == [
         "same equals the base in all that is merged: it adds nothing"
     ]
+
+
+def test_a_model_that_equals_the_base_counts_among_values(models: Path) -> None:
+    text = text_of(models, "math", "same").replace("task_arithmetic", "linear")
+    told, home = Told(), Warehouse.at(models / "home")
+    merge(home, parse(text, name="m", where="m.yml"), progress=told)
+    assert not any("adds nothing" in w for w in told.warnings)
+
+
+def test_packs_that_are_asked_for_and_not_there_are_said(models: Path) -> None:
+    told, home = Told(), Warehouse.at(models / "home")
+    recipe = parse(text_of(models, "math"), name="m", where="m.yml")
+    merge(home, recipe, progress=told, budget="50%", strategy="packs")
+    assert any("no expert has a pack" in w and "`mergepipe pack`" in w for w in told.warnings)
+
+
+def test_a_check_counts_as_a_plan_does_what_a_budget_keeps_of_the_base(models: Path) -> None:
+    text = text_of(models, "math") + "budget: {limit: 20%, keep: ['*.layers.0.*']}\n"
+    home = Warehouse.at(models / "home").ensure()
+    recipe = parse(text, name="m", where="m.yml")
+    found, plan = check(home, recipe), make_plan(home, recipe)
+    promised = plan.estimates
+    assert found.stages[-1].cost.expert_bytes_total == promised.expert_bytes_total
+    assert found.stages[-1].cost.budget_bytes == promised.budget_bytes
+    assert any(t.operator == "copy" for layer in plan.layers for t in layer.tasks)
 
 
 def test_a_budget_that_buys_nothing_is_said(models: Path) -> None:
