@@ -9,6 +9,7 @@ from pathlib import Path
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.dtypes import LARGEST, TORCH_NAME
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.integrity.non_finite_inputs import non_finite_inputs
 from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -125,10 +126,13 @@ def non_finite_warning(found: dict[str, int], plan: MergePlan) -> tuple[str, ...
     dtypes = sorted({task.out_dtype for task in tasks if task.name in found})
     ends = " or ".join(f"{TORCH_NAME[d]}, which ends at ±{LARGEST[d]:g}" for d in dtypes)
     what = "NaN, infinity or values cut off" if "F8_E4M3" in dtypes else "NaN or infinity"
-    return (
-        f"the result holds {what}: {_named(found)}; either a model holds such "
-        f"values there, or they are too large for {ends} (see out_dtype)",
+    held = non_finite_inputs(plan, list(found)[:MOST_NAMED])
+    why = (
+        f"such values are in {' and '.join(held)}"
+        if held
+        else f"such values are in no model: they are too large for {ends} (see out_dtype)"
     )
+    return (f"the result holds {what}: {_named(found)}; {why}",)
 
 
 def _named(found: Mapping[str, int]) -> str:

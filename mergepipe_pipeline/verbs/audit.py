@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.integrity.non_finite_inputs import non_finite_inputs
 from mergepipe_pipeline.integrity.weights import (
     MEND,
     MOST_NAMED,
@@ -51,12 +54,15 @@ def audit_recipe(warehouse: Warehouse, recipe: str) -> AuditReport:
         files=found.files,
         nbytes=found.nbytes,
         non_finite=found.non_finite,
-        told=_finite_told(found, snapshot),
+        told=_finite_told(warehouse, found, snapshot),
     )
 
 
-def _finite_told(found: Audit, snapshot: Snapshot) -> str:
-    """Which tensors of a snapshot hold NaN or infinity, and in which files; else that none does."""
+def _finite_told(warehouse: Warehouse, found: Audit, snapshot: Snapshot) -> str:
+    """Which tensors of a snapshot hold NaN or infinity, in which files, and which inputs gave it.
+
+    Else that none does.
+    """
     if not found.non_finite:
         return "Every weight is finite."
     entries = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12]).by_name
@@ -64,8 +70,17 @@ def _finite_told(found: Audit, snapshot: Snapshot) -> str:
     more = f" and {len(files) - MOST_NAMED} files more" if len(files) > MOST_NAMED else ""
     return (
         f"NaN or infinity: {found.told}; file {', '.join(files[:MOST_NAMED])}{more} of "
-        f"{snapshot.path}. Next: {MEND}"
+        f"{snapshot.path}{_inputs_told(warehouse, found, snapshot)}. Next: {MEND}"
     )
+
+
+def _inputs_told(warehouse: Warehouse, found: Audit, snapshot: Snapshot) -> str:
+    try:
+        plan = load_plan(warehouse, snapshot.manifest.plan_id)
+    except (NotFoundError, CorruptionError):
+        return ""
+    held = non_finite_inputs(plan, list(found.non_finite)[:MOST_NAMED])
+    return f"; such values are in {' and '.join(held) or 'no input'}"
 
 
 def audit_budget(plan: MergePlan) -> BudgetReport:

@@ -142,3 +142,4 @@ def test_the_failed_check_of_a_nan_names_its_tensor(
     told = check.description or ""
     assert told.startswith(f"NaN or infinity: 1 in {TENSOR}; file ")
     assert any(shard.file in told for shard in current_snapshot(with_nan, "n").manifest.shards)
+    assert "such values are in expert_00." in told
