@@ -6,6 +6,7 @@ Layers that both have as the same bytes are not read; of the others both tensors
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
@@ -15,8 +16,8 @@ from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
-from mergepipe_pipeline.spec.layers import layer_order
-from mergepipe_pipeline.spec.snapshot import Manifest, ShardEntry, Snapshot
+from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
+from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
 from mergepipe_pipeline.spec.view import moved, view_of
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
@@ -121,7 +122,8 @@ def diff(
     one, other = snapshot_named(warehouse, before), snapshot_named(warehouse, after)
     made = provenance_of(one), provenance_of(other)
     ours, theirs = (str(p.get("recipe", "")).splitlines() for p in made)
-    tensors = tuple(_tensors(one, other, progress or Silent()))
+    layers = _tensor_layers(one.manifest, other.manifest)
+    tensors = tuple(_tensors(one, other, layers, progress or Silent()))
     return Difference(
         one.snapshot_id,
         other.snapshot_id,
@@ -129,7 +131,7 @@ def diff(
         _changed("setting", _settings(one.manifest, made[0]), _settings(other.manifest, made[1])),
         tuple(unified_diff(ours, theirs, before, after, lineterm="", n=1)),
         _changed("file", _files(one.manifest), _files(other.manifest)),
-        tuple(_layers(one.manifest, other.manifest, tensors)),
+        tuple(_layers(one.manifest, other.manifest, layers, tensors)),
         tensors,
     )
 
@@ -165,20 +167,25 @@ def _files(manifest: Manifest) -> dict[str, str]:
 
 
 def _layers(
-    one: Manifest, other: Manifest, tensors: Sequence[TensorChange]
+    one: Manifest,
+    other: Manifest,
+    layers: Mapping[str, str],
+    tensors: Sequence[TensorChange],
 ) -> Iterator[LayerChange]:
-    ours, theirs = _by_layer(one), _by_layer(other)
-    for name in sorted(ours.keys() | theirs.keys(), key=layer_order):
-        before, after = ours.get(name), theirs.get(name)
-        if before and after and before.sha256 == after.sha256:
-            yield LayerChange(name, "same", 0, len(after.tensors), 0, 0, 0.0, None, 0.0)
+    ours, theirs = ({s.layer: s.sha256 for s in m.shards} for m in (one, other))
+    counts = Counter(layers.values())
+    is_cut_alike = counts.keys() == ours.keys() | theirs.keys()
+    for name in sorted(counts, key=layer_order):
+        of = [t for t in tensors if t.layer == name]
+        if ours.get(name) == theirs.get(name) if is_cut_alike else not any(map(_is_other, of)):
+            yield LayerChange(name, "same", 0, counts[name], 0, 0, 0.0, None, 0.0)
         else:
-            state = "added" if before is None else "removed" if after is None else "changed"
-            yield _layer(name, state, [t for t in tensors if t.layer == name])
+            added, removed = is_cut_alike and name not in ours, is_cut_alike and name not in theirs
+            yield _layer(name, "added" if added else "removed" if removed else "changed", of)
 
 
-def _by_layer(manifest: Manifest) -> dict[str, ShardEntry]:
-    return {s.layer: s for s in manifest.shards}
+def _is_other(tensor: TensorChange) -> bool:
+    return tensor.state != "same"
 
 
 def _layer(name: str, state: str, tensors: Sequence[TensorChange]) -> LayerChange:
@@ -197,11 +204,12 @@ def _layer(name: str, state: str, tensors: Sequence[TensorChange]) -> LayerChang
     )
 
 
-def _tensors(one: Snapshot, other: Snapshot, progress: Progress) -> Iterator[TensorChange]:
-    """The tensors of all layers that are not the same, in the order of layers."""
+def _tensors(
+    one: Snapshot, other: Snapshot, layers: Mapping[str, str], progress: Progress
+) -> Iterator[TensorChange]:
+    """The tensors of all shards that are not the same, in the order of layers."""
     from mergepipe_pipeline.analysis.distance import changed_elements
 
-    layers = _tensor_layers(one.manifest) | _tensor_layers(other.manifest)
     before, after = (open_checkpoint(s.path, s.snapshot_id[:12]) for s in (one, other))
     same = {s.sha256 for s in one.manifest.shards} & {s.sha256 for s in other.manifest.shards}
     equal = {t for s in other.manifest.shards if s.sha256 in same for t, _ in s.tensors}
@@ -247,7 +255,19 @@ def _tensor(
     return TensorChange(name, layer, "changed" if changed else "same", numel, changed, *figures)
 
 
-def _tensor_layers(manifest: Manifest) -> dict[str, str]:
+def _tensor_layers(one: Manifest, other: Manifest) -> dict[str, str]:
+    """Each tensor's layer: what its shard is called, or its own name tells where shards are files
+    of some size.
+    """
+    ours, theirs = _in_shards(one), _in_shards(other)
+    found = ours | theirs
+    if all(found[name] == layer for name, layer in ours.items()):
+        return found
+    count = layer_count(found)
+    return {name: layer_name(name, count) for name in found}
+
+
+def _in_shards(manifest: Manifest) -> dict[str, str]:
     return {name: s.layer for s in manifest.shards for name, _ in s.tensors}
 
 

@@ -17,7 +17,7 @@ from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import snapshot_named
 from mergepipe_pipeline.verbs.diff import diff
-from mergepipe_pipeline.verbs.export import export
+from mergepipe_pipeline.verbs.export import Shards, export
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
@@ -102,6 +102,22 @@ def test_versions_of_a_ref_and_exported_folders_can_be_named(
         diff(home, "live@7", "live")
     with pytest.raises(NotFoundError, match="No such snapshot"):
         diff(home, "nothing", "live")
+
+
+def test_a_folder_in_other_shards_is_the_same_layers(
+    home: Warehouse, tmp_path: Path, recipe_text: Text
+) -> None:
+    made = run(home, recipe_text(experts=2)).snapshot.snapshot_id
+    other = run(home, recipe_text(experts=1)).snapshot.snapshot_id
+    export(home, made, tmp_path / "out", Shards(50_000))
+    found = diff(home, str(tmp_path / "out"), made)
+    assert {x.state for x in found.layers} == {"same"}
+    plain = diff(home, other, made)
+    assert [x.layer for x in found.layers] == [x.layer for x in plain.layers]
+    changed = diff(home, other, str(tmp_path / "out"))
+    assert [(x.layer, x.state, x.l2) for x in changed.layers] == [
+        (x.layer, x.state, x.l2) for x in plain.layers
+    ]
 
 
 def test_other_shapes_buffers_and_infinities_are_said_without_a_figure(
