@@ -73,7 +73,9 @@ def test_an_index_whose_process_is_gone_is_told_by_its_expert(
     run = instance.create_run_for_job(job, tags={"dagster/partition": "math"})
     instance.report_run_failed(run, "its process is gone")
     told = failure_of(instance, run)
-    assert told.text.startswith("The index of math failed: its process is gone. Next: wait: ")
+    assert told.text.startswith(
+        "Indexing or packing of math failed: its process is gone. Next: wait: "
+    )
 
 
 def test_the_next_step_of_an_error_is_told_apart_from_its_cause() -> None:
