@@ -90,9 +90,9 @@ def set_aside(
 
 def _again(names: Sequence[str], folder: str) -> str:
     return (
-        f"run the same command again: it does without; `mergepipe pack {' '.join(names)}` packs "
-        "again, which a standing pipeline does by itself before it merges; what was set aside is "
-        f"in {folder}"
+        f"run the same command again, which reads the originals; `mergepipe pack {' '.join(names)}`"
+        " packs anew, which a standing pipeline does by itself before it merges; what was set "
+        f"aside is in {folder}"
     )
 
 

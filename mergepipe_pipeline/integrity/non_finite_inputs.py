@@ -8,6 +8,8 @@ from contextlib import suppress
 import numpy as np
 
 from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.plan import MergePlan, TensorTask
 from mergepipe_pipeline.spec.view import Part
 from mergepipe_pipeline.storage.finite import count_non_finite
@@ -20,7 +22,7 @@ _PIECE_NBYTES = 4 << 20
 def non_finite_inputs(plan: MergePlan, tensors: Collection[str]) -> list[str]:
     """The names of a plan's sources that hold NaN or infinity in these output tensors' inputs.
 
-    Reads them, but no source that is not to be had any more.
+    Reads them, but nothing from an address, and no source that is not to be had any more.
     """
     parts = {
         (part.source, part.entry): None
@@ -32,9 +34,9 @@ def non_finite_inputs(plan: MergePlan, tensors: Collection[str]) -> list[str]:
     found: dict[str, None] = {}
     for number, entry in parts:
         source = plan.sources[number]
-        if source.name not in found:
+        if source.name not in found and not is_address(source.root):
             with suppress(MergePipeError, OSError):
-                if _holds(source.root, Part(number, entry)):
+                if _holds(source.root, entry):
                     found[source.name] = None
     return list(found)
 
@@ -45,8 +47,7 @@ def _parts(task: TensorTask) -> Iterator[Part]:
         yield from view.low_rank.parts if view.low_rank else ()
 
 
-def _holds(root: str, part: Part) -> bool:
-    entry = part.entry
+def _holds(root: str, entry: TensorEntry) -> bool:
     with open_source(root, "exact") as files:
         for start in range(0, entry.nbytes, _PIECE_NBYTES):
             raw = np.empty(min(_PIECE_NBYTES, entry.nbytes - start), np.uint8)

@@ -130,7 +130,8 @@ def non_finite_warning(found: dict[str, int], plan: MergePlan) -> tuple[str, ...
     why = (
         f"such values are in {' and '.join(held)}"
         if held
-        else f"such values are in no model: they are too large for {ends} (see out_dtype)"
+        else "no model was found to hold such values: they may be too large for "
+        f"{ends} (see out_dtype)"
     )
     return (f"the result holds {what}: {_named(found)}; {why}",)
 

@@ -164,11 +164,11 @@ class PlanBuilder:
             ),
             ref=recipe.ref,
             estimates=promised,
-            warnings=(*recipe.warnings, *self._without_effect(candidates, promised)),
+            warnings=(*recipe.warnings, *self._warnings(candidates, promised)),
             packs=self._packs.sources if self._packs and promised.strategy == PACKS else (),
         )
 
-    def _without_effect(self, c: Candidates, promised: Estimates) -> Iterator[str]:
+    def _warnings(self, c: Candidates, promised: Estimates) -> Iterator[str]:
         """What to warn of: experts that add nothing, a budget that takes nothing of any, packs that
         are not there.
         """

@@ -80,7 +80,7 @@ def _inputs_told(warehouse: Warehouse, found: Audit, snapshot: Snapshot) -> str:
     except (NotFoundError, CorruptionError):
         return ""
     held = non_finite_inputs(plan, list(found.non_finite)[:MOST_NAMED])
-    return f"; such values are in {' and '.join(held) or 'no input'}"
+    return f"; such values are in {' and '.join(held)}" if held else ""
 
 
 def audit_budget(plan: MergePlan) -> BudgetReport:

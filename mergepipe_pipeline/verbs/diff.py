@@ -177,15 +177,15 @@ def _layers(
     is_cut_alike = counts.keys() == ours.keys() | theirs.keys()
     for name in sorted(counts, key=layer_order):
         of = [t for t in tensors if t.layer == name]
-        if ours.get(name) == theirs.get(name) if is_cut_alike else not any(map(_is_other, of)):
+        if is_cut_alike:
+            is_same = ours.get(name) == theirs.get(name)
+        else:  # of shards of some size no digest tells
+            is_same = all(t.state == "same" for t in of)
+        if is_same:
             yield LayerChange(name, "same", 0, counts[name], 0, 0, 0.0, None, 0.0)
         else:
             added, removed = is_cut_alike and name not in ours, is_cut_alike and name not in theirs
             yield _layer(name, "added" if added else "removed" if removed else "changed", of)
-
-
-def _is_other(tensor: TensorChange) -> bool:
-    return tensor.state != "same"
 
 
 def _layer(name: str, state: str, tensors: Sequence[TensorChange]) -> LayerChange:

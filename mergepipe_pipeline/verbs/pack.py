@@ -92,7 +92,8 @@ def pack(
     if not names:
         based = [n for n in names_here(warehouse) if warehouse.catalog.get(n).base]
         names = with_levels(warehouse, based)
-    pairs = [_pair(warehouse, name, base) for name in names]
+    read = bases_read(warehouse)
+    pairs = [_pair(warehouse, name, base, read) for name in names]
     for base_name in dict.fromkeys(b for _, b in pairs):
         analyze(
             warehouse, [n for n, b in pairs if b == base_name], base=base_name, progress=progress
@@ -136,10 +137,15 @@ def _whole(tiers: Sequence[str]) -> tuple[Tier, ...]:
     return wanted
 
 
-def _pair(warehouse: Warehouse, name: str, base: str | None) -> tuple[str, str]:
-    """The registered names of an expert and of its base. Raises MergePipeError without one."""
+def _pair(
+    warehouse: Warehouse, name: str, base: str | None, read: Mapping[str, Collection[str]]
+) -> tuple[str, str]:
+    """The registered names of an expert and of its base: given, registered, or the only one that
+    it is `read` with by standing recipes. Raises MergePipeError without one.
+    """
     registration = locate_registered(warehouse, name)
-    base_name = base or registration.base or _base_read(warehouse, registration.name)
+    bases = read.get(registration.name, ())
+    base_name = base or registration.base or (next(iter(bases)) if len(bases) == 1 else None)
     if base_name is None:
         raise MergePipeError(
             "An expert is packed against its base, and none is known",
@@ -157,12 +163,6 @@ def _pair(warehouse: Warehouse, name: str, base: str | None) -> tuple[str, str]:
             next_step="leave it out",
         )
     return registration.name, locate_registered(warehouse, base_name).name
-
-
-def _base_read(warehouse: Warehouse, name: str) -> str | None:
-    """The one model that standing recipes merge an expert into; None for none or several."""
-    bases = bases_read(warehouse).get(name, set())
-    return next(iter(bases)) if len(bases) == 1 else None
 
 
 def _mismatch(expert: Model, base: Model) -> str:
