@@ -18,7 +18,10 @@ from mergepipe_pipeline.text import size
 @click.option("--expect", "expected", type=int, help="Refuse unless this is the current version.")
 @verb
 def publish(console: Console, snapshot: str, ref: str, reason: str, expected: int | None) -> None:
-    """Make a ref name a snapshot, after checking every byte of it."""
+    """Make a ref name a snapshot, after checking every byte of it.
+
+    SNAPSHOT is an id, a unique prefix of one, a ref, or REF@VERSION.
+    """
     from mergepipe_pipeline.verbs.publish import publish as run
 
     warehouse, progress = console.existing, console.progress

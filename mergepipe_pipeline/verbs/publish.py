@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot
@@ -12,7 +13,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 def publish(
     warehouse: Warehouse,
-    snapshot_id: str,
+    what: str,
     ref: str,
     *,
     reason: str = "published",
@@ -21,15 +22,15 @@ def publish(
     is_forced: bool = False,
     progress: Progress | None = None,
 ) -> Ref:
-    """Make `ref` name the snapshot, after checking every byte of it (unless `audit` is False).
+    """Make `ref` name a snapshot, after checking every byte of it (unless `audit` is False).
 
-    `expected` is the version the caller has seen; another one raises CommitConflictError. Raises
+    `what` is an id, a unique prefix of one, a ref, or REF@VERSION. `expected` is the version the caller has seen; another one raises CommitConflictError. Raises
     NotFoundError for an unknown snapshot, CorruptionError for a damaged one, and unless it
     `is_forced` GateError for one with a quarantined content under a ref that a gate guards. If
     there is a bucket, the ref names the snapshot there first: see `Mirror.publish` for what that
     raises.
     """
-    found_id = load_snapshot(warehouse.snapshots, snapshot_id).snapshot_id
+    found_id = snapshot_of(warehouse, what)
     with warehouse.leases.hold(Need(snapshot_ids=frozenset([found_id])), "publish"):
         snapshot = load_snapshot(warehouse.snapshots, found_id)
         if not is_forced:

@@ -66,3 +66,11 @@ def test_a_version_of_a_ref_is_verified_and_not_the_one_that_is_live(
     assert verify(home, "live@2").snapshot_id == published[1]
     with pytest.raises(CorruptionError, match=published[0]):
         verify(home, "live@1")
+
+
+def test_a_ref_names_what_another_ref_names_or_named_before(
+    home: Warehouse, published: list[str]
+) -> None:
+    assert publish(home, "live", "canary").snapshot_id == published[1]
+    assert publish(home, "live@1", "canary").snapshot_id == published[0]
+    assert publish(home, published[1][:12], "canary").snapshot_id == published[1]
