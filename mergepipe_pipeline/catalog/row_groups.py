@@ -141,6 +141,8 @@ class RowGroups:
         """Metadata, length and magic number at the end, as the name seals them."""
         end = self._bytes(self._nbytes - _END_NBYTES, self._nbytes)
         nbytes = int.from_bytes(end[:4], "little") + _END_NBYTES
+        if nbytes > self._nbytes:
+            raise damaged(self._path, "a Parquet footer at the end", "other bytes")
         footer = self._bytes(self._nbytes - nbytes, self._nbytes)
         check_seal(self._path, footer, " of the footer")
         return footer

@@ -8,6 +8,7 @@ again, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,17 @@ class ReplacedStore:
                     found=found if found == "no file" else f"sha256 {found[:16]}",
                     next_step=record.bring_back,
                 )
+
+
+@contextmanager
+def original_named(record: Replaced, pack: Path) -> Iterator[None]:
+    """Say of damage to the files of its pack where the original is: nothing else tells as much."""
+    try:
+        yield
+    except CorruptionError as error:
+        if str(pack) in (error.where or ""):
+            error.next_step = record.bring_back
+        raise
 
 
 def files_of(

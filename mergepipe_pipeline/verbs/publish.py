@@ -24,11 +24,11 @@ def publish(
 ) -> Ref:
     """Make `ref` name a snapshot, after checking every byte of it (unless `audit` is False).
 
-    `what` is an id, a unique prefix of one, a ref, or REF@VERSION. `expected` is the version the caller has seen; another one raises CommitConflictError. Raises
-    NotFoundError for an unknown snapshot, CorruptionError for a damaged one, and unless it
-    `is_forced` GateError for one with a quarantined content under a ref that a gate guards. If
-    there is a bucket, the ref names the snapshot there first: see `Mirror.publish` for what that
-    raises.
+    `what` is an id, a unique prefix of one, a ref, or REF@VERSION. `expected` is the version the
+    caller has seen; another one raises CommitConflictError. Raises NotFoundError for an unknown
+    snapshot, CorruptionError for a damaged one, and unless it `is_forced` GateError for one with a
+    quarantined content under a ref that a gate guards. If there is a bucket, the ref names the
+    snapshot there first: see `Mirror.publish` for what that raises.
     """
     found_id = snapshot_of(warehouse, what)
     with warehouse.leases.hold(Need(snapshot_ids=frozenset([found_id])), "publish"):

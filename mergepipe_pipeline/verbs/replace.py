@@ -28,6 +28,7 @@ from mergepipe_pipeline.packs.replaced import (
     Replaced,
     files_of,
     folders_of,
+    original_named,
     restored,
     write_record,
 )
@@ -156,7 +157,11 @@ def unpack(
     target = Path(record.root) if to is None else expanded(to).resolve()
     if target.exists():
         raise taken(target, "--to")
-    with _beside(target, record) as staged, _Original(warehouse, record, progress) as original:
+    with (
+        original_named(record, warehouse.packs.path(record.pack_id)),
+        _beside(target, record) as staged,
+        _Original(warehouse, record, progress) as original,
+    ):
         for number, file in enumerate(record.files):
             original.write(number, staged / file.path)
         _finish_folders(staged, record)

@@ -234,3 +234,21 @@ def test_a_version_that_there_is_none_of_is_refused(tmp_path: Path, text: str, w
     warehouse, _, _ = moved_twice(tmp_path)
     with pytest.raises(MergePipeError, match=words):
         unpack(warehouse, text)
+
+
+@pytest.mark.parametrize("what", ["index", "chunks", "checksums"])
+def test_where_the_pack_of_an_expert_that_is_away_is_truncated_the_original_is_named(
+    tmp_path: Path, what: str
+) -> None:
+    warehouse, _ = with_side_files(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    move_to_cold(warehouse, made, tmp_path / "cold")
+    (path,) = warehouse.packs.path(made.pack_id).glob(f"{what}.*.parquet")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(CorruptionError) as caught:
+        unpack(warehouse, "e0")
+    assert caught.value.where == str(path)
+    told = str(caught.value)
+    assert f"copy {tmp_path / 'cold' / 'e0'} to " in told
+    assert "delete" not in told
+    assert "bytes -" not in told
