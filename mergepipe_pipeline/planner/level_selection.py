@@ -180,10 +180,12 @@ def _for_error(q: LevelProblem, constraints: Constraints, error: float) -> Level
     none = np.zeros(len(c.row), np.int8)
     allowed_error = error * _least_update(q, none)
     refuse_unbounded(q.bound(none), error)
-    best = np.where(useful, q.table.cheapest, np.int8(NOTHING))
-    refuse_out_of_reach(q.bound(best), error, allowed_error)
     is_sum = all(s.response == "additive" for s in q.sensitivities.values())
     upgrades = upgrades_of(q, constraints, with_near=is_sum, evenly=False)
+    best = np.where(useful, q.table.cheapest, np.int8(NOTHING))
+    if not _is_affordable(q, constraints, best):  # for some expert's share
+        best = taken(q.table, upgrades, constraints, pinned)
+    refuse_out_of_reach(q.bound(best), error, allowed_error)
     # The first `low` upgrades are too few, the first `high` enough.
     low, high = -1, len(upgrades.candidate) + 1
     while high - low > 1:

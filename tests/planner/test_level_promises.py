@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -152,6 +153,26 @@ def test_an_error_is_promised_from_packs_with_fewer_bytes_than_without(home: War
     # Approximated votes promise nothing, so all that is read is exact.
     votes = make_plan(home, recipe("ties", [0, 1], {}, weight=1.0, density=0.5), budget="error=20%")
     assert all(r.is_exact for e in inputs_of(votes) if e.packed for r in e.packed.ranges)
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+@pytest.mark.parametrize("share", [0, 20_000, 1 << 30])
+def test_a_promised_error_leaves_every_expert_within_its_share(
+    home: Warehouse, method: str, share: int
+) -> None:
+    raw = recipe(method, [0, 1], {}, weight=0.5)
+    text = f"{raw.text}budget: {{error: 95%, shares: {{e1: {share}}}}}\n"
+    try:
+        plan = make_plan(home, parse(text, name="levels", where="levels"))
+    except BudgetError as error:
+        assert share < 1 << 30
+        assert "raise the shares" in (error.next_step or "")
+    else:
+        assert sum(e.read_nbytes for e in inputs_of(plan) if e.position == 1) <= share
+        bound, update = plan.estimates.error_bound, plan.estimates.update_norm
+        assert bound is not None
+        assert update is not None
+        assert bound <= 0.95 * update
 
 
 def test_a_named_strategy_reads_the_experts_themselves(home: Warehouse) -> None:
