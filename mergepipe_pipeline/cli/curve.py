@@ -70,6 +70,7 @@ def curve(
         shares=shares or SHARES,
         **planning,
     )
+    console.warn(told.warnings)
     found = records(told.curve)
     if csv_file:
         write_csv(csv_file, found)

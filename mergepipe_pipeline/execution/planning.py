@@ -58,10 +58,14 @@ def resolve_after_stages(
     progress: Progress | None = None,
     **planning: Unpack[Planning],
 ) -> tuple[ResolvedRecipe, Mapping[str, Checkpoint]]:
-    """The last stage, checked, and the results of those before it, which are merged now."""
+    """The last stage, checked, and the results of those before it, which are merged now.
+
+    What there is to warn of these is among its warnings.
+    """
 
     models: list[RequestedModel] = []
     packs: list[str] = []
+    warnings: dict[str, None] = {}
 
     def plan_stage(stage: ParsedRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
         resolved = resolve_stage(warehouse, stage, pending, **planning)
@@ -70,6 +74,7 @@ def resolve_after_stages(
         )
         models.extend(plan.request.models)
         packs.extend(plan.request.packs)
+        warnings.update(dict.fromkeys(plan.warnings))
         return plan
 
     if parsed.before:
@@ -77,7 +82,9 @@ def resolve_after_stages(
     results = run_stages(warehouse, parsed, plan_stage, progress)
     resolved = resolve_stage(warehouse, parsed, results, **planning)
     request = replace(resolved.request, models=tuple(models), packs=tuple(packs))
-    return replace(resolved, request=request), results
+    warnings.update(dict.fromkeys(resolved.recipe.warnings))
+    recipe = replace(resolved.recipe, warnings=tuple(warnings))
+    return replace(resolved, request=request, recipe=recipe), results
 
 
 @damaged_rest_named()

@@ -49,17 +49,28 @@ def choose(c: Candidates, constraints: Constraints, strategy: str, seek_nbytes: 
     if is_affordable(c, useful, constraints):
         return useful
     if strategy == "full":
-        raise BudgetError(
-            "The budget does not cover a full merge",
-            where="budget",
-            expected=f"at least {needed} bytes",
-            found=f"{constraints.budget_bytes} bytes",
-            next_step="raise the budget, or use strategy conflict_aware",
-        )
+        raise _no_full_merge(c, useful, constraints)
     refuse_without_base(c, needed, constraints.budget_bytes)
     refuse_dear_pins(c, constraints)
     items, order = rank(c, strategy, useful & ~constraints.pinned, seek_nbytes)
     return spend(c, items, order, constraints)
+
+
+def _no_full_merge(c: Candidates, useful: Choice, constraints: Constraints) -> BudgetError:
+    """The error for a budget, or else an expert's share, that is less than all there is."""
+    own = np.bincount(c.expert[useful], c.nbytes[useful], len(constraints.caps)).astype(np.int64)
+    needed, given, what, where = int(own.sum()), constraints.budget_bytes, "budget", "budget"
+    if needed <= given:
+        number = int(np.argmax(own > constraints.caps))
+        needed, given = int(own[number]), int(constraints.caps[number])
+        what, where = "share of an expert", f"budget, shares, of expert {number + 1}"
+    return BudgetError(
+        f"The {what} does not cover a full merge",
+        where=where,
+        expected=f"at least {needed} bytes",
+        found=f"{given} bytes",
+        next_step=f"raise the {what}, or use strategy conflict_aware",
+    )
 
 
 def allowed(c: Candidates, constraints: Constraints) -> Choice:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class RecipeCurve:
     """A curve; `read` names the experts that had to be analysed for it first.
 
-    `egress` is what a merge under the recipe's budget fetches from addresses.
+    `egress` is what a merge under the recipe's budget fetches from addresses, `warnings` are those
+    of the recipe.
     """
 
     recipe: str
@@ -33,6 +34,7 @@ class RecipeCurve:
     bound_note: str
     read: tuple[str, ...]
     egress: tuple[Egress, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def unknown(self) -> str:
@@ -70,7 +72,8 @@ def _told(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
     recipe = solved.recipe
     packed = solved.level_problem
     found = budget_curve(solved.problem, recipe.budget, solved.selection, shares, packed)
-    return RecipeCurve(recipe.name, found, solved.bound.note, solved.read, solved.egress)
+    told = solved.bound.note, solved.read, solved.egress, recipe.warnings
+    return RecipeCurve(recipe.name, found, *told)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:

@@ -164,9 +164,8 @@ def test_a_promised_error_leaves_every_expert_within_its_share(
     text = f"{raw.text}budget: {{error: 95%, shares: {{e1: {share}}}}}\n"
     try:
         plan = make_plan(home, parse(text, name="levels", where="levels"))
-    except BudgetError as error:
+    except BudgetError:
         assert share < 1 << 30
-        assert "raise the shares" in (error.next_step or "")
     else:
         assert sum(e.read_nbytes for e in inputs_of(plan) if e.position == 1) <= share
         bound, update = plan.estimates.error_bound, plan.estimates.update_norm

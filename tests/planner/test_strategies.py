@@ -225,6 +225,13 @@ def test_the_full_strategy_refuses_a_budget_that_is_too_small() -> None:
         buy(lay_out([row(1.0, 1.0, bundle_nbytes=700)], GRID), 100, "full")
 
 
+def test_the_full_strategy_names_a_share_that_is_too_small() -> None:
+    c = lay_out([row(1.0, 1.0), row(1.0, 1.0, position=1)], GRID)
+    given = replace(constraints(c, None), caps=np.array([1 << 40, 100]))
+    with pytest.raises(BudgetError, match=r"share of an expert.*expert 2.* 16384 .* found 100 "):
+        choose(c, given, "full")
+
+
 @pytest.mark.parametrize("strategy", PARTIAL)
 def test_a_partial_budget_without_statistics_is_refused(strategy: str) -> None:
     unknown = replace(row(1.0, 1.0), block_l2sq=None, block_nonzero=None)

@@ -84,3 +84,16 @@ def test_the_strategy_of_packs_and_no_packs_contradict_each_other(models: Path) 
     done = CliRunner().invoke(main, [*words, "--home", str(models / "home")])
     assert done.exit_code == 2
     assert "give one of them" in done.output
+
+
+def test_what_has_no_effect_in_a_stage_or_a_curve_is_said_by_every_verb(models: Path) -> None:
+    stage = text_of(models, "math").replace("weight: 0.5", "weight: 0.5, density: 0.5")
+    last = text_of(models).replace("models: []", "models: [{model: one}]")
+    path = models / "m.yml"
+    path.write_text(f"name: one\nbudget: 50%\n{stage}---\n{last}")
+    for verb in ("check", "plan", "curve", "merge"):
+        command = ["--home", str(models / verb), verb, str(path)]
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 0, done.stderr
+        assert done.stderr.count("stage one: budget has no effect") == 1, verb
+        assert done.stderr.count("density has no effect") == 1, verb
