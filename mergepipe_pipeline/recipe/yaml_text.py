@@ -1,7 +1,7 @@
 """YAML text to plain values with the line of every key: safe, limited, and without surprises.
 
 PyYAML's composer is used, its tag constructors are not: duplicate keys are problems, and
-aliases cannot blow a small text up. What the keys mean is the business of `schema`.
+aliases and `<<` cannot blow a small text up. What the keys mean is the business of `schema`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MAX_DEPTH = 24
 MAX_DOCUMENTS = 64
 
 _CORE = "tag:yaml.org,2002:"
+#: The tag of the key `<<`.
+_MERGE = f"{_CORE}merge"
 _CONSTRUCTORS = {
     "null": SafeConstructor.construct_yaml_null,
     "bool": SafeConstructor.construct_yaml_bool,
@@ -127,13 +129,7 @@ class _Reader:
         self._n_nodes = 0
 
     def read(self, node: Node, path: KeyPath) -> Any:
-        self._n_nodes += 1
-        if self._n_nodes > MAX_NODES or len(path) > MAX_DEPTH:
-            # Said once: the text is the same for every node beyond the limit.
-            self._problems.add(
-                path[:1], f"more than {MAX_NODES} values or {MAX_DEPTH} levels; simplify it"
-            )
-            self._problems.close(path[:1])
+        if self._is_too_much(path, len(path)):
             return None
         kind = node.tag.removeprefix(_CORE)
         if isinstance(node, MappingNode) and kind == "map":
@@ -146,6 +142,18 @@ class _Reader:
             node, path, f"the YAML tag {shown(node.tag)} is refused; write the plain value"
         )
 
+    def _is_too_much(self, path: KeyPath, level: int) -> bool:
+        """Count a node, and refuse it beyond the limits."""
+        self._n_nodes += 1
+        if self._n_nodes <= MAX_NODES and level <= MAX_DEPTH:
+            return False
+        # Said once: the text is the same for every node beyond the limit.
+        self._problems.add(
+            path[:1], f"more than {MAX_NODES} values or {MAX_DEPTH} levels; simplify it"
+        )
+        self._problems.close(path[:1])
+        return True
+
     def _add(self, node: Node, path: KeyPath, text: str) -> None:
         self._problems.add(path, text, node.start_mark.line + 1)
 
@@ -155,25 +163,42 @@ class _Reader:
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         value: dict[str, Any] = {}
+        self._fill(value, node, path, 0)
+        return value
+
+    def _fill(self, value: dict[str, Any], node: MappingNode, path: KeyPath, level: int) -> None:
+        """Read keys that are not there yet: a mapping's own, then those that `<<` takes over.
+
+        `level`: through how many `<<` the mapping was reached.
+        """
+        own: set[str] = set()
+        given: list[Node] = []
         for key_node, value_node in node.value:
             key = key_node.value
-            if key_node.tag != f"{_CORE}str" or not isinstance(key, str):
-                self._add(key_node, path, _bad_key(key_node))
-                continue
             here = (*path, key)
-            line = key_node.start_mark.line + 1
-            if _has_surrogate(key):
+            if key_node.tag == _MERGE and not given:
+                given = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+            elif key_node.tag == _MERGE:
+                self._add(key_node, path, "`<<` stands twice; give it a list of mappings")
+            elif key_node.tag != f"{_CORE}str" or not isinstance(key, str):
+                self._add(key_node, path, _bad_key(key_node))
+            elif _has_surrogate(key):
                 self._add(key_node, path, f"the key {shown(key)} is no Unicode text")
-            elif key in value:
+            elif key in own:
                 self._add(
                     key_node, here, f"the key stands twice, first in line {self._lines[here]}"
                 )
-            else:
-                self._lines[here] = line
+            elif key not in value:
+                own.add(key)
+                self._lines[here] = key_node.start_mark.line + 1
                 value[key] = self.read(value_node, here)
             if self._n_nodes > MAX_NODES:
-                break
-        return value
+                return
+        for merged in given:
+            if not isinstance(merged, MappingNode):
+                self._add(merged, path, "`<<` takes a mapping or a list of mappings")
+            elif not self._is_too_much(path, level + 1):
+                self._fill(value, merged, path, level + 1)
 
     def _sequence(self, node: SequenceNode, path: KeyPath) -> list[Any]:
         value: list[Any] = []
@@ -209,8 +234,6 @@ class _Reader:
 
 
 def _bad_key(node: Node) -> str:
-    if isinstance(node, ScalarNode) and node.value == "<<":
-        return "the YAML merge key `<<` is not supported yet; write the keys out"
     if isinstance(node, ScalarNode):
         return f"the key {shown(node.value)} is not read as text; put it in quotes"
     return "a key must be text, not a list or a mapping"
