@@ -249,6 +249,10 @@ class Warehouse:
         """Record of a standing recipe's last release."""
         return self.releases / f"{recipe}.released.json"
 
+    def postponed_path(self, recipe: str) -> Path:
+        """A file that is there while a standing recipe is owed what its schedule asked for."""
+        return self.releases / f"{recipe}.postponed"
+
     def refusal_path(self, recipe: str) -> Path:
         """Record of the candidate of a standing recipe that its gate refused last."""
         return self.releases / f"{recipe}.refused.json"

@@ -10,12 +10,14 @@ from typing import Any
 
 import dagster as dg
 
+from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.recorded import last_written_s
 from mergepipe_pipeline.deploy.retry import reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.deploy import CURRENT, due, last_release
+from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due, last_release
 from sensors import NIGHTLY_PRIORITY, SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_runs, failed_attempts, recipes_under_way
 from sensors.pools import make_pools_known
@@ -43,17 +45,24 @@ def request_or_reason(
 ) -> dg.RunRequest | str:
     """A run of the recipe's chain if its release is not what its inputs ask for, else why not.
 
-    `busy` are the recipes that runs work on; `is_time`: the recipe's schedule asks. A file that
-    cannot be read stops no other recipe.
+    `busy` are the recipes that runs work on; `is_time`: the recipe's schedule asks. What it cannot
+    get at that moment is made as soon as it can be. A file that cannot be read stops no other
+    recipe.
     """
+    owed = mergepipe.warehouse.postponed_path(file.name)
     try:
         found = due(mergepipe.warehouse, file)
     except Exception as error:
         return str(error)
     if isinstance(found, str):
+        owed.unlink(missing_ok=True)
         return found
-    if file.name in busy:
-        return "a run is under way"
+    if isinstance(found, Due) and file.name in busy:
+        found = Postponed("a run is under way")
+    if isinstance(found, Postponed):
+        if is_time:
+            owed.touch()
+        return found.reason
     waiting = reason_to_wait_for_packs(mergepipe.warehouse, file) if mergepipe.packs else None
     if waiting is not None and not is_time:  # the schedule asks once a night
         return waiting
@@ -66,11 +75,16 @@ def request_or_reason(
     }
     attempts = failed_attempts(instance, tags)
     # What the schedule asked for once and did not get is tried again by day.
-    if not is_time and not attempts and file.recipe.trigger != "change":
+    is_owed = bool(attempts) or owed.exists()
+    if not is_time and not is_owed and file.recipe.trigger != "change":
         return f"it is to be merged, which its trigger leaves to {_WHOSE[file.recipe.trigger]}"
+    if attempts and attempts[-1].fault is Fault.LASTING:  # a file may be mended with its time kept
+        written_s = last_written_s(mergepipe.warehouse, file.members)
+        attempts = [a for a in attempts if a.ended_s >= written_s]
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
+    owed.unlink(missing_ok=True)
     attempt = str(count_runs(instance, tags) + 1)
     is_late = is_time or file.recipe.trigger == "nightly"
     return dg.RunRequest(

@@ -134,6 +134,17 @@ class Catalog(Analyses):
         """Folder or address of a name's current version. Raises NotFoundError."""
         return self.roots.here(str(self._current(name)[1]["root"]))
 
+    def has_content(self, name: str) -> bool:
+        """Whether the content of a name's current version is known; reads no digest.
+
+        False for a damaged version: another one gets past it.
+        """
+        try:
+            _, value = self._current(name)
+        except (NotFoundError, CorruptionError):
+            return False
+        return bool(find_sealed(self._folder / DIGESTS, value["checkpoint_id"]))
+
     def _current(self, name: str) -> tuple[int, dict[str, Any]]:
         current = self._chain(name).current() if NAME.fullmatch(name) else None
         if current is None:

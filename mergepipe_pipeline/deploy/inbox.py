@@ -177,7 +177,8 @@ def _landed(
         stamps, changed_ns = stamps_of(folder)
         token = token_at(warehouse, folder, stamps)
         known = arrival(warehouse, name)
-        if known.indexed == token:
+        # What the catalog has lost is found again as it was found first.
+        if known.indexed == token and warehouse.catalog.has_content(name):
             return InboxEntry(name, token, None, is_indexed=True)
         if name in under_way:
             return InboxEntry(name, token, "a run indexes it")

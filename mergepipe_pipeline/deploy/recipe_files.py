@@ -7,16 +7,18 @@ used breaks nothing but itself. A `RecipeFile` names the layers that its plan wi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.errors import CorruptionError, RecipeError
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import foreseen, open_stage
 from mergepipe_pipeline.resolution.selected import Registered
+from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.recipe import ModelRef
@@ -24,6 +26,8 @@ from mergepipe_pipeline.spec.selector import Selected
 from mergepipe_pipeline.text import escaped
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: How the reason of a version begins that a recipe released; the recipe's name follows.
+_RELEASED = "recipe "
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -97,7 +101,7 @@ def recipe_files(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
             files.append(RecipeFile(path.name, None, (), (), problem))
         if _NAME.fullmatch(path.stem):
             taken.setdefault(files[-1].identifier, path.name)
-    return tuple(_presentable(_with_own_refs(files)))
+    return tuple(_presentable(_with_own_refs(warehouse, files)))
 
 
 def names_read(warehouse: Warehouse) -> set[str]:
@@ -142,9 +146,23 @@ def _read_all(warehouse: Warehouse) -> Iterator[RecipeFile]:
         yield _read(warehouse, path, choose)
 
 
-def _with_own_refs(files: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
-    """The files; of several that publish to one ref, which would take turns, only one is usable."""
-    owners: dict[str, str] = {}
+def release_reason(recipe: str) -> str:
+    """The reason that a ref gives for a version which a recipe released."""
+    return f"{_RELEASED}{recipe}"
+
+
+def released_by_another(refs: RefStore, ref: str, recipe: str) -> bool:
+    """Whether another recipe gave a ref the version that it has. Raises NotFoundError."""
+    reason = refs.current(ref).reason
+    return reason.startswith(_RELEASED) and reason != release_reason(recipe)
+
+
+def _with_own_refs(warehouse: Warehouse, files: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
+    """The files; of several that publish to one ref, which would take turns, only one is usable.
+
+    A file that cannot be read, as half of one that is being written, keeps the refs that it has.
+    """
+    owners = dict(_held(warehouse.refs, {f.name for f in files if f.parsed is None}))
     for file in sorted(files, key=lambda c: c.parsed is None or c.parsed.ref != c.name):
         if file.parsed is not None:
             owners.setdefault(file.parsed.ref, file.name)
@@ -156,6 +174,15 @@ def _with_own_refs(files: Sequence[RecipeFile]) -> Iterator[RecipeFile]:
             continue
         problem = f"it would publish to the ref {ref} of the recipe {owner}: give it another `ref:`"
         yield replace(file, layers=(), problem=file.problem or problem)
+
+
+def _held(refs: RefStore, recipes: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The refs whose current versions some recipes released, each with its recipe."""
+    reasons = {release_reason(recipe): recipe for recipe in recipes}
+    for ref in refs.names() if recipes else ():
+        with suppress(CorruptionError):
+            if recipe := reasons.get(refs.current(ref).reason):
+                yield ref, recipe
 
 
 def _presentable(files: Iterable[RecipeFile]) -> Iterator[RecipeFile]:

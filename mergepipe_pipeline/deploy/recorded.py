@@ -8,7 +8,7 @@ catalog recorded, and what it made gets a name only if they still are.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog
@@ -83,6 +83,19 @@ def _token(warehouse: Warehouse, catalog: Catalog, name: str) -> str:
     """Changes with every file beside an expert's weights, too; "" for one at an address."""
     place = place_of(warehouse, catalog, name)
     return token_at(warehouse, place, stamps_of(place)[0]) if place else ""
+
+
+def last_written_s(warehouse: Warehouse, names: Collection[str]) -> float:
+    """When a file of inputs was written last, as the system says, whatever time a copy kept.
+
+    Seconds since 1970; 0 where nothing can be read.
+    """
+    last_ns = 0
+    for name in names:
+        with suppress(OSError):
+            if place := place_of(warehouse, warehouse.catalog, name):
+                last_ns = max(last_ns, stamps_of(place)[1])
+    return last_ns / 1e9
 
 
 def recorded_inputs(warehouse: Warehouse, names: Collection[str]) -> dict[str, Checkpoint]:

@@ -26,6 +26,13 @@ def wanted(warehouse: Warehouse, file: RecipeFile) -> str | None:
     return wanted_of(catalog, file, [catalog.get(m).checkpoint for m in file.members])
 
 
+def not_indexed(warehouse: Warehouse, file: RecipeFile) -> str:
+    """Which inputs of a recipe have contents that are not known."""
+    names = [m for m in file.members if not warehouse.catalog.has_content(m)]
+    which = f"{', '.join(names)} {'are' if names[1:] else 'is'}" if names else "an input is"
+    return f"{which} not indexed yet"
+
+
 def wanted_of(catalog: Catalog, file: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
     """The same of these inputs."""
     contents = []

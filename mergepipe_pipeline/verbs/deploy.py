@@ -7,6 +7,7 @@ twice.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +17,11 @@ from mergepipe_pipeline.contents.damaged_packs import refuse_damaged
 from mergepipe_pipeline.deploy.arrivals import arrival
 from mergepipe_pipeline.deploy.inbox import reason_to_wait_for_joining
 from mergepipe_pipeline.deploy.layer_records import LayerRecords
-from mergepipe_pipeline.deploy.recipe_files import RecipeFile
+from mergepipe_pipeline.deploy.recipe_files import (
+    RecipeFile,
+    release_reason,
+    released_by_another,
+)
 from mergepipe_pipeline.deploy.recorded import (
     blaming_inputs,
     reason_to_wait_for,
@@ -24,7 +29,7 @@ from mergepipe_pipeline.deploy.recorded import (
     refuse_changed_inputs,
     states_of,
 )
-from mergepipe_pipeline.deploy.wanted import wanted, wanted_of
+from mergepipe_pipeline.deploy.wanted import not_indexed, wanted, wanted_of
 from mergepipe_pipeline.digest import digest_json, seal, unseal
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, BusyError, CorruptionError, NotFoundError
@@ -51,6 +56,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 if TYPE_CHECKING:
     from mergepipe_pipeline.verbs.conflicts import ConflictReports
 
+_LOG = logging.getLogger("mergepipe")
 #: Why nothing is due of a recipe whose last release is what it wants.
 CURRENT = "the release is current"
 
@@ -78,21 +84,27 @@ class Release:
     snapshot_id: str
 
 
-def due(warehouse: Warehouse, file: RecipeFile) -> Due | str:
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """Why no release can be made at this moment, which passes by itself."""
+
+    reason: str
+
+
+def due(warehouse: Warehouse, file: RecipeFile) -> Due | Postponed | str:
     """What a recipe's next release would be, or why none is to be made now.
 
     Raises MergePipeError for a record that cannot be read, and EvaluationError for an evaluator
     that is not there: it could not measure what is merged.
     """
     waiting = reason_to_wait_for(warehouse, file.members)
+    if waiting is None:
+        waiting = reason_to_wait_for_joining(warehouse, file)
     if waiting is not None:
-        return waiting
-    waiting = reason_to_wait_for_joining(warehouse, file)
-    if waiting is not None:
-        return waiting
+        return Postponed(waiting)
     state = wanted(warehouse, file)
     if state is None:
-        return "an input is not indexed yet"
+        return Postponed(not_indexed(warehouse, file))
     last = last_release(warehouse, file.name)
     if last and last.wanted == state and _is_there(warehouse, file, last):
         return CURRENT
@@ -105,9 +117,13 @@ def due(warehouse: Warehouse, file: RecipeFile) -> Due | str:
 
 
 def _is_there(warehouse: Warehouse, file: RecipeFile, release: Release) -> bool:
-    """Whether a release has its snapshot, and its ref a version: a person may have rolled back."""
-    manifest = warehouse.snapshots / release.snapshot_id / MANIFEST
-    return manifest.is_file() and file.recipe.ref in warehouse.refs.names()
+    """Whether a release has its snapshot, and its ref a version: a person may have rolled back, but
+    no other recipe may have taken its place.
+    """
+    refs, ref = warehouse.refs, file.recipe.ref
+    if not (warehouse.snapshots / release.snapshot_id / MANIFEST).is_file():
+        return False
+    return ref in refs.names() and not released_by_another(refs, ref, file.name)
 
 
 def conflicts_of_recipe(warehouse: Warehouse, file: RecipeFile) -> ConflictReports:
@@ -313,7 +329,7 @@ def release_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Ref, Release
             warehouse,
             snapshot.snapshot_id,
             file.recipe.ref,
-            reason=f"recipe {file.name}",
+            reason=release_reason(file.name),
             expected=expected,
             audit=False,
         )
@@ -329,6 +345,12 @@ def release_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Ref, Release
 
 
 def last_release(warehouse: Warehouse, recipe: str) -> Release | None:
-    """What the recipe released last, or None."""
+    """What the recipe released last, or None; a damaged record is said and counts as none."""
     path = warehouse.release_path(recipe)
-    return Release(**unseal(path.read_bytes(), str(path))) if path.exists() else None
+    try:
+        return Release(**unseal(path.read_bytes(), str(path)))
+    except FileNotFoundError:
+        return None
+    except (CorruptionError, TypeError) as error:
+        _LOG.warning("%s", error)
+        return None

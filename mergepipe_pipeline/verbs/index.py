@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, packing
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
 from mergepipe_pipeline.digest import digest_json
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -55,7 +56,9 @@ def index_expert(
     Raises what opening the checkpoint raises.
     """
     catalog = warehouse.catalog
-    before = _digests_by_layer(catalog, name)
+    before: dict[str, str] = {}
+    with suppress(CorruptionError):  # a new version gets past a damaged one
+        before = _digests_by_layer(catalog, name)
     folder = warehouse.inbox / name
     registration = (
         register(warehouse, folder, name) if folder.exists() else locate_registered(warehouse, name)

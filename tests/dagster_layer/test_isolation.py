@@ -103,19 +103,6 @@ def test_a_schedule_that_dagster_refuses_is_the_problem_of_its_recipe(
     assert "cron" in (node.description or "")
 
 
-def test_a_damaged_record_of_a_release_stops_its_recipe_alone(
-    home: Warehouse, ticker: Ticker, drop: Drop
-) -> None:
-    drop("base")
-    drop("expert", "expert_00")
-    home.recipe_path("bad").write_text(LINEAR)
-    home.release_path("bad").write_text("{}")
-    home.recipe_path("good").write_text(LINEAR)
-    assert jobs(ticker.tick()) == ["base", "expert", "merge_good"]
-    assert "bad.released.json" in ticker.reasons()[1]
-    assert [c.problem for c in recipe_files(home)] == [None, None]
-
-
 def test_text_from_outside_steers_neither_the_page_nor_the_logs(
     home: Warehouse, ticker: Ticker
 ) -> None:

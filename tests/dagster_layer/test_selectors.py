@@ -14,7 +14,7 @@ from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.tick import Ticker
-from mergepipe_pipeline.verbs.deploy import CURRENT, Due, due, wanted
+from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due, wanted
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.tag import tag
@@ -111,13 +111,13 @@ def test_a_recipe_waits_for_what_is_about_to_join_and_for_nothing_else(
     (home.inbox / "chat-half").mkdir()
     (home.inbox / "chat-half" / "config.json").write_text("{}")
     wait = "it waits for the index of what is about to join: "
-    assert due(home, recipe_file_of(home)) == f"{wait}chat-b, chat-c"
+    assert due(home, recipe_file_of(home)) == Postponed(f"{wait}chat-b, chat-c")
     for entry in (x for x in scan_inbox(home, 0.0) if x.is_ready):
         ask(home, entry.name, entry.token)
     land(home, drop, chat_b="expert_01")
-    assert due(home, recipe_file_of(home)) == f"{wait}chat-c"
+    assert due(home, recipe_file_of(home)) == Postponed(f"{wait}chat-c")
     with suppress(CheckpointError), attempted(home, "chat-c"):
-        assert due(home, recipe_file_of(home)) == f"{wait}chat-c"
+        assert due(home, recipe_file_of(home)) == Postponed(f"{wait}chat-c")
         raise CheckpointError("It cannot be read")
     assert isinstance(due(home, recipe_file_of(home)), Due)
     land(home, drop, chat_c="expert_01")

@@ -18,7 +18,7 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.errors import CorruptionError, GateError, NotFoundError
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.verbs.check import check
-from mergepipe_pipeline.verbs.deploy import Due, due
+from mergepipe_pipeline.verbs.deploy import Due, Postponed, due
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.ls import ls
 from mergepipe_pipeline.verbs.merge import merge
@@ -55,7 +55,7 @@ def recipe(home: Warehouse, land: Land) -> Path:
     return path
 
 
-def _due(home: Warehouse) -> Due | str:
+def _due(home: Warehouse) -> Due | Postponed | str:
     (recipe_file,) = recipe_files(home)
     return due(home, recipe_file)
 
@@ -66,10 +66,10 @@ def test_a_recipe_waits_for_a_quarantined_content_alone_and_says_what_to_do(
     assert isinstance(_due(home), Due)
     quarantine(home, "chat", reason="it forgot how to count")
     told = _due(home)
-    assert isinstance(told, str)
-    assert told.startswith("chat is quarantined since ")
-    assert "it forgot how to count" in told
-    assert "`mergepipe quarantine chat --release`" in told
+    assert isinstance(told, Postponed)
+    assert told.reason.startswith("chat is quarantined since ")
+    assert "it forgot how to count" in told.reason
+    assert "`mergepipe quarantine chat --release`" in told.reason
     land("chat", "expert_01")
     assert isinstance(_due(home), Due)
     land("chat", "expert_00")

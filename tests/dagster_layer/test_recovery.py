@@ -1,0 +1,179 @@
+"""What is lost or damaged beside the experts is made again without a person."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from mergepipe_pipeline.catalog.formats import DIGESTS
+from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import last_release
+from mergepipe_pipeline.verbs.publish import history
+from mergepipe_pipeline.verbs.verify_all import verify_all
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.test_experts import jobs, sum_of
+
+pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
+CURRENT = "n: the release is current"
+
+
+@pytest.fixture
+def released(home: Warehouse, ticker: Ticker, drop: Drop) -> str:
+    """Recipe n, released; its snapshot."""
+    for name in ("base", "expert_00"):
+        drop(name)
+    assert jobs(ticker.tick()) == ["base", "expert_00"]
+    home.recipe_path("n").write_text(sum_of("base", "expert_00"))
+    assert jobs(ticker.tick()) == ["merge_n"]
+    assert CURRENT in ticker.reasons()
+    return history(home, "n")[-1].snapshot_id
+
+
+def lose_digests(home: Warehouse) -> None:
+    checkpoint_id = home.catalog.get("expert_00").checkpoint.checkpoint_id
+    for path in (home.catalog_dir / DIGESTS).glob(f"{checkpoint_id}.*"):
+        path.unlink()
+
+
+def flip_digests(home: Warehouse) -> None:
+    checkpoint_id = home.catalog.get("expert_00").checkpoint.checkpoint_id
+    (path,) = (home.catalog_dir / DIGESTS).glob(f"{checkpoint_id}.*")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def lose_catalog(home: Warehouse) -> None:
+    shutil.rmtree(home.catalog_dir)
+
+
+def empty_name(home: Warehouse) -> None:
+    (path,) = (home.catalog_dir / "names" / "expert_00").glob("*.json")
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("fault", [lose_digests, flip_digests, lose_catalog, empty_name])
+def test_an_expert_whose_facts_are_lost_is_indexed_again_by_itself(
+    home: Warehouse, ticker: Ticker, released: str, fault: Callable[[Warehouse], None]
+) -> None:
+    fault(home)
+    for _ in range(3):
+        ticker.tick()
+    assert CURRENT in ticker.reasons()
+    assert last_release(home, "n") is not None
+    assert history(home, "n")[-1].snapshot_id == released
+    assert verify_all(home).ok == (fault is not empty_name)  # `repair` takes the damaged version
+
+
+def test_a_recipe_keeps_its_ref_while_its_file_cannot_be_read(
+    home: Warehouse, ticker: Ticker, released: str
+) -> None:
+    path, text = home.recipe_path("n"), home.recipe_path("n").read_text()
+    home.recipe_path("a").write_text(f"{sum_of('base', 'expert_00').replace('0.5', '0.1')}ref: n\n")
+    for broken in (text, text[: len(text) // 2], text):
+        path.write_text(broken)
+        assert jobs(ticker.tick()) == []
+        assert any(
+            "a: it would publish to the ref n of the recipe n" in r for r in ticker.reasons()
+        )
+    assert history(home, "n")[-1].snapshot_id == released
+    assert any(CURRENT in r for r in ticker.reasons())
+
+
+def test_a_ref_that_another_recipe_took_meanwhile_is_released_again(
+    home: Warehouse, ticker: Ticker, released: str
+) -> None:
+    path, text = home.recipe_path("n"), home.recipe_path("n").read_text()
+    home.recipe_path("a").write_text(f"{sum_of('base', 'expert_00').replace('0.5', '0.1')}ref: n\n")
+    path.unlink()
+    assert jobs(ticker.tick()) == ["merge_a"]
+    assert history(home, "n")[-1].snapshot_id != released
+    path.write_text(text)
+    assert jobs(ticker.tick()) == ["merge_n"]
+    assert history(home, "n")[-1].snapshot_id == released
+    assert jobs(ticker.tick()) == []
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]"])
+def test_a_damaged_record_of_a_release_is_made_once_more(
+    home: Warehouse, ticker: Ticker, released: str, data: bytes
+) -> None:
+    home.release_path("n").write_bytes(data)
+    assert jobs(ticker.tick()) == ["merge_n"]
+    assert any(CURRENT in r for r in ticker.reasons())
+    assert history(home, "n")[-1].snapshot_id == released
+
+
+def test_an_expert_that_is_mended_with_its_time_kept_is_merged(
+    home: Warehouse, ticker: Ticker, released: str
+) -> None:
+    path = home.inbox / "expert_00" / "model.safetensors"
+    good, stat = path.read_bytes(), path.stat()
+
+    def write(data: bytes) -> None:
+        part = path.with_name(".part")
+        part.write_bytes(data)
+        os.utime(part, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        part.replace(path)
+
+    at = len(good) * 3 // 7  # between the bytes that a look at the file samples
+    write(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    home.recipe_path("m").write_text(sum_of("base", "expert_00").replace("0.5", "0.7"))
+    (failed,) = ticker.tick()
+    assert "not those that were analysed" in str(failed["error"])
+    assert jobs(ticker.tick()) == []
+    assert any("m: failing and would again" in r for r in ticker.reasons())
+    write(good)
+    assert jobs(ticker.tick()) == ["merge_m"]
+    assert last_release(home, "m") is not None
+
+
+def test_a_warehouse_whose_disk_is_gone_is_told_and_loses_nothing(
+    home: Warehouse, ticker: Ticker, instance: dg.DagsterInstance, released: str
+) -> None:
+    aside = home.root.with_name("aside")
+    home.root.rename(aside)
+    with pytest.raises(MergePipeError, match="empty, though Dagster knows of its experts"):
+        ticker.tick()
+    assert instance.get_dynamic_partitions("experts") == ["base", "expert_00"]
+    shutil.rmtree(home.root)
+    aside.rename(home.root)
+    assert jobs(ticker.tick()) == []
+    assert any(CURRENT in r for r in ticker.reasons())
+
+
+def test_what_a_schedule_could_not_get_in_its_minute_is_made_as_soon_as_it_can_be(
+    home: Warehouse, tmp_path: Path, drop: Drop
+) -> None:
+    instance = dg.DagsterInstance.local_temp(str(tmp_path))  # a schedule asks where it lies
+    ticker = Ticker(home, instance)
+    for name in ("base", "expert_00"):
+        drop(name)
+    ticker.tick()
+    when = "trigger: nightly\nschedule: '0 3 * * *'\n"
+    home.recipe_path("n").write_text(sum_of("base", "expert_00") + when)
+    assert jobs(ticker.tick()) == []
+    assert any("leaves to its schedule" in r for r in ticker.reasons())
+    repository = build_definitions(home).get_repository_def()
+    schedule = repository.get_schedule_def("nightly_merge_n")
+    (home.inbox / "expert_00" / "notes.txt").write_text("being copied")
+    with dg.build_schedule_context(
+        instance=instance, resources={"mergepipe": MergePipe(home=str(home.root))}
+    ) as context:
+        skipped = schedule(context)
+    assert isinstance(skipped, dg.SkipReason)
+    assert "expert_00 waits for its index" in str(skipped.skip_message)
+    assert jobs(ticker.tick()) == ["expert_00", "merge_n"]
+    shutil.rmtree(home.inbox / "expert_00")
+    drop("expert_00", "expert_01")
+    assert jobs(ticker.tick()) == ["expert_00"]
+    assert any("leaves to its schedule" in r for r in ticker.reasons())
