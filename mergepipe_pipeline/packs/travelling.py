@@ -1,24 +1,27 @@
 """A pack that travels: a sealed file that says of which expert it is, and what lies beside it.
 
-It lies in `packs/ID/` beside a model, or alone, with the pack's own files, the bytes of each file
-of the expert that are in no pack, and what the catalog knows of the expert.
+It lies in `packs/ID/` beside a model, or alone, with the pack's own files and the bytes of each
+file of the expert that are in no pack. What a catalog knows of the expert does not travel: whoever
+takes the pack finds it again, and need not believe it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import PurePosixPath
 
+from mergepipe_pipeline.catalog.catalog import NAME, NAME_FORM
 from mergepipe_pipeline.digest import seal, unseal
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.replaced import Replaced, record_of
+from mergepipe_pipeline.packs.store import Pack
 
 #: The folder at an address that has packs, and the file in each that tells of it.
 PACKS = "packs"
 EXPERT = "expert.json"
-#: The folder, beside the files of a pack, of what the catalog knows.
-FACTS = "facts"
 _FORMAT = "mergepipe-travelling/1"
 
 
@@ -39,9 +42,14 @@ class Travelling:
     files: tuple[TravellingFile, ...]
 
     @property
+    def own(self) -> tuple[TravellingFile, ...]:
+        """The files of the pack and the rests; earlier releases sent others in folders."""
+        return tuple(f for f in self.files if "/" not in f.name)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(f.nbytes for f in self.files)
+        """Bytes of these."""
+        return sum(f.nbytes for f in self.own)
 
 
 def to_bytes(record: Replaced, files: Sequence[TravellingFile]) -> bytes:
@@ -85,3 +93,39 @@ def _is_plain(name: str) -> bool:
     """Whether a path stays below the folder that it is relative to."""
     parts = PurePosixPath(name).parts
     return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
+
+
+def refuse_odd(record: Replaced, pack: Pack) -> None:
+    """Raise CorruptionError for a record whose files could not be made from its pack and rests."""
+    if problem := next(_problems(record, pack), None):
+        raise CorruptionError(
+            "What tells of a pack does not fit to the pack",
+            where=record.name,
+            expected="files that are made of the pack's tensors and of rests",
+            found=problem,
+            next_step="do not use it before you know who made it, and how",
+        )
+
+
+def _problems(record: Replaced, pack: Pack) -> Iterator[str]:
+    if not NAME.fullmatch(record.name):
+        yield f"the name {record.name!r}, which is to be {NAME_FORM}"
+    if not record.files:
+        yield "no file"
+    folders = {f.path for f in record.folders}
+    paths: set[str] = set()
+    for file in record.files:
+        parents = {str(parent) for parent in PurePosixPath(file.path).parents}
+        if file.path in paths | folders or parents & paths:
+            yield f"the file {file.path!r}, where another one or a folder is"
+        paths.add(file.path)
+        at = 0
+        for name, start, nbytes in file.tensors:
+            content = pack.contents.get(name)
+            if content is None:
+                yield f"the tensor {name!r}, which the pack does not have"
+            elif start < at or nbytes != prod(content.shape) * itemsize(content.dtype):
+                yield f"the tensor {name!r} of {nbytes} bytes at byte {start}"
+            at = start + nbytes
+        if at > file.nbytes:
+            yield f"tensors to byte {at} of {file.path!r}, which has {file.nbytes}"

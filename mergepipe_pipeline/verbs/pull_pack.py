@@ -2,17 +2,21 @@
 
 An expert that comes is one whose files are away, as after `pack --replace`: merges read its tiers,
 and `unpack` makes its files. Its base must be here, and be the one that it was packed against.
+Whoever made the pack is not believed: all of it is decoded and compared before it gets its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.away_files import refuse_other_base
+from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
+from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import (
     CorruptionError,
     MergePipeError,
@@ -20,23 +24,28 @@ from mergepipe_pipeline.errors import (
     PackVersionError,
 )
 from mergepipe_pipeline.execution.plan_leases import staging
+from mergepipe_pipeline.packs.compared import refuse_forged
 from mergepipe_pipeline.packs.index import read_contents, read_index
 from mergepipe_pipeline.packs.replaced import Replaced, put_record
+from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.travelling import (
     EXPERT,
-    FACTS,
     PACKS,
     Travelling,
     TravellingFile,
     from_bytes,
+    refuse_odd,
 )
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import parse_address
 from mergepipe_pipeline.remote.folders import Folder, folder_at
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.storage.atomic import adopt_file, make_dirs, replace_dir
+from mergepipe_pipeline.spec.view import view_of
+from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, replace_dir
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.reader import BlockReader
+from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
 _REST, _FRAMES = ".rest", ".frames"
@@ -110,19 +119,18 @@ def _pulled(
     if record.name in warehouse.catalog and known is not None:
         return replace(done, nbytes=0)
     need = Need(pack_ids=frozenset([record.pack_id]))
-    with (
-        warehouse.leases.hold(need, "pull"),
-        staging(warehouse, "pull") as staged,
-        progress.task(f"pull pack of {record.name}", travelling.nbytes) as advance,
-    ):
-        frames = [f for f in travelling.files if f.name.endswith(_FRAMES)]
-        _get(
-            folder, place, [f for f in travelling.files if f not in frames], staged, record, advance
-        )
-        _refuse_other_base(warehouse, record, staged, progress)
-        _get(folder, place, frames, staged, record, advance)
+    with warehouse.leases.hold(need, "pull"), staging(warehouse, "pull") as staged:
+        with progress.task(f"pull pack of {record.name}", travelling.nbytes) as advance:
+            frames = [f for f in travelling.own if f.name.endswith(_FRAMES)]
+            others = [f for f in travelling.own if f not in frames]
+            _get(folder, place, others, staged, record, advance)
+            _refuse_other_base(warehouse, record, staged, progress)
+            _get(folder, place, frames, staged, record, advance)
+        pack_root = staged / PACKS / record.pack_id
+        pack = Pack(record.pack_id, pack_root, read_index(pack_root))
+        refuse_odd(record, pack)
+        _refuse_forged(warehouse, record, pack, progress)
         _keep(warehouse, record, staged)
-    _register(warehouse, record)
     return replace(done, fresh=True)
 
 
@@ -170,26 +178,44 @@ def _get(
 
 def _place(record: Replaced, file: TravellingFile) -> str:
     """Where a file lies in staging; seals cover the names of the folders that it will be in."""
-    if file.name.startswith(f"{FACTS}/"):
-        return f"catalog/{file.name.removeprefix(f'{FACTS}/')}"
-    return (
-        f"rest/{file.name}" if file.name.endswith(_REST) else f"packs/{record.pack_id}/{file.name}"
-    )
+    is_rest = file.name.endswith(_REST)
+    return f"rest/{file.name}" if is_rest else f"{PACKS}/{record.pack_id}/{file.name}"
 
 
 def _keep(warehouse: Warehouse, record: Replaced, staged: Path) -> None:
-    """Give what came its places: pack, facts, and last the record, which names the pack."""
-    pack, rest = staged / "packs" / record.pack_id, staged / "rest"
-    read_index(pack)
-    if warehouse.packs.find(record.pack_id) is None:
-        replace_dir(pack, warehouse.packs.path(record.pack_id))
-    for fact in sorted(p for p in (staged / "catalog").rglob("*") if p.is_file()):
-        final = warehouse.catalog_dir / fact.relative_to(staged / "catalog")
-        if not final.exists():
-            adopt_file(fact, final)
+    """Give pack and record their places and register the expert; if that fails, nothing stays."""
+    rest, added = staged / "rest", warehouse.replaced.path(record.checkpoint_id)
+    is_new = warehouse.packs.find(record.pack_id) is None
+    if is_new:
+        replace_dir(staged / PACKS / record.pack_id, warehouse.packs.path(record.pack_id))
     make_dirs(rest)
     put_record(rest, record, warehouse.roots)
-    replace_dir(rest, warehouse.replaced.path(record.checkpoint_id))
+    replace_dir(rest, added)
+    try:
+        _register(warehouse, record)
+    except BaseException:
+        remove_tree(added)
+        if is_new:
+            remove_tree(warehouse.packs.path(record.pack_id))
+        raise
+
+
+def _refuse_forged(warehouse: Warehouse, record: Replaced, pack: Pack, progress: Progress) -> None:
+    """Raise CorruptionError unless the pack is that of the contents which it names.
+
+    Its id is of these: a local expert of such contents would be merged from it.
+    """
+    base = locate_registered(warehouse, record.base).checkpoint
+    known = checkpoint_inputs(warehouse, [base], progress)
+    nbytes = sum(prod(c.shape) * itemsize(c.dtype) for c in pack.contents.values())
+    with (
+        open_source(base.root) as source,
+        progress.task(f"compare pack of {record.name}", nbytes) as advance,
+    ):
+        reader = BlockReader(source, base, None)
+        refuse_forged(
+            pack, lambda t: view_of(base.by_name[t.base_name]), lambda _: reader, known, advance
+        )
 
 
 def _refuse_other_base(

@@ -22,7 +22,7 @@ from mergepipe_pipeline.facts.packing import contents_of
 from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.replaced import RECORD, Replaced, files_of, folders_of, write_record
 from mergepipe_pipeline.packs.store import Pack
-from mergepipe_pipeline.packs.travelling import EXPERT, FACTS, PACKS, TravellingFile, to_bytes
+from mergepipe_pipeline.packs.travelling import EXPERT, PACKS, TravellingFile, to_bytes
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.remote.address import BUCKETS, Address
 from mergepipe_pipeline.remote.bucket import Bucket
@@ -59,7 +59,7 @@ def push_pack(
         warehouse.leases.hold(Need(pack_ids=frozenset([pack.pack_id])), "push"),
         _record_of(warehouse, registration, pack) as (record, rest),
     ):
-        files = [*_beside(pack.root), *_beside(rest), *_facts(warehouse, record)]
+        files = [*_beside(pack.root), *_beside(rest)]
         told = [TravellingFile(f.name, f.nbytes, f.sha256) for f in files if f.name != RECORD]
         data = to_bytes(record, told)
         claim = OutgoingFile(EXPERT, sha256_hex(data), len(data), data)
@@ -165,15 +165,6 @@ def _record_of(
 def _beside(folder: Path) -> Iterator[OutgoingFile]:
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         yield _outgoing(path, str(path.relative_to(folder)))
-
-
-def _facts(warehouse: Warehouse, record: Replaced) -> Iterator[OutgoingFile]:
-    """The files of the catalog about an expert; their seals say so wherever they are."""
-    folder, expert_id = warehouse.catalog_dir, record.checkpoint_id
-    for path in sorted(folder.rglob("*.parquet")):
-        name = path.relative_to(folder)
-        if path.name.startswith(f"{expert_id}.") or expert_id in name.parts:
-            yield _outgoing(path, f"{FACTS}/{name}")
 
 
 def _outgoing(path: Path, name: str) -> OutgoingFile:

@@ -346,5 +346,5 @@ def _refuse_other_bytes(file: MovedFile, sha256: str, where: Path) -> None:
             where=str(where / file.path),
             expected=f"sha256 {file.sha256[:16]}",
             found=f"sha256 {sha256[:16]}",
-            next_step="nothing was moved; `mergepipe verify --all` finds what is damaged",
+            next_step="nothing was put in its place; `mergepipe verify --all` finds what is damaged",
         )

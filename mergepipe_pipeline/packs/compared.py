@@ -1,0 +1,165 @@
+"""Compares a pack that came from elsewhere with what packing its expert here gives.
+
+Its exact frames give the expert's bits, which have the digests that the pack's id is made of. These
+bits are encoded again: every level must decode to the same numbers and leave the same residuals.
+Frames may have other bytes, since compressors have versions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
+import numpy as np
+
+from mergepipe_pipeline.concurrency import threads
+from mergepipe_pipeline.concurrency.workers import Workers
+from mergepipe_pipeline.digest import content_digest, segment_digests
+from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.operators.kernels.bits import Numbers
+from mergepipe_pipeline.packs.codec import (
+    APPROXIMATE,
+    BITS_OF,
+    EncodedChunk,
+    decode_bits,
+    decode_numbers,
+    encode_chunk,
+)
+from mergepipe_pipeline.packs.damage import damaged_pack
+from mergepipe_pipeline.packs.exact import Bits
+from mergepipe_pipeline.packs.frame_files import FrameFiles
+from mergepipe_pipeline.packs.frames import Frames
+from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, PackedTensor, Tier
+from mergepipe_pipeline.spec.segments import KnownSegments
+from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.tensors.stored import Readers, read_stored
+from mergepipe_pipeline.tensors.verified import Verifier, Verify
+
+#: Chunks that are compared at once.
+_CHUNKS_AT_ONCE = 16
+#: Sums of squares on another processor may be off by less.
+_ROUNDING = 1e-5
+
+
+def refuse_forged(
+    pack: Pack,
+    base_of: Callable[[PackedTensor], TensorView],
+    readers: Readers,
+    known: KnownSegments,
+    advance: Callable[[int], None],
+) -> None:
+    """Raise CorruptionError unless a pack is that of the contents which it names.
+
+    Args:
+        pack: one with the exact tiers.
+        base_of: the base's tensor that a tensor was packed against.
+        readers: of the base.
+        known: segments of the base.
+        advance: called with the expert's bytes as they are compared.
+    """
+    with FrameFiles(pack.root, "once") as files, Workers(threads.analysis()) as workers:
+        for tensor in pack.tensors.values():
+            base = base_of(tensor)
+            if (base.dtype, base.shape) != (tensor.dtype, tensor.shape):
+                _refuse(pack, tensor, f"{base.dtype} {base.shape}, as its base", "others")
+            if not 0 < tensor.unit < math.inf:
+                _refuse(pack, tensor, "a unit", str(tensor.unit))
+            check = Verifier(base, known.of_view(base)).check
+            compare = partial(_compared, pack, files, tensor, base, readers, check)
+            n_chunks, digests = tensor.nbytes.shape[1], []
+            for found in workers.map(
+                compare, range(0, n_chunks, _CHUNKS_AT_ONCE), depth=threads.analysis() + 2
+            ):
+                raw = found.data.cast("B")
+                digests.append(segment_digests(raw, CHUNK_ELEMS * itemsize(tensor.dtype)))
+                advance(len(raw))
+            if content_digest(b"".join(digests)) != tensor.digest:
+                _refuse(pack, tensor, f"content {tensor.digest[:16]}", "another")
+    _refuse_other_sums(pack)
+
+
+def _compared(
+    pack: Pack,
+    files: FrameFiles,
+    tensor: PackedTensor,
+    base: TensorView,
+    readers: Readers,
+    check: Verify,
+    first: int,
+) -> Bits:
+    """The expert's bits of some chunks, of which all levels are as they would be encoded here."""
+    stop = min(first + _CHUNKS_AT_ONCE, tensor.nbytes.shape[1])
+    start_elem, stop_elem = first * CHUNK_ELEMS, min(stop * CHUNK_ELEMS, base.numel)
+    raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
+    read_stored(readers, base, start_elem, stop_elem, memoryview(raw), check)
+    theirs = np.frombuffer(raw, BITS_OF[base.dtype])
+    mine = _bits(files.read(tensor, ("X20", "X"), first, stop), theirs)
+    encoded = [
+        encode_chunk(
+            mine[at : at + CHUNK_ELEMS],
+            theirs[at : at + CHUNK_ELEMS],
+            tensor.dtype,
+            tensor.unit,
+            tensor.threshold_bits,
+            pack.tiers,
+        )
+        for at in range(0, len(mine), CHUNK_ELEMS)
+    ]
+    residual_sq = np.stack([chunk.residual_sq for chunk in encoded], axis=1)
+    if not np.allclose(residual_sq, tensor.residual_sq[:, first:stop], rtol=_ROUNDING, atol=0):
+        _refuse(pack, tensor, "the residuals of its levels", "others")
+    x20: tuple[Tier, ...] = ("X20",)
+    large = files.read(tensor, x20, first, stop)
+    if not np.array_equal(_bits(large, theirs), _bits(_frames(encoded, x20), theirs)):
+        _refuse(pack, tensor, "the largest elements in X20", "others")
+    for n, tier in enumerate(APPROXIMATE, 1):
+        if tier in pack.tiers:
+            came = files.read(tensor, APPROXIMATE[:n], first, stop)
+            again = _frames(encoded, APPROXIMATE[:n])
+            if not np.array_equal(_numbers(came, n, mine), _numbers(again, n, mine)):
+                _refuse(pack, tensor, f"its numbers in {tier}", "others")
+    return mine
+
+
+def _frames(encoded: list[EncodedChunk], tiers: tuple[Tier, ...]) -> Frames:
+    return Frames.of({tier: [chunk.frames[tier] for chunk in encoded] for tier in tiers})
+
+
+def _bits(frames: Frames, base: Bits) -> Bits:
+    found = np.empty_like(base)
+    decode_bits(frames, base, found)
+    return found
+
+
+def _numbers(frames: Frames, n_tiers: int, like: Bits) -> Numbers:
+    found = np.empty(len(like), np.int16)
+    decode_numbers(frames, [n_tiers] * frames.nbytes.shape[1], found)
+    return found
+
+
+def _refuse_other_sums(pack: Pack) -> None:
+    """Raise CorruptionError unless what is told of runs of chunks is what these tell."""
+    if pack.index.sums is None:
+        return
+    for row, *told in pack.sizes(SUMMED_CHUNKS * CHUNK_ELEMS):
+        tensor = pack.tensors[row.content.name]
+        for mine, theirs in zip(
+            summed(tensor.nbytes, tensor.residual_sq, SUMMED_CHUNKS), told, strict=True
+        ):
+            if not np.array_equal(mine, theirs):
+                raise damaged_pack(pack.index.sums, f"the sums of {tensor.name}", "others")
+
+
+def _refuse(pack: Pack, tensor: PackedTensor, expected: str, found: str) -> NoReturn:
+    raise CorruptionError(
+        "A pack does not hold what it says",
+        where=f"{pack.root}, tensor {tensor.name}",
+        expected=expected,
+        found=found,
+        next_step="do not use it before you know who made it, and how",
+    )

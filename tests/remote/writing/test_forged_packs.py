@@ -1,0 +1,209 @@
+"""Whoever pushes a pack is not believed: of a forged one nothing stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import obstore
+import pytest
+
+from mergepipe_pipeline.digest import seal, sha256_hex
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.packs.index import frames_path, pack_id_of, write_index
+from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.packs.travelling import TravellingFile, from_bytes, to_bytes
+from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
+from mergepipe_pipeline.verbs.pull_pack import pull_packs
+from mergepipe_pipeline.verbs.push_pack import push_pack
+from mergepipe_pipeline.verbs.register import register
+from mergepipe_pipeline.warehouse import Warehouse
+from tests.packs.families import packed_family, write_family
+from tests.remote.writing.watched_s3 import WatchedS3
+
+Tensors = dict[str, PackedTensor]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Warehouse:
+    """The machine where experts e0 and e1 were packed."""
+    folder = tmp_path_factory.mktemp("here")
+    write_family(folder / "family")
+    return packed_family(folder, folder / "family")
+
+
+@pytest.fixture
+def there(here: Warehouse, tmp_path: Path) -> Warehouse:
+    """Another machine, which has the base and an expert of its own."""
+    warehouse = Warehouse.at(tmp_path / "there").ensure()
+    for name in ("base", "e1"):
+        shutil.copytree(here.root.parent / name, tmp_path / name)
+        register(warehouse, tmp_path / name, name, None if name == "base" else "base")
+    return warehouse
+
+
+class Pushed:
+    """The pack of e0 at an address, whose files may be changed."""
+
+    def __init__(self, here: Warehouse, s3: WatchedS3, bucket: str) -> None:
+        self.address = f"s3://{bucket}/x"
+        push_pack(here, "e0", self.address)
+        self._store = s3.store(bucket)
+        keys = [k for k in s3.keys(bucket) if k.endswith("/expert.json")]
+        self._folder = keys[0].removesuffix("expert.json")
+        told = from_bytes(self.read("expert.json"), "")
+        self.record, self.files = told.record, {f.name: self.read(f.name) for f in told.files}
+
+    def read(self, name: str) -> bytes:
+        return bytes(obstore.get(self._store, f"{self._folder}{name}").bytes())
+
+    def push(self, record: Replaced, files: dict[str, bytes]) -> None:
+        """Put other files there, and say that they belong to it."""
+        obstore.delete(self._store, f"{self._folder}expert.json")
+        self._folder = f"x/packs/{record.pack_id}/"
+        told = [TravellingFile(n, len(data), sha256_hex(data)) for n, data in files.items()]
+        for name, data in {**files, "expert.json": to_bytes(record, told)}.items():
+            obstore.put(self._store, f"{self._folder}{name}", data)
+
+
+@pytest.fixture
+def pushed(here: Warehouse, s3: WatchedS3, bucket: str) -> Pushed:
+    return Pushed(here, s3, bucket)
+
+
+def refused(there: Warehouse, pushed: Pushed, kind: type[MergePipeError] = CorruptionError) -> str:
+    """What is said of a pack that is not taken; nothing of it is there."""
+    before = set(there.root.rglob("*"))
+    with pytest.raises(kind) as caught:
+        pull_packs(there, pushed.address)
+    base_id = there.catalog.get("base").checkpoint.checkpoint_id  # whose digests are taken
+    added = [p for p in set(there.root.rglob("*")) - before if p.is_file()]
+    assert all(p.name.startswith(base_id) or "leases" in p.parts for p in added)
+    assert there.catalog.names() == ["base", "e1"]
+    assert (there.packs.ids(), there.replaced.ids()) == ([], [])
+    return str(caught.value)
+
+
+def packed(here: Warehouse, name: str) -> tuple[Pack, Tensors]:
+    """The pack of an expert, and its tensors with their arrays."""
+    digests = here.catalog.digests(here.catalog.get(name).checkpoint.checkpoint_id) or {}
+    (found,) = (p for p in map(here.packs.open, here.packs.ids()) if p.holds(digests))
+    return found, dict(found.tensors)
+
+
+def files_of(
+    folder: Path, tensors: Tensors, frames: dict[Tier, bytes]
+) -> tuple[str, dict[str, bytes]]:
+    """The id and the files of a pack that was put together."""
+    pack_id = pack_id_of([t.content for t in tensors.values()])
+    root = folder / "packs" / pack_id  # which seals cover
+    root.mkdir(parents=True)
+    for tier in TIERS:
+        frames_path(root, tier).write_bytes(frames[tier])
+    write_index(root, root, TIERS, list(tensors.values()))
+    return pack_id, {p.name: p.read_bytes() for p in root.iterdir()}
+
+
+def test_a_pack_that_claims_the_contents_of_another_expert_is_refused(
+    here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
+) -> None:
+    pack, mine = packed(here, "e0")
+    _, theirs = packed(here, "e1")
+    forged = {n: replace(t, digest=theirs[n].digest) for n, t in mine.items()}
+    frames = {tier: frames_path(pack.root, tier).read_bytes() for tier in TIERS}
+    pack_id, files = files_of(tmp_path / "forged", forged, frames)
+    rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
+    pushed.push(replace(pushed.record, pack_id=pack_id), {**files, **rests})
+    assert "A pack does not hold what it says" in refused(there, pushed)
+
+
+def test_lossy_levels_that_are_another_experts_are_refused(
+    here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
+) -> None:
+    (pack, mine), (other, theirs) = packed(here, "e0"), packed(here, "e1")
+    n = TIERS.index("X20")
+    forged: Tensors = {}
+    for name, t in mine.items():
+        o = theirs[name]
+        forged[name] = replace(
+            t,
+            unit=o.unit,
+            nbytes=np.concatenate([o.nbytes[:n], t.nbytes[n:]]),
+            checksums=np.concatenate([o.checksums[:n], t.checksums[n:]]),
+            start_byte=np.concatenate([o.start_byte[:n], t.start_byte[n:]]),
+        )
+    frames = {
+        tier: frames_path((other if i < n else pack).root, tier).read_bytes()
+        for i, tier in enumerate(TIERS)
+    }
+    pack_id, files = files_of(tmp_path / "forged", forged, frames)
+    assert pack_id == pushed.record.pack_id
+    rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
+    pushed.push(pushed.record, {**files, **rests})
+    assert "A pack does not hold what it says" in refused(there, pushed)
+
+
+def test_residuals_that_promise_too_much_are_refused(
+    here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
+) -> None:
+    pack, mine = packed(here, "e0")
+    forged = {n: replace(t, residual_sq=t.residual_sq / 2) for n, t in mine.items()}
+    frames = {tier: frames_path(pack.root, tier).read_bytes() for tier in TIERS}
+    _, files = files_of(tmp_path / "forged", forged, frames)
+    rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
+    pushed.push(pushed.record, {**files, **rests})
+    assert "the residuals of its levels" in refused(there, pushed)
+
+
+def test_what_is_sent_beside_a_pack_gets_no_place_in_the_catalog(
+    there: Warehouse, pushed: Pushed
+) -> None:
+    version = {"base": "base", "checkpoint_id": pushed.record.checkpoint_id, "root": "/x"}
+    extra = {
+        "facts/names/e1/00000002.json": seal({**version, "version_of": "e1/2"}),
+        "facts/anything/junk.bin": b"junk",
+    }
+    pushed.push(pushed.record, {**pushed.files, **extra})
+    before = there.catalog.get("e1").version
+    (came,) = pull_packs(there, pushed.address)
+    assert came.fresh
+    assert there.catalog.get("e1").version == before
+    assert not list(there.catalog_dir.rglob("junk.bin"))
+
+
+def _first(change: Callable[[Any], Any]) -> Callable[[Replaced], Replaced]:
+    """Change the first file of a record that has tensors."""
+
+    def changed(record: Replaced) -> Replaced:
+        at = next(i for i, f in enumerate(record.files) if f.tensors)
+        files = list(record.files)
+        files[at] = change(files[at])
+        return replace(record, files=tuple(files))
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: replace(r, name="not a name!"),
+        lambda r: replace(r, files=()),
+        lambda r: replace(r, checkpoint_id="0" * 24),
+        lambda r: replace(r, files=(*r.files, replace(r.files[0], path=f"{r.files[0].path}/x"))),
+        _first(lambda f: replace(f, tensors=(("nope", *f.tensors[0][1:]), *f.tensors[1:]))),
+        _first(lambda f: replace(f, tensors=(f.tensors[0], *f.tensors))),
+        _first(lambda f: replace(f, nbytes=f.nbytes // 2)),
+        _first(lambda f: replace(f, tensors=((f.tensors[0][0], -8, f.tensors[0][2]),))),
+    ],
+)
+def test_a_record_that_does_not_fit_to_its_pack_is_refused_and_leaves_nothing(
+    there: Warehouse, pushed: Pushed, change: Callable[[Replaced], Replaced]
+) -> None:
+    pushed.push(change(pushed.record), pushed.files)
+    assert json.dumps(refused(there, pushed, MergePipeError))
