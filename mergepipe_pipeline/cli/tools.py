@@ -166,7 +166,8 @@ def _short(value: float | None) -> str:
 
 
 def _left_out(tensors: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = sorted({t["tensor"].split(".")[-2] for t in tensors if t["kept"] == "no"})
+    parts = (t["tensor"].split(".") for t in tensors if t["kept"] == "no")
+    names = sorted({part[-2] if len(part) > 1 else part[0] for part in parts})
     return [f"changed and not kept (--save keeps them whole): {', '.join(names)}"] if names else []
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from mergepipe_pipeline.packs.replaced import (
 )
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.resolution.locate import expanded, locate_registered, registered_version
+from mergepipe_pipeline.snapshots.folder_export import staging_beside
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.atomic import (
@@ -309,19 +309,17 @@ def _remove(root: Path, target: Path) -> None:
 
 @contextmanager
 def _beside(target: Path, record: Replaced) -> Iterator[Path]:
-    """A new folder beside `target`, gone when the context ends.
+    """A new folder beside `target`, gone when the context ends; killed runs' folders go first.
 
     Nobody else may look into it: files get their permission bits after their bytes.
     """
-    staged = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
-    make_dirs(staged)
-    if record.folders:  # else nothing is known that it would get in the end
-        give_permissions(staged, 0o700)
-    try:
-        yield staged
-    finally:
-        make_removable(staged)
-        remove_tree(staged)
+    with staging_beside(target) as staged:
+        if record.folders:  # else nothing is known that it would get in the end
+            give_permissions(staged, 0o700)
+        try:
+            yield staged
+        finally:
+            make_removable(staged)
 
 
 def _finish_file(path: Path, file: MovedFile) -> None:
@@ -346,5 +344,5 @@ def _refuse_other_bytes(file: MovedFile, sha256: str, where: Path) -> None:
             where=str(where / file.path),
             expected=f"sha256 {file.sha256[:16]}",
             found=f"sha256 {sha256[:16]}",
-            next_step="nothing was put in its place; `mergepipe verify --all` finds what is damaged",
+            next_step="nothing took its place; `mergepipe verify --all` finds what is damaged",
         )

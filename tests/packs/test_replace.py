@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,3 +255,24 @@ def test_where_the_pack_of_an_expert_that_is_away_is_truncated_the_original_is_n
     assert f"copy {tmp_path / 'cold' / 'e0'} to " in told
     assert "delete" not in told
     assert "bytes -" not in told
+
+
+_KILLED = """
+import os, signal, sys
+from mergepipe_pipeline.verbs import replace
+from mergepipe_pipeline.warehouse import Warehouse
+replace.publish_dir = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+replace.unpack(Warehouse.at(sys.argv[1]), "e0")
+"""
+
+
+def test_what_a_killed_unpack_has_written_is_gone_after_the_next_one(tmp_path: Path) -> None:
+    warehouse, before = with_side_files(tmp_path)
+    (made,) = pack(warehouse, ["e0"])
+    move_to_cold(warehouse, made, tmp_path / "cold")
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(warehouse.root)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [p.name for p in tmp_path.glob(".e0*")] != []
+    unpack(warehouse, "e0")
+    assert [p.name for p in tmp_path.glob(".e0*")] == []
+    assert files_in(tmp_path / "e0") == before

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
 from mergepipe_pipeline.tools.low_rank import Wanted, factorize, squared_error, squared_norm
@@ -197,3 +199,18 @@ def test_modules_are_chosen_and_what_cannot_be_is_refused_before_anything_is_wri
     with pytest.raises(IncompatibleCheckpointsError, match="not one of this base"):
         extract_lora(home, str(small), base, out)
     assert not out.exists()
+
+
+def test_a_changed_tensor_whose_name_has_no_dot_is_named_among_those_not_kept(
+    pair: Path, tmp_path: Path
+) -> None:
+    for name, value in (("base", 1.0), ("tuned", 2.0)):
+        shutil.copytree(pair / name, tmp_path / name)
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        tensors = {**load_file(file), "logit_scale": torch.tensor(value)}
+        save_file(tensors, file, metadata={"format": "pt"})
+    words = ["extract-lora", "--model", str(tmp_path / "tuned"), "--base", str(tmp_path / "base")]
+    words += ["--rank", "2", "--out", str(tmp_path / "lora")]
+    done = CliRunner().invoke(main, ["--home", str(tmp_path / "home"), *words])
+    assert done.exit_code == 0, done.output
+    assert "logit_scale" in done.stdout
