@@ -153,7 +153,10 @@ def original_named(record: Replaced, pack: Path) -> Iterator[None]:
         yield
     except CorruptionError as error:
         if str(pack) in (error.where or ""):
-            error.next_step = record.bring_back
+            error.next_step = (
+                f"{record.bring_back}; then run `mergepipe repair` and `mergepipe pack "
+                f"{record.name}`"
+            )
         raise
 
 

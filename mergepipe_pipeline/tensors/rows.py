@@ -7,12 +7,14 @@ widened there, and must stay until that device has come so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mergepipe_pipeline.dtypes import itemsize
+from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import AdapterUpdate
@@ -29,6 +31,11 @@ Floats = npt.NDArray[np.float32]
 
 class DecodedPart(Protocol):
     """Elements [start, stop) that come from a pack: the expert's, as it stores them, or a δ̂."""
+
+    @property
+    def root(self) -> str:
+        """The folder of the pack, which is named by its id."""
+        ...
 
     @property
     def start_elem(self) -> int: ...  # noqa: D102
@@ -190,9 +197,19 @@ class ExpertRow:
 
 
 def verify_part(part: DecodedPart, out: Bytes, verify: Verify | None) -> None:
-    """Verify what a part gave, where all of it is the expert's. Raises CorruptionError."""
-    if verify and part.is_expert:
+    """Verify what a part gave, where all of it is the expert's. Raises DamagedPackError."""
+    if not verify or not part.is_expert:
+        return
+    try:
         verify(part.start_elem, part.stop_elem, out.data)
+    except CorruptionError as error:
+        raise DamagedPackError(
+            "A pack does not give its expert's bytes",
+            pack_id=Path(part.root).name,
+            where=f"{part.root}, for {error.where}",
+            expected=error.expected,
+            found=error.found,
+        ) from error
 
 
 class BaseRow:

@@ -16,7 +16,7 @@ import torch
 from mergepipe_pipeline.engine.execute import LayerResult, LayerRunner
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import to_bytes
-from mergepipe_pipeline.errors import BudgetError, CorruptionError
+from mergepipe_pipeline.errors import BudgetError, CorruptionError, DamagedPackError
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.packs import together
 from mergepipe_pipeline.packs.frame_files import Attempt
@@ -221,8 +221,9 @@ def test_what_a_pack_gives_as_the_expert_s_bits_is_compared_with_those_that_were
     lying, tensor = write_pack(tmp_path / "lying", base, other, content_of(expert))
     swapped = replace(family, packs=(lying,), tensors=(tensor,))
     plan = plan_from(swapped, "task_arithmetic", levels=[all_at("X")])
-    with pytest.raises(CorruptionError, match="not those that were analysed"):
+    with pytest.raises(DamagedPackError, match="does not give its expert's bytes") as caught:
         run(plan, tmp_path, known=family)
+    assert caught.value.pack_id == plan.packs[0].pack_id
 
 
 @pytest.mark.parametrize("operator", ["linear", "ties", "dare_linear", "della"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
+from mergepipe_pipeline.packs.index import frames_path, write_index
 from mergepipe_pipeline.resolution.recipe_text import ParsedRecipe, parse
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.verbs.merge import merge
@@ -96,9 +98,31 @@ def test_what_to_do_about_a_damaged_pack_that_stands_for_its_expert_works_as_tol
     assert str(refused.value.next_step) == (
         f"copy {cold} back to {home}, then run `mergepipe repair` and `mergepipe pack e0`"
     )
-    with pytest.raises(CorruptionError, match="copy the original back first"):
+    with pytest.raises(
+        CorruptionError, match=f"copy {cold} to {home}; then run `mergepipe repair`"
+    ):
         unpack(warehouse, "e0")
     shutil.copytree(cold, home)
     repair(warehouse)
     assert pack(warehouse, ["e0"])[0].fresh
     assert merge(warehouse, recipe()).outcome.plan.packs
+
+
+def test_a_pack_of_other_contents_than_it_names_is_set_aside_and_not_its_expert_blamed(
+    files: Path, tmp_path: Path
+) -> None:
+    warehouse, without = (packed_family(tmp_path / name, files) for name in ("a", "b"))
+    root, other = pack_of(warehouse, "e0"), pack_of(warehouse, "e1")
+    mine, theirs = (warehouse.packs.open(path.name) for path in (root, other))
+    forged = [replace(t, digest=mine.contents[n].digest) for n, t in theirs.tensors.items()]
+    for path in root.iterdir():
+        path.unlink()
+    for tier in theirs.tiers:
+        shutil.copy(frames_path(other, tier), root)
+    write_index(root, root, theirs.tiers, forged)
+    exact, told = parse(RECIPE.replace("budget: 12.5%", ""), name="m", where="m.yml"), Told()
+    found = merge(warehouse, exact, progress=told).outcome
+    wanted = merge(without, exact, no_packs=True).outcome
+    assert found.snapshot.snapshot_id == wanted.snapshot.snapshot_id
+    assert any("pack of e0 is damaged, and was set aside" in w for w in told.warnings)
+    assert not root.exists()
