@@ -33,6 +33,7 @@ from sensors.recipes import (
 from sensors.reload import build_reload_sensor, definitions_token
 from sensors.retention import retention_sensor
 from sensors.searches import build_search_sensor
+from sensors.stalled import stalled_sensor
 
 
 def build_definitions(
@@ -78,6 +79,7 @@ def build_definitions(
             build_reload_sensor(definitions_token(home)),
             retention_sensor,
             failure_sensor,
+            stalled_sensor,
             *([build_bisect_sensor(traced)] if traced else []),
             *searches.sensors,
         ],

@@ -253,12 +253,21 @@ OWNERS = Setting[tuple[str, ...]](
     _owners,
     "nobody",
 )
+STALLED = Setting[float](
+    "MERGEPIPE_STALLED_S",
+    "",
+    "seconds",
+    3600.0,
+    "A recipe that cannot be used, or waits for an input, is told of after so long.",
+    _number,
+)
 WEBHOOK = Setting[str | None](
     "MERGEPIPE_WEBHOOK",
     "",
     "URL",
     None,
-    "Gets a POST of JSON for each failed run: text, recipe, run_id, cause and next_step.",
+    "Gets a POST of JSON for each failed run and each recipe that stands still: text, recipe, "
+    "run_id, cause and next_step.",
     _url,
     "none",
 )
@@ -277,5 +286,6 @@ SETTINGS = (
     SENSOR_INTERVAL,
     KEEP_RUNS,
     OWNERS,
+    STALLED,
     WEBHOOK,
 )

@@ -6,6 +6,7 @@ were loaded earlier only say which jobs there are.
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -14,7 +15,7 @@ from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.packing import reason_to_wait_for_packs
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.deploy.recorded import last_written_s
-from mergepipe_pipeline.deploy.retry import reason_to_wait
+from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due, last_release
@@ -49,20 +50,9 @@ def request_or_reason(
     get at that moment is made as soon as it can be. A file that cannot be read stops no other
     recipe.
     """
-    owed = mergepipe.warehouse.postponed_path(file.name)
-    try:
-        found = due(mergepipe.warehouse, file)
-    except Exception as error:
-        return str(error)
+    found, owed = _due(mergepipe, file, busy, is_time=is_time), _owed(mergepipe, file)
     if isinstance(found, str):
-        owed.unlink(missing_ok=True)
         return found
-    if isinstance(found, Due) and file.name in busy:
-        found = Postponed("a run is under way")
-    if isinstance(found, Postponed):
-        if is_time:
-            owed.touch()
-        return found.reason
     waiting = reason_to_wait_for_packs(mergepipe.warehouse, file) if mergepipe.packs else None
     if waiting is not None and not is_time:  # the schedule asks once a night
         return waiting
@@ -73,14 +63,12 @@ def request_or_reason(
         "mergepipe/sequence": str(found.sequence),
         "mergepipe/inputs": found.inputs,
     }
-    attempts = failed_attempts(instance, tags)
+    failed = failed_attempts(instance, tags)
     # What the schedule asked for once and did not get is tried again by day.
-    is_owed = bool(attempts) or owed.exists()
+    is_owed = bool(failed) or owed.exists()
     if not is_time and not is_owed and file.recipe.trigger != "change":
         return f"it is to be merged, which its trigger leaves to {_WHOSE[file.recipe.trigger]}"
-    if attempts and attempts[-1].fault is Fault.LASTING:  # a file may be mended with its time kept
-        written_s = last_written_s(mergepipe.warehouse, file.members)
-        attempts = [a for a in attempts if a.ended_s >= written_s]
+    attempts = _telling(mergepipe, file, failed)
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
@@ -96,6 +84,40 @@ def request_or_reason(
             **({"dagster/priority": NIGHTLY_PRIORITY} if is_late else {}),
         },
     )
+
+
+def _due(
+    mergepipe: MergePipe, file: RecipeFile, busy: Collection[str], *, is_time: bool
+) -> Due | str:
+    """The release that is to be made, or why none is; what a schedule cannot get now is owed."""
+    owed = _owed(mergepipe, file)
+    try:
+        found = due(mergepipe.warehouse, file)
+    except Exception as error:
+        return str(error)
+    if isinstance(found, Due) and file.name in busy:
+        found = Postponed("a run is under way")
+    if isinstance(found, Postponed):
+        if is_time:
+            owed.touch()
+        return found.reason
+    if isinstance(found, str):
+        owed.unlink(missing_ok=True)
+    return found
+
+
+def _owed(mergepipe: MergePipe, file: RecipeFile) -> Path:
+    return mergepipe.warehouse.postponed_path(file.name)
+
+
+def _telling(
+    mergepipe: MergePipe, file: RecipeFile, failed: Sequence[Attempt]
+) -> Sequence[Attempt]:
+    """The failed attempts that tell what another one would give."""
+    if failed and failed[-1].fault is Fault.LASTING:  # a file may be mended with its time kept
+        written_s = last_written_s(mergepipe.warehouse, file.members)
+        return [a for a in failed if a.ended_s >= written_s]
+    return failed
 
 
 def build_recipe_sensor(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.catalog.analyses import Analyses
 from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, SIDE_FILES, TENSOR_FACTS
-from mergepipe_pipeline.catalog.seals import find_sealed, known, version, write_sealed
+from mergepipe_pipeline.catalog.seals import find_sealed, known, name_parts, version, write_sealed
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import (
     CheckpointError,
@@ -134,16 +134,21 @@ class Catalog(Analyses):
         """Folder or address of a name's current version. Raises NotFoundError."""
         return self.roots.here(str(self._current(name)[1]["root"]))
 
-    def has_content(self, name: str) -> bool:
-        """Whether the content of a name's current version is known; reads no digest.
+    def digested(self) -> frozenset[str]:
+        """The ids of checkpoints whose digests are there, damaged or not; reads none."""
+        return frozenset(name_parts(path)[0] for path in find_sealed(self._folder / DIGESTS))
 
-        False for a damaged version: another one gets past it.
+    def has_content(self, name: str, digested: Collection[str] | None = None) -> bool:
+        """Whether the content of a name's current version is known, as far as names of files tell.
+
+        `digested` is what the method of this name gives, for whoever asks of many. False for a
+        damaged version: another one gets past it.
         """
         try:
             _, value = self._current(name)
         except (NotFoundError, CorruptionError):
             return False
-        return bool(find_sealed(self._folder / DIGESTS, value["checkpoint_id"]))
+        return value["checkpoint_id"] in (self.digested() if digested is None else digested)
 
     def _current(self, name: str) -> tuple[int, dict[str, Any]]:
         current = self._chain(name).current() if NAME.fullmatch(name) else None

@@ -95,13 +95,14 @@ def scan_inbox(
     wanted = PacksWanted(warehouse) if patience.packs else None
     places = {folder.name: folder for folder in _folders(warehouse.inbox)}
     catalog = warehouse.catalog
+    digested = catalog.digested()
     for name in names_read(warehouse) - places.keys():
         place = place_of(warehouse, catalog, name) if NAME.fullmatch(name) else None
         if place is not None:
             places[name] = place
     for key, place in sorted(places.items()):
         full = most is not None and ready >= most
-        landed = _landed(warehouse, key, place, patience, under_way, full=full)
+        landed = _landed(warehouse, key, place, patience, under_way, digested, full=full)
         if landed.is_indexed and not full and wanted and landed.name not in under_way:
             known = arrival(warehouse, landed.name)
             is_due = wanted.is_due(landed.name, known, patience.retry_s)
@@ -166,6 +167,7 @@ def _landed(
     folder: Path,
     patience: Patience,
     under_way: Collection[str],
+    digested: Collection[str],
     *,
     full: bool,
 ) -> InboxEntry:
@@ -178,7 +180,7 @@ def _landed(
         token = token_at(warehouse, folder, stamps)
         known = arrival(warehouse, name)
         # What the catalog has lost is found again as it was found first.
-        if known.indexed == token and warehouse.catalog.has_content(name):
+        if known.indexed == token and warehouse.catalog.has_content(name, digested):
             return InboxEntry(name, token, None, is_indexed=True)
         if name in under_way:
             return InboxEntry(name, token, "a run indexes it")

@@ -1,4 +1,7 @@
-"""Tells people of a run that failed: in one sentence, and by a webhook where one is set."""
+"""Tells people of a run that failed, or of a recipe that stands still.
+
+In one sentence, and by a webhook where one is set.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _NEXT = {
 
 @dataclass(frozen=True, slots=True)
 class RunFailure:
-    """What failed, why, and what to do; `recipe` is "" for a run that belongs to none."""
+    """What failed, why, and what to do; `recipe` is "" for a run that belongs to none.
+
+    `run_id` is "" where nothing could be run.
+    """
 
     text: str
     recipe: str
@@ -32,11 +38,24 @@ class RunFailure:
 
 def run_failure(what: str, recipe: str, run_id: str, error: str, *, fault: Fault) -> RunFailure:
     """A failure in words. `what` failed with the text of `error`, which may name the next step."""
-    cause, _, step = error.strip().rpartition(NEXT) if NEXT in error else (error.strip(), "", "")
-    cause, step = cause.strip().rstrip("."), step.strip().rstrip(".")
+    cause, step = _cause_and_step(error)
     next_step = step or _NEXT[fault]
     text = f"{what} failed: {cause}.{NEXT}{next_step}. Run {run_id[:8]}."
     return RunFailure(text, recipe, run_id, cause, next_step)
+
+
+def stalled(recipe: str, reason: str, seconds: float) -> RunFailure:
+    """A recipe of which nothing could be made for so long, in words."""
+    cause, step = _cause_and_step(reason)
+    step = step or "mend the recipe or bring the input; then it goes on by itself"
+    text = f"Recipe {recipe} stands still for {seconds / 60:.0f} min: {cause}.{NEXT}{step}."
+    return RunFailure(text, recipe, "", cause, step)
+
+
+def _cause_and_step(error: str) -> tuple[str, str]:
+    """The parts of an error's text, which may name the next step."""
+    cause, _, step = error.strip().rpartition(NEXT) if NEXT in error else (error.strip(), "", "")
+    return cause.strip().rstrip("."), step.strip().rstrip(".")
 
 
 def post(url: str, failure: RunFailure) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors import stalled
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
+from tests.dagster_layer.test_failure_sensor import webhook
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore::Warning")]
 CURRENT = "n: the release is current"
@@ -177,3 +180,25 @@ def test_what_a_schedule_could_not_get_in_its_minute_is_made_as_soon_as_it_can_b
     drop("expert_00", "expert_01")
     assert jobs(ticker.tick()) == ["expert_00"]
     assert any("leaves to its schedule" in r for r in ticker.reasons())
+
+
+def test_a_recipe_that_stands_still_for_long_is_told_once_until_it_goes_on(
+    home: Warehouse, released: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MERGEPIPE_STALLED_S", "0.01")
+    path, good, cursor = home.recipe_path("n"), home.recipe_path("n").read_text(), None
+    with webhook() as (url, posted):
+        monkeypatch.setattr(stalled, "_URL", url)
+        for text in ("models: [", "models: [", "models: [", good, "merge_method: t", "models: ["):
+            path.write_text(text)
+            with dg.build_sensor_context(
+                cursor=cursor, resources={"mergepipe": MergePipe(home=str(home.root))}
+            ) as context:
+                found = stalled.stalled_sensor(context)
+            assert isinstance(found, dg.SensorResult)
+            cursor = found.cursor
+            time.sleep(0.02)
+    assert [p["recipe"] for p in posted] == ["n", "n"]
+    assert "stands still" in posted[0]["text"]
+    assert posted[0]["cause"]
+    assert posted[0]["next_step"]
