@@ -10,6 +10,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from dagster import DagsterRunStatus as Status
 
 from mergepipe_pipeline.catalog.formats import DIGESTS
 from mergepipe_pipeline.definitions import build_definitions
@@ -22,6 +23,7 @@ from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import stalled
 from tests.dagster_layer.conftest import Drop
+from tests.dagster_layer.daemon import running_daemon
 from tests.dagster_layer.test_experts import jobs, sum_of
 from tests.dagster_layer.test_failure_sensor import webhook
 
@@ -202,3 +204,38 @@ def test_a_recipe_that_stands_still_for_long_is_told_once_until_it_goes_on(
     assert "stands still" in posted[0]["text"]
     assert posted[0]["cause"]
     assert posted[0]["next_step"]
+
+
+def test_a_daemon_finds_lost_facts_again_and_tells_of_a_broken_recipe_and_of_an_outage(
+    home: Warehouse, drop: Drop
+) -> None:
+    for name in ("base", "expert_00"):
+        drop(name)
+    with running_daemon(home, MERGEPIPE_STALLED_S="1", MERGEPIPE_SENSOR_INTERVAL_S="2") as daemon:
+        daemon.wait_for("both indexes", lambda: daemon.indexed() == {"base", "expert_00"})
+        home.recipe_path("n").write_text(sum_of("base", "expert_00"))
+        daemon.wait_for("the release", lambda: last_release(home, "n"))
+        flip_digests(home)
+        daemon.wait_for(
+            "another index", lambda: len(daemon.runs("index_experts", Status.SUCCESS)) == 3
+        )
+        daemon.wait_for(
+            "the release to be current", lambda: daemon.skips("recipe_sensor", 1) == [CURRENT]
+        )
+        home.recipe_path("n").write_text("models: [")
+        daemon.wait_for(
+            "the recipe to stand still",
+            lambda: any("still: n" in s for s in daemon.skips("stalled_sensor")),
+        )
+        aside = home.root.with_name("aside")
+        aside.mkdir()
+        for path in (p for p in home.root.iterdir() if p.name != "dagster"):
+            path.rename(aside / path.name)
+        daemon.wait_for("the outage", lambda: "is empty, though Dagster" in daemon.log.read_text())
+        for path in aside.iterdir():
+            shutil.rmtree(home.root / path.name, ignore_errors=True)
+            path.rename(home.root / path.name)
+        daemon.wait_for(
+            "the experts", lambda: any("2 experts, 0" in s for s in daemon.skips("inbox_sensor", 1))
+        )
+    assert len(daemon.runs("merge_n")) == 1
