@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.tensor_digests import content_of
+from mergepipe_pipeline.deploy.arrivals import place_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.recipe.yaml_text import read_documents
@@ -28,9 +29,13 @@ def wanted(warehouse: Warehouse, file: RecipeFile) -> str | None:
 
 def not_indexed(warehouse: Warehouse, file: RecipeFile) -> str:
     """Which inputs of a recipe have contents that are not known."""
-    names = [m for m in file.members if not warehouse.catalog.has_content(m)]
+    catalog = warehouse.catalog
+    names = [m for m in file.members if not catalog.has_content(m)]
     which = f"{', '.join(names)} {'are' if names[1:] else 'is'}" if names else "an input is"
-    return f"{which} not indexed yet"
+    far = [m for m in names if place_of(warehouse, catalog, m) is None]
+    # What is away or at an address is not watched.
+    how = f"; `mergepipe analyze {' '.join(far)}` does it" if far else ""
+    return f"{which} not indexed yet{how}"
 
 
 def wanted_of(catalog: Catalog, file: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:

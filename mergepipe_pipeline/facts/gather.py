@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mergepipe_pipeline.concurrency.prefetch import prefetch
+from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified, histograms
 from mergepipe_pipeline.facts.expert_stats import Pair, ensure_stats
 from mergepipe_pipeline.facts.group import measured_facts
@@ -100,11 +101,14 @@ def gather(
     models = _with_tokens(warehouse, resolved)
     (progress or Silent()).warn(*_register(warehouse, recipe, models, unnamed or {}))
     merged = [t for t in recipe.tensors if is_merged(t, models)]
-    packs = _packs(warehouse, resolved, models, merged, for_parts=for_parts)
+    given = warehouse, resolved, models, merged
+    before = _learnt(*given, progress)
+    packs = _packs(*given, for_parts=for_parts)
     # Blocks are chosen by sketches, levels without.
     with_blocks = with_blocks or for_parts or packs is None
     without = _unneeded(recipe, with_levels=packs is not None, with_blocks=with_blocks)
-    stats, read = _stats(warehouse, resolved, models, merged, without, progress)
+    stats, read = _stats(*given, without, progress)
+    read = tuple(dict.fromkeys((*before, *read)))
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     chosen = choose_operators(recipe, merged, measured)
     in_full = recipe.budget == Budget() and not for_parts
@@ -122,6 +126,28 @@ def gather(
     profile = load_profile(warehouse.profile_path)
     seek_nbytes = max(profile.seek_nbytes if profile else 0, _request_nbytes(models))
     return PlanInputs(resolved, tuple(models), stats, facts, read, seek_nbytes, packs)
+
+
+def _learnt(
+    warehouse: Warehouse,
+    resolved: ResolvedRecipe,
+    models: Sequence[Model],
+    merged: Sequence[TensorRecipe],
+    progress: Progress | None,
+) -> tuple[str, ...]:
+    """See to it that the contents of all models are known; the names of those analysed for it.
+
+    Packs are found by contents, and a plan does not depend on whether these were known before.
+    """
+    models_of_packs = (*models, *resolved.originals)
+    checkpoints = {c.checkpoint_id: c for m in models_of_packs for c in m.checkpoints}
+    if all(warehouse.catalog.digests(number) is not None for number in checkpoints):
+        return ()
+    everything = ("sketch", "sample", "hist")
+    _, read = _stats(warehouse, resolved, models, merged, everything, progress)
+    for checkpoint in checkpoints.values():  # what an analysis reads is not read again
+        ensure_digests(warehouse, checkpoint, progress)
+    return read
 
 
 def _request_nbytes(models: Sequence[Model]) -> int:

@@ -50,7 +50,8 @@ def run_search(
             where=f"{search.name}, {state.told}",
             expected=f"fewer than {search.file.failures} failures one after the other",
             found=state.ended,
-            next_step="mend the evaluator or the space, then run it again: it goes on",
+            next_step="if what failed was around the evaluator, run it again: it goes on; with "
+            "another evaluator or space it is another search, of another name",
         )
     return state
 

@@ -68,7 +68,7 @@ def _ended(search: Search, ledger: Ledger, results: dict[int, Result], *, is_all
     if len(in_a_row) >= search.file.failures:
         return (
             f"the last {len(in_a_row)} evaluations failed, the last one so: {in_a_row[0].failure}; "
-            f"mend it, and remove their files in {ledger.folder / 'results'} to have them again"
+            f"remove their files in {ledger.folder / 'results'} to have them again"
         )
     return f"all {len(results)} evaluations are done" if is_all else ""
 

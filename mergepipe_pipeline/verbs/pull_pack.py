@@ -46,6 +46,7 @@ from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, replace_di
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
+from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.warehouse import Warehouse
 
 _REST, _FRAMES = ".rest", ".frames"
@@ -78,7 +79,12 @@ def pull_packs(
     """
     progress = progress or Silent()
     folder = folder_at(parse_address(source))
-    found = {t.record.name: (place, t) for place, t in _travelling(folder, source)}
+    found: dict[str, tuple[str, Travelling]] = {}
+    for place, travelling in _travelling(folder, source):
+        name = travelling.record.name
+        if name in found and (name in names or not names):
+            raise _several(source, name, found[name][0], place)
+        found[name] = place, travelling
     if missing := [name for name in names if name not in found] or not found:
         raise NotFoundError(
             "There is no such pack at the address",
@@ -91,6 +97,16 @@ def pull_packs(
     return tuple(
         _pulled(warehouse, folder, place, t, source, base or t.record.base, progress)
         for place, t in chosen
+    )
+
+
+def _several(source: str, name: str, *places: str) -> MergePipeError:
+    return MergePipeError(
+        "Two packs of an expert are at the address, and nothing says which is the newer one",
+        where=f"{name}, {source}",
+        expected="one",
+        found=" and ".join(places),
+        next_step="remove the folder of the one that nobody wants there",
     )
 
 
@@ -131,6 +147,8 @@ def _pulled(
         refuse_odd(record, pack)
         _refuse_forged(warehouse, record, pack, progress)
         _keep(warehouse, record, staged)
+    # Standing recipes wait for what is known of an expert, and nothing indexes one that is away.
+    analyze(warehouse, [record.name], base=record.base, progress=progress)
     return replace(done, fresh=True)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
 from mergepipe_pipeline.digest import sha256_hex
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.packing import contents_of
@@ -99,12 +99,29 @@ def packed_experts(warehouse: Warehouse, what: str, progress: Progress) -> list[
             continue
         try:
             registration = locate_registered(warehouse, source.name)
+            _refuse_other_version(warehouse, registration, source.checkpoint_id)
             if registration.checkpoint.kind == "full":  # of adapters and deltas there are no packs
                 _exact_pack(warehouse, registration, progress)
                 found.append(source.name)
         except MergePipeError as error:
             progress.warn(f"the pack of an expert is not sent: {error}")
     return found
+
+
+def _refuse_other_version(
+    warehouse: Warehouse, registration: Registration, checkpoint_id: str
+) -> None:
+    """Raise NotFoundError if what has a name now has other contents than what was merged."""
+    now = registration.checkpoint.checkpoint_id
+    known = (warehouse.catalog.digests(number) for number in (now, checkpoint_id))
+    if now != checkpoint_id and len({tuple((d or {}).items()) for d in known}) > 1:
+        raise NotFoundError(
+            "What has the name of an expert now is not what was merged",
+            where=registration.name,
+            expected=f"checkpoint {checkpoint_id[:16]}",
+            found=f"checkpoint {now[:16]}, version {registration.version}",
+            next_step="register what was merged once more, under this name or in another warehouse",
+        )
 
 
 def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Progress) -> Pack:

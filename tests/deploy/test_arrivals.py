@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,9 +252,11 @@ def test_a_scan_of_a_thousand_indexed_experts_opens_none_and_takes_less_than_0_3
     first = write_full(home.inbox / "e0")
     index_arrival(home, "e0")
     record = home.arrival_path("e0").read_bytes()
+    checkpoint = home.catalog.get("e0").checkpoint
     for i in range(1, 1000):
         folder = home.inbox / f"e{i}"
         folder.mkdir()
+        home.catalog.register(replace(checkpoint, name=f"e{i}", root=str(folder)), None)
         for file in first.iterdir():
             os.link(file, folder / file.name)
         home.arrival_path(f"e{i}").write_bytes(record)

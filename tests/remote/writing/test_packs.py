@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from huggingface_hub import HfApi
 
 from mergepipe_pipeline.cli.main import main
+from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import unpack
 from mergepipe_pipeline.verbs.verify_all import verify_all
@@ -129,3 +130,45 @@ def test_another_base_and_a_flipped_byte_are_refused_and_leave_nothing(
     assert missing["error"]["expected"] == "e0"
     unpacked = _run(here, "push", "--pack", "base", to, exit_code=10)
     assert "mergepipe pack base" in unpacked["error"]["next_step"]
+
+
+def test_the_first_merge_of_a_pulled_expert_is_planned_as_the_second(
+    here: Warehouse, there: Warehouse, s3: WatchedS3, bucket: str
+) -> None:
+    to, text = f"s3://{bucket}/experts", text_of("ties").replace(": base", ": foundation")
+    for name in ("e0", "e1"):
+        _run(here, "push", "--pack", name, to)
+    _run(there, "pull-pack", to, "--base", "foundation")
+    assert all(there.catalog.has_content(name) for name in ("e0", "e1"))
+    first = merged(there, text, budget="20%")
+    for folder in ("digests", "block_stats", "segments", "tensor_facts"):
+        shutil.rmtree(there.catalog_dir / folder, ignore_errors=True)
+    again = merged(there, text, budget="20%")
+    assert first.plan.estimates.strategy == again.plan.estimates.strategy == "packs"
+    assert ids_of(again) == ids_of(first)
+
+
+def test_packs_of_another_version_than_was_merged_are_not_sent_with_a_model(
+    family: Path, tmp_path: Path, s3: WatchedS3, bucket: str
+) -> None:
+    warehouse = packed_family(tmp_path, family)
+    done = merged(warehouse, text_of("ties"))
+    shutil.copytree(family / "e1", tmp_path / "newer")
+    register(warehouse, tmp_path / "newer", "e0", "base")
+    pack(warehouse, ["e0"])
+    sent = _run(warehouse, "push", done.snapshot.snapshot_id, f"s3://{bucket}/m", "--packs")
+    assert len(sent["packs"]) == 1
+
+
+def test_two_versions_of_an_expert_at_an_address_are_refused_by_the_names_of_their_folders(
+    family: Path, there: Warehouse, tmp_path: Path, s3: WatchedS3, bucket: str
+) -> None:
+    warehouse, to = packed_family(tmp_path, family), f"s3://{bucket}/experts"
+    _run(warehouse, "push", "--pack", "e0", to)
+    shutil.copytree(family / "e1", tmp_path / "newer")
+    register(warehouse, tmp_path / "newer", "e0", "base")
+    pack(warehouse, ["e0"])
+    _run(warehouse, "push", "--pack", "e0", to)
+    found = _run(there, "pull-pack", to, "--base", "foundation", exit_code=10)
+    assert found["error"]["found"].count("packs/") == 2
+    assert there.packs.ids() == []
