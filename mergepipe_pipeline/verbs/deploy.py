@@ -98,9 +98,7 @@ def due(warehouse: Warehouse, file: RecipeFile) -> Due | Postponed | str:
     that is not there: it could not measure what is merged.
     """
     waiting = reason_to_wait_for(warehouse, file.members)
-    if waiting is None:
-        waiting = reason_to_wait_for_joining(warehouse, file)
-    if waiting is not None:
+    if waiting := waiting or reason_to_wait_for_joining(warehouse, file):
         return Postponed(waiting)
     state = wanted(warehouse, file)
     if state is None:
@@ -117,13 +115,13 @@ def due(warehouse: Warehouse, file: RecipeFile) -> Due | Postponed | str:
 
 
 def _is_there(warehouse: Warehouse, file: RecipeFile, release: Release) -> bool:
-    """Whether a release has its snapshot, and its ref a version: a person may have rolled back, but
-    no other recipe may have taken its place.
+    """Whether a release has its snapshot and its ref a version, not of another recipe.
+
+    A person may have rolled back.
     """
     refs, ref = warehouse.refs, file.recipe.ref
-    if not (warehouse.snapshots / release.snapshot_id / MANIFEST).is_file():
-        return False
-    return ref in refs.names() and not released_by_another(refs, ref, file.name)
+    is_named = ref in refs.names() and not released_by_another(refs, ref, file.name)
+    return is_named and (warehouse.snapshots / release.snapshot_id / MANIFEST).is_file()
 
 
 def conflicts_of_recipe(warehouse: Warehouse, file: RecipeFile) -> ConflictReports:
@@ -348,9 +346,7 @@ def last_release(warehouse: Warehouse, recipe: str) -> Release | None:
     """What the recipe released last, or None; a damaged record is said and counts as none."""
     path = warehouse.release_path(recipe)
     try:
-        return Release(**unseal(path.read_bytes(), str(path)))
-    except FileNotFoundError:
-        return None
+        return Release(**unseal(path.read_bytes(), str(path))) if path.exists() else None
     except (CorruptionError, TypeError) as error:
         _LOG.warning("%s", error)
         return None
