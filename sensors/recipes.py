@@ -65,14 +65,13 @@ def request_or_reason(
     }
     failed = failed_attempts(instance, tags)
     # What the schedule asked for once and did not get is tried again by day.
-    is_owed = bool(failed) or owed.exists()
+    is_owed = bool(failed) or (file.recipe.trigger == "nightly" and owed.exists())
     if not is_time and not is_owed and file.recipe.trigger != "change":
         return f"it is to be merged, which its trigger leaves to {_WHOSE[file.recipe.trigger]}"
     attempts = _telling(mergepipe, file, failed)
     waiting = reason_to_wait(attempts, time.time(), mergepipe.retry_s)
     if waiting is not None:
         return waiting
-    owed.unlink(missing_ok=True)
     attempt = str(count_runs(instance, tags) + 1)
     is_late = is_time or file.recipe.trigger == "nightly"
     return dg.RunRequest(
@@ -89,11 +88,16 @@ def request_or_reason(
 def _due(
     mergepipe: MergePipe, file: RecipeFile, busy: Collection[str], *, is_time: bool
 ) -> Due | str:
-    """The release that is to be made, or why none is; what a schedule cannot get now is owed."""
+    """The release that is to be made, or why none is.
+
+    What a schedule cannot get now is owed, until there is nothing to be made.
+    """
     owed = _owed(mergepipe, file)
     try:
         found = due(mergepipe.warehouse, file)
     except Exception as error:
+        if is_time:
+            owed.touch()
         return str(error)
     if isinstance(found, Due) and file.name in busy:
         found = Postponed("a run is under way")

@@ -15,6 +15,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
 
 _URL = WEBHOOK.value()
+#: Recipes that one tick tells of: a webhook may take its time, and a tick has a minute.
+_MOST_TOLD = 3
 
 
 @dg.sensor(
@@ -32,12 +34,14 @@ def stalled_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
     """Tells of each recipe that stands still, once until it goes on; the cursor says since when."""
     before, now_s = json.loads(context.cursor or "{}"), time.time()
     after: dict[str, tuple[float, bool]] = {}
+    told = 0
     for file in recipe_files(mergepipe.warehouse):
         why = reason_to_stand(mergepipe.warehouse, file)
         if why is None:
             continue
         since_s, is_told = before.get(file.name, (now_s, False))
-        if not is_told and now_s - since_s >= STALLED.value():
+        if not is_told and told < _MOST_TOLD and now_s - since_s >= STALLED.value():
+            told += 1
             failure = stalled(file.name, in_one_line(why), now_s - since_s)
             context.log.error(failure.text)
             if problem := post(_URL, failure) if _URL else None:

@@ -151,10 +151,14 @@ def release_reason(recipe: str) -> str:
     return f"{_RELEASED}{recipe}"
 
 
-def released_by_another(refs: RefStore, ref: str, recipe: str) -> bool:
-    """Whether another recipe gave a ref the version that it has. Raises NotFoundError."""
-    reason = refs.current(ref).reason
-    return reason.startswith(_RELEASED) and reason != release_reason(recipe)
+def released_by_another(refs: RefStore, ref: str, recipe: str, snapshot_id: str) -> bool:
+    """Whether another recipe took a ref away from a recipe's snapshot. Raises NotFoundError."""
+    try:
+        current = refs.current(ref)
+    except CorruptionError:  # `verify` and who uses the ref say so
+        return False
+    is_another = current.reason.startswith(_RELEASED) and current.reason != release_reason(recipe)
+    return is_another and current.snapshot_id != snapshot_id
 
 
 def _with_own_refs(warehouse: Warehouse, files: Sequence[RecipeFile]) -> Iterator[RecipeFile]:

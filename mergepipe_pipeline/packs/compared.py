@@ -32,9 +32,9 @@ from mergepipe_pipeline.packs.damage import damaged_pack
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames
-from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.packs.store import TIER_SETS, Pack
 from mergepipe_pipeline.packs.sums import SUMMED_CHUNKS, summed
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, PackedTensor, Tier
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, Tier
 from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.stored import Readers, read_stored
@@ -62,6 +62,8 @@ def refuse_forged(
         known: segments of the base.
         advance: called with the expert's bytes as they are compared.
     """
+    if pack.tiers not in TIER_SETS or not {"X20", "X"} <= set(pack.tiers):
+        raise damaged_pack(pack.root, "X20, X and lossy tiers from L0 on", ", ".join(pack.tiers))
     with FrameFiles(pack.root, "once") as files, Workers(threads.analysis()) as workers:
         for tensor in pack.tensors.values():
             base = base_of(tensor)
@@ -69,6 +71,8 @@ def refuse_forged(
                 _refuse(pack, tensor, f"{base.dtype} {base.shape}, as its base", "others")
             if not 0 < tensor.unit < math.inf:
                 _refuse(pack, tensor, "a unit", str(tensor.unit))
+            if tensor.nbytes[[tier not in pack.tiers for tier in TIERS]].any():
+                _refuse(pack, tensor, f"frames of {', '.join(pack.tiers)}", "others")
             check = Verifier(base, known.of_view(base)).check
             compare = partial(_compared, pack, files, tensor, base, readers, check)
             n_chunks, digests = tensor.nbytes.shape[1], []
@@ -111,6 +115,7 @@ def _compared(
         for at in range(0, len(mine), CHUNK_ELEMS)
     ]
     residual_sq = np.stack([chunk.residual_sq for chunk in encoded], axis=1)
+    residual_sq[[tier not in pack.tiers for tier in TIERS]] = np.inf  # levels that are not there
     if not np.allclose(residual_sq, tensor.residual_sq[:, first:stop], rtol=_ROUNDING, atol=0):
         _refuse(pack, tensor, "the residuals of its levels", "others")
     x20: tuple[Tier, ...] = ("X20",)

@@ -18,6 +18,7 @@ from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.replaced import Replaced, record_of
 from mergepipe_pipeline.packs.store import Pack
+from mergepipe_pipeline.spec.pack import PACKED_DTYPES
 
 #: The folder at an address that has packs, and the file in each that tells of it.
 PACKS = "packs"
@@ -112,13 +113,15 @@ def _problems(record: Replaced, pack: Pack) -> Iterator[str]:
         yield f"the name {record.name!r}, which is to be {NAME_FORM}"
     if not record.files:
         yield "no file"
-    folders = {f.path for f in record.folders}
-    paths: set[str] = set()
-    for file in record.files:
-        parents = {str(parent) for parent in PurePosixPath(file.path).parents}
-        if file.path in paths | folders or parents & paths:
+    for packed in pack.contents.values():
+        if packed.dtype not in PACKED_DTYPES:
+            yield f"a tensor of {packed.dtype}, of which there are no levels"
+    folders = {PurePosixPath(f.path) for f in record.folders}
+    paths = [PurePosixPath(f.path) for f in record.files]
+    inside = {parent for path in paths for parent in path.parents} | folders
+    for file, path in zip(record.files, paths, strict=True):
+        if path in inside or paths.count(path) > 1:
             yield f"the file {file.path!r}, where another one or a folder is"
-        paths.add(file.path)
         at = 0
         for name, start, nbytes in file.tensors:
             content = pack.contents.get(name)

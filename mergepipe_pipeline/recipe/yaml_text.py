@@ -176,6 +176,7 @@ class _Reader:
         for key_node, value_node in node.value:
             key = key_node.value
             here = (*path, key)
+            self._n_nodes += level > 0  # taken over or not, it is looked at
             if key_node.tag == _MERGE and not given:
                 given = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
             elif key_node.tag == _MERGE:

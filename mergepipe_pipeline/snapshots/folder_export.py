@@ -26,6 +26,7 @@ from mergepipe_pipeline.storage.atomic import copy_file, publish_dir, remove_tre
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
 from mergepipe_pipeline.storage.open_checkpoint import INDEX
+from mergepipe_pipeline.storage.permissions import make_removable
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ def staging_beside(out: Path) -> Iterator[Path]:
             for old in out.parent.glob(f"{staging_name(Path(escape(out.name)), '?' * 8)}/"):
                 with probed(old) as held:
                     if held is False:
+                        make_removable(old)
                         remove_tree(old)
             staged.mkdir()
             ours.enter_context(locked_there(staged))

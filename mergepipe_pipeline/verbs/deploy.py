@@ -120,8 +120,9 @@ def _is_there(warehouse: Warehouse, file: RecipeFile, release: Release) -> bool:
     A person may have rolled back.
     """
     refs, ref = warehouse.refs, file.recipe.ref
-    is_named = ref in refs.names() and not released_by_another(refs, ref, file.name)
-    return is_named and (warehouse.snapshots / release.snapshot_id / MANIFEST).is_file()
+    snapshot_id = release.snapshot_id
+    is_named = ref in refs.names() and not released_by_another(refs, ref, file.name, snapshot_id)
+    return is_named and (warehouse.snapshots / snapshot_id / MANIFEST).is_file()
 
 
 def conflicts_of_recipe(warehouse: Warehouse, file: RecipeFile) -> ConflictReports:

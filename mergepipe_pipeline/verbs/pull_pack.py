@@ -132,7 +132,17 @@ def _pulled(
     record = _record_here(warehouse, travelling.record, base_name, source)
     known = warehouse.replaced.find(record.checkpoint_id)
     done = PulledPack(record.name, record.base, record.pack_id, travelling.nbytes, fresh=False)
+    if known is not None and known.name != record.name:
+        raise MergePipeError(
+            "The expert that is to come is here under another name",
+            where=f"{record.name}, {source}",
+            expected="an expert that is not here",
+            found=known.name,
+            next_step=f"merge {known.name}",
+        )
     if record.name in warehouse.catalog and known is not None:
+        if not warehouse.catalog.has_content(record.name):  # the one before was interrupted
+            analyze(warehouse, [record.name], base=record.base, progress=progress)
         return replace(done, nbytes=0)
     need = Need(pack_ids=frozenset([record.pack_id]))
     with warehouse.leases.hold(need, "pull"), staging(warehouse, "pull") as staged:

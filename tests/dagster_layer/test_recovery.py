@@ -109,6 +109,15 @@ def test_a_ref_that_another_recipe_took_meanwhile_is_released_again(
     assert jobs(ticker.tick()) == []
 
 
+def test_a_recipe_of_another_name_that_gives_what_its_ref_has_is_released_once(
+    home: Warehouse, ticker: Ticker, released: str
+) -> None:
+    home.recipe_path("m").write_text(f"{home.recipe_path('n').read_text()}ref: n\n")
+    home.recipe_path("n").unlink()
+    assert [jobs(ticker.tick()) for _ in range(3)] == [["merge_m"], [], []]
+    assert history(home, "n")[-1].snapshot_id == released
+
+
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]"])
 def test_a_damaged_record_of_a_release_is_made_once_more(
     home: Warehouse, ticker: Ticker, released: str, data: bytes
@@ -179,10 +188,14 @@ def test_what_a_schedule_could_not_get_in_its_minute_is_made_as_soon_as_it_can_b
     assert isinstance(skipped, dg.SkipReason)
     assert "expert_00 waits for its index" in str(skipped.skip_message)
     assert jobs(ticker.tick()) == ["expert_00", "merge_n"]
+    assert any(CURRENT in r for r in ticker.reasons())
     shutil.rmtree(home.inbox / "expert_00")
     drop("expert_00", "expert_01")
     assert jobs(ticker.tick()) == ["expert_00"]
     assert any("leaves to its schedule" in r for r in ticker.reasons())
+    home.postponed_path("n").touch()
+    home.recipe_path("n").write_text(sum_of("base", "expert_00") + "trigger: manual\n")
+    assert jobs(ticker.tick()) == []
 
 
 def test_a_recipe_that_stands_still_for_long_is_told_once_until_it_goes_on(

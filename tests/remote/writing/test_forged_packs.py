@@ -20,6 +20,7 @@ from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.travelling import TravellingFile, from_bytes, to_bytes
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
+from mergepipe_pipeline.verbs.pack import pack as make_pack
 from mergepipe_pipeline.verbs.pull_pack import pull_packs
 from mergepipe_pipeline.verbs.push_pack import push_pack
 from mergepipe_pipeline.verbs.register import register
@@ -207,3 +208,49 @@ def test_a_record_that_does_not_fit_to_its_pack_is_refused_and_leaves_nothing(
 ) -> None:
     pushed.push(change(pushed.record), pushed.files)
     assert json.dumps(refused(there, pushed, MergePipeError))
+
+
+def test_levels_without_their_tiers_are_refused_where_they_claim_to_be_good(
+    here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
+) -> None:
+    pack, mine = packed(here, "e0")
+    n, exact = TIERS.index("X20"), TIERS[TIERS.index("X20") :]
+    forged = {}
+    for name, t in mine.items():
+        nbytes, start = t.nbytes.copy(), t.start_byte.copy()
+        nbytes[:n], start[:n] = 0, 0
+        forged[name] = replace(t, nbytes=nbytes, start_byte=start)
+    pack_id = pack_id_of([t.content for t in forged.values()], exact)
+    root = tmp_path / "forged" / "packs" / pack_id
+    root.mkdir(parents=True)
+    for tier in exact:
+        shutil.copy(frames_path(pack.root, tier), root)
+    write_index(root, root, exact, list(forged.values()))
+    files = {p.name: p.read_bytes() for p in root.iterdir()}
+    rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
+    pushed.push(replace(pushed.record, pack_id=pack_id), {**files, **rests})
+    assert "the residuals of its levels" in refused(there, pushed)
+
+
+def test_a_pack_of_exact_tiers_alone_is_taken(
+    there: Warehouse, tmp_path: Path, s3: WatchedS3, bucket: str
+) -> None:
+    write_family(tmp_path / "family")
+    other = Warehouse.at(tmp_path / "other").ensure()
+    for name in ("base", "e0"):
+        register(other, tmp_path / "family" / name, name, None if name == "base" else "base")
+    make_pack(other, ["e0"], tiers=("X20", "X"))
+    push_pack(other, "e0", f"s3://{bucket}/y")
+    assert pull_packs(there, f"s3://{bucket}/y")[0].fresh
+
+
+def test_an_expert_that_is_away_here_is_not_taken_over_by_another_name(
+    here: Warehouse, there: Warehouse, pushed: Pushed
+) -> None:
+    pull_packs(there, pushed.address)
+    record = there.replaced.find(pushed.record.checkpoint_id)
+    pushed.push(replace(pushed.record, name="beta"), pushed.files)
+    with pytest.raises(MergePipeError, match="is here under another name"):
+        pull_packs(there, pushed.address)
+    assert there.replaced.find(pushed.record.checkpoint_id) == record
+    assert there.catalog.names() == ["base", "e0", "e1"]
