@@ -77,7 +77,8 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if "durable_writes" in request.fixturenames or not _HAS_MEMORY:
         yield tmp_path
         return
-    with TemporaryDirectory(dir=_MEMORY, prefix=f"{tmp_path.name}-") as folder:
+    # Drawn names may begin or end with an underscore, which Markdown takes for a mark there.
+    with TemporaryDirectory("x", f"{tmp_path.name}-x", _MEMORY) as folder:
         yield Path(folder)
 
 
