@@ -102,7 +102,7 @@ def gather(
     (progress or Silent()).warn(*_register(warehouse, recipe, models, unnamed or {}))
     merged = [t for t in recipe.tensors if is_merged(t, models)]
     given = warehouse, resolved, models, merged
-    before = _learnt(*given, progress)
+    before = _learn_contents(*given, progress)
     packs = _packs(*given, for_parts=for_parts)
     # Blocks are chosen by sketches, levels without.
     with_blocks = with_blocks or for_parts or packs is None
@@ -128,7 +128,7 @@ def gather(
     return PlanInputs(resolved, tuple(models), stats, facts, read, seek_nbytes, packs)
 
 
-def _learnt(
+def _learn_contents(
     warehouse: Warehouse,
     resolved: ResolvedRecipe,
     models: Sequence[Model],

@@ -8,7 +8,7 @@ Frames may have other bytes, since compressors have versions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -59,7 +59,7 @@ def refuse_forged(
         pack: one with the exact tiers.
         base_of: the base's tensor that a tensor was packed against.
         readers: of the base.
-        known: segments of the base.
+        known: segments of the base, which what is read of it is compared with.
         advance: called with the expert's bytes as they are compared.
     """
     if pack.tiers not in TIER_SETS or not {"X20", "X"} <= set(pack.tiers):
@@ -96,12 +96,15 @@ def _compared(
     check: Verify,
     first: int,
 ) -> Bits:
-    """The expert's bits of some chunks, of which all levels are as they would be encoded here."""
+    """The expert's bits [n] of chunks from `first` on, whose levels are all as encoded here.
+
+    They are unsigned numbers of the dtype's width. Raises CorruptionError.
+    """
     stop = min(first + _CHUNKS_AT_ONCE, tensor.nbytes.shape[1])
     start_elem, stop_elem = first * CHUNK_ELEMS, min(stop * CHUNK_ELEMS, base.numel)
     raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
     read_stored(readers, base, start_elem, stop_elem, memoryview(raw), check)
-    theirs = np.frombuffer(raw, BITS_OF[base.dtype])
+    theirs = np.frombuffer(raw, BITS_OF[base.dtype])  # [n], as `mine`
     mine = _bits(files.read(tensor, ("X20", "X"), first, stop), theirs)
     encoded = [
         encode_chunk(
@@ -114,10 +117,11 @@ def _compared(
         )
         for at in range(0, len(mine), CHUNK_ELEMS)
     ]
-    residual_sq = np.stack([chunk.residual_sq for chunk in encoded], axis=1)
+    residual_sq = np.stack([c.residual_sq for c in encoded], axis=1)  # [levels, chunks]
     residual_sq[[tier not in pack.tiers for tier in TIERS]] = np.inf  # levels that are not there
     if not np.allclose(residual_sq, tensor.residual_sq[:, first:stop], rtol=_ROUNDING, atol=0):
         _refuse(pack, tensor, "the residuals of its levels", "others")
+    # Elements that X20 leaves out come as the base's, in both.
     x20: tuple[Tier, ...] = ("X20",)
     large = files.read(tensor, x20, first, stop)
     if not np.array_equal(_bits(large, theirs), _bits(_frames(encoded, x20), theirs)):
@@ -131,17 +135,20 @@ def _compared(
     return mine
 
 
-def _frames(encoded: list[EncodedChunk], tiers: tuple[Tier, ...]) -> Frames:
+def _frames(encoded: Sequence[EncodedChunk], tiers: Sequence[Tier]) -> Frames:
+    """The frames of encoded chunks in some tiers, as files give them."""
     return Frames.of({tier: [chunk.frames[tier] for chunk in encoded] for tier in tiers})
 
 
 def _bits(frames: Frames, base: Bits) -> Bits:
+    """The bits [n] that exact frames give on the base's."""
     found = np.empty_like(base)
     decode_bits(frames, base, found)
     return found
 
 
 def _numbers(frames: Frames, n_tiers: int, like: Bits) -> Numbers:
+    """δ̂ [n] of all chunks in the first `n_tiers`, in steps of the last of these."""
     found = np.empty(len(like), np.int16)
     decode_numbers(frames, [n_tiers] * frames.nbytes.shape[1], found)
     return found

@@ -7,6 +7,7 @@ takes the pack finds it again, and need not believe it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -100,7 +101,7 @@ def refuse_odd(record: Replaced, pack: Pack) -> None:
     """Raise CorruptionError for a record whose files could not be made from its pack and rests."""
     if problem := next(_problems(record, pack), None):
         raise CorruptionError(
-            "What tells of a pack does not fit to the pack",
+            "What tells of a pack does not fit the pack",
             where=record.name,
             expected="files that are made of the pack's tensors and of rests",
             found=problem,
@@ -118,9 +119,10 @@ def _problems(record: Replaced, pack: Pack) -> Iterator[str]:
             yield f"a tensor of {packed.dtype}, of which there are no levels"
     folders = {PurePosixPath(f.path) for f in record.folders}
     paths = [PurePosixPath(f.path) for f in record.files]
-    inside = {parent for path in paths for parent in path.parents} | folders
+    times = Counter(paths)
+    inside = {parent for path in times for parent in path.parents} | folders
     for file, path in zip(record.files, paths, strict=True):
-        if path in inside or paths.count(path) > 1:
+        if path in inside or times[path] > 1:
             yield f"the file {file.path!r}, where another one or a folder is"
         at = 0
         for name, start, nbytes in file.tensors:

@@ -99,15 +99,16 @@ def packed(here: Warehouse, name: str) -> tuple[Pack, Tensors]:
 
 
 def files_of(
-    folder: Path, tensors: Tensors, frames: dict[Tier, bytes]
+    folder: Path, tensors: Tensors, roots: dict[Tier, Path]
 ) -> tuple[str, dict[str, bytes]]:
-    """The id and the files of a pack that was put together."""
-    pack_id = pack_id_of([t.content for t in tensors.values()])
+    """The id and the files of a pack that was put together; each tier's frames are of a root."""
+    tiers = tuple(roots)
+    pack_id = pack_id_of([t.content for t in tensors.values()], tiers)
     root = folder / "packs" / pack_id  # which seals cover
     root.mkdir(parents=True)
-    for tier in TIERS:
-        frames_path(root, tier).write_bytes(frames[tier])
-    write_index(root, root, TIERS, list(tensors.values()))
+    for tier, other in roots.items():
+        shutil.copy(frames_path(other, tier), root)
+    write_index(root, root, tiers, list(tensors.values()))
     return pack_id, {p.name: p.read_bytes() for p in root.iterdir()}
 
 
@@ -117,7 +118,7 @@ def test_a_pack_that_claims_the_contents_of_another_expert_is_refused(
     pack, mine = packed(here, "e0")
     _, theirs = packed(here, "e1")
     forged = {n: replace(t, digest=theirs[n].digest) for n, t in mine.items()}
-    frames = {tier: frames_path(pack.root, tier).read_bytes() for tier in TIERS}
+    frames = dict.fromkeys(TIERS, pack.root)
     pack_id, files = files_of(tmp_path / "forged", forged, frames)
     rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
     pushed.push(replace(pushed.record, pack_id=pack_id), {**files, **rests})
@@ -139,10 +140,7 @@ def test_lossy_levels_that_are_another_experts_are_refused(
             checksums=np.concatenate([o.checksums[:n], t.checksums[n:]]),
             start_byte=np.concatenate([o.start_byte[:n], t.start_byte[n:]]),
         )
-    frames = {
-        tier: frames_path((other if i < n else pack).root, tier).read_bytes()
-        for i, tier in enumerate(TIERS)
-    }
+    frames = {tier: (other if i < n else pack).root for i, tier in enumerate(TIERS)}
     pack_id, files = files_of(tmp_path / "forged", forged, frames)
     assert pack_id == pushed.record.pack_id
     rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
@@ -155,7 +153,7 @@ def test_residuals_that_promise_too_much_are_refused(
 ) -> None:
     pack, mine = packed(here, "e0")
     forged = {n: replace(t, residual_sq=t.residual_sq / 2) for n, t in mine.items()}
-    frames = {tier: frames_path(pack.root, tier).read_bytes() for tier in TIERS}
+    frames = dict.fromkeys(TIERS, pack.root)
     _, files = files_of(tmp_path / "forged", forged, frames)
     rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
     pushed.push(pushed.record, {**files, **rests})
@@ -220,13 +218,7 @@ def test_levels_without_their_tiers_are_refused_where_they_claim_to_be_good(
         nbytes, start = t.nbytes.copy(), t.start_byte.copy()
         nbytes[:n], start[:n] = 0, 0
         forged[name] = replace(t, nbytes=nbytes, start_byte=start)
-    pack_id = pack_id_of([t.content for t in forged.values()], exact)
-    root = tmp_path / "forged" / "packs" / pack_id
-    root.mkdir(parents=True)
-    for tier in exact:
-        shutil.copy(frames_path(pack.root, tier), root)
-    write_index(root, root, exact, list(forged.values()))
-    files = {p.name: p.read_bytes() for p in root.iterdir()}
+    pack_id, files = files_of(tmp_path / "forged", forged, dict.fromkeys(exact, pack.root))
     rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
     pushed.push(replace(pushed.record, pack_id=pack_id), {**files, **rests})
     assert "the residuals of its levels" in refused(there, pushed)
