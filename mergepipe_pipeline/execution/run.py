@@ -150,7 +150,7 @@ def run_layers(
         known |= fetch_layers(warehouse, unknown, progress)
     unknown = [layer for layer in wanted if known[layer.name] is None]
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
-    _refuse_full_disk(warehouse, total)
+    refuse_full_disk(warehouse, total)
     with (
         damaged_rest_named(),
         downloads_shown(progress, plan, unknown),
@@ -166,7 +166,7 @@ def run_layers(
             raise name_experts(error, experts_of(plan, error.pack_id)) from error
 
 
-def _refuse_full_disk(warehouse: Warehouse, nbytes: int) -> None:
+def refuse_full_disk(warehouse: Warehouse, nbytes: int) -> None:
     """Raise StorageFullError if layers of so many bytes have no room, before one is written."""
     free = shutil.disk_usage(warehouse.root).free
     if nbytes > free:

@@ -18,7 +18,7 @@ from mergepipe_pipeline.errors import DamagedPackError
 from mergepipe_pipeline.execution.base_prefetch import prefetch_base
 from mergepipe_pipeline.execution.egress import traffic, traffic_since
 from mergepipe_pipeline.execution.planning import plan_resolved, resolve_after_stages
-from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
+from mergepipe_pipeline.execution.run import MergeOutcome, refuse_full_disk, run_plan
 from mergepipe_pipeline.integrity.weights import merged_non_finite, non_finite_warning
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
@@ -99,6 +99,8 @@ def merge(
     here = refuse_unready(parsed.evaluator, planning.get("relative_to"))
     warehouse.ensure()
     resolved, stages = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
+    if resolved.cost.analysis_bytes:  # of known experts, layers may be there
+        refuse_full_disk(warehouse, resolved.cost.output_bytes)
     began_s = time.monotonic() if parsed.before else began_s
     start = RunStart(began_s, forecast(warehouse, resolved).to_json(), downloaded)
     run = partial(run_plan, options=options, progress=progress, start=start, fresh=fresh)

@@ -25,36 +25,51 @@ def _may_mount() -> bool:
     return subprocess.run(probe, capture_output=True).returncode == 0
 
 
-@pytest.mark.skipif(not _may_mount(), reason="mounting a small disk needs root")
-def test_a_merge_that_does_not_fit_the_disk_is_refused_before_a_layer_is_written(
-    tmp_path: Path, recipe_text: Callable[..., str]
-) -> None:
-    home, recipe, disk = tmp_path / "w", tmp_path / "r.yml", tmp_path / "disk"
-    recipe.write_text(recipe_text())
-    disk.mkdir()
-    plan = make_plan(Warehouse.at(home).ensure(), parse(recipe_text(), name="r", where=str(recipe)))
-    result_nbytes = sum(task.out_nbytes for layer in plan.layers for task in layer.tasks)
-    assert result_nbytes > _ROOM_NBYTES
+def _merge_on_a_full_disk(home: Path, recipe: Path, disk: Path) -> tuple[dict[str, str], list[str]]:
+    """The error of a merge in a copy of `home` with too little room, and the lines of stderr.
+
+    These end with the exit status, then the files of its objects and its statistics.
+    """
     used = subprocess.run(["du", "-sb", str(home)], capture_output=True, text=True, check=True)
     nbytes = 2 * int(used.stdout.split()[0]) + _ROOM_NBYTES  # small files take whole pages
-    objects = f"{disk}/w/objects"
+    written = f"{disk}/w/objects {disk}/w/catalog/block_stats"
     merge = [sys.executable, "-m", "mergepipe_pipeline.cli.main", "merge", str(recipe), "--json"]
+    disk.mkdir()
     steps = (
         f"mount -t tmpfs -o size={nbytes} none {disk}",
         f"cp -r {home} {disk}/w",
         f"fallocate -l $(($(df -B1 --output=avail {disk} | tail -1) - {_ROOM_NBYTES})) {disk}/full",
-        f"{{ {shlex.join(merge)} --home {disk}/w; echo $? >&2; find {objects} -type f >&2; }}",
+        f"{{ {shlex.join(merge)} --home {disk}/w; echo $? >&2; find {written} -type f >&2; }}",
     )
     command = ["unshare", "-m", "sh", "-c", " && ".join(steps)]
     done = subprocess.run(command, capture_output=True, text=True)
-    error = json.loads(done.stdout)["error"]
+    error: dict[str, str] = json.loads(done.stdout)["error"]
+    return error, done.stderr.splitlines()
+
+
+@pytest.mark.skipif(not _may_mount(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("are_known", [True, False], ids=["known experts", "unknown experts"])
+def test_a_merge_that_does_not_fit_the_disk_is_refused_before_a_layer_is_written(
+    tmp_path: Path, recipe_text: Callable[..., str], are_known: bool
+) -> None:
+    home, recipe = tmp_path / "w", tmp_path / "r.yml"
+    recipe.write_text(recipe_text())
+    other = home if are_known else tmp_path / "other"
+    text = recipe_text()
+    plan = make_plan(Warehouse.at(other).ensure(), parse(text, name="r", where=str(recipe)))
+    assert sum(task.out_nbytes for layer in plan.layers for task in layer.tasks) > _ROOM_NBYTES
+    Warehouse.at(home).ensure()
+    error, lines = _merge_on_a_full_disk(home, recipe, tmp_path / "disk")
     assert (error["class"], error["what"]) == (
         "StorageFullError",
         "The disk has no room for the result",
     )
     assert "free" in error["expected"]
     assert "mergepipe gc" in error["next_step"]
-    assert done.stderr.splitlines()[-1] == "20"  # and no file of objects behind it
+    written = lines[lines.index("20") + 1 :]
+    assert not [line for line in written if "/objects/" in line]
+    if not are_known:  # nor is an expert read
+        assert not [line for line in written if "/block_stats/" in line]
 
 
 #: Packs an expert on a disk that has less and less room, and says how that ends.
