@@ -59,7 +59,8 @@ class BudgetCurve:
     """Points strategy by strategy, budgets ascending; `chosen` is the one that was asked for.
 
     `nbytes_total` are the experts' bytes, `update_norm` the predicted ‖W_full − W_base‖₂. The knee
-    is on the curve of strategy `best`; without one that curve is nearly straight.
+    is on the curve of strategy `best`; without one that curve is nearly straight. `left_out` are
+    the shares that do not cover what the recipe pins, whatever the strategy.
     """
 
     nbytes_total: int
@@ -68,6 +69,7 @@ class BudgetCurve:
     chosen: Point
     best: str
     knee: Point | None
+    left_out: tuple[float, ...]
 
     def of(self, strategy: str) -> tuple[Point, ...]:
         """The points of one strategy."""
@@ -102,11 +104,13 @@ def budget_curve(
     total = int(c.nbytes.sum())
     named = PACKS if isinstance(chosen, LevelSelection) else chosen.strategy
     best = named if named in (PACKS, *STRATEGIES) else q.usual_strategy
-    budgets = [
-        replace(budget, nbytes=None, error=None, fraction=s) for s in sorted({0.0, *shares, 1.0})
-    ]
-    points = _block_points(q, budgets) + (_level_points(packed, budgets) if packed else [])
+    budgets = {
+        s: replace(budget, nbytes=None, error=None, fraction=s) for s in sorted({0.0, *shares, 1.0})
+    }
+    points = _block_points(q, [*budgets.values()])
+    points += _level_points(packed, [*budgets.values()]) if packed else []
     points.sort(key=lambda p: p.strategy != best)
+    drawn = {p.budget_bytes for p in points}
     # As the plan's promise: nearer than the curve, and too slow for all of it.
     none = np.zeros(len(c.row), np.bool_)
     if isinstance(chosen, LevelSelection):
@@ -123,6 +127,7 @@ def budget_curve(
         chosen=mine,
         best=best,
         knee=knee_of([p for p in points if p.strategy == best]),
+        left_out=tuple(s for s, b in budgets.items() if b.resolve(total) not in drawn),
     )
 
 

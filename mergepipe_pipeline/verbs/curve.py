@@ -72,8 +72,10 @@ def _told(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
     recipe = solved.recipe
     packed = solved.level_problem
     found = budget_curve(solved.problem, recipe.budget, solved.selection, shares, packed)
-    told = solved.bound.note, solved.read, solved.egress, recipe.warnings
-    return RecipeCurve(recipe.name, found, *told)
+    asked = [f"{100 * s:g} %" for s in found.left_out if s in shares and shares is not SHARES]
+    pinned = f"the recipe pins more than {', '.join(asked)} of the bytes: no budget is that small"
+    warnings = (*recipe.warnings, *([pinned] if asked else []))
+    return RecipeCurve(recipe.name, found, solved.bound.note, solved.read, solved.egress, warnings)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:
@@ -94,20 +96,23 @@ def _record(curve: BudgetCurve, p: Point) -> dict[str, Any]:
 
 
 def rows_of(curve: BudgetCurve) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headers and rows of a table with a row per budget: every strategy's error in percent."""
+    """Headers and rows of a table with a row per budget: every strategy's error in percent.
+
+    One that cannot read all that is pinned has `-` there: whole blocks cost more than packs.
+    """
     by_budget: dict[int, dict[str, Point]] = {}
     for p in curve.points:
         by_budget.setdefault(p.budget_bytes or 0, {})[p.strategy] = p
     names = list(dict.fromkeys(p.strategy for p in curve.points))
     rows = []
-    for nbytes, points in by_budget.items():
-        best = points[curve.best]
+    for nbytes, points in sorted(by_budget.items()):
+        best = points.get(curve.best)
         rows.append(
             (
                 f"{round(100 * nbytes / max(1, curve.nbytes_total), 2):g} %",
-                *(percent(curve, points[name]) for name in names),
-                bound_percent(curve, best),
-                "knee" if best == curve.knee else "",
+                *(percent(curve, points[name]) if name in points else "-" for name in names),
+                bound_percent(curve, best) if best else "-",
+                "knee" if best and best == curve.knee else "",
             )
         )
     return ("budget", *names, f"bound of {curve.best}", ""), rows

@@ -15,6 +15,8 @@ from mergepipe_pipeline.planner.strategies import STRATEGIES
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.curve import curve, curve_of_plan, records, rows_of
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.family import write_adapter
 from tests.reads import tensor_reads
@@ -126,3 +128,22 @@ def test_tables_and_records_hold_every_budget_and_strategy(
     assert [p["is_chosen"] for p in points] == [False] * len(points)
     assert chosen["is_chosen"]
     assert chosen["error_relative"] == pytest.approx(found.chosen.error / found.update_norm)
+
+
+def test_budgets_that_only_packs_can_meet_are_in_the_table_and_smaller_ones_are_named(
+    home: Warehouse, family: Path, recipe_text: Text
+) -> None:
+    register(home, family / "base")
+    for expert in sorted(family.glob("expert_*")):
+        register(home, expert, None, "base")
+    pack(home, ["expert_00", "expert_01"])
+    raw = raw_of(recipe_text(extra="budget: {limit: 60%, pin: [expert_00, expert_01]}"))
+    told = curve(home, raw, shares=(0.001, 0.35, 0.6), strategy="magnitude")
+    headers, rows = rows_of(told.curve)
+    cells = {row[0]: dict(zip(headers, row, strict=True)) for row in rows}
+    assert list(cells) == ["35 %", "60 %", "100 %"]
+    assert cells["35 %"]["magnitude"] == cells["35 %"]["bound of magnitude"] == "-"
+    assert "%" in cells["35 %"]["packs"]
+    assert "%" in cells["60 %"]["magnitude"]
+    (warning,) = (w for w in told.warnings if "pins" in w)
+    assert "more than 0.1 % of the bytes" in warning
