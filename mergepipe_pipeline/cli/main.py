@@ -37,6 +37,7 @@ from mergepipe_pipeline.cli.snapshots import gc, history, publish, rollback
 from mergepipe_pipeline.cli.tools import convert, extract_lora, moe, transplant_tokenizer
 from mergepipe_pipeline.cli.ui import ui
 from mergepipe_pipeline.cli.verify import repair, verify
+from mergepipe_pipeline.text import json_text
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -94,9 +95,6 @@ for command in (
 
 def program() -> None:
     """`mergepipe` as a process of its own, which may do what a library must not."""
-    # A plan is hundreds of thousands of objects that live until the process ends: searching them
-    # for cycles every 700 new ones takes a tenth of planning.
-    garbage.set_threshold(100_000, 20, 20)
     atexit.register(_leave)
     # Numba loads scipy, if it is there, for products of matrices, which no kernel here has: a fifth
     # of a second.
@@ -109,7 +107,15 @@ def program() -> None:
         if isinstance(stream, TextIOWrapper):  # None, where the caller closed it
             stream.reconfigure(errors="backslashreplace")
     try:
-        main()
+        main(standalone_mode="--json" not in sys.argv)
+    except click.ClickException as error:  # of those who call for a machine
+        shown = {"class": type(error).__name__, "what": error.format_message()}
+        with suppress(OSError):  # a full disk may be where stdout goes
+            click.echo(json_text({"error": shown, "exit_code": error.exit_code}))
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(1)
     except Stopped as stopped:
         with suppress(OSError):  # the terminal may be what is gone
             click.echo(f"error: {stopped}", err=True)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ def _bounds(given: Sequence[str], option: str) -> dict[str, float]:
             found[metric] = float(number)
         except ValueError:
             metric = ""
-        if not metric:
+        if not metric or isnan(found[metric]):
             raise click.BadParameter(f"{text!r} is not METRIC=NUMBER.", param_hint=f"--{option}")
     return found
 

@@ -154,6 +154,24 @@ def test_a_full_disk_behind_stdout_is_an_error_and_no_traceback(
 
 
 @pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["ls", "--nothing"], "No such option '--nothing'."),
+        (["nothing"], "No such command 'nothing'."),
+        (["gc", "--older-than", "soon"], "'soon' is not a valid float"),
+        ([], "Missing command."),
+    ],
+)
+def test_wrong_usage_is_json_for_machines_too(words: list[str], what: str) -> None:
+    command = [sys.executable, "-m", "mergepipe_pipeline.cli.main", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    told = json.loads(done.stdout)
+    assert (told["exit_code"], done.returncode) == (2, 2)
+    assert what in told["error"]["what"]
+    assert what in done.stderr
+
+
+@pytest.mark.parametrize(
     ("number", "step"),
     [
         (errno.ENOENT, "mergepipe gc"),
