@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, recipe_folder, table, verb
+from mergepipe_pipeline.cli.common import Console, recipe_folder, table, verb, write_csv, write_file
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.conflict_report import ConflictReport
@@ -40,7 +38,7 @@ def conflicts(
     Experts that were not analysed yet are read once; then no weight is read. Figures are of deltas
     as they are, without the recipe's weights; errors are standard errors.
     """
-    from mergepipe_pipeline.report.conflict_tables import record
+    from mergepipe_pipeline.report.conflict_tables import pair_records, record
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.conflicts import conflicts as run
 
@@ -51,7 +49,10 @@ def conflicts(
         progress=console.progress,
     )
     if csv_file:
-        _write(Path(csv_file), _csv(found, by).encode())
+        write_csv(
+            csv_file,
+            [row for stage, report in found.items() for row in pair_records(stage, report, by)],
+        )
     if png_file:
         _write_pictures(Path(png_file), found, by)
     lines = [line for stage, report in found.items() for line in _lines(stage, report, by, most)]
@@ -90,27 +91,10 @@ def _lines(stage: str, report: ConflictReport, by: str, most: int) -> list[str]:
     return [*lines, ""]
 
 
-def _csv(found: Mapping[str, ConflictReport], by: str) -> str:
-    from mergepipe_pipeline.report.conflict_tables import pair_records
-
-    out = StringIO()
-    rows = [row for stage, report in found.items() for row in pair_records(stage, report, by)]
-    if rows:
-        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return out.getvalue()
-
-
 def _write_pictures(target: Path, found: Mapping[str, ConflictReport], by: str) -> None:
     """One file; of several stages one each, with the stage before the suffix."""
     from mergepipe_pipeline.report.conflict_tables import picture
 
     for stage, report in found.items():
         file = target if len(found) == 1 else target.with_stem(f"{target.stem}-{Path(stage).name}")
-        _write(file, picture(report, by, stage))
-
-
-def _write(target: Path, content: bytes) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(content)
+        write_file(file, picture(report, by, stage))

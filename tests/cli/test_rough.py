@@ -118,12 +118,13 @@ def test_gc_removes_what_a_killed_process_left_half_written(tmp_path: Path) -> N
     assert not any(file.exists() for file in left)
 
 
+@pytest.mark.parametrize("verb", ["curve", "conflicts"])
 def test_a_table_that_cannot_be_written_leaves_the_one_before(
-    tmp_path: Path, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     recipe, table = tmp_path / "r.yml", tmp_path / "t.csv"
     recipe.write_text(recipe_text(experts=2))
-    command = ("curve", recipe, "--at", 50, "--csv", table, "--home", tmp_path / "w")
+    command = (verb, recipe, "--csv", table, "--home", tmp_path / "w")
     assert call(*command).exit_code == 0
     before = table.read_bytes()
 
