@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -123,13 +124,29 @@ def analyze(
     show_default=True,
     help="MiB that the query may take.",
 )
+@click.option(
+    "--export",
+    "target",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write all views as tables of a new DuckDB file, instead of a query.",
+)
 @verb
-def sql(console: Console, query: str | None, timeout_s: int, memory_mib: int) -> None:
+def sql(
+    console: Console, query: str | None, timeout_s: int, memory_mib: int, target: Path | None
+) -> None:
     """Query the catalog with SQL; without a query, list the views and their columns."""
     from mergepipe_pipeline.catalog.queries import Limits
     from mergepipe_pipeline.catalog.views import VIEWS
+    from mergepipe_pipeline.report.query import export
     from mergepipe_pipeline.report.query import query as run
 
+    if target and query:
+        raise click.UsageError("--export takes no query: the file has all views.")
+    if target:
+        export(console.existing, target)
+        console.show({"path": str(target.absolute())}, f"{target}: {', '.join(VIEWS)}")
+        return
     if not query:
         console.show(
             {name: {"what": v.what, "columns": dict(v.columns)} for name, v in VIEWS.items()},

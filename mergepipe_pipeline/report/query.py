@@ -1,4 +1,4 @@
-"""The verb `sql`: the catalog's views together with plans, snapshots and refs.
+"""The verbs `sql` and its export: the catalog's views together with plans, snapshots and refs.
 
 Brings the rows that are in no Parquet file; how queries are answered is in `catalog.queries`.
 """
@@ -34,6 +34,14 @@ def query(
     Plans and snapshots are read only if the query names their views.
     """
     return warehouse.catalog.sql(sql, rows_of(warehouse), limits)
+
+
+def export(warehouse: Warehouse, target: Path) -> None:
+    """Write all views as tables of a new DuckDB file.
+
+    Raises MergePipeError if it exists or the views cannot be read.
+    """
+    warehouse.catalog.export(target, rows_of(warehouse))
 
 
 def rows_of(warehouse: Warehouse) -> Rows:

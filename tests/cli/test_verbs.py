@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 from click.testing import CliRunner
 
@@ -100,6 +101,19 @@ def test_register_and_analyze_are_remembered(cli: Callable[..., Any], family: Pa
     assert [a["fresh"] for a in cli("analyze")] == [True, True]
     assert [a["fresh"] for a in cli("analyze")] == [False, False]
     assert cli("sql", "select count(*) as n from tensor_stats")[0]["n"] == 20
+
+
+def test_an_analyst_takes_all_views_home_as_a_duckdb_file(
+    cli: Callable[..., Any], recipe: Path, tmp_path: Path
+) -> None:
+    done, file = cli("merge", recipe), tmp_path / "all.duckdb"
+    assert cli("sql", "--export", file) == {"path": str(file)}
+    with duckdb.connect(str(file), read_only=True) as connection:
+        found = connection.execute("select snapshot_id from snapshots").fetchall()
+        assert found == [(done["snapshot_id"],)]
+        assert connection.execute("select count(*) from tensor_stats").fetchall() == [(80,)]
+    words = ["sql", "select 1", "--export", str(file), "--home", str(tmp_path / "w")]
+    assert "takes no query" in CliRunner().invoke(main, words).stderr
 
 
 def test_the_exported_folder_loads_in_transformers_and_answers(
