@@ -22,7 +22,6 @@ from mergepipe_pipeline.verbs.search import (
     Result,
     Search,
     SearchCost,
-    drawn,
     publish_front,
     search_of,
 )
@@ -134,7 +133,7 @@ def _front(standing: StandingSearch) -> dg.AssetsDefinition:
         return dg.MaterializeResult(
             data_version=dg.DataVersion(results),
             metadata={
-                **_pictures(drawn(mergepipe.warehouse, search)),
+                **_pictures(find_front(mergepipe.warehouse, search).drawn()),
                 **_front_metadata(find_front(mergepipe.warehouse, search)),
             },
         )
@@ -159,7 +158,7 @@ def _refs(standing: StandingSearch) -> dg.AssetsDefinition:
             data_version=dg.DataVersion(results),
             metadata={
                 "refs": markdown_table(("ref", "version", "snapshot"), rows),
-                **_pictures(drawn(mergepipe.warehouse, search)),
+                **_pictures(find_front(mergepipe.warehouse, search).drawn()),
             },
         )
 

@@ -27,7 +27,6 @@ from mergepipe_pipeline.recipe.references import UnreadableReference, parse_refe
 from mergepipe_pipeline.recipe.resolve_tensors import resolve_recipe
 from mergepipe_pipeline.recipe.schema import (
     DEFAULT_SCHEDULE,
-    STRATEGIES,
     RecipeYaml,
     check_strategy,
     ref_problem,
@@ -45,41 +44,14 @@ from mergepipe_pipeline.recipe.structure import (
     with_joined_base,
 )
 from mergepipe_pipeline.recipe.tokens import check_chat_template, parse_tokenizer
-from mergepipe_pipeline.recipe.yaml_text import Document, read_documents, read_yaml
+from mergepipe_pipeline.recipe.yaml_text import Document, read_documents
 from mergepipe_pipeline.spec.evaluation import Evaluator, Gate
 from mergepipe_pipeline.spec.operator import OperatorSchema
 from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
 
-__all__ = ["ParsedRecipe", "parse_recipe", "parse_recipes", "resolve_recipe"]
+__all__ = ["ParsedRecipe", "parse_recipes", "resolve_recipe"]
 
 Methods = Mapping[str, OperatorSchema]
-
-
-def parse_recipe(
-    text: str,
-    *,
-    name: str,
-    where: str,
-    methods: Methods | None = None,
-    strategies: Collection[str] = STRATEGIES,
-    choose: Choose = nobody,
-    lenient: bool = False,
-) -> ParsedRecipe:
-    """Read the text of one recipe. `name` is the default ref, `where` (a path) goes into messages.
-
-    With `methods`, the method and its parameters' names are checked here already, else by
-    `resolve_recipe`. `strategies` are the names that `strategy:` may have. Selectors are replaced
-    by the experts that `choose` gives, as if the recipe named them.
-
-    Raises RecipeError with every problem; BudgetError if the budget's amount is the only one.
-    """
-    document = read_yaml(text)
-    document.problems.lenient = lenient
-    (choice,) = stage_choices([document], choose)
-    parsed = _parse(document, name, where, methods, strategies, choice)
-    if parsed is None or document.problems:
-        raise _error([document], where)
-    return parsed
 
 
 def parse_recipes(
@@ -88,20 +60,24 @@ def parse_recipes(
     name: str,
     where: str,
     methods: Methods | None = None,
-    strategies: Collection[str] = STRATEGIES,
     choose: Choose = nobody,
     lenient: bool = False,
 ) -> tuple[ParsedRecipe, ...]:
     """Read a file of one or more recipes, the stages of one merge: the last gives the result.
 
     A model named like an earlier stage is that stage's result. The budget's amount, the ref and the
-    schedule of all are those of the last. Arguments and errors are those of `parse_recipe`.
+    schedule of all are those of the last; `name` is the default ref, `where` (a path) goes into
+    messages. With `methods`, the method and its parameters' names are checked here already, else by
+    `resolve_recipe`. Selectors are replaced by the experts that `choose` gives, as if the recipe
+    named them.
+
+    Raises RecipeError with every problem; BudgetError if the budget's amount is the only one.
     """
     documents = read_documents(text)
     for document in documents:
         document.problems.lenient = lenient
     stages = [
-        _parse(d, name, where, methods, strategies, choice)
+        _parse(d, name, where, methods, choice)
         for d, choice in zip(documents, stage_choices(documents, choose), strict=True)
     ]
     link = link_stages(documents, stages)
@@ -127,7 +103,6 @@ def _parse(
     name: str,
     where: str,
     methods: Methods | None,
-    strategies: Collection[str],
     choice: Choice,
 ) -> ParsedRecipe | None:
     """The recipe in a document; its problems are in `document.problems`."""
@@ -139,7 +114,7 @@ def _parse(
             )
         return None
     yaml = validate(value, problems)
-    keys = _read_keys(value, methods, strategies, choice, problems)
+    keys = _read_keys(value, methods, choice, problems)
     if yaml is None:
         return None
     modules = keys.modules
@@ -219,7 +194,6 @@ def _parsed_recipe(
 def _read_keys(
     value: Mapping[str, object],
     methods: Methods | None,
-    strategies: Collection[str],
     choice: Choice,
     problems: Problems,
 ) -> _Keys:
@@ -229,7 +203,7 @@ def _read_keys(
     modules, level = read_structure(value, models, problems, warnings, choice)
     base = _base(value, models, modules)
     tokenizer, chat_template = _tokens(value, base, models, problems)
-    check_strategy(value.get("strategy"), strategies, problems)
+    check_strategy(value.get("strategy"), problems)
     budget = read_budget(value.get("budget"), problems)
     schema = _check(value, modules, level, methods, problems, warnings)
     return _Keys(

@@ -281,20 +281,20 @@ def _check_entries(value: Mapping[str, object], path: KeyPath, problems: Problem
             )
 
 
-def check_strategy(value: object, strategies: Collection[str], problems: Problems) -> None:
-    """Add a problem if `value` is a text, but none of `strategies`."""
-    if isinstance(value, str) and value not in strategies:
+def check_strategy(value: object, problems: Problems) -> None:
+    """Add a problem if `value` is a text, but no strategy."""
+    if isinstance(value, str) and value not in STRATEGIES:
         problems.add(
             ("strategy",),
-            f"expected one of {', '.join(strategies)}, found {shown(value)}"
-            f"{suggest(value, strategies)}",
+            f"expected one of {', '.join(STRATEGIES)}, found {shown(value)}"
+            f"{suggest(value, STRATEGIES)}",
         )
 
 
 def known_strategy(name: str, where: str) -> str:
     """The name, if it is a strategy's; `where` names the option. Raises RecipeError."""
     problems = Problems({})
-    check_strategy(name, STRATEGIES, problems)
+    check_strategy(name, problems)
     if problems:
         raise recipe_error([problems], where)
     return name

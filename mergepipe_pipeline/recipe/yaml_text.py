@@ -66,7 +66,7 @@ def read_yaml(text: str) -> Document:
     if len(documents) > 1:
         documents[0].problems.add(
             (),
-            f"one recipe is wanted here, and the file has {len(documents)} documents; "
+            f"one document is wanted here, and the file has {len(documents)} documents; "
             "put each in its own file",
             documents[1].line,
         )

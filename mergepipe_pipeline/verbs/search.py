@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from mergepipe_pipeline.progress import Progress
-from mergepipe_pipeline.report.front import DrawnFront
 from mergepipe_pipeline.search.candidate import evaluate, snapshot_of
 from mergepipe_pipeline.search.cost import SearchCost, search_cost
 from mergepipe_pipeline.search.front import Front, cheapest, front, ref_name
@@ -34,10 +33,8 @@ __all__ = [
     "SearchState",
     "Tell",
     "begin_search",
-    "drawn",
     "evaluate",
     "front",
-    "pending",
     "pick",
     "propose",
     "publish_front",
@@ -49,24 +46,12 @@ __all__ = [
     "searches",
     "start_search",
     "state_of",
-    "waiting",
 ]
 
 
 def search_of(warehouse: Warehouse, name: str) -> Search:
     """A search that has begun, by its name. Raises NotFoundError, CorruptionError."""
     return Ledger(warehouse, name).search()
-
-
-def pending(warehouse: Warehouse, search: Search) -> list[int]:
-    """The proposals that have no result yet, whether somebody evaluates them or not."""
-    state = state_of(warehouse, search)
-    return sorted((*state.running, *state.waiting))
-
-
-def waiting(warehouse: Warehouse, search: Search) -> list[int]:
-    """The proposals without a result that nobody evaluates."""
-    return list(state_of(warehouse, search).waiting)
 
 
 def publish_front(
@@ -101,11 +86,6 @@ def pick(
     """
     chosen = cheapest(front(warehouse, search), minima, maxima or {}, cost)
     return _publish(warehouse, search, chosen.number, ref or search.name, progress)
-
-
-def drawn(warehouse: Warehouse, search: Search) -> DrawnFront:
-    """What a picture of the front shows (`report.front`)."""
-    return front(warehouse, search).drawn()
 
 
 def _publish(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes, resolve_recipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.operator import BaseUse, OperatorSchema, Parameter, Response, Space
 from mergepipe_pipeline.spec.recipe import Recipe
@@ -143,7 +143,7 @@ def without(names: set[str]) -> Table:
 
 def parse(text: str) -> ParsedRecipe:
     """Parse with the methods of this file."""
-    return parse_recipe(text, name="demo", where="demo.yml", methods=METHODS)
+    return parse_recipes(text, name="demo", where="demo.yml", methods=METHODS)[-1]
 
 
 def resolve(

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mergepipe_pipeline.errors import BudgetError, RecipeError
-from mergepipe_pipeline.recipe.parse import parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.parse import parse_recipes, resolve_recipe
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.spec.recipe import BaseTensor, Budget, ModelRef
 from tests.recipe.schemas import METHODS, NAMES, inputs, parse, resolve, table, values
@@ -169,7 +169,7 @@ def test_an_unlisted_base_of_linear_without_a_weight_is_a_reference_only_with_a_
 
 
 def test_without_methods_the_text_is_parsed_and_resolving_finds_the_rest() -> None:
-    raw = parse_recipe("merge_method: nope\nmodels: [{model: a}]", name="x", where="x.yml")
+    raw = parse_recipes("merge_method: nope\nmodels: [{model: a}]", name="x", where="x.yml")[-1]
     assert raw.references == (ModelRef("a", "a"),)
     with pytest.raises(RecipeError, match="unknown method 'nope'; known are arcee_fusion"):
         resolve_recipe(raw, [table()], METHODS)
@@ -291,8 +291,8 @@ def test_a_filter_that_matches_nothing_is_warned_of() -> None:
 
 def test_a_name_that_is_no_ref_asks_for_one() -> None:
     with pytest.raises(RecipeError, match=r"cannot be its ref.*give it one with `ref:`"):
-        parse_recipe(SMALL, name="my recipe", where="x", methods=METHODS)
-    assert parse_recipe(SMALL + "ref: r\n", name="my recipe", where="x").ref == "r"
+        parse_recipes(SMALL, name="my recipe", where="x", methods=METHODS)
+    assert parse_recipes(SMALL + "ref: r\n", name="my recipe", where="x")[-1].ref == "r"
 
 
 def test_a_file_beyond_the_size_limit_is_not_parsed() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mergepipe_pipeline.recipe.parse import parse_recipe, resolve_recipe
+from mergepipe_pipeline.recipe.parse import parse_recipes, resolve_recipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from tests.recipe import mergekit_plan
 from tests.recipe.schemas import METHODS, Table
@@ -173,7 +173,7 @@ def test_each_tensor_is_made_of_what_mergekit_makes_it_of(
     name: str, models: dict[str, Path], plans: dict[str, dict[str, Any]]
 ) -> None:
     text = _filled(RECIPES[name], models)
-    raw = parse_recipe(text, name=name, where=name, methods=METHODS)
+    raw = parse_recipes(text, name=name, where=name, methods=METHODS)[-1]
     recipe = resolve_recipe(raw, [_table()] * len(raw.references), METHODS)
     folder = [Path(ref.text).name for ref in recipe.models]
     plan = plans[name]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import RecipeError
-from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipe, parse_recipes
+from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
 from mergepipe_pipeline.recipe.selectors import NothingSelectedError, Recorded, fits
 from mergepipe_pipeline.spec.selector import Selected, Selector, by_expert
 from tests.recipe.schemas import METHODS
@@ -32,7 +32,7 @@ def choose(place: str, selector: Selector, reserved: Mapping[str, str]) -> Selec
 
 def parse(models: list[dict[str, Any]], **keys: Any) -> ParsedRecipe:
     text = yaml.safe_dump({"merge_method": "ties", "base_model": "base", "models": models, **keys})
-    return parse_recipe(text, name="r", where="r.yml", methods=METHODS, choose=choose)
+    return parse_recipes(text, name="r", where="r.yml", methods=METHODS, choose=choose)[-1]
 
 
 def problems_of(text: str) -> tuple[str, ...]:
@@ -74,13 +74,13 @@ def test_a_recipe_with_selectors_means_what_it_means_with_the_models_written_out
             return
     selecting, plain = parse(entries), parse(written)
     assert meaning(selecting) == meaning(plain)
-    again = parse_recipe(
+    again = parse_recipes(
         selecting.text,
         name="r",
         where="r.yml",
         methods=METHODS,
         choose=Recorded(selecting.selected),
-    )
+    )[-1]
     assert replace(again, lines={}) == replace(selecting, lines={})
 
 
@@ -153,7 +153,7 @@ parameters: {weight: 1}
     assert first.selected[0].taken == ("code-a", "code-b")
     assert last.selected[0].taken == ("chat-b",)
     assert last.stages_used == ("chat-a",)
-    stage = parse_recipe(
+    stage = parse_recipes(
         first.text, name="r", where="r.yml", methods=METHODS, choose=Recorded(first.selected)
-    )
+    )[-1]
     assert stage.references == first.references

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mergepipe_pipeline.errors import BudgetError, RecipeError
-from mergepipe_pipeline.recipe.parse import parse_recipe
+from mergepipe_pipeline.recipe.parse import parse_recipes
+from mergepipe_pipeline.recipe.yaml_text import read_yaml
 from mergepipe_pipeline.spec.recipe import Budget
 from tests.recipe.schemas import METHODS
 from tests.recipe.synthetic import parse_all
@@ -48,7 +49,7 @@ def test_the_last_recipe_decides_on_budget_ref_and_schedule_of_all() -> None:
 
 def test_each_stage_keeps_its_own_text() -> None:
     first, last = parse_all("# the mean\n" + FIRST + "---\n" + LAST)
-    again = parse_recipe(first.text, name="demo", where="x", methods=METHODS)
+    again = parse_recipes(first.text, name="demo", where="x", methods=METHODS)[-1]
     assert (again.method, again.references) == (first.method, first.references)
     assert last.text.startswith("merge_method: ties")
 
@@ -72,9 +73,9 @@ def test_a_wrong_budget_of_a_single_recipe_is_a_budget_error() -> None:
         parse_all(FIRST + "budget: lots\n")
 
 
-def test_one_recipe_is_asked_for_where_one_is_read() -> None:
-    with pytest.raises(RecipeError, match="the file has 2 documents"):
-        parse_recipe(FIRST + "---\n" + LAST, name="x", where="x", methods=METHODS)
+def test_one_document_is_asked_for_where_one_is_read() -> None:
+    (problem,) = read_yaml(FIRST + "---\n" + LAST).problems.sentences()
+    assert "the file has 2 documents" in problem
 
 
 def test_the_word_base_is_no_stage() -> None:

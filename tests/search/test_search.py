@@ -30,7 +30,6 @@ from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.search import (
     evaluate,
     front,
-    pending,
     pick,
     propose,
     publish_front,
@@ -42,7 +41,6 @@ from mergepipe_pipeline.verbs.search import (
     searches,
     start_search,
     state_of,
-    waiting,
 )
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from tests.family import tensors_of, write_model
@@ -152,7 +150,7 @@ def test_a_search_whose_evaluations_all_fail_ends_and_goes_on_when_it_is_mended(
     assert call(world, "search", path).exit_code == SearchError.exit_code
     for result in (world.home.search_ledgers / "mix" / "results").iterdir():
         result.unlink()
-    assert waiting(world.home, search) == [1, 2, 3]
+    assert list(state_of(world.home, search).waiting) == [1, 2, 3]
 
 
 def test_a_candidate_is_evaluated_by_one_process_at_a_time(world: World) -> None:
@@ -160,7 +158,8 @@ def test_a_candidate_is_evaluated_by_one_process_at_a_time(world: World) -> None
     search = start_search(home, world.write("evaluations: 3\nmethod: sobol\n"))
     assert propose(home, search, 2) == [1, 2]
     with Ledger(home, "mix").claim(1):
-        assert (pending(home, search), waiting(home, search)) == ([1, 2], [2])
+        state = state_of(home, search)
+        assert (list(state.running), list(state.waiting)) == ([1], [2])
         with pytest.raises(BusyError, match="process"):
             evaluate(home, search, 1)
     assert evaluate(home, search, 1) == evaluate(home, search, 1)
@@ -297,7 +296,8 @@ def test_a_damaged_result_is_said_and_repair_has_it_evaluated_again(world: World
     assert "may name one" in "".join(collect(home, older_than_s=0).notes)
     assert _snapshots(world) == stay
     assert str(path) in repair(home).taken
-    assert pending(home, search) == [2]
+    state = state_of(home, search)
+    assert [*state.running, *state.waiting] == [2]
     run_search(home, search)
     assert [t.values for t in front(home, search).trials] == [t.values for t in before.trials]
     assert len(world.log("begun")) == 2
