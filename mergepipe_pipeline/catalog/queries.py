@@ -45,6 +45,8 @@ _LOCKED = {
 
 _AGAIN_S = 0.05
 _BATCH_ROWS = 10_000
+#: A query works with these at most.
+_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,6 @@ class Limits:
 
     timeout_s: float = 60.0
     memory_nbytes: int = 1 << 30
-    threads: int = 4
     rows: int = 1_000_000
 
 
@@ -124,7 +125,7 @@ def _in_time(
 def _bounds(limits: Limits) -> dict[str, Any]:
     return {
         "memory_limit": f"{limits.memory_nbytes}B",
-        "threads": min(limits.threads, cores()),
+        "threads": min(_THREADS, cores()),
     }
 
 

@@ -30,14 +30,12 @@ from mergepipe_pipeline.warehouse import Warehouse
 UNKNOWN_MODEL = "A model is neither a registered name nor a path that exists"
 
 
-def locate_registered(
-    warehouse: Warehouse, text: str, relative_to: Path | None = None
-) -> Registration:
+def locate_registered(warehouse: Warehouse, text: str) -> Registration:
     """The registration that a model text means, brought up to date with the files.
 
     See `locate_checkpoint`.
     """
-    return warehouse.catalog.register(locate_checkpoint(warehouse, text, relative_to), None)
+    return warehouse.catalog.register(locate_checkpoint(warehouse, text), None)
 
 
 def locate_checkpoint(

@@ -14,7 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BusyError, SearchError
 from mergepipe_pipeline.evaluation.child import AbandonedError
 from mergepipe_pipeline.progress import Progress
@@ -34,7 +33,6 @@ def run_search(
     warehouse: Warehouse,
     search: Search,
     *,
-    options: EngineOptions | None = None,
     progress: Progress | None = None,
     tell: Tell = lambda result, state: None,
 ) -> SearchState:
@@ -42,7 +40,7 @@ def run_search(
 
     Raises SearchError where too many evaluations in a row failed, and what `evaluate` raises.
     """
-    with _Loop(warehouse, search, options, progress, tell) as loop:
+    with _Loop(warehouse, search, progress, tell) as loop:
         state = loop.run()
     if state.done < state.evaluations:
         raise SearchError(
@@ -63,12 +61,11 @@ class _Loop:
         self,
         warehouse: Warehouse,
         search: Search,
-        options: EngineOptions | None,
         progress: Progress | None,
         tell: Tell,
     ) -> None:
         self._warehouse, self._search = warehouse, search
-        self._options, self._progress, self._tell = options, progress, tell
+        self._progress, self._tell = progress, tell
         self._ledger = Ledger(warehouse, search.name)
         self._running: dict[Future[Result], ExitStack] = {}
         self._stack = ExitStack()
@@ -116,7 +113,7 @@ class _Loop:
                 return True
             proposal = proposal_of(self._ledger, number)
             merged = merge_candidate(
-                self._warehouse, self._search, proposal, held, self._options, self._progress
+                self._warehouse, self._search, proposal, held, progress=self._progress
             )
             if isinstance(merged, Result):
                 self._keep(merged)

@@ -70,12 +70,12 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
     return search
 
 
-def start_search(warehouse: Warehouse, path: Path, progress: Progress | None = None) -> Search:
+def start_search(warehouse: Warehouse, path: Path) -> Search:
     """The search of a file: begun now, or as it was begun, if it is the same file.
 
     Raises as `read_search` and `begin_search`.
     """
-    return begin_search(warehouse, read_search(warehouse, path), progress)
+    return begin_search(warehouse, read_search(warehouse, path))
 
 
 def begin_search(warehouse: Warehouse, asked: Search, progress: Progress | None = None) -> Search:

@@ -56,16 +56,14 @@ def curve(
     )
 
 
-def curve_of_plan(
-    warehouse: Warehouse, plan: MergePlan, progress: Progress | None = None
-) -> RecipeCurve | None:
+def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
     """The curve on which a plan stands; its own point is what it covers.
 
     None where a tensor has no base, so that nothing can be left out.
     """
     if plan.estimates.predicted_error is None:
         return None
-    return _told(solve_plan(warehouse, plan, progress, with_blocks=True), SHARES)
+    return _told(solve_plan(warehouse, plan, with_blocks=True), SHARES)
 
 
 def _told(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:

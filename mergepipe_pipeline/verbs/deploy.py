@@ -38,7 +38,6 @@ from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
-from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.outcome import LayerOutcome, Realised
@@ -142,13 +141,7 @@ def _unpinned(inputs: Mapping[str, Checkpoint], file: RecipeFile) -> dict[str, C
     return {name: c for name, c in inputs.items() if name not in file.pinned}
 
 
-def plan_recipe(
-    warehouse: Warehouse,
-    file: RecipeFile,
-    progress: Progress | None = None,
-    *,
-    budget: str | None = None,
-) -> MergePlan:
+def plan_recipe(warehouse: Warehouse, file: RecipeFile, *, budget: str | None = None) -> MergePlan:
     """Plan a recipe of the warehouse and remember the plan as its current one.
 
     `budget` stands for the recipe's amount; what the recipe wants stays what its file says, so that
@@ -167,7 +160,6 @@ def plan_recipe(
                 file.recipe,
                 relative_to=warehouse.recipes,
                 known=_unpinned(inputs, file),
-                progress=progress,
                 budget=budget,
             )
         state = {

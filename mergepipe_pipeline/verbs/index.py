@@ -15,7 +15,6 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
-from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.locate import locate_registered
@@ -46,9 +45,7 @@ class IndexedExpert:
     pack_error: str = ""
 
 
-def index_expert(
-    warehouse: Warehouse, name: str, progress: Progress | None = None
-) -> IndexedExpert:
+def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
     """Register what lies in `inbox/<name>` (or is known as `name`), take digests and statistics.
 
     Statistics are taken for every stage of a recipe that merges the expert into a registered base,
@@ -70,9 +67,9 @@ def index_expert(
             if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
                 opened = open_models(warehouse, (ref, base), 1, warehouse.recipes, {}, [])
                 if opened:
-                    _learn(warehouse, opened, stage.block_elems, progress)
+                    _learn(warehouse, opened, stage.block_elems)
                     bases[base.text] = None
-    ensure_digests(warehouse, checkpoint, progress)
+    ensure_digests(warehouse, checkpoint)
     after = _digests_by_layer(catalog, name)
     changed = tuple(layer for layer in after if after[layer] != before.get(layer))
     return IndexedExpert(
@@ -94,15 +91,10 @@ def _pairs(stage: ParsedRecipe, name: str) -> Iterator[tuple[ModelRef, ModelRef]
             yield ref, base
 
 
-def _learn(
-    warehouse: Warehouse,
-    pair: Sequence[Model],
-    block_elems: int | None,
-    progress: Progress | None,
-) -> None:
+def _learn(warehouse: Warehouse, pair: Sequence[Model], block_elems: int | None) -> None:
     expert, base = pair
     grid = grid_for(base, block_elems)
-    ensure_stats(warehouse, [(expert, common_pairs(expert, base))], base, grid, progress)
+    ensure_stats(warehouse, [(expert, common_pairs(expert, base))], base, grid)
 
 
 def _digests_by_layer(catalog: Catalog, name: str) -> dict[str, str]:
