@@ -111,7 +111,7 @@ def _step(
         fresh = {names[name]: found for name, found in fresh.items()}
         catalog.put_fact(base_id, owner, key, fresh)
         known |= fresh
-    return {t.name: skipped.get(t.name) or known.get(names[t.name], ()) for t in members}
+    return {n: skipped[n] if n in skipped else known.get(key, ()) for n, key in names.items()}
 
 
 def _tensor_key(t: TensorRecipe, step: Measure, numbers: Fact) -> str:
