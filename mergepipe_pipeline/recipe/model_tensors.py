@@ -15,8 +15,11 @@ from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.layers import (
     embedding_like,
     layer_index,
+    layer_stack,
+    part_that_needs,
     stack_counts,
     tied_partner,
+    with_layer_index,
 )
 from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.spec.view import TensorView
@@ -35,6 +38,8 @@ class Tables:
     _by_layer: dict[int, dict[int | None, list[str]]] = field(default_factory=dict)
     _missing: dict[int, dict[str, None]] = field(default_factory=dict)
     _extra: dict[int, dict[str, None]] = field(default_factory=dict)
+    _alone: dict[int, dict[str, None]] = field(default_factory=dict)
+    _in_any_layer: dict[int, frozenset[str]] = field(default_factory=dict)
     _shapes: dict[int, list[str]] = field(default_factory=dict)
     _broken: set[int] = field(default_factory=set)
 
@@ -78,9 +83,27 @@ class Tables:
                     f"{self.refs[lead].text!r} has {n}; use `slices:` to choose layers",
                 )
 
+    def is_cut_short(self, model: int, lacked: str) -> bool:
+        """Whether a tensor that a model lacks shows that others of its own are missing.
+
+        A layer has what another layer has, and a part of a model its embedding and its last norm.
+        """
+        table, layer = self.tables[model], layer_index(lacked)
+        if layer is None:
+            part = part_that_needs(lacked)
+            return part is not None and any(name.startswith(part) for name in table)
+        if model not in self._in_any_layer:
+            self._in_any_layer[model] = frozenset(with_layer_index(name, 0) for name in table)
+        n_layers = stack_counts(table).get(layer_stack(lacked) or "", 0)
+        return layer < n_layers and with_layer_index(lacked, 0) in self._in_any_layer[model]
+
     def note_missing(self, model: int, name: str) -> None:
         """Remember that a model lacks a tensor it needs."""
         self._missing.setdefault(model, {})[name] = None
+
+    def note_alone(self, model: int, name: str) -> None:
+        """Remember that no other model has a tensor of the model that the output is like."""
+        self._alone.setdefault(model, {})[name] = None
 
     def note_extra(self, model: int, name: str) -> None:
         """Remember that a model has a tensor that the output does not."""
@@ -135,10 +158,14 @@ class Tables:
             )
 
     def extra_warnings(self) -> list[str]:
-        """One warning per model with tensors that the result will not have."""
+        """One warning per model with tensors that others have not: left out, or as they are."""
         return [
-            f"{self.refs[model].text!r} has {len(names)} tensors that the result has not, "
-            f"first {next(iter(names))}: they are left out"
-            for model, names in self._extra.items()
+            f"{self.refs[model].text!r} has {len(names)} tensors that {which}, "
+            f"first {next(iter(names))}: they are {done}"
+            for noted, which, done in (
+                (self._extra, "the result has not", "left out"),
+                (self._alone, "no other model has", "copied"),
+            )
+            for model, names in noted.items()
             if model not in self._broken
         ]

@@ -181,7 +181,10 @@ class Outputs:
             return False
         if is_optional(name) or tied_partner(twin, table) is not None:
             return True
-        self.tables.note_extra(model, name)
+        if self.tables.is_cut_short(lead, twin):
+            self.tables.note_missing(lead, twin)
+        else:
+            self.tables.note_extra(model, name)
         return False
 
     def _same_names(
@@ -240,7 +243,7 @@ class Outputs:
         if part.base is not None:
             tensor = self.tables.find(part.base, in_model(name, part.base))
             base = BaseTensor(part.base, tensor) if tensor is not None else None
-        taken = []
+        taken, lacking = [], []
         for i, entry in enumerate(part.contributing(self.schema.base == "none")):
             own = in_model(name, entry.model)
             tensor = self.tables.find(entry.model, own) or self._tied(entry.model, own, base)
@@ -251,8 +254,31 @@ class Outputs:
                     self._check_partial(entry, own, base)
                     taken.append(SourceTensor(entry, i, own, base.tensor, False))
             elif not is_optional(own):
-                self.tables.note_missing(entry.model, own)
+                lacking.append((entry.model, own))
+        if lacking and (alone := self._alone(part, name, in_model, taken, lacking)):
+            return Output(name, part, t, alone, (), (part.level, *levels))
+        for model, own in lacking:
+            self.tables.note_missing(model, own)
         return Output(name, part, t, base, tuple(taken), (part.level, *levels))
+
+    def _alone(
+        self,
+        part: Slice,
+        name: str,
+        in_model: Callable[[str, int], str],
+        taken: Sequence[SourceTensor],
+        lacking: Sequence[tuple[int, str]],
+    ) -> BaseTensor | None:
+        """The lead's tensor, where it alone has it and the other models are whole without it."""
+        lead = self._lead(part)
+        others = [s for s in taken if s.stored and s.entry.model != lead]
+        if lead is None or others or any(self.tables.is_cut_short(*gap) for gap in lacking):
+            return None
+        tensor = self.tables.find(lead, in_model(name, lead))
+        if tensor is None:
+            return None
+        self.tables.note_alone(lead, tensor)
+        return BaseTensor(lead, tensor)
 
     def _tied(self, model: int, own: str, base: BaseTensor | None) -> str | None:
         """What a partial model makes of the embedding that is the base's head, too."""

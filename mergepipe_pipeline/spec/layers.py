@@ -30,6 +30,10 @@ _OUTPUTS = re.compile(
     r"|^(?:model\.)?output\.weight$|(?:^|\.)(?:transformer\.output_layer|proj_out)\.weight$"
     r"|(?:^|\.)(?:cls\.predictions|lm_head)\.decoder\.(?:weight|bias)$|^cls\.predictions\.bias$"
 )
+#: The norm after the layers, which every model has that has any.
+_LAST_NORM = re.compile(
+    r"(?:^|\.)(?:norm|ln_f|norm_f|final_norm|final_layernorm|final_layer_norm)\.weight$"
+)
 #: Stored buffers that follow from the configuration.
 _BUFFER = re.compile(r"(?:\.|^)(?:inv_freq|position_ids|masked_bias|h\.\d+\.attn\.bias)$")
 
@@ -135,6 +139,17 @@ def is_optional(tensor_name: str) -> bool:
         or (_OUTPUTS.search(tensor_name) is not None)
         or is_buffer(tensor_name)
     )
+
+
+def part_that_needs(tensor_name: str) -> str | None:
+    """The part of a model (`model.`, or "" for all) that cannot do without a tensor outside layers.
+
+    None where a model may lack it: heads and parts of their own, which few have.
+    """
+    match = _LAST_NORM.search(tensor_name) or _EMBEDDINGS.search(tensor_name)
+    if match is None or layer_index(tensor_name) is not None:
+        return None
+    return tensor_name[: match.start()] + ("." if match.start() else "")
 
 
 def is_buffer(tensor_name: str) -> bool:

@@ -59,6 +59,9 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
     "more or fewer embedding rows than the base": (
         f"{_INPUTS}::test_mergekit_refuses_other_numbers_of_embedding_rows_and_we_go_by_the_bases",
     ),
+    "tensors of the base, or of a first model, that no other model has (MTP, value heads)": (
+        f"{_INPUTS}::test_a_part_of_the_base_alone_is_left_out_by_mergekit_and_copied_here",
+    ),
     "`--unsafe-truncate-embeddings`": (
         "test_output_options.py::"
         "test_truncated_vocabularies_are_the_shortest_as_in_mergekit_and_so_says_the_config",
@@ -90,6 +93,10 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
         "test_layouts.py::test_a_model_with_other_names_merges_as_in_mergekit",
         "test_layouts.py::test_experts_apart_and_fused_merge_as_the_base_has_them",
     ),
+    "trims, lengths and angles of a mixture stored expert by expert": (
+        "test_layouts.py::test_experts_stored_apart_are_trimmed_apart_and_by_mergekit_as_one",
+        "test_layouts.py::test_experts_apart_and_fused_merge_as_the_base_has_them",
+    ),
     "models of different architectures with equal names": (
         "test_spellings.py::test_models_of_two_architectures_with_equal_names_are_warned_about",
     ),
@@ -99,6 +106,12 @@ DEVIATIONS: dict[str, tuple[str, ...]] = {
     ),
     "rows for tokens that one model lacks (means of others')": (
         f"{_INPUTS}::test_means_for_tokens_that_a_model_lacks_are_rounded_to_its_dtype_here_only",
+    ),
+    "`chat_template: alpaca`, `mistral`, `llama3`, `exaone`": (
+        f"{_INPUTS}::test_chat_templates_by_name_render_as_mergekits_for_chatml_alone",
+    ),
+    "a `density` below 0, an empty `layer_range`, one in quotes": (
+        f"{_INPUTS}::test_mergekit_takes_settings_without_a_meaning_and_we_refuse_them",
     ),
     "unknown keys": (f"{_INPUTS}::test_mergekit_ignores_unknown_keys_and_we_refuse_them",),
     "`.bin` files": (f"{_INPUTS}::test_mergekit_loads_pickles_and_we_refuse_them",),

@@ -5,15 +5,18 @@ Each test has mergekit merge (or refuse) here and now, and us the same recipe.
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
+from mergepipe_pipeline.tokenizer.builtin import BUILT_IN
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors
 from tests.execution.test_run import run
@@ -180,4 +183,53 @@ def test_mergekit_loads_pickles_and_we_refuse_them(
     text = ONE.format(family / "base", tmp_path / "pickled")
     assert run_mergekit(text).keys() == values.keys()
     with pytest.raises(CheckpointError, match="safetensors"):
+        run(home, text)
+
+
+def test_a_part_of_the_base_alone_is_left_out_by_mergekit_and_copied_here(
+    home: Warehouse, base: Path, tmp_path: Path
+) -> None:
+    lead, alone = tmp_path / "lead", "mtp.fc.weight"
+    shutil.copytree(base, lead)
+    values = read_model(base) | {alone: torch.arange(6.0)}
+    save_file(values, lead / "model.safetensors", metadata={"format": "pt"})
+    text = ONE.format(lead, write(tmp_path / "expert", 2, base=base)) + "dtype: float32\n"
+    theirs, ours = run_mergekit(text), merged(home, text)
+    assert alone not in theirs
+    assert torch.equal(ours.pop(alone), values[alone])
+    assert ours.keys() == theirs.keys()
+
+
+def test_chat_templates_by_name_render_as_mergekits_for_chatml_alone() -> None:
+    from mergekit._data import chat_templates
+
+    messages = [{"role": "user", "content": " Hi there "}, {"role": "assistant", "content": "Yes"}]
+    words = {"messages": messages, "bos_token": "<s>", "eos_token": "</s>"}
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    equal = {
+        name: jinja.from_string(
+            importlib.resources.files(chat_templates).joinpath(f"{name}.jinja").read_text()
+        ).render(words)
+        == jinja.from_string(text).render(words)
+        for name, text in BUILT_IN.items()
+    }
+    assert equal == {name: name == "chatml" for name in BUILT_IN}
+
+
+@pytest.mark.parametrize(
+    "recipe_text",
+    [
+        "merge_method: ties\nbase_model: $base\nmodels:\n"
+        "- {model: $e0, parameters: {weight: 1, density: -0.5}}\n",
+        "merge_method: passthrough\nslices:\n- sources: [{model: $e0, layer_range: [2, 2]}]\n"
+        "- sources: [{model: $e0, layer_range: [0, 2]}]\n",
+        "merge_method: passthrough\nslices:\n- sources: [{model: $e0, layer_range: ['0', '2']}]\n",
+    ],
+)
+def test_mergekit_takes_settings_without_a_meaning_and_we_refuse_them(
+    home: Warehouse, family_of: FamilyOf, recipe_text: str
+) -> None:
+    text = fill(recipe_text, family_of("llama")) + "dtype: float32\n"
+    assert run_mergekit(text)
+    with pytest.raises(RecipeError, match=r"density|layer_range"):
         run(home, text)

@@ -136,6 +136,23 @@ def test_experts_apart_and_fused_merge_as_the_base_has_them(
     assert all(torch.equal(whole[n], t) for n, t in found[False].items())
 
 
+def test_experts_stored_apart_are_trimmed_apart_and_by_mergekit_as_one(
+    home: Warehouse, family_of: FamilyOf, tmp_path: Path
+) -> None:
+    family = family_of("mixtral", "float32")
+    together = [
+        rewritten(family / n, tmp_path / n, lambda t: fused("mixtral", t)) for n in (BASE, E0, E1)
+    ]
+    text = TIES.format(base=family / BASE, a=family / E0, b=family / E1)
+    apart = fused("mixtral", read_model(Path(run(home, text).snapshot.path)))
+    text = TIES.format(base=together[0], a=together[1], b=together[2])
+    whole = read_model(Path(run(home, text).snapshot.path))
+    stacks = [name for name, value in whole.items() if value.ndim == 3]
+    assert stacks
+    assert all(torch.equal(apart[n], t) for n, t in whole.items() if n not in stacks)
+    assert not all(torch.equal(apart[n], whole[n]) for n in stacks)
+
+
 def test_single_experts_that_an_adapter_updates_are_not_fused(
     home: Warehouse, family_of: FamilyOf, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from tests.recipe.schemas import NAMES, inputs, names_of, resolve, table, withou
 
 TWO = "merge_method: {}\nbase_model: base\nmodels: [{{model: a}}, {{model: b}}]\nparameters: {}\n"
 TIES = TWO.format("ties", "{weight: 1}")
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Q0, UP0 = "model.layers.0.self_attn.q.weight", "model.layers.0.mlp.up.weight"
 
@@ -69,6 +70,49 @@ def test_tensors_beyond_the_bases_are_left_out_with_a_warning() -> None:
         "'b' has 1 tensors that the result has not, first score.weight: they are left out"
         in recipe.warnings
     )
+
+
+@pytest.mark.parametrize("alone", ["mtp.fc.weight", "mtp.norm.weight", "v_head.weight"])
+@pytest.mark.parametrize("lead", ["base", "a"])
+def test_parts_that_one_model_alone_has_are_copied_from_the_one_the_result_is_like(
+    lead: str, alone: str
+) -> None:
+    text = TIES if lead == "base" else LINEAR
+    recipe = resolve(text, {lead: table((*NAMES, alone))})
+    (found,) = (t for t in recipe.tensors if t.name == alone)
+    assert (found.base and recipe.models[found.base.model].text, found.inputs) == (lead, ())
+    assert (
+        f"{lead!r} has 1 tensors that no other model has, first {alone}: they are copied"
+        in recipe.warnings
+    )
+
+
+def test_a_scale_that_no_layer_of_the_experts_has_is_copied_from_the_base() -> None:
+    scales = [f"model.layers.{n}.self_attn.k_scale" for n in range(3)]
+    made = inputs(resolve(TIES, {"base": table((*NAMES, *scales))}))
+    assert [made[scale] for scale in scales] == [[], [], []]
+
+
+@pytest.mark.parametrize("hole", [UP0, "model.norm.weight", EMBED])
+@pytest.mark.parametrize("method", ["ties", "linear"])
+def test_a_model_that_the_result_is_like_and_that_is_cut_short_is_refused(
+    hole: str, method: str
+) -> None:
+    text, lead = (TIES, "base") if method == "ties" else (LINEAR, "a")
+    more = {HEAD} if hole == EMBED else set()  # a tied head would stand for it
+    problems = _problems(text, tables={lead: without({hole, *more})})
+    said = f"{lead!r} lacks 1 of the tensors to merge, first {hole}"
+    assert [p for p in problems if p.endswith(said)]
+
+
+@pytest.mark.parametrize("hole", [UP0, "model.norm.weight"])
+def test_what_is_missing_in_every_expert_is_a_problem_and_no_part_of_the_base_alone(
+    hole: str,
+) -> None:
+    cut = without({hole})
+    first, second = _problems(TIES, tables={"a": cut, "b": cut})
+    assert "'a' lacks 1 of the tensors to merge" in first
+    assert "'b' lacks 1 of the tensors to merge" in second
 
 
 def test_buffers_are_missed_by_nobody() -> None:
