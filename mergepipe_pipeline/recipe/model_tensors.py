@@ -30,17 +30,22 @@ Table = Mapping[str, TensorEntry | TensorView]
 
 @dataclass
 class Tables:
-    """The models' tensors by name; `partial[i]` says that model i has changed tensors only."""
+    """The models' tensors by name; `partial[i]` says that model i has changed tensors only.
+
+    `depths[i]` is the number of layers that its config tells, None where it tells none.
+    """
 
     refs: Sequence[ModelRef]
     tables: Sequence[Table]
     partial: Sequence[bool]
+    depths: Sequence[int | None] = ()
     _by_layer: dict[int, dict[int | None, list[str]]] = field(default_factory=dict)
     _missing: dict[int, dict[str, None]] = field(default_factory=dict)
     _extra: dict[int, dict[str, None]] = field(default_factory=dict)
     _alone: dict[int, dict[str, None]] = field(default_factory=dict)
     _in_any_layer: dict[int, frozenset[str]] = field(default_factory=dict)
     _shapes: dict[int, list[str]] = field(default_factory=dict)
+    _shallow: dict[int, tuple[int, int]] = field(default_factory=dict)
     _broken: set[int] = field(default_factory=set)
 
     def __getitem__(self, model: int) -> Table:
@@ -60,6 +65,20 @@ class Tables:
         """Number of layers of each stack of a model, among tensors that `belongs` accepts."""
         return stack_counts(name for name in self.tables[model] if belongs(name))
 
+    def depth(self, model: int, belongs: Callable[[str], bool]) -> dict[str, int]:
+        """Number of layers of each stack, without those that the config does not count.
+
+        Such a layer predicts further tokens (MTP), and some copies of a model lack it.
+        """
+        stacks = self.stacks(model, belongs)
+        told = self.depths[model] if self.depths else None
+        if told is None or len(stacks) != 1 or len(stack_counts(self.tables[model])) != 1:
+            return stacks
+        ((stack, n),) = stacks.items()
+        if n < told:
+            self._shallow[model] = (n, told)
+        return {stack: min(n, told)}
+
     def find(self, model: int, name: str) -> str | None:
         """The name of a tensor in a model, or of the one it is tied to, or None."""
         table = self.tables[model]
@@ -73,7 +92,7 @@ class Tables:
         """Add a problem if a model has another number of layers than the `lead`."""
         if self.partial[entry.model]:
             return
-        mine, wanted = self.stacks(entry.model, belongs), self.stacks(lead, belongs)
+        mine, wanted = self.depth(entry.model, belongs), self.depth(lead, belongs)
         for stack, n in wanted.items():
             if mine.get(stack, n) != n:
                 self._broken.add(entry.model)
@@ -157,9 +176,17 @@ class Tables:
                 f"{self.refs[model].text!r} has {len(texts)} tensors that do not fit, {texts[0]}",
             )
 
-    def extra_warnings(self) -> list[str]:
-        """One warning per model with tensors that others have not: left out, or as they are."""
-        return [
+    def own_parts(self) -> list[str]:
+        """One warning per model with tensors that others have not: left out, or as they are.
+
+        And one per model with fewer layers than its config tells.
+        """
+        shallow = [
+            f"{self.refs[model].text!r} has {n} layers, and its config.json says {told}: are files "
+            "missing?"
+            for model, (n, told) in self._shallow.items()
+        ]
+        return shallow + [
             f"{self.refs[model].text!r} has {len(names)} tensors that {which}, "
             f"first {next(iter(names))}: they are {done}"
             for noted, which, done in (

@@ -78,12 +78,12 @@ class Outputs:
         lead = self._lead(part)
         if lead is None:
             return
-        counts = self.tables.stacks(lead, belongs)
+        counts = self.tables.depth(lead, belongs)
         for entry in part.entries:
             self.tables.check_stacks(entry, lead, belongs, self.problems)
         names = self._names(part, lead, belongs, _same)
         for name in names:
-            t = position(layer_index(name), counts.get(layer_stack(name) or "", 1))
+            t = min(position(layer_index(name), counts.get(layer_stack(name) or "", 1)), 1.0)
             t = projector_position(name, names) if t == 0 else t
             yield self._slot(part, name, t, _same, levels)
 

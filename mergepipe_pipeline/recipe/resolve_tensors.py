@@ -48,13 +48,15 @@ def resolve_recipe(
     tables: Sequence[Table],
     methods: Mapping[str, OperatorSchema],
     partial: Sequence[bool] = (),
+    depths: Sequence[int | None] = (),
 ) -> Recipe:
     """Give every output tensor its inputs and numbers.
 
     `tables[i]` are the tensors of `parsed.references[i]` by name, in file order. `partial[i]` says
     that model i is an adapter or a delta alone: its table has the base's names that it changes.
     Where other models take part and its share matters (values are merged, or deltas are counted or
-    measured), it stays an input under the base's tensor name; else it is no input there.
+    measured), it stays an input under the base's tensor name; else it is no input there. `depths`
+    are the numbers of layers that the models' configs tell: a layer beyond is a part of its own.
 
     Raises RecipeError with every problem.
     """
@@ -70,7 +72,8 @@ def resolve_recipe(
     if problems:
         raise recipe_error([problems], parsed.where)
     flags = [*partial, *[False] * (len(tables) - len(partial))]
-    resolver = _Resolver(parsed, schema, Tables(parsed.references, tables, flags), problems)
+    known = Tables(parsed.references, tables, flags, depths)
+    resolver = _Resolver(parsed, schema, known, problems)
     tensors = resolver.tensors()
     if not problems:
         check_budget_options(parsed.budget, parsed.references, tensors, problems)
@@ -157,7 +160,7 @@ class _Resolver:
         self.tables.add_misfits(self._places(), self.problems)
         repeated.flush()
         self.n_layers = self._new_count(recipes)
-        self.warnings += self.tables.extra_warnings()
+        self.warnings += self.tables.own_parts()
         for model, names in self.copied.items():
             self.warnings.append(copied(list(names), self.tables.refs[model]))
         if self.schema.name != "passthrough":

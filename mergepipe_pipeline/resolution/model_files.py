@@ -56,6 +56,16 @@ def side_of(
     return Side(template, tuple(_config(recipe, models, template)), packed)
 
 
+def depth_of(model: Model) -> int | None:
+    """The number of layers that a model's config tells; None where it tells none."""
+    try:
+        config = _parsed(model)
+    except CheckpointError:  # it is refused where it is used
+        return None
+    told = [_at(config, place) for place in _places(config, _LAYER_KEYS)]
+    return next((n for n in told if isinstance(n, int) and n > 0), None)
+
+
 def tokenizer_files_of(model: Model) -> dict[str, bytes]:
     """The tokenizer files of a model's folder, by name."""
     if model.checkpoint.tokenizer_files is not None:

@@ -26,7 +26,7 @@ from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.left_out import without
 from mergepipe_pipeline.resolution.locate import exists
-from mergepipe_pipeline.resolution.model_files import side_of, template_of
+from mergepipe_pipeline.resolution.model_files import depth_of, side_of, template_of
 from mergepipe_pipeline.resolution.model_problems import placed_in, several
 from mergepipe_pipeline.resolution.open_models import open_models, tied_updates
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
@@ -252,7 +252,8 @@ def open_stage(
     if problems:
         raise several(problems, parsed)
     is_partial = [m.is_partial for m in models]
-    recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial)
+    depths = [depth_of(m) for m in models]
+    recipe = resolve_recipe(parsed, [m.views for m in models], SCHEMAS, is_partial, depths)
     return recipe, [_completed(m, n, recipe, models) for n, m in enumerate(models)]
 
 

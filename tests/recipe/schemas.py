@@ -152,12 +152,17 @@ def resolve(
     *,
     every: Table | None = None,
     partial: Sequence[str] = (),
+    depth: int | None = None,
 ) -> Recipe:
-    """Parse and resolve; models have all of `every` (NAMES), but those that `tables` gives."""
+    """Parse and resolve; models have all of `every` (NAMES), but those that `tables` gives.
+
+    The configs of all models tell `depth` layers.
+    """
     raw = parse(text)
     given, usual = tables or {}, table() if every is None else every
     found = [given.get(ref.text, usual) for ref in raw.references]
-    return resolve_recipe(raw, found, METHODS, [ref.text in partial for ref in raw.references])
+    flags = [ref.text in partial for ref in raw.references]
+    return resolve_recipe(raw, found, METHODS, flags, [depth] * len(found))
 
 
 def number(recipe: Recipe, model: str) -> int:

@@ -87,6 +87,30 @@ def test_parts_that_one_model_alone_has_are_copied_from_the_one_the_result_is_li
     )
 
 
+def test_a_layer_that_no_config_counts_is_copied_where_experts_lack_it() -> None:
+    gradient = TWO.format("ties", "{weight: [0, 1]}")
+    recipe = resolve(gradient, {"base": table(names_of(4))}, depth=3)
+    beyond = [t for t in recipe.tensors if t.name.startswith("model.layers.3.")]
+    assert [t.inputs for t in beyond] == [(), ()]
+    weights = {t.name: dict(t.inputs[0].params)["weight"] for t in recipe.tensors if t.inputs}
+    layers = [weights[f"model.layers.{n}.mlp.up.weight"] for n in range(3)]
+    assert layers == [0.0, 0.5, 1.0]
+    told = "'base' has 2 tensors that no other model has, first model.layers.3."
+    assert [w for w in recipe.warnings if w.startswith(told)]
+
+
+def test_a_layer_that_no_config_counts_is_merged_where_all_have_it() -> None:
+    gradient = TWO.format("ties", "{weight: [0, 1]}")
+    recipe = resolve(gradient, every=table(names_of(4)), depth=3)
+    weights = {t.name: dict(t.inputs[0].params)["weight"] for t in recipe.tensors if t.inputs}
+    assert [weights[f"model.layers.{n}.mlp.up.weight"] for n in range(4)] == [0.0, 0.5, 1.0, 1.0]
+
+
+def test_fewer_layers_than_the_config_tells_are_warned_of() -> None:
+    recipe = resolve("merge_method: passthrough\nmodels: [{model: a}]\n", depth=4)
+    assert "'a' has 3 layers, and its config.json says 4: are files missing?" in recipe.warnings
+
+
 def test_a_scale_that_no_layer_of_the_experts_has_is_copied_from_the_base() -> None:
     scales = [f"model.layers.{n}.self_attn.k_scale" for n in range(3)]
     made = inputs(resolve(TIES, {"base": table((*NAMES, *scales))}))
