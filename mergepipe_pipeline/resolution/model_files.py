@@ -6,11 +6,13 @@ The recipe, the models' configs and the output's tensors decide; `execution.asse
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.errors import CheckpointError, IncompleteCheckpointError
 from mergepipe_pipeline.planner.plan_builder import Side
+from mergepipe_pipeline.remote.address import is_address
+from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import ConfigValue
@@ -21,6 +23,13 @@ from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tokenizer.chat import chat_template, with_chat_template
 from mergepipe_pipeline.tokenizer.model_tokenizer import FILE_NAMES, ModelTokenizer, read_tokenizer
 
+#: Files that each are a tokenizer's vocabulary.
+_VOCABULARIES = frozenset(
+    {"sentencepiece.bpe.model", "spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json"}
+    | {"vocab.txt"}
+)
+#: Bytes at the end of a file among which its last bracket is.
+_END_NBYTES = 256
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -36,10 +45,12 @@ def side_of(
 ) -> Side:
     """The output's side files; `tokenizer_files` replace the template's (None: they stay).
 
-    Raises RecipeError for a chat template that is none.
+    Raises RecipeError for a chat template that is none, IncompleteCheckpointError for a file that
+    ends early.
     """
     template = template_of(recipe, models)
     files = None if tokenizer_files is None else dict(tokenizer_files)
+    _refuse_cut_files(models[template].checkpoint, () if files is None else FILE_NAMES)
     if recipe.chat_template is not None:
         tokenizers = [
             ModelTokenizer(m.name, tokenizer_files_of(m), 0, {}, ())
@@ -56,6 +67,29 @@ def side_of(
     return Side(template, tuple(_config(recipe, models, template)), packed)
 
 
+def _refuse_cut_files(checkpoint: Checkpoint, made: Collection[str]) -> None:
+    """Raise IncompleteCheckpointError for a JSON file of the folder, but those `made`, without end.
+
+    The end shows what a copy left out; all of it is parsed by who uses the model.
+    """
+    if checkpoint.tokenizer_files is not None or is_address(checkpoint.root):
+        return
+    with open_source(checkpoint.root) as source:
+        for name, nbytes in side_files(source, checkpoint.root).items():
+            if name in made or not name.endswith(".json"):
+                continue
+            start = max(0, nbytes - _END_NBYTES)
+            end = source.read_range(name, start, nbytes - start).rstrip()
+            if not end.endswith((b"}", b"]")):
+                raise IncompleteCheckpointError(
+                    "A file beside the weights ends early",
+                    where=f"{checkpoint.root}, {name}",
+                    expected="JSON up to its last bracket",
+                    found=f"{nbytes} bytes that end in {end[-20:].decode(errors='replace')!r}",
+                    next_step="copy the file again, or get it from who made the model",
+                )
+
+
 def depth_of(model: Model) -> int | None:
     """The number of layers that a model's config tells; None where it tells none."""
     try:
@@ -64,6 +98,28 @@ def depth_of(model: Model) -> int | None:
         return None
     told = [_at(config, place) for place in _places(config, _LAYER_KEYS)]
     return next((n for n in told if isinstance(n, int) and n > 0), None)
+
+
+def without_tokenizer(side: Side, models: Sequence[Model]) -> tuple[str, ...]:
+    """A warning where the result has no tokenizer, and another model than the template has one."""
+    if side.files is not None or _has_tokenizer(models[side.template]):
+        return ()
+    lacking = models[side.template]
+    other = next((m.name for m in models if m is not lacking and _has_tokenizer(m)), None)
+    if other is None:
+        return ()
+    return (
+        f"{lacking.name!r} has no tokenizer, so the result has none; {other!r} has one: "
+        "`tokenizer_source:` takes it",
+    )
+
+
+def _has_tokenizer(model: Model) -> bool:
+    checkpoint = model.checkpoint
+    if checkpoint.tokenizer_files is not None:
+        return bool(checkpoint.tokenizer_files)
+    with open_source(checkpoint.root) as source:
+        return any(name in _VOCABULARIES for name in side_files(source, checkpoint.root))
 
 
 def tokenizer_files_of(model: Model) -> dict[str, bytes]:

@@ -26,7 +26,12 @@ from mergepipe_pipeline.resolution.cost import Cost, estimate
 from mergepipe_pipeline.resolution.grid import grid_for
 from mergepipe_pipeline.resolution.left_out import without
 from mergepipe_pipeline.resolution.locate import exists
-from mergepipe_pipeline.resolution.model_files import depth_of, side_of, template_of
+from mergepipe_pipeline.resolution.model_files import (
+    depth_of,
+    side_of,
+    template_of,
+    without_tokenizer,
+)
 from mergepipe_pipeline.resolution.model_problems import placed_in, several
 from mergepipe_pipeline.resolution.open_models import open_models, tied_updates
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
@@ -210,6 +215,7 @@ def _fit(
         models, cropped = fit_rows(recipe, models, problems, truncate=parsed.truncates)
         side = side_of(recipe, models, tokenizer.files if tokenizer else None)
         side = side if parsed.copies_tokenizer else replace(side, files=())
+        warnings += without_tokenizer(side, models) if parsed.copies_tokenizer else ()
         if not problems:
             _validate(recipe, models)
     except MergePipeError as error:
