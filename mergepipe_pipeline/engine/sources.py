@@ -84,13 +84,14 @@ class SourcePool:
         self._plan = plan
         # A budget is of bytes that storage delivers: nothing is fetched on the side.
         # Frames are read ahead of the merge by threads of their own, and not kept.
-        is_kept = not plan.packs and fits_page_cache(_planned_nbytes(plan))
+        moved = plan.read_nbytes + sum(t.out_nbytes for t in _tasks(plan))
+        is_kept = not plan.packs and fits_page_cache(moved)
         self._reading: Reading = "exact" if is_kept else "once"
         # What is read twice and not held waits in the page cache, if that fits there.
         kept = fits_page_cache(_too_long_nbytes(plan, held_nbytes))
         self._first_reading: Reading = "exact" if kept else self._reading
         # Every merge reads the base: it stays in the page cache, where it may be already.
-        fits = fits_page_cache(_base_nbytes(plan))
+        fits = fits_page_cache(plan.base_nbytes)
         self._base_reading: Reading = "exact" if fits else self._reading
         self._lock = threading.Lock()
         self._layers: Sequence[LayerTask] = ()
@@ -250,16 +251,6 @@ class SourcePool:
         allowed = self._allowed_of_packs.get(number, {})
         reader = PackReader(self._plan.packs[number], allowed, tally, reading)
         return self._stack.enter_context(reader)
-
-
-def _planned_nbytes(plan: MergePlan) -> int:
-    """Bytes that a plan reads, the base's included, and writes."""
-    experts = sum(layer.expert_bytes_planned for layer in plan.layers)
-    return _base_nbytes(plan) + experts + sum(t.out_nbytes for t in _tasks(plan))
-
-
-def _base_nbytes(plan: MergePlan) -> int:
-    return sum(task.base.view.nbytes for task in _tasks(plan) if task.base)
 
 
 def _too_long_nbytes(plan: MergePlan, held_nbytes: int) -> int:

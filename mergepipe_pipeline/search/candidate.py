@@ -31,7 +31,6 @@ from mergepipe_pipeline.search.records import MergeCost, Proposal, Result, Searc
 from mergepipe_pipeline.search.start import parsed_of, refuse_changed
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
-from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -110,7 +109,7 @@ def merge_candidate(
         done.realised.layers_executed,
         done.realised.layers_reused,
         done.realised.expert_bytes_read + done.realised.base_bytes_read,
-        _scratch_nbytes(plan),
+        plan.read_nbytes,
         round(time.monotonic() - began_s, 3),
     )
     return Merged(done.snapshot, cost)
@@ -190,9 +189,3 @@ def recipe_text(warehouse: Warehouse, search: Search, number: int, point: Sequen
     """The recipe of a point, as text."""
     space = search.space(search_prior(warehouse, search))
     return space.recipe(f"candidate {number} of the search {search.name}", point)
-
-
-def _scratch_nbytes(plan: MergePlan) -> int:
-    tasks = [task for layer in plan.layers for task in layer.tasks]
-    base = sum(task.base.view.nbytes for task in tasks if task.base)
-    return base + plan.estimates.expert_bytes_planned

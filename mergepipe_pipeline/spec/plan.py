@@ -211,6 +211,11 @@ class LayerTask:
         """Expert bytes this layer reads when it is executed."""
         return sum(e.read_nbytes for t in self.tasks for e in t.experts)
 
+    @property
+    def base_nbytes(self) -> int:
+        """Bytes of the base's tensors of this layer."""
+        return sum(t.base.view.nbytes for t in self.tasks if t.base)
+
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
@@ -286,6 +291,16 @@ class MergePlan:
     def plan_digest(self) -> str:
         """The plan's digest π, as the paper calls it: the same as `plan_id`."""
         return self.plan_id
+
+    @property
+    def base_nbytes(self) -> int:
+        """Bytes of the base's tensors."""
+        return sum(layer.base_nbytes for layer in self.layers)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that are read if no layer is reused, the base's included."""
+        return self.base_nbytes + self.estimates.expert_bytes_planned
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON material; `plan_json.plan_from_json` gives an equal plan back."""

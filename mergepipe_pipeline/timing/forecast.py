@@ -138,7 +138,7 @@ def _work_of_layers(
     """The work, where such shares of the base's and the experts' bytes are cold."""
     tasks = [task for layer in layers for task in layer.tasks]
     experts = [e for t in tasks for e in t.experts]
-    base_nbytes = base_share * sum(t.base.view.nbytes for t in tasks if t.base)
+    base_nbytes = base_share * sum(layer.base_nbytes for layer in layers)
     expert_nbytes = expert_share * sum(layer.expert_bytes_planned for layer in layers)
     packed = [r for e in experts if e.packed for r in e.packed.ranges]
     near_elems = sum(r.stop_elem - r.start_elem for r in packed if r.level in TIERS_OF["L3"])

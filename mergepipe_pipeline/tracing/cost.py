@@ -67,7 +67,7 @@ def cost_of(
         candidates,
         of_experts,
         of_experts * sum(len(p.layers) for p in plans),
-        of_experts * sum(map(_read_nbytes, plans)),
+        of_experts * sum(p.read_nbytes for p in plans),
         evaluation_s,
         seconds,
         next((p.reason for p in predicted if p.reason), ""),
@@ -84,9 +84,3 @@ def _stages(warehouse: Warehouse, plan: MergePlan) -> Iterator[MergePlan]:
             stage = load_plan(warehouse, made.manifest.plan_id)
             yield stage
             yield from _stages(warehouse, stage)
-
-
-def _read_nbytes(plan: MergePlan) -> int:
-    tasks = [task for layer in plan.layers for task in layer.tasks]
-    base = sum(task.base.view.nbytes for task in tasks if task.base)
-    return base + plan.estimates.expert_bytes_planned
