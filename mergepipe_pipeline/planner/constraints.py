@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Ints
 from mergepipe_pipeline.spec.recipe import Budget, Selection
 
@@ -54,6 +55,17 @@ def constraints_of(
         caps,
         _selected(budget.pin, c, tensors, experts),
         _selected(budget.exclude, c, tensors, experts),
+    )
+
+
+def lacks_base(needed: int, budget_bytes: int) -> BudgetError:
+    """The error for a budget that leaves out some of what nothing stands in for."""
+    return BudgetError(
+        "A partial budget needs a base model that stands in for what is not read",
+        where="budget",
+        expected=f"a base_model, or at least {needed} bytes",
+        found=f"{budget_bytes} bytes and no base_model",
+        next_step="add base_model to the recipe, or drop the budget",
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.candidates import Candidates, Choice, Ints
-from mergepipe_pipeline.planner.constraints import Constraints
+from mergepipe_pipeline.planner.constraints import Constraints, lacks_base
 from mergepipe_pipeline.planner.items import Items, chain_items, joined, single_items, spend
 
 #: Items with their order: best first, and within a chain as the chain goes.
@@ -87,13 +87,7 @@ def is_affordable(c: Candidates, choice: Choice, constraints: Constraints) -> bo
 def refuse_without_base(c: Candidates, needed: int, budget_bytes: int) -> None:
     """Raise BudgetError where there is a candidate that nothing could stand in for."""
     if any(r.block_l2sq is None for r in c.rows):
-        raise BudgetError(
-            "A partial budget needs a base model that stands in for what is not read",
-            where="budget",
-            expected=f"a base_model, or at least {needed} bytes",
-            found=f"{budget_bytes} bytes and no base_model",
-            next_step="add base_model to the recipe, or drop the budget",
-        )
+        raise lacks_base(needed, budget_bytes)
 
 
 def refuse_dear_pins(c: Candidates, constraints: Constraints) -> None:

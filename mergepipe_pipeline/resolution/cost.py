@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import FLOATING, itemsize
-from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.planner.constraints import is_kept
+from mergepipe_pipeline.planner.constraints import is_kept, lacks_base
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.layers import layer_count, layer_name
 from mergepipe_pipeline.spec.model import Model
@@ -72,7 +71,8 @@ def estimate(
             else:
                 pairs.setdefault((i.model, t.base.model), []).append((i.tensor, t.base.tensor))
     budget, n_layers = recipe.budget.resolve(total), layer_count(names)
-    _refuse_too_little(budget, baseless)
+    if budget is not None and budget < baseless:
+        raise lacks_base(baseless, budget)
     unknown_nbytes, unknown_elems = _unknown(warehouse, models, pairs, grid)
     return Cost(
         expert_bytes_total=total,
@@ -85,18 +85,6 @@ def estimate(
         layers=len({layer_name(n, n_layers) for n in names}),
         tensors=len(names),
     )
-
-
-def _refuse_too_little(budget: int | None, baseless: int) -> None:
-    """Raise BudgetError if some of the `baseless` bytes would be left out."""
-    if budget is not None and budget < baseless:
-        raise BudgetError(
-            "A partial budget needs a base model that stands in for what is not read",
-            where="budget",
-            expected=f"a base_model, or at least {baseless} bytes",
-            found=f"{budget} bytes and no base_model",
-            next_step="add base_model to the recipe, or drop the budget",
-        )
 
 
 def _unknown(
