@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 #: Controls (C0 but the newline, DEL, C1), marks and overrides of direction, other ends of lines,
@@ -77,6 +78,11 @@ def _plain(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_plain(value) for value in data]
     return data
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def escaped(text: str) -> str:

@@ -10,12 +10,12 @@ any change of a file, and may be forgotten.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain
+from mergepipe_pipeline.text import now
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -72,8 +72,7 @@ def decide(
     known = _decisions(warehouse, name).get(content)
     if known is not None and known.is_kept_out == is_kept_out:
         return known
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    made = Quarantine(name, content, reason, now, is_kept_out)
+    made = Quarantine(name, content, reason, now(), is_kept_out)
     value = asdict(made)
     del value["name"]
     VersionChain(warehouse.quarantined_dir / name).append(value)

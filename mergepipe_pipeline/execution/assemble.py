@@ -7,12 +7,9 @@ merge: in the manifest what determines the result, in the provenance the rest. C
 from __future__ import annotations
 
 import logging
-import platform
 from base64 import b64decode
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +29,9 @@ from mergepipe_pipeline.snapshots.model_folder import (
     shard_name,
 )
 from mergepipe_pipeline.snapshots.objects import ObjectStore
-from mergepipe_pipeline.snapshots.stage import stage_snapshot
+from mergepipe_pipeline.snapshots.stage import made_here, stage_snapshot
 from mergepipe_pipeline.spec.outcome import Realised, StoredObject, Times
-from mergepipe_pipeline.spec.plan import ENGINE_VERSION, LayerTask, MergePlan
+from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.spec.snapshot import (
     LineageEntry,
     Manifest,
@@ -218,7 +215,6 @@ def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None)
         "recipe": plan.recipe_text,
         "ref": plan.ref,
         "request": asdict(plan.request),
-        "engine_version": ENGINE_VERSION,
         "estimates": asdict(plan.estimates),
         "warnings": list(plan.warnings),
         **({"choices": chosen} if chosen else {}),
@@ -226,8 +222,5 @@ def _provenance(plan: MergePlan, realised: Realised | None, times: Times | None)
         "time": times and times.to_json(),
         **({"downloads": downloads} if times and (downloads := times.downloaded()) else {}),
         "sources": [asdict(s) for s in plan.sources],
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "versions": {p: version(p) for p in ("mergepipe-pipeline", "torch", "numpy")},
+        **made_here(),
     }

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.digest import seal
 from mergepipe_pipeline.snapshots.objects import ObjectStore
+from mergepipe_pipeline.spec.plan import ENGINE_VERSION
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Manifest
 from mergepipe_pipeline.storage.atomic import adopt_file, link_file, write_atomic
+from mergepipe_pipeline.text import now
 
 PROVENANCE = "provenance.json"
+
+
+def made_here() -> dict[str, Any]:
+    """What every provenance says, which no id covers: by what, when and where it is made."""
+    return {
+        "engine_version": ENGINE_VERSION,
+        "created": now(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "versions": {p: version(p) for p in ("mergepipe-pipeline", "torch", "numpy")},
+    }
 
 
 def stage_snapshot(

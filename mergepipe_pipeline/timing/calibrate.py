@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from mergepipe_pipeline.concurrency.threads import cores
@@ -18,6 +17,7 @@ from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.spec.machine_profile import EnginePace, MachineProfile
 from mergepipe_pipeline.storage.profile import store_profile
+from mergepipe_pipeline.text import now
 from mergepipe_pipeline.timing.engine_benchmark import measure_engine
 from mergepipe_pipeline.timing.storage_benchmark import (
     REPEATS,
@@ -67,10 +67,10 @@ def calibrate(
         wrote_s = min(write_s(folder / f"write{n}", written) for n in range(3))
         engine = _engine_pace(target, folder) if with_engine else None
     seek_s, rate = fit(observations)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
+    measured = now()
     # A temporary file is gone by now.
     where = warehouse.root if target.is_relative_to(folder) else target
-    profile = MachineProfile(rate, seek_s, written / wrote_s, now, str(where), engine)
+    profile = MachineProfile(rate, seek_s, written / wrote_s, measured, str(where), engine)
     store_profile(warehouse.profile_path, profile)
     return Calibration(profile, observations)
 

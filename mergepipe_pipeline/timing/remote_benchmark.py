@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from statistics import median
 
 from mergepipe_pipeline.errors import MergePipeError
@@ -16,6 +15,7 @@ from mergepipe_pipeline.remote.fetch import WANTED, fetch
 from mergepipe_pipeline.remote.listing import RemoteFile
 from mergepipe_pipeline.remote.pace import Pace, put_pace
 from mergepipe_pipeline.remote.sites import PINS, Pinned
+from mergepipe_pipeline.text import now
 
 #: Requests of next to nothing, one after the other; bytes that are fetched several at a time.
 _PROBES, _PROBE_NBYTES = 9, 1024
@@ -46,7 +46,7 @@ def measure_address(text: str, progress: Progress | None = None) -> Pace:
         rate = _bytes_per_s(pinned, file, progress or Silent())
     finally:
         WANTED.close()
-    pace = Pace(latency_s, rate, datetime.now(UTC).isoformat(timespec="seconds"))
+    pace = Pace(latency_s, rate, now())
     put_pace(pinned.listing.root, pace)
     return pace
 

@@ -7,13 +7,10 @@ digest of verb, parameters and inputs.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from mergepipe_pipeline.snapshots.folder_export import staging_beside
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.model_folder import CARD, index_json, tool_card
 from mergepipe_pipeline.snapshots.out_folder import check_folder, check_out
-from mergepipe_pipeline.snapshots.stage import PROVENANCE, stage_snapshot
+from mergepipe_pipeline.snapshots.stage import PROVENANCE, made_here, stage_snapshot
 from mergepipe_pipeline.spec.outcome import StoredObject
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION, Source
 from mergepipe_pipeline.spec.snapshot import (
@@ -217,10 +214,6 @@ def _provenance(origin: Origin, told: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "recipe_name": origin.verb,
         "made_by": {"verb": origin.verb, "parameters": dict(origin.parameters), "told": dict(told)},
-        "engine_version": ENGINE_VERSION,
         "sources": [asdict(s) for s in origin.sources],
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "versions": {p: version(p) for p in ("mergepipe-pipeline", "torch", "numpy")},
+        **made_here(),
     }
