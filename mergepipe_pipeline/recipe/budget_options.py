@@ -5,13 +5,13 @@ Reads the text alone; `patterns` holds what is named here against the names ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeGuard, TypeVar
 
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.recipe.budget import parse_amount, parse_budget, parse_error
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown
 from mergepipe_pipeline.spec.recipe import Budget, Selection, Share
 
 BUDGET_KEYS = ("limit", "error", "pin", "exclude", "keep", "shares")
@@ -29,7 +29,7 @@ def read_budget(value: object, problems: Problems) -> Budget:
         return _read(parse_budget, value, path, problems) or Budget()
     if not value:
         problems.add(path, f"expected at least one of {', '.join(BUDGET_KEYS)}, found none")
-    _check_keys(value, BUDGET_KEYS, path, problems)
+    problems.add_unknown(value, BUDGET_KEYS, path)
     limit, error = value.get("limit"), value.get("error")
     amount = _read(parse_amount, limit, (*path, "limit"), problems) or Budget()
     if limit is not None and error is not None:
@@ -78,7 +78,7 @@ def _selection(value: object, path: KeyPath, problems: Problems) -> Selection | 
         )
         return None
     known = len(problems)
-    _check_keys(value, _SELECTION_KEYS, path, problems)
+    problems.add_unknown(value, _SELECTION_KEYS, path)
     experts, tensors = (
         _patterns(value.get(key), (*path, key), problems) for key in _SELECTION_KEYS
     )
@@ -128,12 +128,3 @@ def _is_pattern(value: object, path: KeyPath, problems: Problems) -> TypeGuard[s
         return True
     problems.add(path, f"expected a name or a pattern like `math*`, found {shown(value)}")
     return False
-
-
-def _check_keys(
-    value: Mapping[str, object], known: Sequence[str], path: KeyPath, problems: Problems
-) -> None:
-    for key in value:
-        if key not in known:
-            near = suggest(key, known) or f"; known are {', '.join(known)}"
-            problems.add((*path, key), f"unknown key `{key}`{near}")

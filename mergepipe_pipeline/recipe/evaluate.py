@@ -197,10 +197,7 @@ def _mapping(
     if not isinstance(value, dict):
         problems.add(path, f"expected a mapping like {example}, {_found(value)}")
         return None
-    for key in value:
-        if key not in known:
-            near = suggest(key, known) or f"; known are {', '.join(known)}"
-            problems.add((*path, key), f"unknown key `{key}`{near}")
+    problems.add_unknown(value, known, path)
     return value
 
 

@@ -6,7 +6,9 @@ Every reader of the recipe adds to one `Problems`, so that a user sees all of th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from pydantic_core import ErrorDetails
 
 from mergepipe_pipeline.errors import RecipeError
 
@@ -41,6 +43,14 @@ class Problems:
             return
         line = line_of(path, self._lines) if line is None else line
         self._found.append((line, shown_place(path, line), text))
+
+    def add_unknown(
+        self, value: Mapping[str, object], known: Collection[str], path: KeyPath
+    ) -> None:
+        """Note each key of the mapping at `path` that is none of those `known`."""
+        for key in value:
+            if key not in known:
+                self.add((*path, key), unknown_key(key, known))
 
     def ignore(self, path: KeyPath, text: str) -> None:
         """Note what mergekit ignores: a problem, or a warning in a recipe read leniently."""
@@ -123,3 +133,24 @@ def suggest(word: str, known: Iterable[str]) -> str:
     near = [k for k in words if sorted(k) == sorted(written)]
     near += difflib.get_close_matches(written, words, n=1)
     return f"; did you mean `{words[near[0]]}`?" if near else ""
+
+
+def unknown_key(key: str, known: Collection[str], of: str = "") -> str:
+    """What is wrong with a key that is none of those `known`, with the nearest one or with all."""
+    near = suggest(str(key), known) or f"; known are {', '.join(known)}"
+    return f"unknown key `{key}`{of}{near}"
+
+
+def sentence_of(error: ErrorDetails, known_keys: Callable[[KeyPath], Collection[str]]) -> str:
+    """What pydantic finds wrong; `known_keys` may stand where the last part of a path stands."""
+    path, found = tuple(error["loc"]), error["input"]
+    if error["type"] == "extra_forbidden":
+        return unknown_key(str(path[-1]), known_keys(path))
+    if error["type"] == "missing":
+        return "this key is required and missing"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "model_type":
+        first = next(iter(known_keys((*path, ""))))
+        return f"expected a mapping with `{first}:`, found {shown(found)}"
+    return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(found)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mergepipe_pipeline.recipe.problems import shown, suggest
+from mergepipe_pipeline.recipe.problems import shown, unknown_key
 from mergepipe_pipeline.spec.recipe import ModelRef
 
 _PATH_STARTS = ("/", ".", "~")
@@ -131,5 +131,4 @@ def _part(value: object, key: str) -> tuple[str, str | None]:
 def _check_keys(value: Mapping[str, object], known: tuple[str, ...]) -> None:
     for key in value:
         if key not in known:
-            near = suggest(str(key), known) or f"; known are {', '.join(known)}"
-            raise UnreadableReference(f"unknown key `{key}` of a model{near}")
+            raise UnreadableReference(unknown_key(key, known, of=" of a model"))

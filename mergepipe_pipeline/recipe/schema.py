@@ -13,13 +13,21 @@ from copy import deepcopy
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name
 from mergepipe_pipeline.errors import RecipeError
 from mergepipe_pipeline.recipe.budget_options import BUDGET_KEYS
 from mergepipe_pipeline.recipe.cron import cron_problem, is_time_zone
-from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, shown, suggest
+from mergepipe_pipeline.recipe.problems import (
+    KeyPath,
+    Problems,
+    recipe_error,
+    sentence_of,
+    shown,
+    suggest,
+    unknown_key,
+)
 from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.selectors import NARROWING, SELECTING
 from mergepipe_pipeline.recipe.structure import layer_range
@@ -42,31 +50,25 @@ CONTENTS = ("models", "slices", "modules")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
-def _refuse(kind: str, text: str) -> PydanticCustomError:
-    # The text goes through the context: a message template would interpret its braces.
-    return PydanticCustomError("recipe", "{text}", {"text": text, "kind": kind})
-
-
 def _model(value: object) -> object:
     try:
         parse_reference(value)
     except UnreadableReference as error:
-        raise _refuse("model", str(error)) from None
+        raise ValueError(str(error)) from None
     return value
 
 
 def _text(value: str) -> str:
     if not value.strip():
-        raise _refuse("text", f"expected a text, found {shown(value)}")
+        raise ValueError(f"expected a text, found {shown(value)}")
     return value
 
 
 def _layer_range(value: object) -> object:
     layers = layer_range(value)
     if layers is None or not 0 <= layers[0] < layers[1]:
-        raise _refuse(
-            "layer_range",
-            f"expected [start, end) in whole numbers, 0 <= start < end, found {shown(value)}",
+        raise ValueError(
+            f"expected [start, end) in whole numbers, 0 <= start < end, found {shown(value)}"
         )
     return value
 
@@ -78,15 +80,14 @@ def _dtype_code(value: str) -> str:
         known = [TORCH_NAME[code] for code in sorted(FLOATING)]
         near = suggest(re.sub("^(b?)fp?(?=[0-9])", r"\1float", value), known)
         text = f"expected {error.expected}, found {error.found}{near}"
-        raise _refuse("dtype", text) from None
+        raise ValueError(text) from None
 
 
 def _ref(value: str) -> str:
     if not _REF.fullmatch(value):
-        raise _refuse(
-            "ref",
+        raise ValueError(
             "expected up to 128 letters, digits, `.`, `_`, `-`, the first a letter or digit, "
-            f"found {shown(value)}",
+            f"found {shown(value)}"
         )
     return value
 
@@ -95,16 +96,15 @@ def _block_size(value: int) -> int:
     try:
         BlockGrid(value)
     except ValueError as error:
-        raise _refuse("block_size", str(error).replace("block_elems", "block_size")) from None
+        raise ValueError(str(error).replace("block_elems", "block_size")) from None
     return value
 
 
 def _schedule(value: str) -> str:
     problem = cron_problem(value)
     if problem is not None:
-        raise _refuse(
-            "schedule",
-            f"expected a cron schedule like {DEFAULT_SCHEDULE!r}, found {shown(value)}: {problem}",
+        raise ValueError(
+            f"expected a cron schedule like {DEFAULT_SCHEDULE!r}, found {shown(value)}: {problem}"
         )
     return value
 
@@ -113,14 +113,14 @@ def _trigger(value: str) -> str:
     if value not in TRIGGERS:
         near = suggest(value, TRIGGERS)
         text = f"expected one of {', '.join(TRIGGERS)}, found {shown(value)}{near}"
-        raise _refuse("trigger", text)
+        raise ValueError(text)
     return value
 
 
 def _timezone(value: str) -> str:
     if not is_time_zone(value):
         text = f"expected the name of a time zone like 'Europe/Berlin', found {shown(value)}"
-        raise _refuse("timezone", text)
+        raise ValueError(text)
     return value
 
 
@@ -304,37 +304,28 @@ def ref_problem(name: str) -> str | None:
     """Why `name` cannot be a ref, or None if it can."""
     try:
         _ref(name)
-    except PydanticCustomError as error:
-        return error.message()
+    except ValueError as error:
+        return str(error)
     return None
 
 
 def _sentence(error: ErrorDetails) -> str:
-    path, found = tuple(error["loc"]), error["input"]
+    path = tuple(error["loc"])
     if error["type"] == "extra_forbidden":
         return _unknown_key(str(path[-1]), path)
-    if error["type"] == "missing":
-        return "this key is required and missing"
-    if error["type"] == "recipe":
-        return error["msg"]
-    if error["type"] == "model_type":
-        first = next(iter(_known_keys((*path, ""))))
-        return f"expected a mapping with `{first}:`, found {shown(found)}"
-    return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(found)}"
+    return sentence_of(error, _known_keys)
 
 
 def _unknown_key(key: str, path: KeyPath) -> str:
     if key in PARAMETER_NAMES:
         return f"`{key}` is a parameter of the method; move it under `parameters:`"
-    known = _known_keys(path)
     if key in RecipeYaml.model_fields and len(path) > 1:
         return f"`{key}` belongs to the top level of the recipe"
     if key == "layer_range":
         return "whole models are merged under `models:`; use `slices:` to choose layers"
     if key in BUDGET_KEYS and len(path) == 1:
         return f"`{key}` is an option of the budget; move it under `budget:`"
-    near = suggest(key, known) or f"; known are {', '.join(known)}"
-    return f"unknown key `{key}`{near}"
+    return unknown_key(key, _known_keys(path))
 
 
 def _is_misspelt(path: KeyPath, value: Mapping[str, object], problems: Problems) -> bool:

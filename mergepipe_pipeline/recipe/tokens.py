@@ -42,7 +42,7 @@ def parse_tokenizer(
     if not isinstance(whole, dict):
         problems.add(("tokenizer",), f"expected a mapping with `source:`, found {shown(whole)}")
         return None
-    _check_keys(whole, _KEYS, ("tokenizer",), problems)
+    problems.add_unknown(whole, _KEYS, ("tokenizer",))
     found = _source(
         whole.get("source", "union"), ("tokenizer", "source"), base, number_of, problems
     )
@@ -106,7 +106,7 @@ def _rule(
     if not isinstance(value, dict):
         problems.add(path, f"expected a mapping with `source:`, found {shown(value)}")
         return None
-    _check_keys(value, _RULE_KEYS, path, problems)
+    problems.add_unknown(value, _RULE_KEYS, path)
     force, source = value.get("force", False), value.get("source")
     if not isinstance(force, bool):
         problems.add((*path, "force"), f"expected true or false, found {shown(force)}")
@@ -132,7 +132,7 @@ def _kind(
     if not isinstance(kind, str) or kind not in _SOURCE_KEYS:
         problems.add((*path, "kind"), f"expected model_token or zero, found {shown(kind)}")
         return None
-    _check_keys(source, _SOURCE_KEYS[kind], path, problems)
+    problems.add_unknown(source, _SOURCE_KEYS[kind], path)
     if kind == "zero":
         return TokenRule(token, "zero", force=force)
     of_token, of_id = source.get("token"), source.get("token_id")
@@ -152,12 +152,3 @@ def _kind(
     if model is None:
         return None
     return TokenRule(token, "model_token", model, of_token, of_id, force)
-
-
-def _check_keys(
-    value: Mapping[str, object], known: tuple[str, ...], path: KeyPath, problems: Problems
-) -> None:
-    for key in value:
-        if key not in known:
-            near = suggest(str(key), known) or f"; known are {', '.join(known)}"
-            problems.add((*path, key), f"unknown key `{key}`{near}")

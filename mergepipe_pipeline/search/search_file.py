@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
-from pydantic_core import ErrorDetails
 
 from mergepipe_pipeline.optimise.proposers import Method
 from mergepipe_pipeline.optimise.surrogate import Prior
 from mergepipe_pipeline.optimise.trials import REFERENCE
 from mergepipe_pipeline.recipe.evaluate import read_evaluate
-from mergepipe_pipeline.recipe.problems import Problems, recipe_error, shown, suggest
+from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error, sentence_of, shown
 from mergepipe_pipeline.recipe.references import UnreadableReference, identity, parse_reference
 from mergepipe_pipeline.recipe.yaml_text import read_yaml
 from mergepipe_pipeline.spec.evaluation import Evaluator, Metrics
@@ -232,27 +231,11 @@ def _validated(value: Mapping[str, object], problems: Problems) -> SearchYaml | 
         for error in invalid.errors(include_url=False):
             path = tuple(error["loc"])
             if path != ("evaluate",):  # it is told without pydantic
-                problems.add(path, _sentence(error, path))
+                problems.add(path, sentence_of(error, _known_keys))
     return None
 
 
-def _sentence(error: ErrorDetails, path: tuple[int | str, ...]) -> str:
-    found = error["input"]
-    if error["type"] == "extra_forbidden":
-        known = _known_keys(path)
-        near = suggest(str(path[-1]), known) or f"; known are {', '.join(known)}"
-        return f"unknown key `{path[-1]}`{near}"
-    if error["type"] == "missing":
-        return "this key is required and missing"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    if error["type"] == "model_type":
-        first = next(iter(_known_keys((*path, ""))))
-        return f"expected a mapping with `{first}:`, found {shown(found)}"
-    return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(found)}"
-
-
-def _known_keys(path: tuple[int | str, ...]) -> Collection[str]:
+def _known_keys(path: KeyPath) -> Collection[str]:
     """The keys that may stand where the last part of `path` stands."""
     if len(path) == 1:
         return SearchYaml.model_fields

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mergepipe_pipeline.recipe.problems import Problems, recipe_error, suggest
+from mergepipe_pipeline.recipe.problems import Problems, recipe_error, unknown_key
 from mergepipe_pipeline.recipe.yaml_text import read_yaml
 from mergepipe_pipeline.resolution.recipe_text import yaml_file
 from mergepipe_pipeline.storage.regular import text_of
@@ -71,8 +71,7 @@ def _add(problems: Problems, invalid: ValidationError) -> None:
         path = error["loc"]
         if error["type"] == "extra_forbidden":
             of = ExpertConfig if len(path) > 1 else MoeConfig
-            near = suggest(str(path[-1]), of.model_fields)
-            problems.add(path, f"unknown key{near}")
+            problems.add(path, unknown_key(str(path[-1]), of.model_fields))
         else:
             problems.add(path, error["msg"][0].lower() + error["msg"][1:])
 

@@ -133,7 +133,7 @@ def _other_kind(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (_unknown_key, RecipeError, r"unknown key; did you mean.*experts\[0\]\.positive_prompt"),
+        (_unknown_key, RecipeError, r"unknown key.*; did you mean.*experts\[0\]\.positive_prompt"),
         (_no_prompts, RecipeError, r"positive_prompts are needed.*experts\[1\]"),
         (_too_many, RecipeError, "at most the number of experts"),
         (_cancelling, MergePipeError, "do not cancel, found a difference of zero"),
