@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 #: Controls (C0 but the newline, DEL, C1), marks and overrides of direction, other ends of lines,
@@ -78,6 +79,12 @@ def _plain(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_plain(value) for value in data]
     return data
+
+
+def listed(words: Collection[str], most: int, more: str = "more") -> str:
+    """The first words, and how many are left: `a, b and 3 more`."""
+    told = ", ".join(islice(words, most))
+    return told if len(words) <= most else f"{told} and {len(words) - most} {more}"
 
 
 def now() -> str:

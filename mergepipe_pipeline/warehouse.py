@@ -20,6 +20,7 @@ from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.snapshots.refs import RefStore
 from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
 from mergepipe_pipeline.storage.roots import FILE, Roots, roots_of, with_default_places
+from mergepipe_pipeline.text import listed
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.catalog import Catalog
@@ -75,7 +76,7 @@ class Warehouse:
                 "This folder is no warehouse",
                 where=f"--home or {ENVIRONMENT}, {self.root}",
                 expected="a warehouse, an empty folder or none",
-                found=f"{min(others)!r}" + (f" and {len(others) - 1} more" if others[1:] else ""),
+                found=listed([repr(n) for n in sorted(others)], 1),
                 next_step="give the warehouse's folder, or a new one",
             )
 

@@ -9,7 +9,7 @@ from unicodedata import category
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.text import in_one_line, json_text, markdown, visible
+from mergepipe_pipeline.text import in_one_line, json_text, listed, markdown, visible
 
 ANY = st.text(st.characters(exclude_categories=())) | st.text("\x1b\x9b\u202e\n\r\ud800|`[a")
 
@@ -62,3 +62,9 @@ def test_markdown_in_a_name_is_shown_letter_by_letter() -> None:
     assert markdown("_x_ __y__ a_b _.c") == r"\_x\_ \_\_y\_\_ a_b \_.c"
     assert markdown("a|b`c\n# d") == r"a\|b\`c\\n# d"
     assert markdown("[x](https://evil) <b> www.evil") == (r"\[x\](https:\//evil) \<b\> www\.evil")
+
+
+def test_a_list_says_how_many_words_are_left() -> None:
+    assert listed([], 2) == ""
+    assert listed(["a", "b"], 2) == "a, b"
+    assert listed(dict.fromkeys("abc"), 2, "tensors more") == "a, b and 1 tensors more"

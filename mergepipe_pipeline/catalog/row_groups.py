@@ -25,6 +25,7 @@ from mergepipe_pipeline.catalog.seals import (
     seal_of,
     write_sealed,
 )
+from mergepipe_pipeline.text import listed
 
 #: What a row group is asked for by.
 Key = tuple[str, ...]
@@ -130,7 +131,7 @@ class RowGroups:
         data = self._bytes(group.start, group.stop)
         if seal_of(data) != group.digest:
             raise damaged(
-                self._path, f"BLAKE3 {group.digest} of the rows of {_told(key)}", seal_of(data)
+                self._path, f"BLAKE3 {group.digest} of the rows of {listed(key, 1)}", seal_of(data)
             )
         with corruption_named(str(self._path)):
             part = _Part(data, group.start, self._nbytes)
@@ -153,11 +154,6 @@ class RowGroups:
         if start < 0 or len(data) < stop - start:
             raise damaged(self._path, f"bytes {start} to {stop}", f"{self._nbytes} bytes in all")
         return data
-
-
-def _told(key: Key) -> str:
-    """The first of a key's values, which may be hundreds of tensors."""
-    return key[0] + (f" and {len(key) - 1} more" if len(key) > 1 else "")
 
 
 class _Part(io.RawIOBase):

@@ -26,6 +26,7 @@ from mergepipe_pipeline.recipe.selectors import would_take
 from mergepipe_pipeline.storage.open_checkpoint import is_complete
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.written import unwritten
+from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: How many quiet periods a folder waits that looks half written or half replaced: ten minutes with
@@ -130,8 +131,7 @@ def reason_to_wait_for_joining(warehouse: Warehouse, file: RecipeFile) -> str | 
         and folder.name not in catalog
         and _is_coming(warehouse, folder)
     )
-    more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
-    told = f"it waits for the index of what is about to join: {', '.join(found[:_MOST_TOLD])}{more}"
+    told = f"it waits for the index of what is about to join: {listed(found, _MOST_TOLD)}"
     return told if found else None
 
 

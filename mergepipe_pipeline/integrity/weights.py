@@ -16,6 +16,7 @@ from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.atomic import write_atomic
 from mergepipe_pipeline.storage.finite import non_finite as non_finite_of_file
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Tensors that a warning names.
@@ -138,6 +139,5 @@ def non_finite_warning(found: dict[str, int], plan: MergePlan) -> tuple[str, ...
 
 def _named(found: Mapping[str, int]) -> str:
     """How many elements of which tensors, the first of them by name."""
-    named = [f"{n} in {name}" for name, n in list(found.items())[:MOST_NAMED]]
-    more = f" and {len(found) - MOST_NAMED} tensors more" if len(found) > MOST_NAMED else ""
-    return ", ".join(named) + more
+    named = [f"{n} in {name}" for name, n in found.items()]
+    return listed(named, MOST_NAMED, "tensors more")

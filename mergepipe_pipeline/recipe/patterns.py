@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, shown, suggest
 from mergepipe_pipeline.spec.recipe import Budget, ModelRef, Selection, TensorRecipe
+from mergepipe_pipeline.text import listed
 
 _LISTED = 8
 
@@ -74,12 +75,8 @@ class _Names:
             return True
         names = [name for ref in self._experts for name in ref.names]
         near = suggest(pattern, names)
-        listed = ", ".join(ref.text for ref in self._experts[:_LISTED])
-        rest = len(self._experts) - _LISTED
-        more = f" and {rest} more" if rest > 0 else ""
-        self._problems.add(
-            path, f"no expert fits {shown(pattern)}{near}; experts are {listed or 'none'}{more}"
-        )
+        experts = listed([ref.text for ref in self._experts], _LISTED) or "none"
+        self._problems.add(path, f"no expert fits {shown(pattern)}{near}; experts are {experts}")
         return False
 
     def _is_tensor(self, pattern: str, path: KeyPath) -> bool:

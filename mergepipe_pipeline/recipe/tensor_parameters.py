@@ -13,6 +13,7 @@ from mergepipe_pipeline.recipe.problems import KeyPath, Problems
 from mergepipe_pipeline.recipe.structure import Level
 from mergepipe_pipeline.spec.operator import OperatorSchema, Parameter
 from mergepipe_pipeline.spec.recipe import Params
+from mergepipe_pipeline.text import listed
 
 
 class Repeated:
@@ -29,8 +30,7 @@ class Repeated:
     def flush(self) -> None:
         """Add what was noted to the problems."""
         for (path, text), tensors in self._tensors.items():
-            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-            self._problems.add(path, f"{text}, tensor {next(iter(tensors))}{more}")
+            self._problems.add(path, f"{text}, tensor {listed(tensors, 1)}")
 
 
 def method_params(

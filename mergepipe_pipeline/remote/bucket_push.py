@@ -12,6 +12,7 @@ from functools import partial
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, MergePipeError
 from mergepipe_pipeline.remote.bucket import Bucket, Entry
 from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
+from mergepipe_pipeline.text import listed
 
 #: Names that an error tells.
 _MOST_NAMED = 5
@@ -129,12 +130,11 @@ def _refuse_other(bucket: Bucket, files: Sequence[OutgoingFile], etags: dict[str
 
 
 def _taken(bucket: Bucket, names: Sequence[str]) -> MergePipeError:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return MergePipeError(
         "The address holds something else",
         where=bucket.address.text,
         expected="nothing, or a part of the same snapshot",
-        found=", ".join(sorted(names)[:_MOST_NAMED]) + more,
+        found=listed(sorted(names), _MOST_NAMED),
         next_step="choose another address, or let it go with --replace: readers find no model "
         "until the push has ended",
     )

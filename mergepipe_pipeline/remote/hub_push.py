@@ -23,6 +23,7 @@ from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.remote.clients import hub_api, need
 from mergepipe_pipeline.remote.failures import failures_named
 from mergepipe_pipeline.remote.outgoing import OutgoingFile, Pushed
+from mergepipe_pipeline.text import listed
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -135,12 +136,11 @@ def _removed(
     others = [n for n in there if n.endswith(_WEIGHTS) and n not in {*told, *names}]
     others = [n for n in others if "/" not in n]
     if others and not replace:
-        more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
         raise MergePipeError(
             "The repository holds another model",
             where=address.text,
             expected="none, or one that mergepipe pushed",
-            found=", ".join(sorted(others)[:_MOST_NAMED]) + more,
+            found=listed(sorted(others), _MOST_NAMED),
             next_step="choose another repository or branch, or let its weights go with --replace: "
             "its history keeps them",
         )

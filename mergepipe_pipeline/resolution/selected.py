@@ -25,6 +25,7 @@ from mergepipe_pipeline.snapshots.find import read_manifest
 from mergepipe_pipeline.spec.selector import Selected, Selector
 from mergepipe_pipeline.spec.snapshot import MANIFEST
 from mergepipe_pipeline.storage.regular import read_small
+from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Names that a message lists.
@@ -136,9 +137,7 @@ class Registered:
 
 
 def _listed(words: list[str]) -> str:
-    more = len(words) - _LISTED
-    told = ", ".join(words[:_LISTED]) or "none"
-    return f"{told} and {more} more" if more > 0 else told
+    return listed(words, _LISTED) or "none"
 
 
 def _bases(warehouse: Warehouse) -> Iterator[tuple[str, str]]:

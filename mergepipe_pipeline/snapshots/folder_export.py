@@ -27,6 +27,7 @@ from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.locks import locked_there, probed
 from mergepipe_pipeline.storage.open_checkpoint import INDEX
 from mergepipe_pipeline.storage.permissions import make_removable
+from mergepipe_pipeline.text import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +137,11 @@ def _is_there(snapshot: Snapshot, out: Path) -> bool:
         )
     wrong = list(_differences(snapshot, out))
     if wrong:
-        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise MergePipeError(
             "The output folder is not what was exported there",
             where=str(out),
             expected=f"snapshot {snapshot.snapshot_id} unchanged",
-            found=", ".join(wrong[:_MOST_NAMED]) + more,
+            found=listed(wrong, _MOST_NAMED),
             next_step="choose another --out, or remove the folder",
         )
     return True

@@ -18,6 +18,7 @@ from mergepipe_pipeline.integrity.weights import (
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.text import listed
 from mergepipe_pipeline.verbs.deploy import current_snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -67,9 +68,8 @@ def _finite_told(warehouse: Warehouse, found: Audit, snapshot: Snapshot) -> str:
         return "Every weight is finite."
     entries = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12]).by_name
     files = sorted({entries[name].file for name in found.non_finite})
-    more = f" and {len(files) - MOST_NAMED} files more" if len(files) > MOST_NAMED else ""
     return (
-        f"NaN or infinity: {found.told}; file {', '.join(files[:MOST_NAMED])}{more} of "
+        f"NaN or infinity: {found.told}; file {listed(files, MOST_NAMED, 'files more')} of "
         f"{snapshot.path}{_inputs_told(warehouse, found, snapshot)}. Next: {MEND}"
     )
 
