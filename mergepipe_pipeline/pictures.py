@@ -47,20 +47,6 @@ class HeatMap:
         return width, min(_LARGEST, _CELL * max(2, len(self.rows)))
 
 
-def heat_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: npt.ArrayLike,
-    title: str,
-    *,
-    limits: tuple[float, float] | None = None,
-    diverging: bool = False,
-    text: str = "{:z.2f}",
-) -> bytes:
-    """One heat map as PNG; arguments are those of `HeatMap`."""
-    return heat_maps([HeatMap(rows, columns, values, title, limits, diverging, text)])
-
-
 def heat_maps(maps: Sequence[HeatMap], *, dots_per_inch: int = 90) -> bytes:
     """Heat maps side by side as one PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

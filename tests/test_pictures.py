@@ -18,7 +18,6 @@ from mergepipe_pipeline.pictures import (
     Line,
     Mark,
     curve_picture,
-    heat_map,
     heat_maps,
     sketch,
 )
@@ -29,7 +28,7 @@ def shape(png: bytes) -> tuple[int, ...]:
 
 
 def test_a_heat_map_has_the_colours_of_its_values() -> None:
-    png = heat_map("ab", "xy", [[0.0, 1.0], [1.0, 0.0]], "t", text="")
+    png = heat_maps([HeatMap("ab", "xy", [[0.0, 1.0], [1.0, 0.0]], "t", text="")])
     low, high = np.array([68, 1, 84]) / 255, np.array([253, 231, 37]) / 255  # ends of viridis
     pixels = imread(BytesIO(png))[..., :3].reshape(-1, 3)
     for colour in (low, high):
@@ -54,15 +53,15 @@ def test_a_sketch_is_short_whole_xml_and_stays_in_its_frame(
 
 
 def test_the_same_values_give_the_same_bytes() -> None:
-    values = np.eye(3)
-    assert heat_map("abc", "abc", values, "t") == heat_map("abc", "abc", values, "t")
+    maps = [HeatMap("abc", "abc", np.eye(3), "t")]
+    assert heat_maps(maps) == heat_maps(maps)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 8), (300, 8), (8, 100), (100, 100)])
 def test_pictures_stay_small_however_much_they_show(rows: int, columns: int) -> None:
     names = [f"name_{i:03d}" for i in range(max(rows, columns))]
     values = np.random.default_rng(0).standard_normal((rows, columns))
-    png = heat_map(names[:rows], names[:columns], values, "t", diverging=True)
+    png = heat_maps([HeatMap(names[:rows], names[:columns], values, "t", diverging=True)])
     height, width, _ = shape(png)
     assert max(height, width) < 1200
     assert len(png) < 200_000
@@ -76,14 +75,14 @@ def test_maps_stand_side_by_side() -> None:
 
 
 def test_cells_without_a_value_and_names_that_look_like_formulas_are_drawn() -> None:
-    assert heat_map(["$a", "b_$"], ["$x^", "y"], [[np.nan, 1.0], [0.5, np.nan]], "$t")
+    assert heat_maps([HeatMap(["$a", "b_$"], ["$x^", "y"], [[np.nan, 1.0], [0.5, np.nan]], "$t")])
 
 
 def test_drawing_needs_neither_pyplot_nor_a_display() -> None:
     code = (
         "import sys, mergepipe_pipeline.pictures as p\n"
         "assert 'matplotlib' not in sys.modules\n"
-        "p.heat_map('a', 'b', [[1.0]], 't')\n"
+        "p.heat_maps([p.HeatMap('a', 'b', [[1.0]], 't')])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

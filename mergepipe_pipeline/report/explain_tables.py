@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mergepipe_pipeline.pictures import heat_map
+from mergepipe_pipeline.pictures import HeatMap, heat_maps
 from mergepipe_pipeline.report.comparison import Comparison
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.report.stories import Contribution, ExpertStory, SnapshotStory, TensorStory
@@ -76,7 +76,7 @@ def bytes_picture(plan: MergePlan) -> bytes:
         read = 100 * s.nbytes_read / max(1, s.nbytes_total)
         values[layers.index(s.place), experts.index(s.expert)] = read
     title = f"{plan.recipe_name}: % of bytes read"
-    return heat_map(layers, experts, values, title, limits=(0, 100), text="{:.0f}")
+    return heat_maps([HeatMap(layers, experts, values, title, limits=(0, 100), text="{:.0f}")])
 
 
 def blocks_picture(story: TensorStory) -> bytes:
@@ -92,13 +92,17 @@ def blocks_picture(story: TensorStory) -> bytes:
         if b.worth and cut:
             values[experts.index(b.expert), b.block] = np.log10(b.worth / cut)
     largest = float(np.nanmax(np.abs(values))) if np.isfinite(values).any() else 1.0
-    return heat_map(
-        [story.experts[n] for n in experts],
-        [str(n) for n in range(columns)],
-        values,
-        "log10(worth / cut)",
-        limits=(-max(largest, 0.1), max(largest, 0.1)),
-        diverging=True,
+    return heat_maps(
+        [
+            HeatMap(
+                [story.experts[n] for n in experts],
+                [str(n) for n in range(columns)],
+                values,
+                "log10(worth / cut)",
+                limits=(-max(largest, 0.1), max(largest, 0.1)),
+                diverging=True,
+            )
+        ]
     )
 
 
@@ -114,7 +118,7 @@ def contributions_picture(story: ExpertStory) -> bytes:
     ]
     columns = ("bytes", "squared norm", "part of all")
     title = f"{story.name} in {story.plan.recipe_name}, %"
-    return heat_map(layers, columns, values, title, limits=(0, 100), text="{:.0f}")
+    return heat_maps([HeatMap(layers, columns, values, title, limits=(0, 100), text="{:.0f}")])
 
 
 def snapshot_records(story: SnapshotStory) -> list[dict[str, Any]]:
