@@ -13,7 +13,7 @@ from mergepipe_pipeline.dtypes import TORCH_NAME
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.spec.plan import ConfigValue
 from mergepipe_pipeline.spec.snapshot import LineageEntry, OperatorCount, ShardEntry
-from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.text import markdown
 
 #: The file name of a model's card.
@@ -65,7 +65,7 @@ def config_json(
                     next_step="plan again with the config as it is",
                 )
         part[key] = list(value) if isinstance(value, tuple) else value
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return json_bytes(config)
 
 
 def model_card(

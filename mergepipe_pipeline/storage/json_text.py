@@ -1,4 +1,4 @@
-"""The one way in for JSON that somebody else wrote: what passes can be written again.
+"""The one way in for JSON that somebody else wrote, and out again: what passes can be written.
 
 Stricter than Python's reader, which takes half surrogate pairs (no text for anyone), a key twice
 (two readers see two values), NaN, and any depth that its own stack allows.
@@ -63,6 +63,11 @@ def load_object(data: bytes | str, where: str, what: str) -> dict[str, Any]:
             next_step="copy the file again, or get it from who made it",
         ) from error
     return value
+
+
+def json_bytes(document: dict[str, Any]) -> bytes:
+    """Readable bytes of a JSON object, in its own order of keys: it can carry meaning."""
+    return (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
+from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.tokenizer.builtin import BUILT_IN
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
     CONFIG,
@@ -17,7 +18,6 @@ from mergepipe_pipeline.tokenizer.model_tokenizer import (
     ModelTokenizer,
     json_object,
 )
-from mergepipe_pipeline.tokenizer.output_files import json_bytes
 
 _MIN_CHARACTERS = 20
 

@@ -6,12 +6,12 @@ byte the same. Which tokens the output has is decided in `build`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
     ADDED,
     CONFIG,
@@ -52,11 +52,6 @@ def output_files(
     out = {n: b for n, b in source.files.items() if n not in _SECOND_COPIES}
     out[TOKENIZER] = json_bytes(document)
     return _with_decoder(out, source.name, added)
-
-
-def json_bytes(document: dict[str, Any]) -> bytes:
-    """Readable bytes of a JSON object, in its own order of keys: order can carry meaning here."""
-    return (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode()
 
 
 def _cut(model: dict[str, Any], plain: Mapping[str, int], name: str) -> None:

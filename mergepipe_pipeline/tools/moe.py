@@ -6,7 +6,6 @@ Tensors are read, changed and written one at a time.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.snapshots.model_folder import shard_name
 from mergepipe_pipeline.spec.layers import embedding_like, layer_count, layer_index
 from mergepipe_pipeline.storage.header import Described
+from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tools.models import Input, stored
 from mergepipe_pipeline.tools.moe_config import ExpertConfig, MoeConfig
@@ -221,7 +221,7 @@ class Mixture:
         if self._dtype is not None:
             config.pop("torch_dtype", None)
             config["dtype"] = TORCH_NAME[self._dtype]
-        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        return json_bytes(config)
 
 
 def _read(part: Mapping[str, _Made], name: str) -> bytes | bytearray:

@@ -7,7 +7,6 @@ have coefficients of their own where both models have both.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.snapshots.model_folder import shard_name
 from mergepipe_pipeline.spec.layers import embedding_like, is_post, layer_index, tied_partner
 from mergepipe_pipeline.storage.header import Described
-from mergepipe_pipeline.storage.json_text import load_object
+from mergepipe_pipeline.storage.json_text import json_bytes, load_object
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tokenizer.model_tokenizer import (
     FILE_NAMES,
@@ -152,10 +151,10 @@ class Transplant:
         config, donor = self._recipient.config, self._donor.config
         part = config if "vocab_size" in config else config.get("text_config", config)
         part["vocab_size"] = self._ids[-1] + 1
-        files[CONFIG] = _json(_with_ids(config, donor))
+        files[CONFIG] = json_bytes(_with_ids(config, donor))
         if _GENERATION in files:
             settings = load_object(files[_GENERATION], _GENERATION, "A generation config")
-            files[_GENERATION] = _json(_with_ids(settings, donor))
+            files[_GENERATION] = json_bytes(_with_ids(settings, donor))
         return files
 
 
@@ -167,10 +166,6 @@ def _with_ids(config: dict[str, Any], donor: Mapping[str, Any]) -> dict[str, Any
     for part in (config, *([own] if isinstance(own, dict) else [])):
         part |= {key: known.get(key) for key in _TOKEN_IDS if key in part}
     return config
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _partner(model: Input, name: str) -> str:
