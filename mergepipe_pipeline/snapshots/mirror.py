@@ -159,10 +159,7 @@ class Mirror:
     def version(self, ref: str, number: int) -> Ref:
         """One version of a ref. Raises NotFoundError, CorruptionError."""
         key = _version_key(ref, number)
-        data = self.bucket.read(key)
-        if data is None:
-            raise _missing("No such version", self.bucket.where(key))
-        value = unseal(data, self.bucket.where(key))
+        value = unseal(self._present(key, "No such version"), self.bucket.where(key))
         if value.get("version_of") != f"{ref}/{number}":
             raise CorruptionError(
                 "A version is another's",
@@ -181,10 +178,7 @@ class Mirror:
     def manifest(self, snapshot_id: str) -> Manifest:
         """The manifest of a snapshot. Raises NotFoundError, CorruptionError."""
         key = manifest_key(snapshot_id)
-        data = self.bucket.read(key)
-        if data is None:
-            raise _missing("No such snapshot", self.bucket.where(key))
-        found = manifest_of(data, self.bucket.where(key))
+        found = manifest_of(self._present(key, "No such snapshot"), self.bucket.where(key))
         if found.snapshot_id != snapshot_id:
             raise _changed(self.bucket.where(key), snapshot_id, found.snapshot_id)
         return found
@@ -209,10 +203,15 @@ class Mirror:
             if stored is not None and stored.sha256 == shard.sha256:
                 yield action_key, stored
 
-    def _present(self, key: str) -> bytes:
+    def _present(self, key: str, missing: str = "A file of a snapshot is not there") -> bytes:
         data = self.bucket.read(key)
         if data is None:
-            raise _missing("A file of a snapshot is not there", self.bucket.where(key))
+            raise NotFoundError(
+                missing,
+                where=self.bucket.where(key),
+                found="no such object",
+                next_step="choose another, or publish it there",
+            )
         return data
 
 
@@ -255,15 +254,6 @@ def _action_key(action_key: str) -> str:
 
 def _version_key(ref: str, number: int) -> str:
     return f"{REFS}/{ref}/{number:08d}.json"
-
-
-def _missing(what: str, where: str) -> NotFoundError:
-    return NotFoundError(
-        what,
-        where=where,
-        found="no such object",
-        next_step="choose another, or publish it there",
-    )
 
 
 def _changed(where: str, expected: str, found: str) -> CorruptionError:
