@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of, provenance_of, snapshot_of
 from mergepipe_pipeline.snapshots.find import load_snapshot
-from mergepipe_pipeline.spec.blocks import Range, coalesce, total_elems
+from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.pack import TIERS, PackedRange
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
 from mergepipe_pipeline.text import size
@@ -65,7 +65,7 @@ def shares(plan: MergePlan, by: str) -> Iterable[Share]:
                 row = sums.setdefault((_name(plan, e), place), [0, 0, 0, 0])
                 row[0] += e.view.nbytes
                 row[1] += e.read_nbytes
-                row[2] += (total_elems(e.covered) - total_elems(_had(e))) * itemsize
+                row[2] += (total_elems(e.covered) - total_elems(e.differing)) * itemsize
                 row[3] += e.packed.nbytes if e.packed else 0
     return [Share(expert, place, *counts) for (expert, place), counts in sums.items()]
 
@@ -102,12 +102,6 @@ def operator_choices(plan: MergePlan) -> tuple[OperatorChoice, ...]:
 
 def _range(r: PackedRange) -> tuple[int, int, str, int]:
     return r.start_elem, r.stop_elem, r.level, r.nbytes
-
-
-def _had(e: ExpertInput) -> tuple[Range, ...]:
-    """What is read, from wherever."""
-    packed = e.packed.ranges if e.packed else ()
-    return coalesce([*e.read, *((r.start_elem, r.stop_elem) for r in packed)])
 
 
 def _name(plan: MergePlan, e: ExpertInput) -> str:
