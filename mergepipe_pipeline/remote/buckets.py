@@ -10,6 +10,7 @@ from typing import Any
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.remote.clients import TIMEOUT_S, bucket_store, need
+from mergepipe_pipeline.remote.failures import first_line
 from mergepipe_pipeline.remote.listing import (
     Listing,
     RemoteFile,
@@ -85,7 +86,7 @@ def refused(error: Exception, where: str) -> RemoteError:
         "A bucket refuses access" if is_closed else "A bucket does not answer as it should",
         where=where,
         expected="a bucket that may be read",
-        found=f"{kind}: {_short(error)}",
+        found=f"{kind}: {first_line(error)}",
         next_step="check the environment variables of its credentials"
         if is_closed
         else "check the address, the endpoint and the network, then run the same command again",
@@ -97,18 +98,12 @@ def _failed(error: Exception) -> RequestError:
     is_final = kind in ("PermissionDeniedError", "UnauthenticatedError", "NotSupportedError")
     if status[:1] == "4" and status not in ("408", "425", "429"):
         is_final = True
-    return RequestError(_short(error), status or kind, retries=not is_final)
+    return RequestError(first_line(error), status or kind, retries=not is_final)
 
 
 def _status(error: Exception) -> str:
     found = _STATUS.search(str(error))
     return (found[1] or found[2]) if found else ""
-
-
-def _short(error: Exception) -> str:
-    """The first line of what obstore says; its further ones repeat it for its developers."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
 
 
 def _tag(meta: Any) -> str:

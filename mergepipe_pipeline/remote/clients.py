@@ -18,6 +18,7 @@ from typing import Any
 
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.address import Address
+from mergepipe_pipeline.remote.failures import first_line
 
 #: Seconds without a byte after which a request counts as failed.
 TIMEOUT_S = 30.0
@@ -71,7 +72,7 @@ def bucket_store(
         raise RemoteError(
             "A bucket cannot be reached as it is configured",
             where=address.text,
-            found=str(error).splitlines()[0][:300],
+            found=first_line(error),
             next_step="check the address and the environment variables of its credentials",
         ) from error
 

@@ -41,8 +41,13 @@ def said(error: BaseException) -> str:
     status, code = _STATUS.search(text), _CODE.search(text)
     told = [status["status"].strip()] if status else []
     told += [": ".join(filter(None, (code["code"], code["message"])))] if code else []
-    line = ", ".join(told) or next((part for part in text.splitlines() if part.strip()), "")
-    return line[:_LONGEST] or type(error).__name__
+    return ", ".join(told)[:_LONGEST] or first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what a client says: further ones repeat it for its developers."""
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    return next(lines, type(error).__name__)[:_LONGEST]
 
 
 def _is_of_client(error: BaseException) -> bool:

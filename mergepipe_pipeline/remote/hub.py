@@ -23,6 +23,7 @@ from mergepipe_pipeline.remote.clients import (
     hub_session,
     need,
 )
+from mergepipe_pipeline.remote.failures import first_line
 from mergepipe_pipeline.remote.fetch import tried
 from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, changed
 from mergepipe_pipeline.remote.traffic import METER, Traffic
@@ -107,7 +108,7 @@ class HubSite:
             answer = getattr(error, "response", None)
             status = str(answer.status_code) if answer is not None else type(error).__name__
             retries = answer is None or answer.status_code in TEMPORARY
-            raise RequestError(_short(error), status, retries=retries) from error
+            raise RequestError(first_line(error), status, retries=retries) from error
 
     def _link(self, file: RemoteFile) -> _Link:
         with self._lock:
@@ -135,7 +136,7 @@ class HubSite:
             answer = getattr(error, "response", None)
             status = str(answer.status_code) if answer is not None else type(error).__name__
             raise RequestError(
-                _short(error), status, retries=answer is None or answer.status_code in TEMPORARY
+                first_line(error), status, retries=answer is None or answer.status_code in TEMPORARY
             ) from error
         if found.commit_hash not in (None, self._address.revision):
             raise changed(self._address.text, file, f"the commit {found.commit_hash}")
@@ -175,11 +176,6 @@ def _refused(where: str, error: Exception) -> RemoteError:
         "The hub gives no such model to this user",
         where=where,
         expected="a public model, or one that the token may read",
-        found=_short(error),
+        found=first_line(error),
         next_step="check the spelling; for a gated or private model, log in: `hf auth login`",
     )
-
-
-def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from mergepipe_pipeline.errors import RemoteError
 from mergepipe_pipeline.remote.address import Address
 from mergepipe_pipeline.remote.clients import IN_FLIGHT, TIMEOUT_S, http_library, web_client
+from mergepipe_pipeline.remote.failures import first_line
 from mergepipe_pipeline.remote.fetch import WANTED, fetch, tried
 from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, changed
 from mergepipe_pipeline.remote.traffic import METER, Traffic
@@ -102,7 +103,7 @@ class WebSite:
                 self._url(name), headers={"Accept-Encoding": "identity"}, timeout=TIMEOUT_S
             )
         except (http.HTTPError, http.InvalidURL) as error:
-            raise RequestError(_short(error), type(error).__name__) from error
+            raise RequestError(first_line(error), type(error).__name__) from error
         if answer.status_code in (403, 404, 410):
             return None
         if answer.status_code in TEMPORARY:
@@ -177,7 +178,7 @@ def ranged(
             _refuse_status(root, file, answer, start_byte, stop_byte)
             yield answer.headers, answer.iter_raw()
     except http.HTTPError as error:
-        raise RequestError(_short(error), type(error).__name__) from error
+        raise RequestError(first_line(error), type(error).__name__) from error
 
 
 def _refuse_status(
@@ -234,7 +235,3 @@ def _after_s(text: str | None) -> float | None:
         return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):
         return None
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
