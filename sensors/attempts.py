@@ -8,7 +8,7 @@ from dagster import DagsterRunStatus as Status
 from dagster._core.events import JobFailureData
 from dagster_shared.error import SerializableErrorInfo
 
-from mergepipe_pipeline.deploy.faults import Fault, fault_of
+from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, Attempt
 from mergepipe_pipeline.text import plain_of_markdown
 
@@ -19,9 +19,8 @@ _FAILED = [Status.FAILURE, Status.CANCELED]
 _MOST_READ = 20
 #: What Dagster raises for a blocking check: the same snapshot fails it again.
 _CHECK_FAILED = "DagsterAssetCheckFailedError"
-#: How Dagster begins to tell of a run whose process is gone, and what that means.
+#: How Dagster begins to tell of a run whose process is gone.
 _OUTSIDE = "This run has been marked as failed from outside"
-_KILLED = "its process ended without a word: it was killed, or had no memory"
 
 
 def recipes_under_way(instance: dg.DagsterInstance) -> set[str]:
@@ -108,7 +107,7 @@ def _ending(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[str, Faul
             if errors:
                 return errors[-1][1], fault_of(errors)
             told = event.message or ""
-            return _KILLED if told.startswith(_OUTSIDE) else told, Fault.SURROUNDINGS
+            return SILENT if told.startswith(_OUTSIDE) else told, Fault.SURROUNDINGS
     return "its run ended without an error of its own", Fault.UNKNOWN
 
 

@@ -1,5 +1,7 @@
 """Tells of every run that failed: in the log, and to a webhook."""
 
+import logging
+
 import dagster as dg
 
 from assets.experts import EXPERTS_TAG
@@ -26,10 +28,14 @@ _URL = WEBHOOK.value()
 def failure_sensor(context: dg.RunFailureSensorContext) -> None:
     """Tells of one failed run; a webhook that fails harms nothing."""
     failure = failure_of(context.instance, context.dagster_run)
-    context.log.error(failure.text)
-    problem = post(_URL, failure) if _URL else None
-    if problem:
-        context.log.warning(f"{WEBHOOK.variable}: {problem}")
+    tell(context.log, failure)
+
+
+def tell(log: logging.Logger, failure: RunFailure) -> None:
+    """Tell of a failure in a tick's log and, if one is set, to the webhook."""
+    log.error(failure.text)
+    if problem := post(_URL, failure) if _URL else None:
+        log.warning(f"{WEBHOOK.variable}: {problem}")
 
 
 def failure_of(instance: dg.DagsterInstance, run: dg.DagsterRun) -> RunFailure:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import dagster as dg
-from dagster import DagsterRunStatus as Status
 
 from assets.experts import EXPERTS_TAG, expert_index, experts, index_burst
 from mergepipe_pipeline.deploy.arrivals import ask
@@ -14,13 +13,13 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import BURST_PRIORITY, SOON_S, interval_s
+from sensors.attempts import ACTIVE
 from sensors.pools import make_pools_known
 
 #: Runs that one tick asks for at most, and experts of one run: few land as one run each.
 MAX_RUNS, MAX_EXPERTS = 8, 32
 #: Waiting experts of which a tick tells.
 MAX_TOLD = 20
-_ACTIVE = [Status.QUEUED, Status.NOT_STARTED, Status.STARTING, Status.STARTED, Status.CANCELING]
 
 index_job = dg.define_asset_job(
     "index_experts",
@@ -102,7 +101,7 @@ def under_way(instance: dg.DagsterInstance) -> set[str]:
     """The experts that a run indexes or will index, whoever asked for it."""
     names: set[str] = set()
     for job in (index_job.name, index_burst.name):
-        for run in instance.get_runs(dg.RunsFilter(job_name=job, statuses=_ACTIVE)):
+        for run in instance.get_runs(dg.RunsFilter(job_name=job, statuses=ACTIVE)):
             names.update(run.tags.get(EXPERTS_TAG, "").split(","))
             names.add(run.tags.get("dagster/partition", ""))
     return names

@@ -5,7 +5,7 @@ import time
 
 import dagster as dg
 
-from mergepipe_pipeline.deploy.notify import post, stalled
+from mergepipe_pipeline.deploy.notify import stalled
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.settings import STALLED, WEBHOOK
@@ -13,8 +13,8 @@ from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.verbs.deploy import Postponed, due
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
+from sensors.failures import tell
 
-_URL = WEBHOOK.value()
 #: Recipes that one tick tells of: a webhook may take its time, and a tick has a minute.
 _MOST_TOLD = 3
 
@@ -43,9 +43,7 @@ def stalled_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
         if not is_told and told < _MOST_TOLD and now_s - since_s >= STALLED.value():
             told += 1
             failure = stalled(file.name, in_one_line(why), now_s - since_s)
-            context.log.error(failure.text)
-            if problem := post(_URL, failure) if _URL else None:
-                context.log.warning(f"{WEBHOOK.variable}: {problem}")
+            tell(context.log, failure)
             is_told = True
         after[file.name] = since_s, is_told
     said = ", ".join(sorted(after)) or "none"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
-from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
+from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of_exception
 from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, pause_s
 from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
 from mergepipe_pipeline.digest import seal, unseal
@@ -33,7 +33,6 @@ from mergepipe_pipeline.warehouse import Warehouse
 MAX_FAILURES = MOST_ATTEMPTS
 #: The token of no content.
 _CHANGED = "changed meanwhile"
-_SILENT = "its process ended without a word: it was killed, or had no memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,12 @@ class Arrival:
         Nobody waits for one of which the third was killed.
         """
         is_asked = 0 < self.tries <= MAX_FAILURES and not self.is_quarantined
-        return is_asked and self.error in ("", _SILENT)
+        return is_asked and self.error in ("", SILENT)
 
     @property
     def was_killed(self) -> bool:
         """Whether the last index or packing of its content was killed while it worked on it."""
-        return _SILENT in (self.error, self.pack_error)
+        return SILENT in (self.error, self.pack_error)
 
     def left_s(self, retry_s: float) -> float:
         """Seconds until a run may be asked for again; `retry_s` is the first wait."""
@@ -162,7 +161,7 @@ def packing(warehouse: Warehouse, name: str) -> Iterator[None]:
 
     def begin(now: Arrival) -> Arrival:
         n = now.pack_tries + 1
-        return replace(now, tries=n, pack_tries=n, pack_error=_SILENT)
+        return replace(now, tries=n, pack_tries=n, pack_error=SILENT)
 
     unpacked = _update(warehouse, name, begin).unpacked
     try:
@@ -209,7 +208,7 @@ def attempted(warehouse: Warehouse, name: str) -> Iterator[None]:
     def say(**what: Any) -> None:
         _update(warehouse, name, lambda now: replace(now.of(token), **what))
 
-    say(error=_SILENT)
+    say(error=SILENT)
     try:
         yield
     except Exception as error:

@@ -29,6 +29,9 @@ from mergepipe_pipeline.errors import (
     causes,
 )
 
+#: What is told of a process that is gone.
+SILENT = "its process ended without a word: it was killed, or had no memory"
+
 
 class Fault(Enum):
     """Whose fault a failure is, which says how often the same is tried again."""

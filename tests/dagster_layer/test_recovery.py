@@ -22,7 +22,7 @@ from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import stalled
+from sensors import failures, stalled
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.daemon import running_daemon
 from tests.dagster_layer.test_experts import jobs, sum_of
@@ -204,7 +204,7 @@ def test_a_recipe_that_stands_still_for_long_is_told_once_until_it_goes_on(
     monkeypatch.setenv("MERGEPIPE_STALLED_S", "0.01")
     path, good, cursor = home.recipe_path("n"), home.recipe_path("n").read_text(), None
     with webhook() as (url, posted):
-        monkeypatch.setattr(stalled, "_URL", url)
+        monkeypatch.setattr(failures, "_URL", url)
         for text in ("models: [", "models: [", "models: [", good, "merge_method: t", "models: ["):
             path.write_text(text)
             with dg.build_sensor_context(
