@@ -206,6 +206,10 @@ class OperatorError(MergePipeError):
     exit_code = 21
 
 
+#: What says that a variant of a recipe gives no merge at all.
+UNMERGEABLE = (RecipeError, OperatorError, BudgetError, IncompatibleCheckpointsError)
+
+
 class DeviceError(MergePipeError):
     """The device to merge on is not there, or too small."""
 

@@ -6,7 +6,6 @@ processes may use one catalog at once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +27,14 @@ from mergepipe_pipeline.errors import (
     NotFoundError,
 )
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain, read_chains
+from mergepipe_pipeline.storage.chain import (
+    NAME,
+    NAME_FORM,
+    VersionChain,
+    chain_names,
+    is_chain,
+    read_chains,
+)
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.roots import Roots, refuse_unmounted, why_unmounted
 from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
@@ -37,9 +43,6 @@ from mergepipe_pipeline.storage.source import open_source
 if TYPE_CHECKING:
     from mergepipe_pipeline.catalog.queries import Limits, Rows
 
-NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-#: What `NAME` matches, for people.
-NAME_FORM = "up to 128 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
 #: The numbers of one fact, as its maker orders them.
 Fact = tuple[float, ...]
 

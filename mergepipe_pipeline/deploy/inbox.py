@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe_pipeline.catalog.catalog import NAME, NAME_FORM
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, place_of, token_at
 from mergepipe_pipeline.deploy.packing import PacksWanted
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, names_read
 from mergepipe_pipeline.deploy.stamps import Stamp, half_replaced, stamps_of, token_of, weights
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.recipe.selectors import would_take
+from mergepipe_pipeline.storage.chain import NAME, NAME_FORM
 from mergepipe_pipeline.storage.open_checkpoint import is_complete
 from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.written import unwritten

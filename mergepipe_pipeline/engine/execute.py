@@ -32,6 +32,7 @@ from mergepipe_pipeline.engine.sources import Read, SourcePool
 from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.engine.windows import cut
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.progress import Advance
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.segments import KnownSegments
 from mergepipe_pipeline.storage.finite import count_non_finite
@@ -40,9 +41,6 @@ from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import ANNOUNCED
 from mergepipe_pipeline.storage.writer import ShardWriter
 from mergepipe_pipeline.tensors.stored import Bytes
-
-#: Called with the output bytes that a finished window wrote.
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,27 +102,28 @@ class LayerRunner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, layer: LayerTask, path: Path, progress: Progress | None = None) -> LayerResult:
+    def run(self, layer: LayerTask, path: Path, advance: Advance | None = None) -> LayerResult:
         """As `run_all`, one layer."""
-        (result,) = self.run_all([(layer, path)], progress)
+        (result,) = self.run_all([(layer, path)], advance)
         return result
 
     def run_all(
-        self, layers: Sequence[tuple[LayerTask, Path]], progress: Progress | None = None
+        self, layers: Sequence[tuple[LayerTask, Path]], advance: Advance | None = None
     ) -> Generator[LayerResult]:
         """Write merged layers, each to its path (a new file in staging), and say what each cost.
 
         A layer's result comes when its file is complete; the next one is being worked on then.
+        `advance` hears of the output bytes that each finished window wrote.
         Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full
         disk, CorruptionError if the bytes read are not the bytes planned, or not those analysed.
         """
         self._sources.will_run([layer for layer, _ in layers])
         with closing(self._merged(self._windows([layer for layer, _ in layers]))) as merged:
             for layer, path in layers:
-                yield self._written(layer, path, merged, progress)
+                yield self._written(layer, path, merged, advance)
 
     def _written(
-        self, layer: LayerTask, path: Path, merged: Iterator[_Done], progress: Progress | None
+        self, layer: LayerTask, path: Path, merged: Iterator[_Done], advance: Advance | None
     ) -> LayerResult:
         """Write a layer from its windows, the next of `merged`."""
         started = time.monotonic()
@@ -144,8 +143,8 @@ class LayerRunner:
                 write_s += time.perf_counter() - began
                 if done.last:
                     done.last.finish()
-                if progress:
-                    progress(len(done.out))
+                if advance:
+                    advance(len(done.out))
             sha256, nbytes = writer.finish()
             prefixes = writer.prefix_digests
         self._sources.verify_unchanged()

@@ -9,7 +9,6 @@ import atexit
 import os
 import platform
 import re
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from mergepipe_pipeline.errors import BusyError
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.spec.plan import LayerTask, MergePlan
 from mergepipe_pipeline.storage.atomic import locked_file, remove_tree, turn
-from mergepipe_pipeline.storage.locks import claimed, is_held
+from mergepipe_pipeline.storage.locks import claimed, is_held, this_process
 from mergepipe_pipeline.warehouse import Warehouse
 
 _until_exit = ExitStack()
@@ -109,7 +108,7 @@ def _myself(warehouse: Warehouse) -> str:
     leases = warehouse.leases_dir.glob(f"run-*-{_process()}.json")
     runs = sorted(p.name.removeprefix("run-")[:8] for p in leases)
     run = f"run {', '.join(runs)}, " if runs else ""
-    return f"{run}process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')}"
+    return run + this_process()
 
 
 def _process() -> str:

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import PurePosixPath
 
-from mergepipe_pipeline.catalog.catalog import NAME, NAME_FORM
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.replaced import Replaced, record_of
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.spec.pack import PACKED_DTYPES
+from mergepipe_pipeline.storage.chain import NAME, NAME_FORM
 
 #: The folder at an address that has packs, and the file in each that tells of it.
 PACKS = "packs"

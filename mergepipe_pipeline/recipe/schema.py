@@ -32,6 +32,7 @@ from mergepipe_pipeline.recipe.references import UnreadableReference, parse_refe
 from mergepipe_pipeline.recipe.selectors import NARROWING, SELECTING
 from mergepipe_pipeline.recipe.structure import layer_range
 from mergepipe_pipeline.spec.blocks import BlockGrid
+from mergepipe_pipeline.storage.chain import NAME
 
 #: The schedule of a recipe that asks for nights and names no time.
 DEFAULT_SCHEDULE = "0 3 * * *"
@@ -46,8 +47,6 @@ PARAMETER_NAMES = frozenset(
     ("weight", "density", "normalize", "rescale", "lambda", "int8_mask", "t", "gamma", "epsilon")
 ) | {"scale", "filter_wise", "select_topk", "max_iter", "tol", "normalize_weights", "variant"}
 CONTENTS = ("models", "slices", "modules")
-
-_REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
 def _model(value: object) -> object:
@@ -84,7 +83,7 @@ def _dtype_code(value: str) -> str:
 
 
 def _ref(value: str) -> str:
-    if not _REF.fullmatch(value):
+    if not NAME.fullmatch(value):
         raise ValueError(
             "expected up to 128 letters, digits, `.`, `_`, `-`, the first a letter or digit, "
             f"found {shown(value)}"

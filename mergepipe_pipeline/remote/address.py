@@ -5,14 +5,13 @@ Reads text alone and asks nobody.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from mergepipe_pipeline.errors import RemoteError
+from mergepipe_pipeline.storage.hub_cache import REPO
 
 BUCKETS, WEB, HUB = ("s3", "gs", "az"), ("http", "https"), "hf"
 SCHEMES = (HUB, *BUCKETS, *WEB)
-_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _FILE = ".safetensors"
 
 
@@ -61,7 +60,7 @@ def is_address(text: str) -> bool:
 
 def is_hub_name(text: str) -> bool:
     """Whether a text may name a model of the hub without saying so: `org/model`."""
-    return "/" in text and _REPO.fullmatch(text) is not None
+    return "/" in text and REPO.fullmatch(text) is not None
 
 
 def parse_address(text: str, revision: str | None = None) -> Address:
@@ -71,7 +70,7 @@ def parse_address(text: str, revision: str | None = None) -> Address:
     if scheme == HUB:
         place, _, after = rest.partition("@")
         place, given = place.rstrip("/"), revision or after or None
-        if not _REPO.fullmatch(place):
+        if not REPO.fullmatch(place):
             raise _refused(text, "hf://org/model or hf://org/model@revision")
     elif scheme not in SCHEMES:
         raise _refused(text, "one of " + ", ".join(f"{s}://" for s in SCHEMES))

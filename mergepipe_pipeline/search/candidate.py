@@ -11,14 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import (
-    BudgetError,
-    EvaluationError,
-    IncompatibleCheckpointsError,
-    NotFoundError,
-    OperatorError,
-    RecipeError,
-)
+from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError, NotFoundError
 from mergepipe_pipeline.evaluation.run import evaluate as measured
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.planning import make_plan
@@ -33,9 +26,6 @@ from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
-
-#: What says that a point gives no merge at all.
-_UNMERGEABLE = (RecipeError, OperatorError, BudgetError, IncompatibleCheckpointsError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,7 @@ def merge_candidate(
         plan = make_plan(warehouse, parsed, progress=progress, relative_to=search.folder)
         leases.enter_context(lease(warehouse, plan))
         done = run_plan(warehouse, plan, options=options, progress=progress, is_stage=True)
-    except _UNMERGEABLE as error:
+    except UNMERGEABLE as error:
         return Result.failed(search, proposal, str(error), now())
     cost = MergeCost(
         done.realised.layers_executed,

@@ -10,10 +10,7 @@ A fact is written once: of two writers the first one counts. Removing a result h
 
 from __future__ import annotations
 
-import os
-import platform
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
@@ -27,7 +24,7 @@ from mergepipe_pipeline.search.records import Prior, Proposal, Result, Search
 from mergepipe_pipeline.search.search_file import parse_search
 from mergepipe_pipeline.search.space import Layer
 from mergepipe_pipeline.storage.atomic import create_exclusive
-from mergepipe_pipeline.storage.locks import claimed, is_held, locked
+from mergepipe_pipeline.storage.locks import claimed, is_held, locked, this_process
 from mergepipe_pipeline.warehouse import Warehouse
 
 FORMAT = "mergepipe-search/1"
@@ -88,7 +85,7 @@ class Ledger:
 
     def put_proposal(self, number: int, point: tuple[float, ...]) -> None:
         """Remember a proposal, once."""
-        proposal = Proposal(number, point, myself(), now())
+        proposal = Proposal(number, point, this_process(), now())
         self._write(f"proposals/{number:04d}.json", asdict(proposal))
 
     def results(self) -> dict[int, Result]:
@@ -112,7 +109,7 @@ class Ledger:
     def claim(self, number: int) -> Iterator[None]:
         """Evaluate a proposal alone. Raises BusyError, naming who does."""
         path = self._claim_path(number)
-        with claimed(path, myself().encode()) as other:
+        with claimed(path, this_process().encode()) as other:
             if other is not None:
                 raise BusyError(
                     "Somebody else evaluates this candidate",
@@ -184,8 +181,3 @@ class Ledger:
 def now() -> str:
     """The time in UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def myself() -> str:
-    """This process, for people."""
-    return f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.spec.snapshot import Ref
-from mergepipe_pipeline.storage.chain import VersionChain, chain_names
-
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+from mergepipe_pipeline.storage.chain import NAME, VersionChain, chain_names
 
 
 class RefStore:
@@ -88,7 +85,7 @@ class RefStore:
         )
 
     def _chain(self, name: str) -> VersionChain:
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise MergePipeError(
                 "Not a name for a ref",
                 where="ref",

@@ -17,7 +17,8 @@ from mergepipe_pipeline.storage.adapter_config import AdapterConfig
 #: Roles of stored tensors beside the factors A, B, embedding_A and embedding_B.
 WHOLE, MAGNITUDE, TOKENS = "whole", "magnitude_vector", "trainable_tokens_delta"
 
-_PREFIX = "base_model.model."
+#: What peft puts before the name of a module.
+PREFIX = "base_model.model."
 #: The adapter's own name ("default") is in the keys only if something else than peft saved them.
 _UPDATE = re.compile(
     r"(?P<module>.+)\.(?:lora_(?:"
@@ -71,7 +72,7 @@ def _place(
     checkpoint: Checkpoint,
 ) -> tuple[str, str, str]:
     """The changed module, the tensor's role in the change, and the base's tensor."""
-    key = entry.name.removeprefix(_PREFIX)
+    key = entry.name.removeprefix(PREFIX)
     update = _UPDATE.fullmatch(key)
     if update is None and ("lora_" in key or ".trainable_tokens" in key):
         raise unusable(entry, checkpoint, "of unknown meaning", "lora_A or lora_B", key)
@@ -98,7 +99,7 @@ def _parameters(
     """
     if not config.parameters:
         return {}
-    keys = (e.name.removeprefix(_PREFIX) for e in checkpoint.tensors)
+    keys = (e.name.removeprefix(PREFIX) for e in checkpoint.tensors)
     wrapped: dict[str, set[str]] = {}
     for update in filter(None, map(_UPDATE.fullmatch, keys)):
         wrapped.setdefault(update["module"].replace(_INNER, ""), set()).add(update["module"])

@@ -17,6 +17,10 @@ from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CommitConflictError, CorruptionError, NotFoundError
 from mergepipe_pipeline.storage.atomic import create_exclusive, rename
 
+#: What a chain may be called.
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+#: What `NAME` matches, for people.
+NAME_FORM = "up to 128 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
 _FILE = re.compile(r"(\d{8})\.json")
 _ASIDE = re.compile(r"(\d{8})\.json\.damaged")
 #: Key under which a version says of which name it is which; older ones do not.

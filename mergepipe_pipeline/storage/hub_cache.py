@@ -13,7 +13,8 @@ from pathlib import Path
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.storage.regular import read_small
 
-_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+#: The name of a model of the hub.
+REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 _COMMIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -23,7 +24,7 @@ def cached_model(name: str, revision: str | None = None) -> Path | None:
 
     Raises CheckpointError for a branch whose file in the cache is damaged.
     """
-    if not _REPO.fullmatch(name):
+    if not REPO.fullmatch(name):
         return None
     repo = _cache() / f"models--{name.replace('/', '--')}"
     wanted = revision or "main"

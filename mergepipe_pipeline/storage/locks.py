@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import platform
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -74,6 +76,11 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def this_process() -> str:
+    """This process, for people who ask who holds a lock."""
+    return f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')}"
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeErr
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.spec.layers import embedding_like, is_buffer, layer_index
 from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
+from mergepipe_pipeline.storage.adapter_names import PREFIX
 from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS
 from mergepipe_pipeline.tools.low_rank import (
@@ -37,8 +38,7 @@ from mergepipe_pipeline.tools.low_rank import (
 from mergepipe_pipeline.tools.models import Input, stored
 from mergepipe_pipeline.tools.result import Draft
 
-_PREFIX = "base_model.model."
-_HEAD = f"{_PREFIX}lm_head.weight"
+_HEAD = f"{PREFIX}lm_head.weight"
 #: Model types whose linear layers store their weight as [inputs, outputs].
 _CONV1D = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 #: Matrices in layers that no linear layer holds: routers of experts, which PEFT cannot adapt.
@@ -110,7 +110,7 @@ class Extractor:
         own = self._tuned.tensors.keys() - self._base.tensors.keys() - self._saved
         rows += [TensorError(n, "no", 0, float("nan"), 1.0) for n in own if not is_buffer(n)]
         for name in sorted(self._saved):
-            entry, key = self._tuned.tensors[name], f"{_PREFIX}{self._adapted(name)}"
+            entry, key = self._tuned.tensors[name], f"{PREFIX}{self._adapted(name)}"
             values[key] = (key, entry.dtype, entry.shape), bytes(self._tuned.raw(name))
             rows.append(self._whole_row(name))
             if self._is_tied and embedding_like(name):  # PEFT asks for both ends of a tie
@@ -185,7 +185,7 @@ class Extractor:
     def _described(self, name: str, factors: Factors) -> dict[str, tuple[Described, bytes]]:
         found: dict[str, tuple[Described, bytes]] = {}
         for letter, values in (("A", factors.a), ("B", factors.b)):
-            key = f"{_PREFIX}{_module(self._adapted(name))}.lora_{letter}.weight"
+            key = f"{PREFIX}{_module(self._adapted(name))}.lora_{letter}.weight"
             shape = (values.shape[0], values.shape[1])
             found[key] = ((key, self._asked.dtype, shape), stored(values, self._asked.dtype))
         return found

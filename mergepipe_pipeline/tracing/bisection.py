@@ -13,13 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.errors import (
-    BudgetError,
-    EvaluationError,
-    IncompatibleCheckpointsError,
-    OperatorError,
-    RecipeError,
-)
+from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError
 from mergepipe_pipeline.evaluation.judge import judge
 from mergepipe_pipeline.evaluation.run import evaluate
 from mergepipe_pipeline.execution.plan_leases import lease
@@ -34,8 +28,6 @@ from mergepipe_pipeline.tracing.search import Narrowed, narrow
 from mergepipe_pipeline.tracing.stitch import layers_apart, stitched
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: What says that a variant of the recipe cannot be merged at all.
-_UNMERGEABLE = (RecipeError, OperatorError, BudgetError, IncompatibleCheckpointsError)
 #: Hears of each candidate.
 Tell = Callable[[str], None]
 
@@ -194,7 +186,7 @@ class _Bench:
         except EvaluationError as error:
             self._failed.append(error)
             told = str(error)
-        except _UNMERGEABLE as error:
+        except UNMERGEABLE as error:
             told = str(error)
         self.candidates.append(Candidate(undone, layers, snapshot_id, metrics, passed, told))
         where = f" in {', '.join(layers)}" if layers is not None else ""
