@@ -23,7 +23,7 @@ from mergepipe_pipeline.spec.plan import LayerTask, MergePlan, TensorTask
 from mergepipe_pipeline.spec.shard import Shard
 from mergepipe_pipeline.spec.snapshot import operator_counts
 from mergepipe_pipeline.spec.view import TensorView
-from mergepipe_pipeline.text import in_one_line, markdown, size
+from mergepipe_pipeline.text import in_one_line, markdown, percent, size
 from mergepipe_pipeline.verbs.curve import RecipeCurve, picture, rows_of, small_picture
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[s
                     plain_name(s.expert),
                     size(s.nbytes_total),
                     size(s.nbytes_read),
-                    f"{100 * s.nbytes_read / max(1, s.nbytes_total):.1f} %",
+                    percent(s.nbytes_read / max(1, s.nbytes_total)),
                 )
                 for s in shares(plan, "expert")
             ],

@@ -49,6 +49,11 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def percent(share: float | None) -> str:
+    """A share for people: 12.5 %, or `-` where there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def json_text(data: Any) -> str:
     """JSON for machines: NaN and infinity are null, half characters are escaped, what JSON does not
     know is its text.

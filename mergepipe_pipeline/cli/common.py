@@ -207,11 +207,6 @@ def counted(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
-def percent(share: float | None) -> str:
-    """A share for people: 12.5 %, or `-` where there is none."""
-    return "-" if share is None else f"{100 * share:.1f} %"
-
-
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Lines of a plain left-aligned table, numbers right-aligned."""
     cells = [[in_one_line(str(c)) for c in row] for row in rows]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, percent, table, verb, write_csv
+from mergepipe_pipeline.cli.common import Console, table, verb, write_csv
+from mergepipe_pipeline.text import percent
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.report.comparison import Comparison

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, percent, table, verb, write_csv, write_file
+from mergepipe_pipeline.cli.common import Console, table, verb, write_csv, write_file
 from mergepipe_pipeline.cli.compare import comparison_lines
 from mergepipe_pipeline.cli.evaluation import evaluation_lines, evaluation_records
 from mergepipe_pipeline.cli.merging import bound_text, error_text, packed_lines, strategy_text
 from mergepipe_pipeline.cli.packs import estimate_lines
 from mergepipe_pipeline.cli.selected import selected_lines
-from mergepipe_pipeline.text import size
+from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.report.shares import LevelShare, OperatorChoice, Share
@@ -128,7 +128,7 @@ def _share_lines(rows: tuple[Share, ...], by: str) -> list[str]:
             *([] if by == "expert" else [s.place]),
             size(s.nbytes_total),
             size(s.nbytes_read),
-            f"{100 * s.nbytes_read / max(1, s.nbytes_total):.1f} %",
+            percent(s.nbytes_read / max(1, s.nbytes_total)),
             size(s.nbytes_known_zero),
         )
         for s in rows

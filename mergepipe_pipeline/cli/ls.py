@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, percent, table, verb
+from mergepipe_pipeline.cli.common import Console, table, verb
 from mergepipe_pipeline.cli.evaluation import metrics_text
-from mergepipe_pipeline.text import size
+from mergepipe_pipeline.text import percent, size
 
 _CHECKPOINTS = (
     "checkpoint",

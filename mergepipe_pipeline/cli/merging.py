@@ -11,7 +11,6 @@ import click
 from mergepipe_pipeline.cli.common import (
     Console,
     download_options,
-    percent,
     recipe_folder,
     table,
     verb,
@@ -21,7 +20,7 @@ from mergepipe_pipeline.cli.packs import estimate_lines
 from mergepipe_pipeline.cli.reading import AS_WRITTEN, reading, reading_options
 from mergepipe_pipeline.cli.selected import selected_lines
 from mergepipe_pipeline.cli.shards import cut_of, exported
-from mergepipe_pipeline.text import size
+from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.execution.run import MergeOutcome
@@ -226,7 +225,7 @@ def error_text(made: MergePlan) -> str:
     margin = "" if e.predicted_margin is None else f" ± {e.predicted_margin:.2g}"
     relative = ""
     if e.update_norm:
-        relative = f" ({100 * e.predicted_error / e.update_norm:.1f} % of the update)"
+        relative = f" ({percent(e.predicted_error / e.update_norm)} of the update)"
     return f"{e.predicted_error:.4g}{margin} in L2 predicted{relative}"
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mergepipe_pipeline.cli.common import Console, counted, percent, table, verb
-from mergepipe_pipeline.text import size
+from mergepipe_pipeline.cli.common import Console, counted, table, verb
+from mergepipe_pipeline.text import percent, size
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.facts.pack_estimate import PackEstimate

@@ -35,6 +35,7 @@ from mergepipe_pipeline.storage.atomic import replace_dir
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import Reading, open_source
 from mergepipe_pipeline.storage.uncached import fits_page_cache
+from mergepipe_pipeline.text import percent
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -67,7 +68,7 @@ class Packed:
     def told(self) -> str:
         """Sizes and pay-back in a sentence."""
         sizes = ", ".join(
-            f"{tier} {100 * nbytes / self.expert_nbytes:.1f} %"
+            f"{tier} {percent(nbytes / self.expert_nbytes)}"
             for tier, nbytes in self.tier_nbytes.items()
         )
         after = f"; pays back after {self.pays_back_after} exact merges"
