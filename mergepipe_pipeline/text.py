@@ -58,7 +58,7 @@ def json_text(data: Any) -> str:
     """JSON for machines: NaN and infinity are null, half characters are escaped, what JSON does not
     know is its text.
     """
-    text = json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    text = json.dumps(plain(data), indent=2, ensure_ascii=False, allow_nan=False, default=str)
     return _UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
 
 
@@ -76,14 +76,15 @@ def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode("ascii")
 
 
-def _plain(data: Any) -> Any:
+def plain(data: Any) -> Any:
+    """Data as JSON has it: NaN and infinity are None, arrays and tuples are lists."""
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, Mapping):
-        return {key: _plain(value) for key, value in data.items()}
+        return {key: plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_plain(value) for value in data]
-    return data
+        return [plain(value) for value in data]
+    return plain(data.tolist()) if hasattr(data, "tolist") else data
 
 
 def listed(words: Collection[str], most: int, more: str = "more") -> str:

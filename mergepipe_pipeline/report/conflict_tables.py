@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mergepipe_pipeline.pictures import HeatMap, heat_maps
+from mergepipe_pipeline.text import plain
 
 if TYPE_CHECKING:
     from mergepipe_pipeline.analysis.agreement import Agreement
@@ -107,7 +108,7 @@ def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
 def pair_records(stage: str, report: ConflictReport, by: str) -> list[dict[str, Any]]:
     """Every pair in every place and over all, one flat record each; None for what is unknown."""
     pairs = [*report.pairs("all"), *(report.pairs(by) if by != "all" else ())]
-    return [{"stage": stage, **_plain(asdict(pair))} for pair in pairs]
+    return [{"stage": stage, **plain(asdict(pair))} for pair in pairs]
 
 
 def record(stage: str, report: ConflictReport, by: str, most: int) -> dict[str, Any]:
@@ -115,10 +116,10 @@ def record(stage: str, report: ConflictReport, by: str, most: int) -> dict[str, 
     return {
         "stage": stage,
         "experts": list(report.experts),
-        "all": _plain(asdict(report.whole)),
-        by: {place: _plain(asdict(found)) for place, found in report.places(by).items()},
-        "conflicting": [_plain(asdict(p)) for p in report.conflicting(by)[:most]],
-        "redundant": [_plain(asdict(p)) for p in report.redundant("all")[:most]],
+        "all": plain(asdict(report.whole)),
+        by: {place: plain(asdict(found)) for place, found in report.places(by).items()},
+        "conflicting": [plain(asdict(p)) for p in report.conflicting(by)[:most]],
+        "redundant": [plain(asdict(p)) for p in report.redundant("all")[:most]],
     }
 
 
@@ -141,14 +142,3 @@ def picture(report: ConflictReport, by: str = "layer", title: str = "") -> bytes
             ),
         ]
     )
-
-
-def _plain(value: Any) -> Any:
-    """Arrays as lists; NaN as None, which JSON has."""
-    if isinstance(value, dict):
-        return {name: _plain(v) for name, v in value.items()}
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
