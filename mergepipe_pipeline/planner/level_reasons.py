@@ -12,7 +12,7 @@ from mergepipe_pipeline.planner.candidates import Choice, Ints
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.level_selection import LevelSelection, upgrades_of
 from mergepipe_pipeline.planner.packed_rows import NOTHING
-from mergepipe_pipeline.planner.reasons import Account, Why
+from mergepipe_pipeline.planner.reasons import Account, reasons_of
 from mergepipe_pipeline.planner.upgrades import Upgrades
 from mergepipe_pipeline.spec.recipe import Budget
 
@@ -30,23 +30,11 @@ def level_account(selection: LevelSelection, budget: Budget) -> Account:
     over = _share_spent(selection, upgrades, bought, constraints)
     missed = np.flatnonzero(~bought & ~over[upgrades.candidate])
     cut = int(missed[0]) if len(missed) else len(bought)
-    chosen = levels != NOTHING
-    cases: list[tuple[Choice, Why]] = [
-        (c.zero, "zero"),
-        (constraints.pinned, "pinned"),
-        (constraints.excluded, "excluded"),
-        (chosen & (place <= cut), "bought"),
-        (chosen, "fills the rest"),
-        (place == 0, "saves nothing"),
-        (over, "share spent"),
-    ]
-    code = np.select([mask for mask, _ in cases], range(len(cases)), len(cases))
-    names: list[Why] = [*(why for _, why in cases), "below the cut"]
     return Account(
         candidates=c,
         levels=levels,
         nbytes_read=table.nbytes(levels),
-        why=tuple(names[n] for n in code.tolist()),
+        why=reasons_of(c, constraints, levels != NOTHING, place, cut, over, np.zeros_like(over)),
         place=place,
         worth=worth,
         together=np.ones(len(c.row), np.int64),

@@ -111,6 +111,31 @@ class Account:
                 )
 
 
+def reasons_of(
+    c: Candidates,
+    constraints: Constraints,
+    chosen: Choice,
+    place: Ints,
+    cut: int,
+    over: Choice,
+    waits: Choice,
+) -> tuple[Why, ...]:
+    """Why each candidate is read or not; places up to `cut` were paid in their turn."""
+    cases: list[tuple[Choice, Why]] = [
+        (c.zero, "zero"),
+        (constraints.pinned, "pinned"),
+        (constraints.excluded, "excluded"),
+        (chosen & (place <= cut), "bought"),
+        (chosen, "fills the rest"),
+        (place == 0, "saves nothing"),
+        (over, "share spent"),
+        (waits & (place <= cut), "waits"),
+    ]
+    code = np.select([mask for mask, _ in cases], range(len(cases)), len(cases))
+    names: list[Why] = [*(name for _, name in cases), "below the cut"]
+    return tuple(names[n] for n in code.tolist())
+
+
 def account(q: PlanningProblem, budget: Budget, ranking: str, choice: Choice) -> Account:
     """Why `choice`, made under `budget` down the list of strategy `ranking`, is what it is.
 
@@ -132,24 +157,11 @@ def account(q: PlanningProblem, budget: Budget, ranking: str, choice: Choice) ->
         over[members] = np.repeat(listed.is_over, counts)
         waits[members] = np.repeat(listed.waits, counts)
         cut, cut_worth, length = listed.cut, listed.cut_worth, len(counts)
-    cases: list[tuple[Choice, Why]] = [
-        (c.zero, "zero"),
-        (constraints.pinned, "pinned"),
-        (constraints.excluded, "excluded"),
-        (choice & (place <= cut), "bought"),
-        (choice, "fills the rest"),
-        (place == 0, "saves nothing"),
-        (over, "share spent"),
-        (waits & (place <= cut), "waits"),
-    ]
-    code = np.select([mask for mask, _ in cases], range(len(cases)), len(cases))
-    names: list[Why] = [*(why for _, why in cases), "below the cut"]
-    why = tuple(names[n] for n in code.tolist())
     return Account(
         candidates=c,
         levels=originals(choice),
         nbytes_read=np.where(choice, c.nbytes, 0),
-        why=why,
+        why=reasons_of(c, constraints, choice, place, cut, over, waits),
         place=place,
         worth=worth,
         together=together,
