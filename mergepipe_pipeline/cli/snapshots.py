@@ -36,13 +36,17 @@ def publish(console: Console, snapshot: str, ref: str, reason: str, expected: in
 def history(console: Console, ref: str) -> None:
     """Show every version of a ref."""
     from mergepipe_pipeline.verbs.publish import history as run
+    from mergepipe_pipeline.verbs.publish import is_collected
 
     refs = run(console.existing, ref)
+    gone = [is_collected(console.existing, r) for r in refs]
+    rows = [
+        (r.number, r.snapshot_id, "collected" if g else "kept", r.reason)
+        for r, g in zip(refs, gone, strict=True)
+    ]
     console.show(
-        [asdict(r) for r in refs],
-        *table(
-            ("version", "snapshot", "reason"), [(r.number, r.snapshot_id, r.reason) for r in refs]
-        ),
+        [{**asdict(r), "collected": g} for r, g in zip(refs, gone, strict=True)],
+        *table(("version", "snapshot", "files", "reason"), rows),
     )
 
 
@@ -86,24 +90,41 @@ def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float | Non
     "run again finds it. Merges that run now keep what they need, at any age.",
 )
 @click.option(
+    "--keep-versions",
+    type=click.IntRange(min=1),
+    help="Remove results, too, that only versions of refs name which are not among the newest so "
+    "many of any ref. Refs keep their history.",
+)
+@click.option(
     "--bucket",
     is_flag=True,
     help="Collect the bucket of MERGEPIPE_BUCKET instead: what no version of a ref there names.",
 )
 @verb
-def gc(console: Console, dry_run: bool, older_than_s: float | None, bucket: bool) -> None:
+def gc(
+    console: Console,
+    dry_run: bool,
+    older_than_s: float | None,
+    keep_versions: int | None,
+    bucket: bool,
+) -> None:
     """Remove what nobody needs: old staging, stages, unreferenced objects and actions."""
-    from mergepipe_pipeline.verbs.gc import collect, collect_bucket
+    from mergepipe_pipeline.verbs.gc import AGE_S, BUCKET_AGE_S, collect, collect_bucket
 
-    run = collect_bucket if bucket else collect
-    given = {} if older_than_s is None else {"older_than_s": older_than_s}
-    done = run(console.existing, dry_run=dry_run, **given)
+    if bucket and keep_versions:
+        raise click.UsageError("--bucket takes no --keep-versions: readers may be at any version.")
+    home, is_default = console.existing, older_than_s is None and not bucket
+    if bucket:
+        age_s = BUCKET_AGE_S if older_than_s is None else older_than_s
+        done = collect_bucket(home, older_than_s=age_s, dry_run=dry_run)
+    else:
+        age_s = AGE_S if older_than_s is None else older_than_s
+        done = collect(home, older_than_s=age_s, keep_versions=keep_versions, dry_run=dry_run)
     console.warn(done.notes)
     verb_done = "would remove" if dry_run else "removed"
-    is_default = older_than_s is None and not bucket
     console.show(
         asdict(done),
         f"{verb_done} {done.files} files, {size(done.nbytes)}",
-        *(f"  {'snapshot' if bucket else 'stage'} {snapshot_id}" for snapshot_id in done.snapshots),
+        *(f"  snapshot {snapshot_id}" for snapshot_id in done.snapshots),
         *(["what was used in the last hour stays; --older-than 0 takes it, too"] * is_default),
     )

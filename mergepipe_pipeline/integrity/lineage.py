@@ -16,6 +16,7 @@ from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.execution.plan_store import load_plan
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.integrity.records import action_of, readable_snapshots, snapshot_folders
+from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.snapshots.objects import layer_key_of
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION
 from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
@@ -31,10 +32,13 @@ def verify_lineage(warehouse: Warehouse, audit: Auditor) -> None:
         audit.check("lineage", manifest, partial(_check_inputs, warehouse, snapshot))
         _check_actions(warehouse, snapshot, audit)
     there = {folder.name for folder in snapshot_folders(warehouse)}
+    marks = Marks(warehouse.stages)
     for name, number, value in read_chains(warehouse.refs_dir):
         if not isinstance(value, CorruptionError):  # those are structure's findings
             path = warehouse.refs_dir / name / f"{number:08d}.json"
-            _check_named(str(value.get("snapshot_id")), there, path, audit)
+            snapshot_id = str(value.get("snapshot_id"))
+            if not marks.is_collected(snapshot_id):
+                _check_named(snapshot_id, there, path, audit)
     for path in sorted(warehouse.releases.glob("*.released.json")):
         with suppress(MergePipeError, OSError):
             released = unseal(path.read_bytes(), str(path)).get("snapshot_id", "")

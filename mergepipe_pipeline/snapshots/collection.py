@@ -29,7 +29,7 @@ _NOBODY = Living(Need(), frozenset(), None, (), (), judged_by_age=False)
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What was, or would be, removed; `snapshots` are stages among it, by id.
+    """What was, or would be, removed; `snapshots` are stages and outdated results among it, by id.
 
     `notes` are sentences about what stays because it is in doubt.
     """
@@ -46,7 +46,8 @@ class Roots:
     """What must stay, beside snapshots that are results.
 
     `marks` None: no snapshot may be removed. `notes` become those of `GcReport`. `expired` is what
-    somebody else has judged, and goes.
+    somebody else has judged, and goes. `outdated` are the ids of results that go, too, unless they
+    are needed.
     """
 
     need: Need = field(default_factory=Need)
@@ -54,6 +55,7 @@ class Roots:
     marks: Marks | None = None
     notes: tuple[str, ...] = ()
     expired: tuple[Path, ...] = ()
+    outdated: frozenset[str] = frozenset()
 
 
 def collect(
@@ -77,9 +79,9 @@ def collect(
     limit = time.time() - older_than_s
     need = roots.need | roots.living.need
     whole, damaged = scan_snapshots(snapshots)
-    stages = _idle_stages(whole, need, roots.marks, limit)
-    kept = [s for s in whole if s not in stages]
-    old = [Path(s.path) for s in stages]
+    idle = _idle_snapshots(whole, need, roots, limit)
+    kept = [s for s in whole if s not in idle]
+    old = [Path(s.path) for s in idle]
     old += [
         path
         for path in (
@@ -92,39 +94,44 @@ def collect(
     old += (*roots.living.dead, *roots.expired)
     nbytes = _freed_nbytes(old)
     if not dry_run:
-        for stage in stages:
-            _retire(stage, staging, roots.marks)
+        for snapshot in idle:
+            _retire(snapshot, staging, roots)
         for path in old:
             _remove(path)
     notes = (*roots.notes, *(_stays(d) for d in damaged))
-    ids = tuple(s.snapshot_id for s in stages)
+    ids = tuple(s.snapshot_id for s in idle)
     return GcReport(len(old), nbytes, tuple(str(p) for p in old), ids, notes)
 
 
-def _idle_stages(
-    whole: Sequence[Snapshot], need: Need, marks: Marks | None, limit: float
+def _idle_snapshots(
+    whole: Sequence[Snapshot], need: Need, roots: Roots, limit: float
 ) -> list[Snapshot]:
-    if marks is None:
+    if roots.marks is None:
         return []
-    stages = marks.unwanted()
+    stages = roots.marks.unwanted()
+    # A mark says when a stage was used last; the folder of a result, when it was made.
+    last_use = {i: _last_use(roots.marks.path_of(i)) for i in stages}
+    made = {s.snapshot_id: s for s in whole if s.snapshot_id in roots.outdated - stages}
+    last_use |= {i: Path(s.path).stat().st_mtime for i, s in made.items()}
     return [
         s
         for s in whole
-        if s.snapshot_id in stages
-        and s.snapshot_id not in need.snapshot_ids
+        if s.snapshot_id not in need.snapshot_ids
         and s.manifest.plan_id not in need.plan_ids
-        and _last_use(marks.path_of(s.snapshot_id)) <= limit
+        and last_use.get(s.snapshot_id, inf) <= limit
     ]
 
 
-def _retire(stage: Snapshot, staging: Path, marks: Marks | None) -> None:
+def _retire(snapshot: Snapshot, staging: Path, roots: Roots) -> None:
     """Remove a snapshot: first by one rename, so that nobody sees a part of it."""
-    aside = staging / f"collected-{stage.snapshot_id}"
+    aside = staging / f"collected-{snapshot.snapshot_id}"
     remove_tree(aside)
-    publish_dir(stage.path, aside)
+    if snapshot.snapshot_id in roots.outdated and roots.marks is not None:
+        roots.marks.collect(snapshot.snapshot_id)
+    publish_dir(snapshot.path, aside)
     remove_tree(aside)
-    if marks is not None:
-        marks.forget(stage.snapshot_id)
+    if snapshot.snapshot_id not in roots.outdated and roots.marks is not None:
+        roots.marks.forget(snapshot.snapshot_id)
 
 
 def _remove(path: Path) -> None:

@@ -4,6 +4,7 @@ A snapshot without a mark is a result. `stage` is written once, for a snapshot t
 made; `result` replaces it when somebody merges the same as a result, and stays. A result keeps its
 mark, whichever of the two comes last. `refused` replaces each of them when a gate refuses the
 snapshot, with the recipe and the reason, until a gate lets it pass or somebody merges it again.
+`collected` stays where a result was removed since only old versions of refs named it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.storage.atomic import create_exclusive, remove_tree, write_atomic
 
 _STAGE, _RESULT = ({"made_as": made_as} for made_as in ("stage", "result"))
-_REFUSED = "refused"
+_REFUSED, _COLLECTED = "refused", "collected"
 
 
 class Marks:
@@ -52,6 +53,15 @@ class Marks:
         """Remember that the gate of a recipe refuses a snapshot, and why."""
         mark = {"made_as": _REFUSED, "recipe": recipe, "reason": reason}
         write_atomic(self.path_of(snapshot_id), seal(mark))
+
+    def collect(self, snapshot_id: str) -> None:
+        """Remember that a result was removed, although versions of refs name it."""
+        write_atomic(self.path_of(snapshot_id), seal({"made_as": _COLLECTED}))
+
+    def is_collected(self, snapshot_id: str) -> bool:
+        """Whether a result that is not there was removed on purpose."""
+        mark = self._read(self.path_of(snapshot_id)) or {}
+        return mark.get("made_as") == _COLLECTED
 
     def unwanted(self) -> set[str]:
         """The ids of snapshots that are nobody's result: stages, and what a gate refused."""

@@ -4,7 +4,7 @@ All snapshots but stages and those that a gate refused are needed. These are nee
 ever named one, if a registered checkpoint lies in it, if it is on the front of a search, or if the
 current plan of a standing recipe reads or makes it. The layers of such plans are needed, and what
 living processes lease. What was measured of a snapshot goes with it. `idle_packs` says which packs
-stay.
+stay. Who keeps only so many versions of each ref says so: results that older ones alone name go.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mergepipe_pipeline.search.front import front
 from mergepipe_pipeline.search.ledger import Ledger, searches
 from mergepipe_pipeline.snapshots.collection import GcReport, Roots
 from mergepipe_pipeline.snapshots.collection import collect as run
+from mergepipe_pipeline.snapshots.find import scan_snapshots
 from mergepipe_pipeline.snapshots.leases import Living, Need
 from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.storage.atomic import remove_tree
@@ -31,31 +32,42 @@ from mergepipe_pipeline.verbs.idle_packs import idle_packs
 from mergepipe_pipeline.verbs.land import half_landed
 from mergepipe_pipeline.warehouse import BUCKET, Warehouse
 
-#: The least age of what is removed from quarantine, in seconds.
-_QUARANTINE_S = 30 * 86400.0
+#: For how long what nobody needs is kept after its last use, in seconds: here and in a bucket.
+AGE_S, BUCKET_AGE_S = 3600.0, 7 * 86400.0
+#: The least age of what people may still want to look at, in seconds: what `repair` took away, and
+#: plans without a snapshot.
+_LONG_S = 30 * 86400.0
 
 
 def collect(
-    warehouse: Warehouse, *, older_than_s: float = 3600.0, dry_run: bool = False
+    warehouse: Warehouse,
+    *,
+    older_than_s: float = AGE_S,
+    keep_versions: int | None = None,
+    dry_run: bool = False,
 ) -> GcReport:
     """Remove objects, actions, stages, packs and staging of no use, older than `older_than_s`.
 
-    What `repair` took away stays for 30 days at least. Waits for another collection; merges that
-    begin meanwhile wait for this one. A `dry_run` writes nothing, so that the warehouse may be one
-    that cannot be written.
+    With `keep_versions` (from 1 up), results go that only versions of refs name which are not among
+    the newest so many of any ref; their layers with them.
+
+    What `repair` took away, and plans without a snapshot, stay for 30 days at least. Waits for
+    another collection; merges that begin meanwhile wait for this one. A `dry_run` writes nothing,
+    so that the warehouse may be one that cannot be written.
     """
     leases = warehouse.leases
     with leases.watched() if dry_run else leases.alone():
         living = leases.living(older_than_s)
         half = half_landed(warehouse, living.names)
-        roots = _roots(warehouse, living)
+        roots = _roots(warehouse, living, keep_versions)
         idle = idle_packs(warehouse, roots.need | living.need, certain=roots.marks is not None)
         measured = [p for p in warehouse.evaluations.glob("*") if not _has_snapshot(warehouse, p)]
         expired = (
-            *_older(sorted(warehouse.quarantine.glob("*")), max(older_than_s, _QUARANTINE_S)),
+            *_older(sorted(warehouse.quarantine.glob("*")), max(older_than_s, _LONG_S)),
             *_older(half, older_than_s),
             *_older(idle, older_than_s),
             *_older(measured, older_than_s),
+            *_older(_idle_plans(warehouse, roots), max(older_than_s, _LONG_S)),
         )
         found = run(
             warehouse.objects,
@@ -74,7 +86,7 @@ def collect(
 
 
 def collect_bucket(
-    warehouse: Warehouse, *, older_than_s: float = 7 * 86400.0, dry_run: bool = False
+    warehouse: Warehouse, *, older_than_s: float = BUCKET_AGE_S, dry_run: bool = False
 ) -> GcReport:
     """Remove what no version of a ref names from the bucket, older than `older_than_s`.
 
@@ -93,6 +105,17 @@ def collect_bucket(
     return run_there(warehouse.mirror, older_than_s=older_than_s, dry_run=dry_run)
 
 
+def _idle_plans(warehouse: Warehouse, roots: Roots) -> Iterator[Path]:
+    """The plans of which nothing was made that is there; none where that is in doubt."""
+    whole, damaged = scan_snapshots(warehouse.snapshots)
+    if damaged or roots.marks is None:
+        return
+    used = {s.manifest.plan_id for s in whole} | roots.need.plan_ids | roots.living.need.plan_ids
+    for path in sorted(warehouse.plans.glob("*.json")):
+        if path.stem not in used:
+            yield path
+
+
 def _has_snapshot(warehouse: Warehouse, measured: Path) -> bool:
     return (warehouse.snapshots / measured.name).exists()
 
@@ -105,11 +128,12 @@ def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
                 yield path
 
 
-def _roots(warehouse: Warehouse, living: Living) -> Roots:
+def _roots(warehouse: Warehouse, living: Living, keep_versions: int | None) -> Roots:
     """What must stay. Where a file that may name a stage cannot be read, all stages do."""
     need, doubts = Need(), []
-    parts = _published, _registered, _planned, _searched
-    for part in (find(warehouse) for find in parts):
+    parts = _registered, _released, _planned, _searched
+    named = _published(warehouse, keep_versions)
+    for part in (named, *(find(warehouse) for find in parts)):
         for found in part:
             if isinstance(found, Need):
                 need |= found
@@ -124,15 +148,37 @@ def _roots(warehouse: Warehouse, living: Living) -> Roots:
             "a merge lives: let --older-than be longer than any merge takes"
         )
     certain = not doubts and not living.unreadable
-    return Roots(need, living, Marks(warehouse.stages) if certain else None, (*notes, *doubts))
+    roots = Roots(need, living, Marks(warehouse.stages) if certain else None, (*notes, *doubts))
+    return replace(
+        roots, outdated=_outdated(warehouse) if certain and keep_versions else frozenset()
+    )
 
 
-def _published(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
-    """Every version of every ref: rollback may go back to each."""
+def _published(warehouse: Warehouse, newest: int | None) -> Iterator[Need | MergePipeError]:
+    """The newest so many versions of every ref, or all: rollback may go back to each."""
     refs = warehouse.refs
     for name in refs.names():
         try:
-            yield Need(snapshot_ids=frozenset(r.snapshot_id for r in refs.history(name)))
+            kept = refs.history(name)[-newest if newest else 0 :]
+            yield Need(snapshot_ids=frozenset(r.snapshot_id for r in kept))
+        except MergePipeError as error:
+            yield error
+
+
+def _outdated(warehouse: Warehouse) -> frozenset[str]:
+    """What any version of a ref names; all that is needed of it is known beside this."""
+    refs = warehouse.refs
+    return frozenset(r.snapshot_id for name in refs.names() for r in refs.history(name))
+
+
+def _released(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
+    """What standing recipes have released last."""
+    for path in sorted(warehouse.releases.glob("*.released.json")):
+        try:
+            released = unseal(path.read_bytes(), str(path)).get("snapshot_id", "")
+            yield Need(snapshot_ids=frozenset([str(released)]))
+        except FileNotFoundError:
+            continue
         except MergePipeError as error:
             yield error
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
+from mergepipe_pipeline.snapshots.marks import Marks
 from mergepipe_pipeline.spec.snapshot import Ref, Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -61,6 +63,12 @@ def history(warehouse: Warehouse, ref: str) -> tuple[Ref, ...]:
     return tuple(warehouse.refs.history(ref))
 
 
+def is_collected(warehouse: Warehouse, version: Ref) -> bool:
+    """Whether the snapshot of a version was removed, as older than what is kept."""
+    folder = warehouse.snapshots / version.snapshot_id
+    return not folder.exists() and Marks(warehouse.stages).is_collected(version.snapshot_id)
+
+
 def rollback(
     warehouse: Warehouse, ref: str, to: int | None = None, reason: str = "rollback"
 ) -> Ref:
@@ -70,6 +78,14 @@ def rollback(
     """
     refs = warehouse.refs
     target = refs.target(ref, to)
+    if is_collected(warehouse, target):
+        raise NotFoundError(
+            "What a version of a ref named was collected",
+            where=f"{ref}, version {target.number}",
+            expected="a version whose snapshot is kept (`mergepipe history` tells)",
+            found=f"snapshot {target.snapshot_id}, which `gc --keep-versions` removed",
+            next_step="choose another with --to, or merge its recipe again: it has the same id",
+        )
     snapshot = load_snapshot(warehouse.snapshots, target.snapshot_id)
     verify_snapshot(warehouse.snapshots / snapshot.snapshot_id)
     _mirror(warehouse, snapshot, ref, f"{reason} to version {target.number}", Silent())
