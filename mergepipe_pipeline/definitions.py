@@ -14,6 +14,7 @@ from assets.experts import expert_index, index_burst
 from assets.problems import problem_asset
 from assets.recipes import build_problem, build_recipe_assets
 from assets.searches import build_search_assets, build_search_jobs
+from assets.space import free_space
 from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import Engine, MergePipe
@@ -33,6 +34,7 @@ from sensors.recipes import (
 from sensors.reload import build_reload_sensor, definitions_token
 from sensors.retention import retention_sensor
 from sensors.searches import build_search_sensor
+from sensors.space import space_daily, space_job
 from sensors.stalled import stalled_sensor
 
 
@@ -65,13 +67,14 @@ def build_definitions(
     return dg.Definitions(
         assets=[
             expert_index,
+            free_space,
             *(build_problem(file) for file in problems),
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
             *searches.assets,
         ],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
-        jobs=[index_job, index_burst, *jobs, *traced.values(), *searches.jobs],
-        schedules=[chain.nightly for chain in chains if chain.nightly],
+        jobs=[index_job, index_burst, space_job, *jobs, *traced.values(), *searches.jobs],
+        schedules=[space_daily, *(chain.nightly for chain in chains if chain.nightly)],
         sensors=[
             inbox_sensor,
             orphans_sensor,

@@ -244,6 +244,15 @@ KEEP_RUNS = Setting[float](
     "Older finished runs are deleted with their files, but not what an asset shows last.",
     _number,
 )
+KEEP_VERSIONS = Setting[int | None](
+    "MERGEPIPE_KEEP_VERSIONS",
+    "",
+    "versions",
+    None,
+    "Results that only older versions of refs name are removed once a day, with their layers.",
+    _count,
+    "all",
+)
 OWNERS = Setting[tuple[str, ...]](
     "MERGEPIPE_OWNERS",
     "",
@@ -285,6 +294,7 @@ SETTINGS = (
     RETRY,
     SENSOR_INTERVAL,
     KEEP_RUNS,
+    KEEP_VERSIONS,
     OWNERS,
     STALLED,
     WEBHOOK,

@@ -32,6 +32,8 @@ from mergepipe_pipeline.verbs.idle_packs import idle_packs
 from mergepipe_pipeline.verbs.land import half_landed
 from mergepipe_pipeline.warehouse import BUCKET, Warehouse
 
+__all__ = ["AGE_S", "BUCKET_AGE_S", "GcReport", "collect", "collect_bucket"]
+
 #: For how long what nobody needs is kept after its last use, in seconds: here and in a bucket.
 AGE_S, BUCKET_AGE_S = 3600.0, 7 * 86400.0
 #: The least age of what people may still want to look at, in seconds: what `repair` took away, and

@@ -87,6 +87,9 @@ UNUSABLE = {
     ),
 }
 
+#: Assets that are there without any recipe.
+OF_THE_WAREHOUSE = ("expert_index", "free_space")
+
 
 def change(file: Path, wanted: str) -> None:
     """Add to all tensors whose names match."""
@@ -173,7 +176,7 @@ def test_what_only_the_first_stage_uses_reaches_the_release_and_no_stage_is_rele
     assert len(snapshots(home)) == 3
     assert home.refs.names() == ["all"]
     keys = build_definitions(home).resolve_asset_graph().get_all_asset_keys()
-    assert {k.path[0] for k in keys} == {"expert_index", "all"}
+    assert {k.path[0] for k in keys} == {*OF_THE_WAREHOUSE, "all"}
     plan = told(instance, "all", "plan")
     assert "| more | task_arithmetic | skills, expert_02, base |" in plan["stages"]
     assert f"| expert | more | {home.snapshots}" in plan["inputs"]
@@ -295,7 +298,7 @@ def test_a_warehouse_of_unusable_recipes_alone_says_why(home: Warehouse, ticker:
     assert ticker.tick() == []
     assert re.search(r"cannot name assets.*\n.*cannot be read", ticker.reasons()[1])
     keys = build_definitions(home).resolve_asset_graph().get_all_asset_keys()
-    assert {k.path[0] for k in keys} == {"expert_index", "an odd name.yml", "lost"}
+    assert {k.path[0] for k in keys} == {*OF_THE_WAREHOUSE, "an odd name.yml", "lost"}
 
 
 def test_files_whose_names_clash_or_name_no_asset_leave_other_recipes_alone(
@@ -310,7 +313,7 @@ def test_files_whose_names_clash_or_name_no_asset_leave_other_recipes_alone(
     assert jobs(ticker.tick()) == ["base", "expert", "merge_a_b"]
     assert home.refs.names() == ["a-b"]
     keys = build_definitions(home).resolve_asset_graph().get_all_asset_keys()
-    assert {k.path[0] for k in keys} == {"expert_index", "a-b", *odd, *same[1:]}
+    assert {k.path[0] for k in keys} == {*OF_THE_WAREHOUSE, "a-b", *odd, *same[1:]}
     assert ticker.reasons()[1].count("same assets or job as a-b.yml") == 3
 
 

@@ -43,6 +43,7 @@ WRONG = {
     "RETRY_S": ["30s"],
     "SENSOR_INTERVAL_S": ["0", "0.5"],
     "KEEP_RUNS_DAYS": ["-30"],
+    "KEEP_VERSIONS": ["0", "many"],
     "STALLED_S": ["-1", "1h"],
     "WEBHOOK": ("hooks.example.org/x", "ftp://a", "https://a b"),
     "OWNERS": ("ann", "team:", "ann@example.org, a b"),

@@ -1,0 +1,45 @@
+"""The asset that keeps the disk from filling: once a day, what nobody needs goes."""
+
+import shutil
+from typing import Any
+
+import dagster as dg
+
+from assets.failures import told
+from assets.labels import owners
+from assets.metadata import description, gib, markdown_table
+from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.settings import KEEP_VERSIONS
+from mergepipe_pipeline.verbs.gc import GcReport, collect
+
+#: For how long after its last use something stays that nobody needs.
+_AGE_S = 86_400.0
+
+
+@dg.asset(group_name="catalog", kinds={"python"}, owners=owners())
+@told
+def free_space(
+    context: dg.AssetExecutionContext, mergepipe: MergePipe
+) -> dg.MaterializeResult[None]:
+    """Removes what nobody needs and nobody used for a day, as `mergepipe gc` does.
+
+    Results of older versions of a ref go, too, where MERGEPIPE_KEEP_VERSIONS says how many to keep.
+    """
+    home = mergepipe.warehouse
+    done = collect(home, older_than_s=_AGE_S, keep_versions=KEEP_VERSIONS.value())
+    for note in done.notes:
+        context.log.warning(note)
+    return dg.MaterializeResult(metadata=_metadata(done, shutil.disk_usage(home.root).free))
+
+
+def _metadata(done: GcReport, free_nbytes: int) -> dict[str, Any]:
+    rows = [(snapshot_id,) for snapshot_id in done.snapshots]
+    notes = "\n".join(f"- {description(note)}" for note in done.notes)
+    return {
+        "disk GiB free": gib(free_nbytes),
+        "GiB removed": gib(done.nbytes),
+        "files removed": done.files,
+        "versions kept": KEEP_VERSIONS.text or KEEP_VERSIONS.shown,
+        **({"snapshots removed": markdown_table(("snapshot",), rows)} if rows else {}),
+        **({"notes": dg.MetadataValue.md(notes)} if notes else {}),
+    }
