@@ -37,6 +37,9 @@ from sensors.searches import build_search_sensor
 from sensors.space import space_daily, space_job
 from sensors.stalled import stalled_sensor
 
+#: What there is without any recipe.
+_ASSETS, _JOBS = (expert_index, free_space), (index_job, index_burst, space_job)
+
 
 def build_definitions(
     home: Warehouse,
@@ -66,14 +69,13 @@ def build_definitions(
     }
     return dg.Definitions(
         assets=[
-            expert_index,
-            free_space,
+            *_ASSETS,
             *(build_problem(file) for file in problems),
             *(d for d in built if not isinstance(d, dg.AssetChecksDefinition)),
             *searches.assets,
         ],
         asset_checks=[d for d in built if isinstance(d, dg.AssetChecksDefinition)],
-        jobs=[index_job, index_burst, space_job, *jobs, *traced.values(), *searches.jobs],
+        jobs=[*_JOBS, *jobs, *traced.values(), *searches.jobs],
         schedules=[space_daily, *(chain.nightly for chain in chains if chain.nightly)],
         sensors=[
             inbox_sensor,

@@ -96,6 +96,9 @@ def _finite(ctx: click.Context, parameter: click.Parameter, seconds: float | Non
     "many of any ref. Refs keep their history.",
 )
 @click.option(
+    "--unpublished", is_flag=True, help="Remove results, too, that no ref has ever named."
+)
+@click.option(
     "--bucket",
     is_flag=True,
     help="Collect the bucket of MERGEPIPE_BUCKET instead: what no version of a ref there names.",
@@ -106,20 +109,27 @@ def gc(
     dry_run: bool,
     older_than_s: float | None,
     keep_versions: int | None,
+    unpublished: bool,
     bucket: bool,
 ) -> None:
     """Remove what nobody needs: old staging, stages, unreferenced objects and actions."""
     from mergepipe_pipeline.verbs.gc import AGE_S, BUCKET_AGE_S, collect, collect_bucket
 
-    if bucket and keep_versions:
-        raise click.UsageError("--bucket takes no --keep-versions: readers may be at any version.")
+    if bucket and (keep_versions or unpublished):
+        raise click.UsageError("--bucket goes alone: all that a ref has ever named stays there.")
     home, is_default = console.existing, older_than_s is None and not bucket
     if bucket:
         age_s = BUCKET_AGE_S if older_than_s is None else older_than_s
         done = collect_bucket(home, older_than_s=age_s, dry_run=dry_run)
     else:
         age_s = AGE_S if older_than_s is None else older_than_s
-        done = collect(home, older_than_s=age_s, keep_versions=keep_versions, dry_run=dry_run)
+        done = collect(
+            home,
+            older_than_s=age_s,
+            keep_versions=keep_versions,
+            unpublished=unpublished,
+            dry_run=dry_run,
+        )
     console.warn(done.notes)
     verb_done = "would remove" if dry_run else "removed"
     console.show(

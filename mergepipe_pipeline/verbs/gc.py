@@ -46,12 +46,14 @@ def collect(
     *,
     older_than_s: float = AGE_S,
     keep_versions: int | None = None,
+    unpublished: bool = False,
     dry_run: bool = False,
 ) -> GcReport:
     """Remove objects, actions, stages, packs and staging of no use, older than `older_than_s`.
 
     With `keep_versions` (from 1 up), results go that only versions of refs name which are not among
-    the newest so many of any ref; their layers with them.
+    the newest so many of any ref; if `unpublished`, those that no ref ever named; their layers with
+    them.
 
     What `repair` took away, and plans without a snapshot, stay for 30 days at least. Waits for
     another collection; merges that begin meanwhile wait for this one. A `dry_run` writes nothing,
@@ -62,6 +64,9 @@ def collect(
         living = leases.living(older_than_s)
         half = half_landed(warehouse, living.names)
         roots = _roots(warehouse, living, keep_versions)
+        if roots.marks is not None:
+            outdated = _outdated(warehouse, named=keep_versions is not None, others=unpublished)
+            roots = replace(roots, outdated=outdated)
         idle = idle_packs(warehouse, roots.need | living.need, certain=roots.marks is not None)
         measured = [p for p in warehouse.evaluations.glob("*") if not _has_snapshot(warehouse, p)]
         expired = (
@@ -150,10 +155,7 @@ def _roots(warehouse: Warehouse, living: Living, keep_versions: int | None) -> R
             "a merge lives: let --older-than be longer than any merge takes"
         )
     certain = not doubts and not living.unreadable
-    roots = Roots(need, living, Marks(warehouse.stages) if certain else None, (*notes, *doubts))
-    return replace(
-        roots, outdated=_outdated(warehouse) if certain and keep_versions else frozenset()
-    )
+    return Roots(need, living, Marks(warehouse.stages) if certain else None, (*notes, *doubts))
 
 
 def _published(warehouse: Warehouse, newest: int | None) -> Iterator[Need | MergePipeError]:
@@ -167,10 +169,13 @@ def _published(warehouse: Warehouse, newest: int | None) -> Iterator[Need | Merg
             yield error
 
 
-def _outdated(warehouse: Warehouse) -> frozenset[str]:
-    """What any version of a ref names; all that is needed of it is known beside this."""
-    refs = warehouse.refs
-    return frozenset(r.snapshot_id for name in refs.names() for r in refs.history(name))
+def _outdated(warehouse: Warehouse, *, named: bool, others: bool) -> frozenset[str]:
+    """Results that a ref has ever named, and all others; what is needed of them stays, too."""
+    if not named and not others:
+        return frozenset()
+    refs, there = warehouse.refs, {path.name for path in warehouse.snapshots.iterdir()}
+    ever = {r.snapshot_id for name in refs.names() for r in refs.history(name)}
+    return frozenset((ever if named else set()) | (there - ever if others else set()))
 
 
 def _released(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:

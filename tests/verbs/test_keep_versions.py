@@ -108,6 +108,17 @@ def test_what_another_ref_a_name_a_lease_or_nobody_names_stays(
     assert collect(home, older_than_s=0, keep_versions=1).snapshots == (versions[2],)
 
 
+def test_results_that_were_never_published_go_if_asked_for(
+    home: Warehouse, versions: list[str], merged: Merge
+) -> None:
+    never = merged("10%")
+    collect(home, older_than_s=3600, unpublished=True)
+    assert never in _left(home)
+    assert collect(home, older_than_s=0, unpublished=True).snapshots == (never,)
+    assert _left(home) == set(versions)
+    assert merged("10%") == never
+
+
 def test_a_version_that_was_published_again_is_among_the_newest(
     home: Warehouse, versions: list[str]
 ) -> None:
@@ -128,7 +139,7 @@ def test_a_ref_that_cannot_be_read_keeps_everything(home: Warehouse, versions: l
     ("words", "said"),
     [
         (["--keep-versions", "0"], "not in the range"),
-        (["--keep-versions", "2", "--bucket"], "takes no"),
+        (["--keep-versions", "2", "--bucket"], "goes alone"),
     ],
 )
 def test_wrong_numbers_of_versions_are_refused(
