@@ -55,11 +55,10 @@ def provenance_of(snapshot: Snapshot) -> dict[str, Any]:
 def snapshot_of(warehouse: Warehouse, what: str) -> str:
     """The id that a ref, `REF@VERSION`, an id or a unique prefix means. Raises NotFoundError."""
     refs = warehouse.refs
-    names = refs.names()
-    if what in names:
+    if what in refs:
         return refs.current(what).snapshot_id
     ref, _, number = what.rpartition("@")
-    if ref in names and number.isdecimal():
+    if ref in refs and number.isdecimal():
         return refs.target(ref, int(number)).snapshot_id
     return load_snapshot(warehouse.snapshots, what).snapshot_id
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
 from mergepipe_pipeline.spec.snapshot import Ref
-from mergepipe_pipeline.storage.chain import NAME, VersionChain, chain_names
+from mergepipe_pipeline.storage.chain import NAME, VersionChain, chain_names, is_chain
 
 
 class RefStore:
@@ -18,6 +18,10 @@ class RefStore:
     def names(self) -> list[str]:
         """All refs that have a version, readable or not."""
         return chain_names(self._refs)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a name is one of `names`; no other name is looked at."""
+        return bool(NAME.fullmatch(name)) and is_chain(self._refs / name)
 
     def current(self, name: str) -> Ref:
         """What `name` stands for. Raises NotFoundError, CorruptionError."""

@@ -8,6 +8,7 @@ does not count.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,10 +181,13 @@ def read_chains(folder: Path) -> Iterator[tuple[str, int, dict[str, Any] | Corru
 
 
 def is_chain(folder: Path) -> bool:
-    """Whether a folder has a version, or cannot be listed."""
+    """Whether a folder has a version, or cannot be listed; looks no further than the first."""
+    if not folder.is_dir():
+        return False
     try:
-        return bool(VersionChain(folder).versions())
-    except CorruptionError:
+        with os.scandir(folder) as entries:
+            return any(_FILE.fullmatch(entry.name) for entry in entries)
+    except OSError:
         return True
 
 

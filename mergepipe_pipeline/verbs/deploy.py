@@ -120,7 +120,7 @@ def _is_there(warehouse: Warehouse, file: RecipeFile, release: Release) -> bool:
     """
     refs, ref = warehouse.refs, file.recipe.ref
     snapshot_id = release.snapshot_id
-    is_named = ref in refs.names() and not released_by_another(refs, ref, file.name, snapshot_id)
+    is_named = ref in refs and not released_by_another(refs, ref, file.name, snapshot_id)
     return is_named and (warehouse.snapshots / snapshot_id / MANIFEST).is_file()
 
 
