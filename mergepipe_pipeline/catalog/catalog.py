@@ -209,7 +209,7 @@ class Catalog(Analyses):
         Name and root are as given.
         """
         for path in find_sealed(self._folder / CHECKPOINTS, checkpoint_id):
-            found = known(path, partial(_decoded_checkpoint, path, name, root))
+            found = _checkpoint(path, version(path), name, root)
             if found is not None:
                 return found
         return None
@@ -238,15 +238,16 @@ class Catalog(Analyses):
 
         Raises NotFoundError if they are not known.
         """
-        digests = self.digests(checkpoint_id)
-        if digests is None:
-            raise NotFoundError(
-                "A checkpoint's content is not known yet",
-                where=checkpoint_id,
-                found="no digests",
-                next_step="run `mergepipe analyze` on it",
-            )
-        return digest_json(dict(digests))
+        for path in find_sealed(self._folder / DIGESTS, checkpoint_id):
+            found = _content_sha256(path, version(path))
+            if found is not None:
+                return found
+        raise NotFoundError(
+            "A checkpoint's content is not known yet",
+            where=checkpoint_id,
+            found="no digests",
+            next_step="run `mergepipe analyze` on it",
+        )
 
     def put_fact(self, base_id: str, owner_id: str, key: str, facts: Mapping[str, Fact]) -> None:
         """Remember tensor-scope facts under `key`; earlier ones of the key stay.
@@ -324,10 +325,6 @@ class Catalog(Analyses):
         return self._folder / TENSOR_FACTS / base_id / owner_id
 
 
-def _decoded_checkpoint(path: Path, name: str, root: str, data: bytes) -> Checkpoint:
-    return tables.decode_checkpoint(data, str(path), name, root)
-
-
 def _decoded_facts(path: Path, data: bytes) -> dict[str, Fact]:
     return tables.decode_facts(data, str(path))
 
@@ -337,8 +334,21 @@ def _side_digests(path: Path, version: tuple[int, int] | None) -> Mapping[SideSt
     return known(path, lambda data: tables.decode_side_files(data, str(path)))
 
 
-# One verb asks for these several times, of every expert.
+# One verb asks for these several times, of every expert, and sensors at each tick.
+@lru_cache(maxsize=512)
+def _checkpoint(
+    path: Path, version: tuple[int, int] | None, name: str, root: str
+) -> Checkpoint | None:
+    return known(path, lambda data: tables.decode_checkpoint(data, str(path), name, root))
+
+
 @lru_cache(maxsize=512)
 def _digests(path: Path, version: tuple[int, int] | None) -> Mapping[str, str] | None:
     found = known(path, lambda data: tables.decode_digests(data, str(path)))
     return None if found is None else MappingProxyType(found)
+
+
+@lru_cache(maxsize=1 << 14)
+def _content_sha256(path: Path, version: tuple[int, int] | None) -> str | None:
+    digests = _digests(path, version)
+    return None if digests is None else digest_json(dict(digests))

@@ -7,7 +7,7 @@ used breaks nothing but itself. A `RecipeFile` names the layers that its plan wi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,9 @@ from mergepipe_pipeline.warehouse import Warehouse
 #: How the reason of a version begins that a recipe released; the recipe's name follows.
 _RELEASED = "recipe "
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+#: The layers of recipes by what they follow from, for sensors: they ask at each tick.
+_LAYERS: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
+_MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,7 @@ def _file(
         if missing:
             return replace(file, problem=not_registered(missing))
         known = {m: c for m, c in found.items() if c is not None}
-        return replace(file, layers=_layers(warehouse, file, known))
+        return replace(file, layers=_known_layers(warehouse, file, known))
     except Exception as error:
         return replace(file, problem=str(error))
 
@@ -290,6 +293,25 @@ def not_registered(names: list[str]) -> str:
         else "`mergepipe register PATH`"
     )
     return f"{which} not registered yet; copy to inbox/<name>, or {how}"
+
+
+def _known_layers(
+    warehouse: Warehouse, file: RecipeFile, known: Mapping[str, Checkpoint]
+) -> tuple[str, ...]:
+    """As `_layers`, which are found anew only where they may have changed.
+
+    They follow from the recipe and the records of its inputs, unless one is opened by itself, as a
+    pinned revision is.
+    """
+    key = (file.parsed, *((c.name, c.root, c.checkpoint_id, c.config) for c in known.values()))
+    layers = _LAYERS.get(key)
+    if layers is None:
+        layers = _layers(warehouse, file, known)
+        if all(r.text in {*known, *s.stages_used} for s in file.stages for r in s.references):
+            if len(_LAYERS) >= _MOST_LAYERS:
+                _LAYERS.clear()
+            _LAYERS[key] = layers
+    return layers
 
 
 def _layers(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.deploy.arrivals import place_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json, sha256_hex
+from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.recipe.yaml_text import read_documents
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION
@@ -40,11 +42,10 @@ def not_indexed(warehouse: Warehouse, file: RecipeFile) -> str:
 
 def wanted_of(catalog: Catalog, file: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
     """The same of these inputs."""
-    contents = []
-    for checkpoint in inputs:
-        if catalog.digests(checkpoint.checkpoint_id) is None:
-            return None
-        contents.append(content_of(catalog, checkpoint))
+    try:
+        contents = [content_of(catalog, checkpoint) for checkpoint in inputs]
+    except NotFoundError:
+        return None
     said = _said(file.parsed.text) if file.parsed else ""
     # Lineage has names: of a recipe that does not name an expert, what it takes does.
     taken = [s.taken for s in file.selected]
@@ -52,6 +53,7 @@ def wanted_of(catalog: Catalog, file: RecipeFile, inputs: Iterable[Checkpoint]) 
     return digest_json(asked)[:24]
 
 
+@lru_cache(maxsize=512)  # sensors ask of every recipe at each tick
 def _said(text: str) -> str:
     """What a recipe says of its result: without comments, layout, and when it is to be made."""
     return json.dumps(

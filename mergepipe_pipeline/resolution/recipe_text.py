@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from mergepipe_pipeline.errors import CheckpointError, RecipeError
@@ -12,6 +14,7 @@ from mergepipe_pipeline.recipe.selectors import Choose, Recorded, nobody
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
 from mergepipe_pipeline.resolution.selected import Registered
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.selector import Selected, Selector
 from mergepipe_pipeline.storage.regular import read_small, text_of
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -36,9 +39,28 @@ def load_recipe(
     file = Path(path)
     text = yaml_file(file, "recipe")
     choose = choose or Registered(warehouse, file.resolve().parent)
-    where = text_of(path)
-    parsed = parse(text, name=text_of(file.stem), where=where, choose=choose, lenient=lenient)
+    name, where = text_of(file.stem), text_of(path)
+    parsed = _settled(text, name, where, lenient) or parse(
+        text, name=name, where=where, choose=choose, lenient=lenient
+    )
     return as_asked(parsed, copies_tokenizer=copy_tokenizer, truncates=truncate_embeddings)
+
+
+class _AskedError(Exception):
+    """A recipe has a selector."""
+
+
+def _ask(place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
+    raise _AskedError
+
+
+@lru_cache(maxsize=512)  # sensors read every recipe at each tick
+def _settled(text: str, name: str, where: str, lenient: bool) -> ParsedRecipe | None:
+    """The recipe of a text; None if it has a selector, whose answer changes with the catalog."""
+    try:
+        return parse(text, name=name, where=where, choose=_ask, lenient=lenient)
+    except _AskedError:
+        return None
 
 
 def yaml_file(path: Path, kind: str) -> str:
