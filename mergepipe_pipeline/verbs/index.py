@@ -11,7 +11,7 @@ from mergepipe_pipeline.catalog.catalog import Catalog, Registration
 from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.deploy.arrivals import attempted, mark_packed, packing
 from mergepipe_pipeline.deploy.packing import PacksWanted
-from mergepipe_pipeline.deploy.recipe_files import recipe_files, uses
+from mergepipe_pipeline.deploy.recipe_files import standing_recipes, uses
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
@@ -62,7 +62,7 @@ def index_expert(warehouse: Warehouse, name: str) -> IndexedExpert:
     )
     checkpoint = registration.checkpoint
     bases = dict[str, None]()
-    for stage in (stage for file in recipe_files(warehouse) for stage in file.stages):
+    for stage in (s for parsed in standing_recipes(warehouse) for s in (*parsed.before, parsed)):
         for ref, base in _pairs(stage, name):
             if all(used in catalog for used in (*uses(ref, stage), *uses(base, stage))):
                 opened = open_models(warehouse, (ref, base), 1, warehouse.recipes, {}, [])

@@ -120,6 +120,14 @@ def test_the_record_of_an_input_is_decoded_once_until_there_is_another(
     assert isinstance(deploy.due(standing, released), deploy.Due)
 
 
+def test_an_expert_is_indexed_without_a_recipe_being_resolved(
+    standing: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = counted(monkeypatch, reading, "open_stage")
+    assert index_arrival(standing, "expert_00").bases == ("base",)
+    assert resolved() == 0
+
+
 def test_a_recipe_and_a_ref_are_looked_up_without_a_look_at_any_other_ref(
     standing: Warehouse, released: RecipeFile
 ) -> None:
