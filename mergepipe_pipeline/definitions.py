@@ -19,7 +19,7 @@ from mergepipe_pipeline.cluster.executors import build_executor
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import Engine, MergePipe
 from mergepipe_pipeline.settings import SHARDS
-from mergepipe_pipeline.verbs.standing_searches import standing_searches
+from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors.bisect import build_bisect_sensor
 from sensors.failures import failure_sensor
@@ -31,7 +31,7 @@ from sensors.recipes import (
     build_recipe_sensor,
     job_name,
 )
-from sensors.reload import build_reload_sensor, definitions_token
+from sensors.reload import build_reload_sensor, files_token
 from sensors.retention import retention_sensor
 from sensors.searches import build_search_sensor
 from sensors.space import space_daily, space_job
@@ -81,7 +81,7 @@ def build_definitions(
             inbox_sensor,
             orphans_sensor,
             build_recipe_sensor([chain.file for chain in chains], refused, jobs, loaded_s),
-            build_reload_sensor(definitions_token(home)),
+            build_reload_sensor(files_token((*files, *searches.files))),
             retention_sensor,
             failure_sensor,
             stalled_sensor,
@@ -108,6 +108,7 @@ class _Chain:
 class _Searches:
     """The definitions of all searches; no sensor where there is no search file."""
 
+    files: tuple[StandingSearch, ...]
     assets: list[dg.AssetsDefinition]
     jobs: list[AssetJob]
     sensors: list[dg.SensorDefinition]
@@ -119,6 +120,7 @@ def _searches(home: Warehouse, recipes: tuple[RecipeFile, ...]) -> _Searches:
     usable = [file for file in files if file.problem is None]
     jobs = {file.name: build_search_jobs(file) for file in usable}
     return _Searches(
+        files,
         [
             *(asset for file in usable for asset in build_search_assets(file)),
             *(problem_asset(file, "prior") for file in files if file.problem is not None),

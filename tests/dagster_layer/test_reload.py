@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from urllib.request import Request, urlopen
 
+import dagster as dg
 import pytest
 from dagster import DagsterRunStatus as Status
 
+from mergepipe_pipeline import definitions
+from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
@@ -55,6 +59,25 @@ def test_a_new_recipe_appears_on_any_port_and_an_edited_one_is_merged_once(
         asked = [s for s in said if "loads definitions anew" in s]
         assert len(asked) == 2  # of a server that is loading nobody asks to load once more
         assert [r.number for r in history(home, "new")] == [1, 2]
+
+
+def test_a_recipe_that_comes_while_definitions_are_made_has_them_loaded_anew(
+    home: Warehouse, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before_another(warehouse: Warehouse) -> tuple[RecipeFile, ...]:
+        files = recipe_files(warehouse)
+        home.recipe_path("new").write_text(sum_of("base", "expert_00"))
+        return files
+
+    monkeypatch.setattr(definitions, "recipe_files", before_another)
+    repository = definitions.build_definitions(home).get_repository_def()
+    resources = {"mergepipe": MergePipe(home=str(home.root))}
+    with dg.build_sensor_context(
+        instance, repository_def=repository, resources=resources
+    ) as context:
+        said = repository.get_sensor_def("reload_sensor")(context)
+    assert isinstance(said, dg.SkipReason)
+    assert str(said.skip_message).startswith("recipes changed")
 
 
 def test_the_address_of_a_code_server_is_what_its_command_or_environment_says() -> None:
