@@ -6,6 +6,7 @@ refs and releases name snapshots that are there. No weight is read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,14 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 def verify_lineage(warehouse: Warehouse, audit: Auditor) -> None:
     """Compare every record with those that it names."""
+    actions: dict[str, list[Path]] = {}
+    for path in warehouse.objects.all_actions():
+        actions.setdefault(layer_key_of(path.stem), []).append(path)
     for snapshot in readable_snapshots(warehouse):
         manifest = Path(snapshot.path) / MANIFEST
         audit.check("lineage", manifest, partial(_check_plan, warehouse, snapshot))
         audit.check("lineage", manifest, partial(_check_inputs, warehouse, snapshot))
-        _check_actions(warehouse, snapshot, audit)
+        _check_actions(actions, snapshot, audit)
     there = {folder.name for folder in snapshot_folders(warehouse)}
     marks = Marks(warehouse.stages)
     for name, number, value in read_chains(warehouse.refs_dir):
@@ -88,10 +92,10 @@ def _check_inputs(warehouse: Warehouse, snapshot: Snapshot) -> None:
             )
 
 
-def _check_actions(warehouse: Warehouse, snapshot: Snapshot, audit: Auditor) -> None:
-    actions: dict[str, list[Path]] = {}
-    for path in warehouse.objects.all_actions():
-        actions.setdefault(layer_key_of(path.stem), []).append(path)
+def _check_actions(
+    actions: Mapping[str, Sequence[Path]], snapshot: Snapshot, audit: Auditor
+) -> None:
+    """The actions of its layer keys give the objects of the manifest."""
     pairs = ((s, path) for s in snapshot.manifest.shards for path in actions.get(s.layer_key, ()))
     for shard, path in pairs:
         known = action_of(path)

@@ -5,6 +5,7 @@ A damaged one is listed as damaged and hides no other.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,9 @@ def scan_snapshots(snapshots: Path) -> tuple[list[Snapshot], list[DamagedSnapsho
 
 def load_snapshot(snapshots: Path, snapshot_id: str) -> Snapshot:
     """A snapshot by id or unique prefix. Raises NotFoundError, CorruptionError (manifest)."""
+    is_name = snapshot_id == Path(snapshot_id).name and not snapshot_id.startswith(".")
+    if snapshot_id and is_name and os.path.isdir(snapshots / snapshot_id):
+        return _load(snapshots, snapshot_id)
     ids = _ids(snapshots)
     matches = [i for i in ids if snapshot_id and i.startswith(snapshot_id)]
     if len(matches) != 1:

@@ -29,6 +29,7 @@ from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run
+from tests.listed import folders_listed
 
 DERIVABLE = {
     "record": "catalog/checkpoints/v*/*.parquet",
@@ -287,6 +288,16 @@ def test_lineage_tells_of_names_without_snapshots_and_of_actions_that_disagree(
     assert found.file == str(home.refs_dir / "live" / "00000001.json")
     assert run(home, recipe, budget="60%").snapshot.snapshot_id == snapshot.name
     assert verify_all(home).ok
+
+
+def test_lineage_lists_actions_once_however_many_snapshots_there_are(
+    home: Warehouse, recipe: str
+) -> None:
+    other = run(home, recipe, budget="30%").snapshot
+    assert {other.snapshot_id} < {folder.name for folder in home.snapshots.iterdir()}
+    with folders_listed() as listed:
+        assert verify_all(home, ("lineage",)).ok
+    assert listed.count(home.actions_dir) == 1
 
 
 def test_a_missing_version_and_a_pipe_in_place_of_a_file_are_findings(home: Warehouse) -> None:

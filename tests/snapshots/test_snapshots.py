@@ -18,6 +18,7 @@ from mergepipe_pipeline.snapshots.commit import commit_snapshot
 from mergepipe_pipeline.snapshots.find import list_snapshots, load_snapshot
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage import atomic
+from tests.listed import folders_listed
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at
 
 
@@ -46,6 +47,13 @@ def test_a_committed_snapshot_is_found_loaded_and_verified(store: Store) -> None
     assert found.nbytes == sum(p.stat().st_size for p in files)
     weights = load_file(Path(made.path, "model-2.safetensors"))
     assert weights["l2.b"].tolist() == [2, 2, 2]
+
+
+def test_a_snapshot_is_loaded_by_its_id_without_a_look_at_any_other(store: Store) -> None:
+    made = store.commit((1,))
+    with folders_listed() as listed:
+        assert load_snapshot(store.snapshots, made.snapshot_id) == made
+    assert listed == []
 
 
 def test_progress_counts_the_bytes_of_all_shards(snapshot: Snapshot) -> None:
@@ -156,7 +164,13 @@ def test_an_id_that_is_unknown_ambiguous_or_empty_is_not_found(store: Store) -> 
     assert list_snapshots(store.snapshots) == []
     made = store.commit((1,))
     (store.snapshots / (made.snapshot_id[:4] + "0" * 28)).mkdir()
-    for wanted, what in (("zz", "No such"), ("", "No such"), (made.snapshot_id[:4], "More than")):
+    for wanted, what in (
+        ("zz", "No such"),
+        ("", "No such"),
+        (".", "No such"),
+        ("..", "No such"),
+        (made.snapshot_id[:4], "More than"),
+    ):
         with pytest.raises(NotFoundError, match=what):
             load_snapshot(store.snapshots, wanted)
 
