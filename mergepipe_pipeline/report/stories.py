@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -219,13 +220,21 @@ def _appearances(warehouse: Warehouse, name: str) -> Iterator[Appearance]:
     versions = first_versions(warehouse.catalog)
     told = [(told, snapshot) for snapshot, told in told_snapshots(warehouse)]
     told.sort(key=lambda pair: pair[0]["created"], reverse=True)
-    plans = dict(stored_plans(warehouse, checked_plan))
+    read = partial(_plan_with, name)
+    plans = {plan_id: plan for plan_id, plan in stored_plans(warehouse, read) if plan is not None}
     for _, snapshot in told:
         plan = plans.get(snapshot.manifest.plan_id)
         if plan is not None:
-            yield from _appearance(plan, "snapshot", snapshot.snapshot_id, name, versions)
+            yield _appearance(plan, "snapshot", snapshot.snapshot_id, name, versions)
     for plan_id, plan in plans.items():
-        yield from _appearance(plan, "plan", plan_id, name, versions)
+        yield _appearance(plan, "plan", plan_id, name, versions)
+
+
+def _plan_with(name: str, plan_id: str, value: Any) -> MergePlan | None:
+    """A plan's JSON value as `checked_plan` gives it; None of one without the expert."""
+    pairs = zip(value["sources"], value["roles"], strict=True)
+    is_in = any((source["name"], role) == (name, "expert") for source, role in pairs)
+    return checked_plan(plan_id, value) if is_in else None
 
 
 def _appearance(
@@ -234,23 +243,19 @@ def _appearance(
     own_id: str,
     name: str,
     versions: dict[tuple[str, str], int],
-) -> Iterator[Appearance]:
-    ids = [
-        source.checkpoint_id
-        for source, role in zip(plan.sources, plan.roles, strict=True)
-        if source.name == name and role == "expert"
-    ]
-    if ids:
-        mine = [s for s in shares(plan, "expert") if name in s.expert.split("+")]
-        yield Appearance(
-            kind,
-            own_id,
-            plan.recipe_name,
-            plan.method,
-            versions.get((name, ids[0])),
-            sum(s.nbytes_total for s in mine),
-            sum(s.nbytes_read for s in mine),
-        )
+) -> Appearance:
+    pairs = zip(plan.sources, plan.roles, strict=True)
+    source = next(source for source, role in pairs if (source.name, role) == (name, "expert"))
+    mine = [s for s in shares(plan, "expert") if name in s.expert.split("+")]
+    return Appearance(
+        kind,
+        own_id,
+        plan.recipe_name,
+        plan.method,
+        versions.get((name, source.checkpoint_id)),
+        sum(s.nbytes_total for s in mine),
+        sum(s.nbytes_read for s in mine),
+    )
 
 
 def contributions(solved: SolvedProblem) -> list[Contribution]:

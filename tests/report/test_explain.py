@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import save_file
 
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
+from mergepipe_pipeline.execution import plan_store
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.report.explain_tables import (
     block_records,
@@ -23,6 +25,7 @@ from mergepipe_pipeline.report.explain_tables import (
 )
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.report.stories import explain_expert, explain_snapshot, explain_tensor
+from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.benchmarks.baselines import BASELINES
@@ -168,6 +171,22 @@ def test_a_plan_of_another_version_is_told_and_does_not_hide_the_others(
     assert [a.id for a in explain_expert(home, "expert_00").appearances] == [new.plan_id]
     with pytest.raises(CorruptionError, match="another form than this version writes"):
         explain_tensor(home, old.plan_id, UP)
+
+
+def test_only_plans_with_the_expert_are_built_whole(
+    home: Warehouse, recipe_text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = {n: make_plan(home, raw_of(recipe_text(experts=n))) for n in (1, 2)}
+    built, real = list[str](), plan_store.plan_from_json
+
+    def plan_from_json(value: dict[str, Any]) -> MergePlan:
+        built.append(real(value).plan_id)
+        return real(value)
+
+    monkeypatch.setattr(plan_store, "plan_from_json", plan_from_json)
+    found = explain_expert(home, "expert_01").appearances
+    assert [a.id for a in found] == [plans[2].plan_id]
+    assert set(built) == {plans[2].plan_id}
 
 
 def test_an_expert_of_no_plan_and_a_plan_without_the_expert_are_told(
