@@ -12,14 +12,12 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import BURST_PRIORITY, SOON_S, interval_s
+from sensors import BURST_PRIORITY, MAX_TOLD, SOON_S, interval_s
 from sensors.attempts import ACTIVE
 from sensors.pools import make_pools_known
 
 #: Runs that one tick asks for at most, and experts of one run: few land as one run each.
 MAX_RUNS, MAX_EXPERTS = 8, 32
-#: Waiting experts of which a tick tells.
-MAX_TOLD = 20
 
 index_job = dg.define_asset_job(
     "index_experts",

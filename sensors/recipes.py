@@ -19,7 +19,7 @@ from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due, last_release
-from sensors import NIGHTLY_PRIORITY, SOON_S, interval_s
+from sensors import MAX_TOLD, NIGHTLY_PRIORITY, SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_runs, failed_attempts, recipes_under_way
 from sensors.pools import make_pools_known
 
@@ -142,7 +142,7 @@ def build_recipe_sensor(
         name="recipe_sensor",
         description=(
             "Starts the merge of every recipe whose release is not what its inputs ask for; its "
-            "ticks say of each recipe what is done and why."
+            "ticks say of each recipe what is done and why, but only count many that are current."
         ),
         jobs=list(jobs),
         minimum_interval_seconds=interval_s(SOON_S),
@@ -151,7 +151,7 @@ def build_recipe_sensor(
     def recipe_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the chain of every recipe whose inputs, as indexed, are not what it released.
 
-        Every tick tells of every recipe: as the skip reason, or in the tick's log.
+        A tick that requests runs tells of every recipe in its log, others as `_idle` does.
         """
         make_pools_known(context.instance)
         busy = recipes_under_way(context.instance)
@@ -170,9 +170,21 @@ def build_recipe_sensor(
         if requests:
             context.log.info("\n".join(told))
             return dg.SensorResult(run_requests=requests)
-        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(told) or "no recipes"))
+        return dg.SensorResult(skip_reason=dg.SkipReason(_idle(told)))
 
     return recipe_sensor
+
+
+def _idle(told: Sequence[str]) -> str:
+    """Why nothing is requested: of many recipes those that are current are counted, and others
+    from the first on told.
+    """
+    if len(told) <= MAX_TOLD:
+        return "\n".join(told) or "no recipes"
+    others = [line for line in told if not line.endswith(f": {CURRENT}")]
+    more = len(others) - MAX_TOLD
+    lines = [*others[:MAX_TOLD], *([f"{more} more"] if more > 0 else [])]
+    return "\n".join([*lines, f"{len(told) - len(others)} recipes: {CURRENT}"])
 
 
 def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | None:

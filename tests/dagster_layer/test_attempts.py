@@ -19,6 +19,7 @@ from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
+from sensors import MAX_TOLD, recipes
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
 
@@ -122,6 +123,23 @@ def test_a_tick_that_requests_a_run_tells_of_every_recipe_in_its_log(
     told = capfd.readouterr().err
     assert "a: a run is requested, attempt 1" in told
     assert "b: a recipe is a mapping with `merge_method:`" in told
+
+
+def test_an_idle_tick_counts_many_recipes_that_are_current_and_tells_of_few_others(
+    sensor: Sensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "due", lambda warehouse, file: recipes.CURRENT)
+    for n in range(MAX_TOLD):
+        sensor.home.recipe_path(f"a{n}").write_text(sum_of("base", "expert_00"))
+    _, said = sensor.tick()
+    first, last = said.splitlines()
+    assert first.startswith("b: ")
+    assert last == f"{MAX_TOLD + 1} recipes: the release is current"
+    for n in range(MAX_TOLD):
+        sensor.home.recipe_path(f"a{n}").write_text("- no recipe\n")
+    lines = sensor.tick()[1].splitlines()
+    assert len(lines) == MAX_TOLD + 2
+    assert lines[-2:] == ["1 more", "1 recipes: the release is current"]
 
 
 def test_pauses_grow_to_an_hour_and_the_fault_says_how_often_the_same_is_tried() -> None:
