@@ -74,15 +74,19 @@ def _shown(instance: dg.DagsterInstance) -> set[str]:
         entry = record.asset_entry
         if entry.last_run_id:
             found.add(entry.last_run_id)
-        if entry.last_materialization:
-            found.add(entry.last_materialization.run_id)
-        storage = instance.event_log_storage
-        kind = dg.DagsterEventType.ASSET_MATERIALIZATION
-        ids = storage.get_latest_storage_id_by_partition(entry.asset_key, kind)
-        wanted = dg.EventRecordsFilter(kind, asset_key=entry.asset_key, storage_ids=[*ids.values()])
-        if ids:
-            found |= {r.event_log_entry.run_id for r in instance.get_event_records(wanted)}
+        last = entry.last_materialization
+        if last:
+            found.add(last.run_id)
+        if last and last.asset_materialization and last.asset_materialization.partition:
+            found |= _shown_of_partitions(instance, entry.asset_key)
     return found
+
+
+def _shown_of_partitions(instance: dg.DagsterInstance, key: dg.AssetKey) -> set[str]:
+    kind = dg.DagsterEventType.ASSET_MATERIALIZATION
+    ids = instance.event_log_storage.get_latest_storage_id_by_partition(key, kind)
+    wanted = dg.EventRecordsFilter(kind, asset_key=key, storage_ids=[*ids.values()])
+    return {r.event_log_entry.run_id for r in instance.get_event_records(wanted)}
 
 
 def _delete_file(instance: dg.DagsterInstance, run_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -61,6 +62,25 @@ def test_old_runs_are_deleted_but_not_what_an_asset_shows_last(tmp_path: Path) -
         assert {p.stem for p in files.glob("*-*.db")} == left
         assert instance.get_materialized_partitions(made.key) == {"a", "b"}
         assert instance.get_latest_materialization_event(whole.key) is not None
+
+
+def test_partitions_are_asked_for_of_partitioned_assets_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        instance.add_dynamic_partitions("parts", ["a"])
+        dg.materialize([made], instance=instance, partition_key="a")
+        dg.materialize([whole], instance=instance)
+        storage, asked = instance.event_log_storage, list[dg.AssetKey]()
+        real = storage.get_latest_storage_id_by_partition
+
+        def asking(key: dg.AssetKey, *args: Any) -> Any:
+            asked.append(key)
+            return real(key, *args)
+
+        monkeypatch.setattr(storage, "get_latest_storage_id_by_partition", asking)
+        assert delete_runs(instance, time.time() + 1) == 0
+        assert asked == [made.key]
 
 
 def test_old_ticks_of_sensors_that_asked_for_nothing_are_deleted(tmp_path: Path) -> None:
