@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError, NotFoundError
@@ -41,6 +42,17 @@ class RefStore:
         self.current(name)
         chain = self._chain(name)
         return [self._ref(name, n, chain.get(n)) for n in chain.versions()]
+
+    def snapshot_ids(self, name: str, known: Mapping[int, str]) -> dict[int, str]:
+        """The snapshot of every version; those that are `known` are not read: none ever changes.
+
+        Raises CorruptionError.
+        """
+        chain = self._chain(name)
+        return {
+            n: known.get(n) or self._ref(name, n, chain.get(n)).snapshot_id
+            for n in chain.versions()
+        }
 
     def publish(self, name: str, snapshot_id: str, reason: str, expected: int | None = None) -> Ref:
         """Make `name` stand for a snapshot; what it stands for already adds no version.

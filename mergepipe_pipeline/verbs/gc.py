@@ -39,6 +39,8 @@ AGE_S, BUCKET_AGE_S = 3600.0, 7 * 86400.0
 #: The least age of what people may still want to look at, in seconds: what `repair` took away, and
 #: plans without a snapshot.
 _LONG_S = 30 * 86400.0
+#: Names of refs to the snapshots of their versions, by number.
+_Versions = dict[str, dict[int, str]]
 
 
 def collect(
@@ -60,13 +62,18 @@ def collect(
     so that the warehouse may be one that cannot be written.
     """
     leases = warehouse.leases
+    published: _Versions = {}
+    for _ in _published(warehouse, published):  # read while nobody has to wait
+        pass
     with leases.watched() if dry_run else leases.alone():
         living = leases.living(older_than_s)
         half = half_landed(warehouse, living.names)
-        roots = _roots(warehouse, living, keep_versions)
+        roots = _roots(warehouse, living, published, keep_versions)
         if roots.marks is not None:
-            outdated = _outdated(warehouse, named=keep_versions is not None, others=unpublished)
-            roots = replace(roots, outdated=outdated)
+            named = {i for versions in published.values() for i in versions.values()}
+            outdated = named if keep_versions else set()
+            outdated |= _all_snapshots(warehouse) - named if unpublished else set()
+            roots = replace(roots, outdated=frozenset(outdated))
         idle = idle_packs(warehouse, roots.need | living.need, certain=roots.marks is not None)
         measured = [p for p in warehouse.evaluations.glob("*") if not _has_snapshot(warehouse, p)]
         expired = (
@@ -135,12 +142,13 @@ def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
                 yield path
 
 
-def _roots(warehouse: Warehouse, living: Living, keep_versions: int | None) -> Roots:
+def _roots(
+    warehouse: Warehouse, living: Living, published: _Versions, keep_versions: int | None
+) -> Roots:
     """What must stay. Where a file that may name a stage cannot be read, all stages do."""
     need, doubts = Need(), []
-    parts = _registered, _released, _planned, _searched
-    named = _published(warehouse, keep_versions)
-    for part in (named, *(find(warehouse) for find in parts)):
+    others = (find(warehouse) for find in (_registered, _released, _planned, _searched))
+    for part in (_published(warehouse, published, keep_versions), *others):
         for found in part:
             if isinstance(found, Need):
                 need |= found
@@ -158,24 +166,25 @@ def _roots(warehouse: Warehouse, living: Living, keep_versions: int | None) -> R
     return Roots(need, living, Marks(warehouse.stages) if certain else None, (*notes, *doubts))
 
 
-def _published(warehouse: Warehouse, newest: int | None) -> Iterator[Need | MergePipeError]:
-    """The newest so many versions of every ref, or all: rollback may go back to each."""
+def _all_snapshots(warehouse: Warehouse) -> set[str]:
+    return {path.name for path in warehouse.snapshots.iterdir()}
+
+
+def _published(
+    warehouse: Warehouse, known: _Versions, newest: int | None = None
+) -> Iterator[Need | MergePipeError]:
+    """The newest so many versions of every ref, or all: rollback may go back to each.
+
+    Only versions that are not `known` are read; all are known then.
+    """
     refs = warehouse.refs
     for name in refs.names():
         try:
-            kept = refs.history(name)[-newest if newest else 0 :]
-            yield Need(snapshot_ids=frozenset(r.snapshot_id for r in kept))
+            known[name] = refs.snapshot_ids(name, known.get(name, {}))
+            kept = list(known[name].values())[-newest if newest else 0 :]
+            yield Need(snapshot_ids=frozenset(kept))
         except MergePipeError as error:
             yield error
-
-
-def _outdated(warehouse: Warehouse, *, named: bool, others: bool) -> frozenset[str]:
-    """Results that a ref has ever named, and all others; what is needed of them stays, too."""
-    if not named and not others:
-        return frozenset()
-    refs, there = warehouse.refs, {path.name for path in warehouse.snapshots.iterdir()}
-    ever = {r.snapshot_id for name in refs.names() for r in refs.history(name)}
-    return frozenset((ever if named else set()) | (there - ever if others else set()))
 
 
 def _released(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -24,7 +25,9 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_plan
 from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.snapshots.leases import Leases
 from mergepipe_pipeline.storage import atomic, locks
+from mergepipe_pipeline.storage.chain import VersionChain
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.timing.calibrate import calibrate
 from mergepipe_pipeline.verbs.deploy import merge_recipe, plan_recipe, snapshot_recipe
@@ -292,6 +295,34 @@ def test_a_stage_that_something_names_stays(
         other = run_plan(home, make_plan(home, parse(recipe_text(), name="t", where="t"))).snapshot
         publish(home, other.snapshot_id, "live")
     assert gc(home) == set()
+    verify(home, stage)
+
+
+def test_versions_of_refs_are_read_before_anybody_waits_but_those_that_came_since(
+    home: Warehouse, family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stage_of(home, family)
+    for snapshot_id in ("1", "2"):
+        home.refs.publish("live", snapshot_id, "before")
+    alone, get = Leases.alone, VersionChain.get
+    read = list[int]()
+
+    @contextmanager
+    def after_another(all_leases: Leases) -> Iterator[None]:
+        home.refs.publish("live", stage, "meanwhile")
+        read.clear()
+        with alone(all_leases):
+            yield
+
+    def get_counted(chain: VersionChain, number: int) -> dict[str, Any]:
+        if chain._folder == home.refs_dir / "live":
+            read.append(number)
+        return get(chain, number)
+
+    monkeypatch.setattr(Leases, "alone", after_another)
+    monkeypatch.setattr(VersionChain, "get", get_counted)
+    assert gc(home) == set()
+    assert read == [3]
     verify(home, stage)
 
 
