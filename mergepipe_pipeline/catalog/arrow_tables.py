@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from sys import intern as kept
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,9 @@ def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoi
     """
     table, meta = decode(data, where, TENSORS)
     tensors = tuple(
-        TensorEntry(r["tensor"], r["dtype"], tuple(r["shape"]), r["file"], r["start_byte"])
+        TensorEntry(  # many are kept at once, of one architecture
+            kept(r["tensor"]), kept(r["dtype"]), tuple(r["shape"]), kept(r["file"]), r["start_byte"]
+        )
         for r in table.to_pylist()
     )
     return Checkpoint(

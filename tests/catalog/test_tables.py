@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.spec.checkpoint import Checkpoint
+from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.stats import ExpertStats
 from tests.catalog.facts import (
     SHA,
@@ -33,6 +34,13 @@ def test_checkpoints_round_trip_with_their_ids(c: Checkpoint) -> None:
     found = tables.decode_checkpoint(tables.encode_checkpoint(c), "f", c.name, c.root)
     assert found == c
     assert found.checkpoint_id == c.checkpoint_id
+
+
+def test_checkpoints_of_one_architecture_share_the_names_of_their_tensors() -> None:
+    tensors = (TensorEntry("model.norm.weight", "BF16", (1024,), "model.safetensors", 8),)
+    data = tables.encode_checkpoint(replace(checkpoint(), tensors=tensors))
+    one, other = (tables.decode_checkpoint(data, "f", name, "r").tensors[0] for name in ("a", "b"))
+    assert (one, one.name is other.name) == (other, True)
 
 
 def test_a_checkpoint_stored_before_there_were_kinds_is_full() -> None:
