@@ -65,9 +65,10 @@ def _where_they_are(warehouse: Warehouse, inputs: Sequence[_Input], audit: Audit
     """The inputs with their roots of now; those that are away are told."""
     found: list[_Input] = []
     for name, root, checkpoint_id in inputs:
-        with suppress(CorruptionError):  # a damaged record is structure's finding
-            root = present_root(warehouse, checkpoint_id, root)
-        found.append((name, root, checkpoint_id))
+        record = warehouse.replaced.path(checkpoint_id)
+        now = audit.check("inputs", record, partial(present_root, warehouse, checkpoint_id, root))
+        if now is not None:
+            found.append((name, now, checkpoint_id))
     if away := dict.fromkeys(name for name, root, _ in found if root.startswith(AWAY)):
         audit.notes.append(_AWAY_NOTE + ", ".join(away))
     return found

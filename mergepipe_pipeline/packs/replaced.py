@@ -7,6 +7,7 @@ again, bit for bit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
-from mergepipe_pipeline.storage.atomic import make_dirs, write_atomic
+from mergepipe_pipeline.storage.atomic import make_dirs, remove_tree, rename, write_atomic
 from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.permissions import permissions_of
 from mergepipe_pipeline.storage.roots import Roots
@@ -113,14 +114,32 @@ class ReplacedStore:
 
     def find(self, checkpoint_id: str) -> Replaced | None:
         """The record of a checkpoint; None if it was not replaced. Raises CorruptionError."""
-        path = self.path(checkpoint_id) / RECORD
+        path, here, data = self.path(checkpoint_id) / RECORD, self._roots.here, b""
         try:
-            value = unseal(path.read_bytes(), str(path))
-        except FileNotFoundError:
-            return None
-        found = _from_json(value)
-        here = self._roots.here
+            data = path.read_bytes()
+            found = _from_json(unseal(data, str(path)))
+        except (FileNotFoundError, IsADirectoryError):
+            if not path.parent.is_dir():
+                return None
+            raise CorruptionError(
+                "The record of an expert that was moved away is missing",
+                where=str(path),
+                expected="what `mergepipe pack --replace` wrote there",
+                found="a folder" if path.is_dir() else "no such file",
+                next_step=_without_record(path.parent, "", ""),
+            ) from None
+        except CorruptionError as error:
+            cold, root = _told(data, "cold"), _told(data, "root")
+            error.next_step = _without_record(path.parent, here(cold), here(root))
+            raise
         return replace(found, root=here(found.root), cold=here(found.cold))
+
+    def forget(self, checkpoint_id: str) -> None:
+        """Remove what stays of a checkpoint: by one rename first, so that nobody sees a part."""
+        path = self.path(checkpoint_id)
+        gone = path.with_name(f".{checkpoint_id}.old-gone")
+        remove_tree(gone)
+        remove_tree(rename(path, gone))
 
     def roots_away(self) -> frozenset[str]:
         """Where the originals were that are away. Raises CorruptionError for a damaged record."""
@@ -250,6 +269,21 @@ def _read(read: Callable[[int], bytes], nbytes: int, path: Path) -> Iterator[byt
             )
         nbytes -= len(piece)
         yield piece
+
+
+def _told(data: bytes, key: str) -> str:
+    """The text under a key of a damaged record, as far as it can be read; "" if it cannot."""
+    found = re.search(rf'"{key}": "([^"]+)"', data.decode(errors="replace"))
+    return found[1] if found else ""
+
+
+def _without_record(folder: Path, cold: str, root: str) -> str:
+    """What to do where the record in a folder cannot be read."""
+    return (
+        "restore the file from a copy of the warehouse, and do not remove it: without it the pack "
+        f"gives nothing back; if there is no copy, copy {cold or 'the original in cold storage'} "
+        f"to {root or 'where it was'}, with its times (`cp -a`), and only then remove {folder}"
+    )
 
 
 def _rest(folder: Path, number: int) -> Path:

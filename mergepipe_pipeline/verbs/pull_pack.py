@@ -222,7 +222,7 @@ def _keep(warehouse: Warehouse, record: Replaced, staged: Path) -> None:
     try:
         _register(warehouse, record)
     except BaseException:
-        remove_tree(added)
+        warehouse.replaced.forget(record.checkpoint_id)
         if is_new:
             remove_tree(warehouse.packs.path(record.pack_id))
         raise

@@ -130,7 +130,7 @@ def _recorded(warehouse: Warehouse, record: Replaced) -> Iterator[None]:
     except BaseException:
         root = Path(record.root)
         if is_first and all((root / file.path).is_file() for file in record.files):
-            remove_tree(place)
+            warehouse.replaced.forget(record.checkpoint_id)
         raise
 
 
@@ -169,7 +169,7 @@ def unpack(
             raise taken(target, "--to")
     is_back = str(target) == record.root
     if is_back and open_checkpoint(record.root, record.name).checkpoint_id == record.checkpoint_id:
-        remove_tree(warehouse.replaced.path(record.checkpoint_id))
+        warehouse.replaced.forget(record.checkpoint_id)
     return Moved(
         name, record.cold, str(target), len(record.files), sum(f.nbytes for f in record.files)
     )
@@ -184,12 +184,14 @@ def _not_moved(warehouse: Warehouse, name: str, checkpoint: Checkpoint) -> NotFo
         if warehouse.replaced.find(r.checkpoint.checkpoint_id) is not None
     ]
     other = f"; moved away is {', '.join(moved)}" if moved else ""
+    is_there = os.path.exists(checkpoint.root) or "://" in checkpoint.root
+    use = "use them" if is_there else f"copy its files back to {checkpoint.root}"
     return NotFoundError(
         "This expert's files were not moved away",
         where=name,
         expected="an expert that `mergepipe pack --replace` has moved",
-        found=f"its own files at {checkpoint.root}{other}",
-        next_step=f"use them, or run `mergepipe unpack {moved[-1]}`" if moved else "use them",
+        found=f"{'its own files' if is_there else 'nothing'} at {checkpoint.root}{other}",
+        next_step=f"{use}, or run `mergepipe unpack {moved[-1]}`" if moved else use,
     )
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
-from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.packs.replaced import RECORD, Replaced
 from mergepipe_pipeline.resolution.recipe_text import ParsedRecipe, parse
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.merge import merge
@@ -163,3 +163,48 @@ def test_other_damage_is_not_blamed_on_what_is_whole(files: Path, tmp_path: Path
         unpack(warehouse, "e0")
     assert str(base.parent) in str(refused.value)
     assert ".rest" not in str(refused.value)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_count(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"nbytes": ', b'"nbytes": 1', 1))
+
+
+@pytest.mark.parametrize("damage", [empty, flip_count, Path.unlink])
+def test_without_its_record_an_expert_that_is_away_is_missed_and_comes_back_as_told(
+    files: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    record = record_of(warehouse)
+    path = warehouse.replaced.path(record.checkpoint_id) / RECORD
+    damage(path)
+    wanted = f"copy {record.cold} to {record.root}, with its times (`cp -a`)"
+    if damage is not flip_count:  # which tells where they are
+        wanted = "copy the original in cold storage to where it was, with its times (`cp -a`)"
+    for act in (lambda: merge(warehouse, recipe(), fresh=True), lambda: unpack(warehouse, "e0")):
+        with pytest.raises(CorruptionError) as refused:
+            act()
+        assert str(refused.value.where).endswith(str(path))
+        assert "do not remove it" in str(refused.value.next_step)
+        assert f"{wanted}, and only then remove {path.parent}" in str(refused.value.next_step)
+    for scope in ("structure", "inputs"):
+        (finding,) = verify_all(warehouse, [scope]).findings
+        assert (finding.where, finding.is_derivable) == (str(path), False)
+        assert wanted in finding.next_step
+    shutil.copytree(record.cold, record.root)
+    shutil.rmtree(path.parent)
+    assert merge(warehouse, recipe()).outcome.snapshot
+    assert verify_all(warehouse).ok
+
+
+def test_nothing_is_said_to_lie_where_nothing_lies(files: Path, tmp_path: Path) -> None:
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    record = record_of(warehouse)
+    shutil.rmtree(warehouse.replaced.path(record.checkpoint_id))
+    with pytest.raises(NotFoundError) as refused:
+        unpack(warehouse, "e0")
+    assert refused.value.found == f"nothing at {record.root}"
+    assert refused.value.next_step == f"copy its files back to {record.root}"
