@@ -1,18 +1,25 @@
 """What `repair` does with damaged versions of names, tags and refs: it sets them aside and says so.
 
-What a damaged version named cannot be found again. The newest good version counts then; a name
-without one is registered again from its folder of the inbox where there is one.
+The newest good version counts then. A name without one is registered again from its folder of the
+inbox, or from the record of an expert in cold storage; of others it is said where they were read.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from mergepipe_pipeline.catalog.formats import BLOCK_STATS
+from mergepipe_pipeline.contents.away import open_away
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
+from mergepipe_pipeline.execution.lookup import provenance_of
+from mergepipe_pipeline.integrity.records import readable_snapshots
+from mergepipe_pipeline.packs.replaced import Replaced
+from mergepipe_pipeline.spec.checkpoint import AWAY
 from mergepipe_pipeline.storage.chain import VersionChain, chain_names
+from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -69,7 +76,7 @@ def _counts(chain: VersionChain, kind: Kind, number: int) -> str:
 
 
 def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str:
-    """Register a name without a good version from the inbox, or say what a person can do."""
+    """Register a name without a good version again, or say what a person can do."""
     if kind == "ref":
         return f"no version is left: `mergepipe publish SNAPSHOT --ref {name}`"
     if kind == "tags of":
@@ -80,6 +87,48 @@ def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str
     if folder.is_dir():
         with suppress(MergePipeError):
             if not dry_run:
-                register(warehouse, folder, name)
+                found = open_checkpoint(str(folder), name)
+                register(warehouse, folder, name, _base_of(warehouse, found.checkpoint_id))
             return f"registered again: {folder}"
-    return f"no version is left: `mergepipe register PATH --name {name}`"
+    record = _record_of(warehouse, name)
+    if record is not None and record.is_away:
+        with suppress(MergePipeError):
+            checkpoint = replace(open_away(warehouse, record, name), root=record.root)
+            if not dry_run:
+                warehouse.catalog.register(checkpoint, record.base)
+            return f"registered again, in cold storage: {record.cold}"
+    path, base = (record.root, record.base) if record is not None else _merged(warehouse, name)
+    from_base = f" --base {base}" if base else ""
+    return f"no version is left: `mergepipe register {path or 'PATH'} --name {name}{from_base}`"
+
+
+def _record_of(warehouse: Warehouse, name: str) -> Replaced | None:
+    """The record of what was moved to cold storage under a name last."""
+    store, found = warehouse.replaced, None
+    for checkpoint_id in sorted(store.ids(), key=lambda i: store.path(i).stat().st_mtime):
+        with suppress(MergePipeError):
+            record = store.find(checkpoint_id)
+            found = record if record is not None and record.name == name else found
+    return found
+
+
+def _merged(warehouse: Warehouse, name: str) -> tuple[str, str | None]:
+    """Where the newest snapshot that was merged from a name read it, "" if none was; its base."""
+    created, root, checkpoint_id = "", "", ""
+    for snapshot in readable_snapshots(warehouse):
+        with suppress(MergePipeError):
+            provenance = provenance_of(snapshot)
+            for source in provenance["sources"]:
+                is_named = source["name"] == name and not source["root"].startswith(AWAY)
+                if is_named and provenance["created"] > created:
+                    created, root = provenance["created"], source["root"]
+                    checkpoint_id = source["checkpoint_id"]
+    return root, _base_of(warehouse, checkpoint_id)
+
+
+def _base_of(warehouse: Warehouse, checkpoint_id: str) -> str | None:
+    """The name of the base that a checkpoint was analysed against, if it is registered."""
+    stats = (warehouse.catalog_dir / BLOCK_STATS).glob(f"*/{checkpoint_id}.*")
+    bases = {path.parent.name for path in stats if checkpoint_id}
+    registered = warehouse.catalog.registrations()
+    return next((name for name, _, found, *_ in registered if found in bases), None)
