@@ -37,7 +37,7 @@ from mergepipe_pipeline.storage.chain import (
 )
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.storage.roots import Roots, refuse_unmounted, why_unmounted
-from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
+from mergepipe_pipeline.storage.side_files import SideStamp, gone, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import open_source
 
 if TYPE_CHECKING:
@@ -227,7 +227,10 @@ class Catalog(Analyses):
         return None
 
     def side_digests(self, checkpoint_id: str) -> Mapping[SideStamp, str]:
-        """SHA-256 of files beside a checkpoint's weights, as each was when it was registered."""
+        """SHA-256 of files beside a checkpoint's weights, as each was when it was registered.
+
+        "" under the stamp `gone` of one that was not there any more at a later registration.
+        """
         found: dict[SideStamp, str] = {}
         for path in find_sealed(self._folder / SIDE_FILES, checkpoint_id):
             found |= _side_digests(path, version(path)) or {}
@@ -302,12 +305,15 @@ class Catalog(Analyses):
         write_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id, data)
 
     def _put_side_files(self, checkpoint: Checkpoint) -> None:
-        """Remember the digests of side files that nobody has seen as they are."""
+        """Remember the digests of side files that nobody has seen as they are, and which went."""
         known = self.side_digests(checkpoint.checkpoint_id)
         fresh: dict[SideStamp, str] = {}
         # Who needs a folder or file that cannot be read says why.
         with suppress(CheckpointError), open_source(checkpoint.root) as source:
-            for stamp in side_stamps(source, checkpoint.root):
+            there = side_stamps(source, checkpoint.root)
+            went = {stamp.file for stamp in known} - {stamp.file for stamp in there}
+            fresh |= dict.fromkeys(set(map(gone, went)).difference(known), "")
+            for stamp in there:
                 if stamp not in known:
                     with suppress(CheckpointError):
                         fresh[stamp] = side_sha256(source, stamp)

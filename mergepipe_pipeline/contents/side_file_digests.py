@@ -6,9 +6,11 @@ differs under the same size and time is damaged, and its bytes go into no result
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
-from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
+from mergepipe_pipeline.storage.side_files import SideStamp, gone, side_sha256, side_stamps
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -26,6 +28,12 @@ def refuse_changed_file(
             found=f"sha256 {sha256[:16]}",
             next_step="copy the file again; if the change is meant, `touch` it, and run again",
         )
+
+
+def missing_files(warehouse: Warehouse, checkpoint_id: str, there: Iterable[str]) -> list[str]:
+    """Side files of a checkpoint that are not `there` and were when it was registered; sorted."""
+    known = warehouse.catalog.side_digests(checkpoint_id)
+    return sorted({s.file for s in known if gone(s.file) not in known}.difference(there))
 
 
 def refuse_changed_files(warehouse: Warehouse, checkpoint: Checkpoint) -> None:

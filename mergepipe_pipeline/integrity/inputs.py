@@ -13,6 +13,7 @@ from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.segment_files import SegmentFiles
 from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.rests import damaged_rest_named, refuse_damaged_rest
+from mergepipe_pipeline.contents.side_file_digests import missing_files, refuse_changed_file
 from mergepipe_pipeline.digest import SEGMENT_DIGEST_NBYTES
 from mergepipe_pipeline.errors import CheckpointChangedError, CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.lookup import provenance_of
@@ -22,6 +23,8 @@ from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.spec.segments import Segments
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.side_files import SideStamp, side_sha256, side_stamps
+from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
 #: Name, root, the id that its files had.
@@ -32,7 +35,7 @@ _AWAY_NOTE = "in cold storage, and compared as packs and bases give them: "
 def verify_inputs(
     warehouse: Warehouse, audit: Auditor, progress: Progress, of: Snapshot | None = None
 ) -> None:
-    """Hash every tensor of what is registered, or of what a snapshot was merged from.
+    """Hash every file of what is registered, or of what a snapshot was merged from.
 
     What was moved to cold storage is hashed as its pack gives it. Every finding names the file and
     the tensor. Contents that nobody has analysed cannot be compared; they are notes.
@@ -43,6 +46,9 @@ def verify_inputs(
     if of is None:
         inputs = _present(warehouse, inputs, audit)
     found = [(c, catalog.digests(c.checkpoint_id)) for c in _opened(catalog, inputs, audit)]
+    for checkpoint, _ in found:
+        root = _root(checkpoint)
+        audit.check("inputs", root, partial(_verify_side_files, warehouse, checkpoint, audit))
     unknown = [c.name for c, digests in found if digests is None]
     if unknown:
         names = ", ".join(unknown)
@@ -132,7 +138,7 @@ def _verify(
 ) -> None:
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
-    root = Path(checkpoint.root.removeprefix(AWAY))
+    root = _root(checkpoint)
     for file in checkpoint.files:
         path = root if root.is_file() else root / file.path
         tensors = tuple(t for t in checkpoint.tensors if t.file == file.path)
@@ -152,6 +158,42 @@ def _verify(
             audit.report("inputs", path, error)
         if not wrong and not checkpoint.is_away:  # a pack may change, and its rest be as it was
             audit.done(path, file.nbytes)
+
+
+def _root(checkpoint: Checkpoint) -> Path:
+    return Path(checkpoint.root.removeprefix(AWAY))
+
+
+def _verify_side_files(warehouse: Warehouse, checkpoint: Checkpoint, audit: Auditor) -> None:
+    """Compare the files beside the weights with what was registered; a file each is a check."""
+    root = _root(checkpoint)
+    with open_source(checkpoint.root) as source:
+        there = side_stamps(source, checkpoint.root)
+        for stamp in there:
+            act = partial(_verify_side_file, warehouse, checkpoint, source, stamp)
+            audit.check("inputs", root / stamp.file, act)
+    for name in missing_files(warehouse, checkpoint.checkpoint_id, (s.file for s in there)):
+        error = CorruptionError(
+            "A file beside an input's weights is missing",
+            where=str(root / name),
+            expected="the file that was registered",
+            found="no such file",
+            next_step="copy the file again from where it came; if it is not needed any more: "
+            f"`mergepipe register {checkpoint.root} --name {checkpoint.name}`",
+        )
+        audit.report("inputs", root / name, error)
+
+
+def _verify_side_file(
+    warehouse: Warehouse, checkpoint: Checkpoint, source: CheckpointSource, stamp: SideStamp
+) -> None:
+    sha256 = side_sha256(source, stamp)
+    try:
+        refuse_changed_file(warehouse, checkpoint.checkpoint_id, checkpoint.root, stamp, sha256)
+    except CorruptionError as error:
+        if checkpoint.is_away:
+            refuse_damaged_rest(_root(checkpoint), error)
+        raise
 
 
 def _is_of_rest(folder: Path, audit: Auditor) -> bool:

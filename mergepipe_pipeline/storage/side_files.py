@@ -53,11 +53,16 @@ SIDE_NAMES = tuple(_MOST_NBYTES)
 
 
 class SideStamp(NamedTuple):
-    """A side file as it was seen: name, size in bytes, time of its last change."""
+    """A side file as it was seen: name, size in bytes, time of its last change; or `gone`."""
 
     file: str
     nbytes: int
     mtime_ns: int
+
+
+def gone(file: str) -> SideStamp:
+    """The stamp of a side file that there was before and is not any more."""
+    return SideStamp(file, -1, 0)
 
 
 def side_stamps(source: CheckpointSource, uri: str) -> list[SideStamp]:

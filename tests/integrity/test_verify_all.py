@@ -24,6 +24,7 @@ from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.storage.profile import store_seek
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.publish import publish
+from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.repair import repair
 from mergepipe_pipeline.verbs.verify import verify
 from mergepipe_pipeline.verbs.verify_all import verify_all
@@ -332,6 +333,30 @@ def test_a_byte_of_an_analysed_expert_that_changed_is_found_though_size_and_time
         assert (code, "not those that were recorded" in text) == (19, True)
         file.unlink()
         assert cli(home, "verify", *command)[0] == 19
+    finally:
+        file.write_bytes(right)
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert cli(home, "verify", *command)[0] == 0
+
+
+@pytest.mark.parametrize("command", [("--all", "--scope", "inputs"), ("live", "--inputs")])
+def test_a_side_file_of_an_input_that_changed_under_its_time_or_went_is_found(
+    home: Warehouse, models: Path, command: tuple[str, ...]
+) -> None:
+    file = models / "expert_02" / "config.json"
+    right, was = file.read_bytes(), file.stat()
+    try:
+        flip(file, 9, keep_time=True)
+        code, text = cli(home, "verify", *command)
+        assert (code, text.count("not those that were registered")) == (19, 1)
+        assert f"{file.parent}, {file.name}" in text
+        file.unlink()
+        code, text = cli(home, "verify", *command)
+        assert (code, text.count("weights is missing")) == (19, 1)
+        register(home, models / "expert_02", "expert_02")
+        assert cli(home, "verify", *command)[0] == 0
+        file.write_text("{}")  # another size is another version
+        assert cli(home, "verify", *command)[0] == 0
     finally:
         file.write_bytes(right)
         os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
