@@ -106,8 +106,8 @@ def repair(console: Console, dry_run: bool) -> None:
     """Take away what is wrong and can be found again, and learn it again where inputs are there.
 
     Catalog, plans, actions and objects go to the warehouse's quarantine folder. Damaged versions of
-    names and refs are set aside: the newest good one counts. Snapshots and inputs are never
-    touched; what is wrong with them is listed, with exit 19.
+    names and refs are set aside: the newest good one counts. Snapshots are never touched; what is
+    wrong with them is listed, with exit 19. Inputs are not read: `mergepipe verify --all` does.
     """
     from mergepipe_pipeline.verbs.repair import repair as run
 
@@ -122,6 +122,8 @@ def repair(console: Console, dry_run: bool) -> None:
         *(f"made again: {label}" for label in done.made),
         *done.aside,
         *(f"left for you: {finding_line(f)}" for f in done.left),
+        f"looked at {', '.join(done.scopes)}; not at inputs, which `mergepipe verify --all --scope "
+        "inputs` reads",
     )
     if done.left:
         sys.exit(CorruptionError.exit_code)

@@ -1,8 +1,8 @@
 """The verb `repair`: take away what is wrong and can be found again, and find it again.
 
 Nothing is destroyed: files go to the warehouse's quarantine. Damaged versions of names and refs are
-set aside, so that good ones count (`repair_names`). Snapshots and inputs are never touched; what is
-wrong with them is listed. A damaged object loses only its name in the store,
+set aside, so that good ones count (`repair_names`). Snapshots are never touched; what is
+wrong with them is listed. Inputs are not read. A damaged object loses only its name in the store,
 so that no later merge takes it for a layer; a snapshot that links to it stays as it is, until its
 recipe is merged again.
 """
@@ -37,6 +37,7 @@ _STATS = re.compile(r"(?P<checkpoint_id>[0-9a-f]+)\.b(?P<block_elems>\d+)\.")
 class Repair:
     """What was, or would be, taken away and made again; `left` are findings for a person.
 
+    `scopes` are those that were looked at.
     `aside` tells of each name and ref that had damaged versions.
     `made` and `not_made` say what, and why not, in a line each; what is not made again now is made
     where it is needed.
@@ -48,6 +49,7 @@ class Repair:
     not_made: tuple[str, ...]
     left: tuple[Finding, ...]
     aside: tuple[str, ...]
+    scopes: tuple[Scope, ...] = _SCOPES
 
 
 def repair(

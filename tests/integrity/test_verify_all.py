@@ -363,6 +363,21 @@ def test_a_side_file_of_an_input_that_changed_under_its_time_or_went_is_found(
     assert cli(home, "verify", *command)[0] == 0
 
 
+def test_repair_says_that_it_does_not_read_inputs(home: Warehouse, models: Path) -> None:
+    file = models / "expert_02" / "model.safetensors"
+    right, was = file.read_bytes(), file.stat()
+    try:
+        flip(file, len(right) - 9, keep_time=True)
+        code, text = cli(home, "repair")
+        assert (code, "not at inputs, which `mergepipe verify --all --scope inputs`" in text) == (
+            0,
+            True,
+        )
+    finally:
+        file.write_bytes(right)
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
 def test_an_expert_that_left_the_inbox_is_a_note_and_one_that_left_another_place_a_finding(
     home: Warehouse, models: Path
 ) -> None:
