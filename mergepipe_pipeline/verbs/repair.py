@@ -19,9 +19,11 @@ from pathlib import Path
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.integrity.auditor import Finding, Scope
 from mergepipe_pipeline.integrity.records import action_of
+from mergepipe_pipeline.packs.contents import holds
+from mergepipe_pipeline.packs.index import read_any_contents
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.storage.atomic import adopt_file
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -66,11 +68,31 @@ def repair(
     names = tuple(map(str, taken))
     if dry_run or not taken:
         return Repair(names, None, (), (), left, told)
+    packs = tuple(_packs_to_make(warehouse, taken))
     folder = warehouse.new_quarantine()
     for path in taken:
         adopt_file(path, folder / path.relative_to(warehouse.root))
     made, not_made = _learn_again(warehouse, taken, progress)
-    return Repair(names, str(folder), made, not_made, left, told)
+    return Repair(names, str(folder), made, (*not_made, *packs), left, told)
+
+
+def _packs_to_make(warehouse: Warehouse, taken: Collection[Path]) -> Iterator[str]:
+    """What to run for each pack that is taken away: packing takes too long to do it unasked."""
+    names = _names(warehouse)
+    for path in taken:
+        if path.parent != warehouse.packs_dir:
+            continue
+        of: list[str] = []
+        with suppress(CorruptionError, OSError):  # whose index is damaged
+            contents = read_any_contents(path)
+            known = ((name, warehouse.catalog.digests(i)) for i, name in names.items())
+            of = sorted(name for name, digests in known if digests and holds(contents, digests))
+        yield (
+            f"pack {path.name[:16]} of {' and '.join(of) or 'an expert that it does not tell'}: "
+            f"`mergepipe pack {' '.join(of) or 'NAME'}` makes it again; until then merges read the "
+            "original, and choose other blocks of it under a budget"
+            + ("" if of else "; `mergepipe ls` shows which expert has no pack")
+        )
 
 
 def _actions_of(warehouse: Warehouse, objects: Collection[str]) -> Iterator[Path]:

@@ -46,7 +46,11 @@ def test_a_flipped_frame_is_found_by_tensor_and_chunk_and_repair_takes_the_pack_
     (finding,) = verify_all(warehouse).findings
     assert (finding.file, finding.is_derivable) == (str(root), True)
     assert "L1.frames, tensor model.layers.1.norm.weight, chunk 0" in finding.where
-    assert repair(warehouse).taken == (str(root),)
+    done = repair(warehouse)
+    assert done.taken == (str(root),)
+    assert [told.partition(";")[0] for told in done.not_made] == [
+        f"pack {root.name[:16]} of e0: `mergepipe pack e0` makes it again"
+    ]
     assert pack(warehouse, ["e0"])[0].fresh
     assert verify_all(warehouse).ok
 
@@ -58,7 +62,8 @@ def test_a_flipped_index_is_found_and_repaired(tmp_path: Path, stem: str) -> Non
     flip(path, 10)
     (finding,) = verify_all(warehouse, ["structure"]).findings
     assert finding.is_derivable
-    repair(warehouse)
+    (told,) = repair(warehouse).not_made
+    assert f"`mergepipe pack {'NAME' if stem == 'index' else 'e0'}` makes it again" in told
     assert not root.exists()
 
 
