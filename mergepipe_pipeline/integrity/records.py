@@ -80,9 +80,10 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
     for path in records(warehouse):
         audit.check("structure", path, partial(read_evaluation, path), is_derivable=True)
-    for path in _files(warehouse.search_ledgers, "*.json"):  # a result can be had again
-        is_derivable = path.parent.name == "results" or path.name == "prior.json"
-        audit.check("structure", path, partial(_unsealed, path), is_derivable=is_derivable)
+    for path in _files(warehouse.search_ledgers, "*.json"):
+        is_derivable = path.name != "search.json"
+        act, remade = partial(_unsealed, path), "the search finds it, or another candidate, again"
+        audit.check("structure", path, act, is_derivable=is_derivable, remade=remade)
     audit.check("structure", warehouse.profile_path, partial(load_profile, warehouse.profile_path))
     for folder in snapshot_folders(warehouse):
         load = partial(load_snapshot, warehouse.snapshots, folder.name)

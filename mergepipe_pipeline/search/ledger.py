@@ -5,7 +5,8 @@
     catalog/searches/NAME/proposals/0007.json
     catalog/searches/NAME/results/0007.json      missing until it was evaluated
 
-A fact is written once: of two writers the first one counts. Removing a result has it made again.
+A fact is written once: of two writers the first one counts. Removing a result has it made again;
+a proposal may be removed, too: its result tells the same, and without one another takes its place.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ class Ledger:
         self._write("prior.json", asdict(prior))
 
     def proposals(self) -> dict[int, Proposal]:
-        """All proposals by number. Raises CorruptionError."""
-        return self._all("proposals", Proposal.from_json)
+        """All proposals by number; a lost one is what its result tells. Raises CorruptionError."""
+        told = {n: Proposal(n, r.point, "", r.ended) for n, r in self.results().items()}
+        return told | self._all("proposals", Proposal.from_json)
 
     def put_proposal(self, number: int, point: tuple[float, ...]) -> None:
         """Remember a proposal, once."""
@@ -174,7 +176,8 @@ class Ledger:
                 where=str(path),
                 expected=f"{FORMAT}, {path.relative_to(self.folder)} of {self.name}",
                 found=str(error),
-                next_step="bring back what was there; a result can be removed: it is made again",
+                next_step="bring back what was there; a result or proposal can be removed: the "
+                "search goes on without it",
             ) from error
 
 

@@ -279,6 +279,26 @@ def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) ->
         assert call(world, "pick", "mix", "--min", bound).exit_code == 2
 
 
+@pytest.mark.parametrize("number", [2, 6])
+def test_a_search_goes_on_and_publishes_without_a_proposal_that_has_a_result(
+    world: World, number: int
+) -> None:
+    path, home = world.write("evaluations: 6\ninitial: 1\nmethod: sobol\n"), world.home
+    assert call(world, "search", path).exit_code == 0
+    before = front(home, search_of(home, "mix"))
+    proposal = Ledger(home, "mix").folder / "proposals" / f"{number:04d}.json"
+    proposal.write_bytes(b"")
+    assert call(world, "search", path).exit_code == 19
+    assert str(proposal) in repair(home).taken
+    assert verify_all(home, ["structure"]).ok
+    assert call(world, "search", path).exit_code == 0
+    assert front(home, search_of(home, "mix")) == before
+    home.snapshots.rename(home.root / "gone")  # so that candidates are merged again to publish
+    home.snapshots.mkdir()
+    assert call(world, "search", path).exit_code == 0
+    assert len(world.log("ended")) == 6
+
+
 def test_a_damaged_result_is_said_and_repair_has_it_evaluated_again(world: World) -> None:
     home = world.home
     search = start_search(home, world.write("evaluations: 2\nmethod: sobol\n"))
