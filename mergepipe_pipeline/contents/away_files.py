@@ -99,7 +99,7 @@ class AwayFiles:
                 found=f"{file.nbytes} bytes in all",
                 next_step="this is a defect of mergepipe: please report it",
             )
-        rest = self._warehouse.replaced.rest(self._record.checkpoint_id, number).name
+        rest = self._warehouse.replaced.rest(self._record.checkpoint_id, number)
         try:
             for span, start, stop in self._pieces(path, start_byte, start_byte + len(buffer)):
                 out = buffer[start - start_byte : stop - start_byte]
@@ -107,9 +107,11 @@ class AwayFiles:
                 if span.tensor:
                     self._packed.read_into(span.tensor, at, out)
                 else:
-                    self._read_rest(rest, at, out)
+                    self._read_rest(rest.name, at, out)
         except CorruptionError as error:
-            error.next_step = self._record.bring_back
+            own = (self._warehouse.packs.path(self._record.pack_id), rest.parent)
+            if any(str(path) in (error.where or "") for path in own):  # and not the base's
+                error.next_step = self._record.bring_back
             raise
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:

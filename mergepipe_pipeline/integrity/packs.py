@@ -6,17 +6,22 @@ again, unless the expert's own files were moved away.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import chain
+from pathlib import Path
+from typing import TypeVar
 
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.contents.damaged_packs import irreplaceable_packs
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
-from mergepipe_pipeline.errors import CorruptionError, PackVersionError
+from mergepipe_pipeline.errors import CorruptionError, MergePipeError, PackVersionError
 from mergepipe_pipeline.integrity.auditor import Auditor
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.packs.replaced import Replaced, original_named
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.packs.sums import SUMMED_ELEMS
 from mergepipe_pipeline.progress import Progress
@@ -26,12 +31,13 @@ from mergepipe_pipeline.warehouse import Warehouse
 #: Chunks that are read at once.
 _CHUNKS_AT_ONCE = 64
 
+T = TypeVar("T")
 _REMADE = "`mergepipe pack` makes it again"
 
 
 def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
     """Look at what tells of packs, and of experts that they stand for; reads no frame."""
-    away = irreplaceable_packs(warehouse)
+    away, records = irreplaceable_packs(warehouse), _records(warehouse)
     store, others = warehouse.packs, warehouse.packs.others()
     idle = [pack_id[:16] for pack_id in others if pack_id not in away]
     if idle:
@@ -46,7 +52,7 @@ def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
         audit.check(
             "structure",
             path,
-            partial(_read_all, warehouse, pack_id),
+            partial(_named, records.get(pack_id), path, partial(_read_all, warehouse, pack_id)),
             is_derivable=pack_id not in away,
             remade=_REMADE,
         )
@@ -60,7 +66,7 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
     for checkpoint_id in warehouse.replaced.ids():
         path = warehouse.replaced.path(checkpoint_id)
         audit.check("digests", path, partial(_check_rest, warehouse, checkpoint_id))
-    away = irreplaceable_packs(warehouse)
+    away, records = irreplaceable_packs(warehouse), _records(warehouse)
     for pack_id in warehouse.packs.ids():
         try:
             pack = warehouse.packs.open(pack_id)
@@ -78,7 +84,7 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
                 nbytes = audit.check(
                     "digests",
                     pack.root,
-                    act,
+                    partial(_named, records.get(pack.pack_id), pack.root, act),
                     is_derivable=pack.pack_id not in away,
                     remade=_REMADE,
                 )
@@ -88,6 +94,25 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
 
             for nbytes in workers.map(check, tiers):
                 advance(nbytes)
+
+
+def _records(warehouse: Warehouse) -> dict[str, Replaced]:
+    """The experts that packs stand for, by pack id, as far as their records can be read."""
+    found = {}
+    for checkpoint_id in warehouse.replaced.ids():
+        with suppress(MergePipeError):
+            record = warehouse.replaced.find(checkpoint_id)
+            if record is not None and not record.is_back:
+                found[record.pack_id] = record
+    return found
+
+
+def _named(record: Replaced | None, root: Path, act: Callable[[], T]) -> T:
+    """What `act` gives; what it raises says where the original is that a pack stands for."""
+    if record is None:
+        return act()
+    with original_named(record, root):
+        return act()
 
 
 def _check_rest(warehouse: Warehouse, checkpoint_id: str) -> None:

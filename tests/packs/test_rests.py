@@ -208,3 +208,15 @@ def test_nothing_is_said_to_lie_where_nothing_lies(files: Path, tmp_path: Path) 
         unpack(warehouse, "e0")
     assert refused.value.found == f"nothing at {record.root}"
     assert refused.value.next_step == f"copy its files back to {record.root}"
+
+
+def test_a_damaged_name_of_the_base_is_not_blamed_on_an_expert_that_is_away(
+    files: Path, tmp_path: Path
+) -> None:
+    warehouse = packed_family(tmp_path, files, away=("e0",))
+    name = warehouse.catalog_dir / "names" / "base" / "00000001.json"
+    name.write_bytes(b"")
+    found = verify_all(warehouse).findings
+    assert {f.where for f in found} == {str(name)}
+    assert {f.scope for f in found} == {"structure", "inputs"}
+    assert all(f.next_step.startswith("run `mergepipe repair`") for f in found)

@@ -86,6 +86,10 @@ def test_a_damaged_pack_that_stands_for_its_expert_is_left_for_a_person(tmp_path
     pack_left, kept = repair(warehouse).left  # by path
     assert "for e0.safetensors of e0" in kept.where
     assert pack_left.file == str(root)
+    assert f"copy {tmp_path / 'cold' / 'e0'} to {tmp_path / 'e0'}; then" in pack_left.next_step
+    next(root.glob("index.*")).write_bytes(b"")
+    (found,) = verify_all(warehouse, ["structure"]).findings
+    assert found.next_step == pack_left.next_step
     assert root.exists()
 
 
