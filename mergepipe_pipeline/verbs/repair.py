@@ -66,14 +66,15 @@ def repair(
     wrong |= set(_actions_of(warehouse, {p.name for p in wrong}))
     taken = sorted(p for p in wrong if p.is_relative_to(warehouse.root))
     names = tuple(map(str, taken))
-    if dry_run or not taken:
+    if dry_run:
         return Repair(names, None, (), (), left, told)
     packs = tuple(_packs_to_make(warehouse, taken))
     folder = warehouse.new_quarantine()
     for path in taken:
         adopt_file(path, folder / path.relative_to(warehouse.root))
-    made, not_made = _learn_again(warehouse, taken, progress)
-    return Repair(names, str(folder), made, (*not_made, *packs), left, told)
+    made, not_made = _learn_again(warehouse, list(_lacking(warehouse)), progress)
+    where = str(folder) if taken else None
+    return Repair(names, where, made, (*not_made, *packs), left, told)
 
 
 def _packs_to_make(warehouse: Warehouse, taken: Collection[Path]) -> Iterator[str]:
@@ -103,14 +104,27 @@ def _actions_of(warehouse: Warehouse, objects: Collection[str]) -> Iterator[Path
             yield path
 
 
+def _lacking(warehouse: Warehouse) -> Iterator[Path]:
+    """Files of the catalog that lie in quarantine and of which there is none of the same facts.
+
+    A repair that was killed has not learned all that it took away.
+    """
+    for folder in sorted(warehouse.quarantine.glob("*")):
+        for path in sorted((folder / warehouse.catalog_dir.name).rglob("*.*.*")):
+            was = warehouse.root / path.relative_to(folder)
+            facts = was.name.rsplit(".", 2)[0]
+            if not any(was.parent.glob(f"{facts}.*")):
+                yield was
+
+
 def _learn_again(
-    warehouse: Warehouse, taken: Collection[Path], progress: Progress | None
+    warehouse: Warehouse, lacking: Collection[Path], progress: Progress | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Records, digests and statistics of registered checkpoints; what was made, and what not."""
     catalog, names = warehouse.catalog, _names(warehouse)
     made: dict[str, None] = {}
     not_made: dict[str, None] = {}
-    for path in taken:
+    for path in lacking:
         for label, learn in _lessons(warehouse, catalog, names, path, progress):
             try:
                 if label not in made:

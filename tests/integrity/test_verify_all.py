@@ -363,6 +363,24 @@ def test_a_side_file_of_an_input_that_changed_under_its_time_or_went_is_found(
     assert cli(home, "verify", *command)[0] == 0
 
 
+def test_a_repair_after_one_that_was_killed_learns_what_that_one_took_away(
+    home: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = [next(home.root.glob(DERIVABLE[k])) for k in ("digests", "block statistics")]
+    for path in taken:
+        flip(path, 9)
+    with monkeypatch.context() as patched:
+        patched.setattr("mergepipe_pipeline.verbs.repair._learn_again", None)
+        with pytest.raises(TypeError):
+            repair(home)
+    assert not any(path.exists() for path in taken)
+    assert not repair(home, dry_run=True).made
+    made = repair(home).made
+    assert [label.partition(" of ")[0] for label in made] == ["analysis", "digests"]
+    assert all(path.exists() for path in taken)
+    assert not repair(home).made
+
+
 def test_repair_says_that_it_does_not_read_inputs(home: Warehouse, models: Path) -> None:
     file = models / "expert_02" / "model.safetensors"
     right, was = file.read_bytes(), file.stat()
