@@ -3,8 +3,9 @@
 All snapshots but stages and those that a gate refused are needed. These are needed if a ref has
 ever named one, if a registered checkpoint lies in it, if it is on the front of a search, or if the
 current plan of a standing recipe reads or makes it. The layers of such plans are needed, and what
-living processes lease. What was measured of a snapshot goes with it. `idle_packs` says which packs
-stay. Who keeps only so many versions of each ref says so: results that older ones alone name go.
+living processes lease. What was measured of a snapshot goes with it, and its mark. `idle_packs`
+says which packs stay. Who keeps only so many versions of each ref says so: results that older ones
+alone name go.
 """
 
 from __future__ import annotations
@@ -67,28 +68,17 @@ def collect(
         pass
     with leases.watched() if dry_run else leases.alone():
         living = leases.living(older_than_s)
-        half = half_landed(warehouse, living.names)
         roots = _roots(warehouse, living, published, keep_versions)
-        if roots.marks is not None:
-            named = {i for versions in published.values() for i in versions.values()}
-            outdated = named if keep_versions else set()
-            outdated |= _all_snapshots(warehouse) - named if unpublished else set()
-            roots = replace(roots, outdated=frozenset(outdated))
-        idle = idle_packs(warehouse, roots.need | living.need, certain=roots.marks is not None)
-        measured = [p for p in warehouse.evaluations.glob("*") if not _has_snapshot(warehouse, p)]
-        expired = (
-            *_older(sorted(warehouse.quarantine.glob("*")), max(older_than_s, _LONG_S)),
-            *_older(half, older_than_s),
-            *_older(idle, older_than_s),
-            *_older(measured, older_than_s),
-            *_older(_idle_plans(warehouse, roots), max(older_than_s, _LONG_S)),
-        )
+        named = frozenset(i for versions in published.values() for i in versions.values())
+        outdated = named if keep_versions else frozenset()
+        outdated |= _all_snapshots(warehouse) - named if unpublished else frozenset()
+        expired = tuple(_expired(warehouse, roots, named, older_than_s))
         found = run(
             warehouse.objects,
             warehouse.snapshots,
             warehouse.staging,
             warehouse.unnamed(),
-            replace(roots, expired=expired),
+            replace(roots, expired=expired, outdated=outdated),
             older_than_s=older_than_s,
             dry_run=dry_run,
         )
@@ -119,6 +109,32 @@ def collect_bucket(
     return run_there(warehouse.mirror, older_than_s=older_than_s, dry_run=dry_run)
 
 
+def _expired(
+    warehouse: Warehouse, roots: Roots, named: frozenset[str], older_than_s: float
+) -> Iterator[Path]:
+    """What is old and of no use beside snapshots, layers and staging; `named` are those of refs."""
+    certain = roots.marks is not None
+    yield from _older(half_landed(warehouse, roots.living.names), older_than_s)
+    yield from _older(
+        idle_packs(warehouse, roots.need | roots.living.need, certain=certain), older_than_s
+    )
+    yield from _older(_orphans(warehouse, named), older_than_s)
+    for paths in (sorted(warehouse.quarantine.glob("*")), _idle_plans(warehouse, roots)):
+        yield from _older(paths, max(older_than_s, _LONG_S))
+
+
+def _orphans(warehouse: Warehouse, named: frozenset[str]) -> Iterator[Path]:
+    """What was measured of snapshots that are gone, and their marks.
+
+    One that says why a version of a ref has no snapshot stays.
+    """
+    marks = Marks(warehouse.stages)
+    for path in (*warehouse.evaluations.glob("*"), *warehouse.stages.glob("*.json")):
+        is_told = path.stem in named and marks.is_collected(path.stem)
+        if not is_told and not (warehouse.snapshots / path.stem).exists():
+            yield path
+
+
 def _idle_plans(warehouse: Warehouse, roots: Roots) -> Iterator[Path]:
     """The plans of which nothing was made that is there; none where that is in doubt."""
     whole, damaged = scan_snapshots(warehouse.snapshots)
@@ -128,10 +144,6 @@ def _idle_plans(warehouse: Warehouse, roots: Roots) -> Iterator[Path]:
     for path in sorted(warehouse.plans.glob("*.json")):
         if path.stem not in used:
             yield path
-
-
-def _has_snapshot(warehouse: Warehouse, measured: Path) -> bool:
-    return (warehouse.snapshots / measured.name).exists()
 
 
 def _older(paths: Iterable[Path], older_than_s: float) -> Iterator[Path]:
@@ -166,8 +178,8 @@ def _roots(
     return Roots(need, living, Marks(warehouse.stages) if certain else None, (*notes, *doubts))
 
 
-def _all_snapshots(warehouse: Warehouse) -> set[str]:
-    return {path.name for path in warehouse.snapshots.iterdir()}
+def _all_snapshots(warehouse: Warehouse) -> frozenset[str]:
+    return frozenset(path.name for path in warehouse.snapshots.iterdir())
 
 
 def _published(

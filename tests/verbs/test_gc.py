@@ -136,6 +136,25 @@ def test_layers_that_a_merge_reuses_stay_though_they_are_old(
     assert summary["layers_reused"] == 3
 
 
+def test_the_mark_of_a_stage_goes_although_a_collection_was_killed_before_it(
+    home: Warehouse, family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.stages.mkdir(exist_ok=True)
+    plan = make_plan(home, parse(first(family), name="t", where="t"))
+    run_plan(home, plan, is_stage=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("mergepipe_pipeline.snapshots.marks.Marks.forget", None)
+        with pytest.raises(TypeError):
+            collect(home, older_than_s=0)
+    known = {s.name for s in home.snapshots.iterdir()}
+    (left,) = (p for p in home.stages.glob("*.json") if p.stem not in known)
+    collect(home, older_than_s=3600)
+    assert left.exists()
+    assert str(left) in collect(home, older_than_s=0, dry_run=True).paths
+    collect(home, older_than_s=0)
+    assert {p.stem for p in home.stages.glob("*.json")} <= known
+
+
 def test_a_killed_merge_keeps_nothing(
     home: Warehouse, tmp_path: Path, recipe_text: RecipeText
 ) -> None:
@@ -400,6 +419,7 @@ def test_what_a_killed_process_left_beside_a_mark_goes_although_the_mark_was_rea
     home.stages.mkdir(exist_ok=True)
     mark, left = home.stages / f"{'0' * 32}.json", home.stages / ".mark.json.x.tmp"
     mark.write_bytes(b"{}")
+    (home.snapshots / mark.stem).mkdir()
     os.link(mark, left)  # as between the two names of an exclusive creation
     now = time.time()
     os.utime(mark, (now + 60, now - 60))

@@ -115,6 +115,8 @@ def test_results_that_were_never_published_go_if_asked_for(
     collect(home, older_than_s=3600, unpublished=True)
     assert never in _left(home)
     assert collect(home, older_than_s=0, unpublished=True).snapshots == (never,)
+    collect(home, older_than_s=0)
+    assert {path.stem for path in home.stages.iterdir()} == set(versions)
     assert _left(home) == set(versions)
     assert merged("10%") == never
 
