@@ -72,7 +72,7 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         audit.check("structure", path, partial(_read_action, path), is_derivable=True)
     if older:
         audit.notes.append(f"{older} plans and actions of an earlier version are not used any more")
-    for path in _files(warehouse.objects_dir, "*"):
+    for path in _files(warehouse.objects_dir, "*/*"):
         audit.check("structure", path, partial(_check_object_name, path), is_derivable=True)
     for path in _files(warehouse.releases, "*.json"):
         audit.check("structure", path, partial(_unsealed, path))
@@ -80,7 +80,9 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
     for path in records(warehouse):
         audit.check("structure", path, partial(read_evaluation, path), is_derivable=True)
-    for path in _files(warehouse.search_ledgers, "*.json"):
+    for path in _files(warehouse.arrivals, "*.json"):  # without its record a folder is new
+        audit.check("structure", path, partial(_unsealed, path), is_derivable=True)
+    for path in _files(warehouse.search_ledgers, "*/*.json"):
         is_derivable = path.name != "search.json"
         act, remade = partial(_unsealed, path), "the search finds it, or another candidate, again"
         audit.check("structure", path, act, is_derivable=is_derivable, remade=remade)
@@ -138,12 +140,8 @@ def _is_older_plan(path: Path) -> bool:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Files by the names that their writers give, at any depth."""
-    return sorted(p for p in folder.rglob(pattern) if not p.name.startswith(".") and _is_file(p))
-
-
-def _is_file(path: Path) -> bool:
-    return not path.is_dir() or path.is_symlink()
+    """What has the names that writers give files, at any depth; who reads a folder says so."""
+    return sorted(p for p in folder.rglob(pattern) if not p.name.startswith("."))
 
 
 def _verify_chains(folder: Path, keys: Collection[str], audit: Auditor) -> None:

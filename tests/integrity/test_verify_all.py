@@ -381,6 +381,29 @@ def test_a_repair_after_one_that_was_killed_learns_what_that_one_took_away(
     assert not repair(home).made
 
 
+IN_PLACES = DERIVABLE | {
+    "stage": "stages/*.json",
+    "arrival": "arrivals/*.json",
+    "result": "catalog/searches/*/results/*.json",
+    "object": "objects/*/*",
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACES)
+def test_a_folder_in_the_place_of_a_file_is_found_and_taken_away(
+    home: Warehouse, kind: str
+) -> None:
+    made = home.root / IN_PLACES[kind].replace("*", "a")
+    path = next(home.root.glob(IN_PLACES[kind]), made)
+    path.unlink(missing_ok=True)
+    path.mkdir(parents=True)
+    found = verify_all(home).findings
+    assert str(path) in {f.file for f in found if f.is_derivable}
+    assert str(path) in repair(home).taken
+    assert not path.is_dir()
+    assert str(path) not in {f.file for f in verify_all(home).findings}
+
+
 def test_repair_says_that_it_does_not_read_inputs(home: Warehouse, models: Path) -> None:
     file = models / "expert_02" / "model.safetensors"
     right, was = file.read_bytes(), file.stat()
