@@ -151,6 +151,11 @@ def _verify_chains(folder: Path, keys: Collection[str], audit: Auditor) -> None:
         for number in versions:
             path = chain / f"{number:08d}.json"
             audit.check("structure", path, partial(_check_version, chain, number, keys))
+        if not versions and not aside:
+            audit.notes.append(
+                f"without a version, after a killed write or as its files were removed: {chain}; "
+                "`mergepipe repair` tells of names what can be done"
+            )
         if aside:
             told = ", ".join(map(str, aside))
             audit.notes.append(f"set aside by repair: version {told} of {chain}")

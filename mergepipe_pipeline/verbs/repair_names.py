@@ -18,7 +18,7 @@ from mergepipe_pipeline.execution.lookup import provenance_of
 from mergepipe_pipeline.integrity.records import readable_snapshots
 from mergepipe_pipeline.packs.replaced import Replaced
 from mergepipe_pipeline.spec.checkpoint import AWAY
-from mergepipe_pipeline.storage.chain import VersionChain, chain_names
+from mergepipe_pipeline.storage.chain import VersionChain, chain_names, is_chain
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
@@ -35,7 +35,10 @@ class SetAside:
 
 
 def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> tuple[SetAside, ...]:
-    """Set the damaged versions of every chain of the warehouse aside, each chain's at once."""
+    """Set the damaged versions of every chain of the warehouse aside, each chain's at once.
+
+    A name without any version, whose files somebody removed, is told of as well.
+    """
     found = []
     folders: tuple[tuple[Kind, Path], ...] = (
         ("name", warehouse.catalog_dir / "names"),
@@ -44,10 +47,10 @@ def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> tuple[SetAside,
         ("quarantine of", warehouse.quarantined_dir),
     )
     for kind, folder in folders:
-        for name in chain_names(folder):
+        for name in sorted({*chain_names(folder), *_empty(kind, folder)}):
             with suppress(CorruptionError):  # a folder that cannot be listed is left for a person
                 chain = VersionChain(folder / name)
-                if damaged := chain.damaged():
+                if (damaged := chain.damaged()) or not chain.versions():
                     good = max(set(chain.versions()).difference(damaged), default=0)
                     files = tuple(str(folder / name / f"{n:08d}.json") for n in damaged)
                     if not dry_run:
@@ -57,9 +60,16 @@ def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> tuple[SetAside,
                         warehouse, kind, name, dry_run=dry_run
                     )
                     versions = ", ".join(map(str, damaged))
-                    told = f"{kind} {name}: version {versions} damaged, set aside; {counts}"
+                    what = f"version {versions} damaged, set aside; " if damaged else ""
+                    told = f"{kind} {name}: {what}{counts}"
                     found.append(SetAside(files, told))
     return tuple(found)
+
+
+def _empty(kind: Kind, folder: Path) -> list[str]:
+    """The names of checkpoints that have a folder and no version that counts."""
+    found = folder.iterdir() if kind == "name" and folder.is_dir() else ()
+    return [p.name for p in found if p.is_dir() and not is_chain(p)]
 
 
 def _counts(chain: VersionChain, kind: Kind, number: int) -> str:

@@ -79,3 +79,18 @@ def test_a_name_that_comes_back_from_the_inbox_has_its_base_again(tmp_path: Path
     damage(warehouse, "e1")
     assert repair(warehouse).aside[0].endswith(f"registered again: {warehouse.inbox / 'e1'}")
     assert warehouse.catalog.get("e1").base == "base"
+
+
+def test_a_name_whose_versions_were_removed_is_told_and_comes_back_where_it_can(
+    tmp_path: Path,
+) -> None:
+    warehouse = family(tmp_path, "e0")
+    for name in ("e0", "e1"):
+        (warehouse.catalog_dir / "names" / name / "00000001.json").unlink()
+    notes = [n for n in verify_all(warehouse, ["structure"]).notes if "without a version" in n]
+    assert [f"names/{name};" in note for name, note in zip(("e0", "e1"), notes, strict=True)]
+    assert repair(warehouse).aside == (
+        f"name e0: registered again, in cold storage: {tmp_path / 'cold' / 'e0'}",
+        "name e1: no version is left: `mergepipe register PATH --name e1`",
+    )
+    assert warehouse.catalog.get("e0").base == "base"
