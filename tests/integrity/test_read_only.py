@@ -84,7 +84,7 @@ def test_gc_says_of_a_read_only_warehouse_what_it_would_remove(
     status, found = read_only(home, "gc", "--dry-run", "--older-than", "0")
     assert status == 0, found
     paths = {str(Path(path).relative_to(home.root)).partition("/")[0] for path in found["paths"]}
-    assert paths == {"actions", "objects", "staging"}
+    assert paths == {"actions", "objects", "stages", "staging"}
     assert found["nbytes"] > 1000
     status, refused = read_only(home, "gc", "--older-than", "0")
     assert status != 0
