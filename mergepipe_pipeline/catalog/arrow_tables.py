@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from sys import intern as kept
+from sys import intern
 from typing import Any
 
 import numpy as np
@@ -169,7 +169,11 @@ def decode_checkpoint(data: bytes, where: str, name: str, root: str) -> Checkpoi
     table, meta = decode(data, where, TENSORS)
     tensors = tuple(
         TensorEntry(  # many are kept at once, of one architecture
-            kept(r["tensor"]), kept(r["dtype"]), tuple(r["shape"]), kept(r["file"]), r["start_byte"]
+            intern(r["tensor"]),
+            intern(r["dtype"]),
+            tuple(r["shape"]),
+            intern(r["file"]),
+            r["start_byte"],
         )
         for r in table.to_pylist()
     )
