@@ -242,6 +242,10 @@ class Warehouse:
         """Pointer to the plan a standing recipe works on."""
         return self.releases / f"{recipe}.current.json"
 
+    def working_plan_path(self, recipe: str) -> Path:
+        """That plan, whole: another of its id may have other files beside the weights."""
+        return self.releases / f"{recipe}.plan"
+
     def layer_records_dir(self, recipe: str) -> Path:
         """What each layer of that plan cost, a file per layer."""
         return self.releases / f"{recipe}.layers"

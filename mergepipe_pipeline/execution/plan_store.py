@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mergepipe_pipeline.digest import canonical_json, seal_line, unseal_line
+from mergepipe_pipeline.digest import canonical_json, seal_line, sha256_hex, unseal_line
 from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.spec.places import with_folders
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -24,8 +24,46 @@ T = TypeVar("T")
 
 def store_plan(warehouse: Warehouse, plan: MergePlan) -> None:
     """Write a plan, sealed, under its id; its folders by named roots. Raises StorageFullError."""
+    write_atomic(warehouse.plan_path(plan.plan_id), _recorded(warehouse, plan))
+
+
+def store_working_plan(warehouse: Warehouse, recipe: str, plan: MergePlan) -> str:
+    """Write the plan that a standing recipe works on; its SHA-256. Raises StorageFullError.
+
+    Under its id alone it would be another recipe's with equal weights, whose config and tokenizer
+    are those of another base.
+    """
+    data = _recorded(warehouse, plan)
+    write_atomic(warehouse.working_plan_path(recipe), data)
+    return sha256_hex(data)
+
+
+def load_working_plan(
+    warehouse: Warehouse, recipe: str, plan_id: str, sha256: str | None
+) -> MergePlan:
+    """The plan that a standing recipe works on; by its id alone where no SHA-256 was recorded.
+
+    Raises NotFoundError, CorruptionError.
+    """
+    if sha256 is None:
+        return load_plan(warehouse, plan_id)
+    path = warehouse.working_plan_path(recipe)
+    found = sha256_hex(path.read_bytes()) if path.is_file() else "no file"
+    if found != sha256:
+        raise CorruptionError(
+            "A recipe's plan is not the one that it works on",
+            where=str(path),
+            expected=f"sha256 {sha256[:16]}",
+            found=found if found == "no file" else f"sha256 {found[:16]}",
+            next_step=f"plan {recipe} anew",
+        )
+    plan = _read(path, lambda _, value: checked_plan(plan_id, value))
+    return with_folders(plan, warehouse.roots.here)
+
+
+def _recorded(warehouse: Warehouse, plan: MergePlan) -> bytes:
     recorded = with_folders(plan, warehouse.roots.recorded).to_json()
-    write_atomic(warehouse.plan_path(plan.plan_id), seal_line(canonical_json(recorded)))
+    return seal_line(canonical_json(recorded))
 
 
 def load_plan(warehouse: Warehouse, plan_id: str) -> MergePlan:

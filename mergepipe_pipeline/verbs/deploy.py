@@ -35,7 +35,7 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, BusyError, CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.plan_store import load_working_plan, store_working_plan
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.snapshots.find import load_snapshot
@@ -164,6 +164,7 @@ def plan_recipe(warehouse: Warehouse, file: RecipeFile, *, budget: str | None = 
             )
         state = {
             "plan_id": plan.plan_id,
+            "plan_sha256": store_working_plan(warehouse, file.name, plan),
             "wanted": wanted_of(warehouse.catalog, file, inputs.values()) or "",
             "inputs": states,
             "snapshot_id": "",
@@ -180,7 +181,7 @@ def current_plan(warehouse: Warehouse, recipe: str) -> MergePlan:
 
 def _planned(warehouse: Warehouse, recipe: str, state: Mapping[str, Any]) -> MergePlan:
     try:
-        return load_plan(warehouse, state["plan_id"])
+        return load_working_plan(warehouse, recipe, state["plan_id"], state.get("plan_sha256"))
     except (CorruptionError, NotFoundError) as error:
         error.next_step = f"materialize {recipe}/plan: it plans anew"
         raise

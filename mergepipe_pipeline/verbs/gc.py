@@ -19,7 +19,7 @@ from pathlib import Path
 from mergepipe_pipeline.digest import unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.execution.plan_leases import need_of
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.plan_store import load_working_plan
 from mergepipe_pipeline.search.front import front
 from mergepipe_pipeline.search.ledger import Ledger, searches
 from mergepipe_pipeline.snapshots.collection import GcReport, Roots
@@ -239,7 +239,8 @@ def _planned(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
         path = warehouse.current_plan_path(recipe)
         try:
             state = unseal(path.read_bytes(), str(path))
-            yield need_of(warehouse, load_plan(warehouse, state["plan_id"]))
+            of = recipe, state["plan_id"], state.get("plan_sha256")
+            yield need_of(warehouse, load_working_plan(warehouse, *of))
         except FileNotFoundError:
             continue
         except OSError as error:

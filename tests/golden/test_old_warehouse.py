@@ -87,7 +87,8 @@ def test_everything_in_an_old_warehouse_can_be_read_and_reading_changes_nothing(
     assert unknown == (set() if number in ALIKE else set(INPUTS))
     assert sorted(s["snapshot_id"] for s in listed["snapshots"]) == golden.recorded["snapshots"]
     for ref, versions in golden.recorded["refs"].items():
-        assert golden.call("history", ref) == versions
+        found = golden.call("history", ref)
+        assert [{k: v for k, v in r.items() if k != "collected"} for r in found] == versions
         assert golden.call("verify", ref)["snapshot_id"] == versions[-1]["snapshot_id"]
     report = golden.call("verify", "--all", *(f"--scope={s}" for s in SCOPES))
     assert report["findings"] == []
