@@ -113,7 +113,8 @@ def conflicts(names: Sequence[str], stats: Sequence[ExpertStats]) -> ConflictRep
     tables = [{t.tensor: t for t in s.tensors if t.tensor == t.base_tensor} for s in stats]
     tensors = list(dict.fromkeys(t for table in tables for t in table))
     n_layers = layer_count(tensors)
-    tensors.sort(key=lambda tensor: layer_order(layer_name(tensor, n_layers)))
+    # By name within a layer: sums must not depend on the order in which experts were analysed.
+    tensors.sort(key=lambda tensor: (layer_order(layer_name(tensor, n_layers)), tensor))
     found = {t: sums_of([x.get(t) for x in tables], stats[0].block_elems) for t in tensors}
     layers: dict[str, Sums] = {}
     for tensor, sums in found.items():

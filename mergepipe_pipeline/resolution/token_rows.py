@@ -151,8 +151,8 @@ class Reindexer:
         view = self._original[m].views[name]
         patches = {str(r): rows.patches.get(int(r)) for r in made}
         identity = [
-            [self._original[k].model_id for k in sorted(names)],
-            [names[k] for k in sorted(names)],
+            # Sources are said by the models' numbers: these, too, tell whose rows they are.
+            [[k, self._original[k].model_id, names[k]] for k in sorted(names)],
             m,
             name,
             patches,

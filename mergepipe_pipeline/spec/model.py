@@ -50,6 +50,10 @@ class Model:
         return sum(v.nbytes for v in self.views.values())
 
 
+#: Dtypes of an adapter by the bytes of an element, unless it is said: most have one of these.
+_TOLD_BY_SIZE = frozenset({"BF16", "F32", "F64"})
+
+
 def view_digest(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
     """64 hex over a view's content; for a whole stored tensor the digest of its bytes.
 
@@ -74,13 +78,19 @@ def view_digest(view: TensorView, digests: Sequence[Mapping[str, str]]) -> str:
 
 def _update(update: Update, of: Callable[[Part], str]) -> list[object]:
     """What determines an update's values; of a plain one the factors and the scale alone."""
+
+    def typed(part: Part) -> object:
+        """A part's content, with its dtype where the number of its bytes does not tell it."""
+        dtype = part.entry.dtype
+        return of(part) if dtype in _TOLD_BY_SIZE else [of(part), dtype]
+
     if isinstance(update, RowValues):
-        return [of(update.values), update.rows]
-    plain: list[object] = [of(update.a), of(update.b), update.scale, update.transposed]
+        return [typed(update.values), update.rows]
+    plain: list[object] = [typed(update.a), typed(update.b), update.scale, update.transposed]
     rest = [
         update.n_matrices,
-        update.magnitude and of(update.magnitude),
-        update.weights and of(update.weights),
+        update.magnitude and typed(update.magnitude),
+        update.weights and typed(update.weights),
         update.is_residual,
         update.second and _update(update.second, of),
     ]

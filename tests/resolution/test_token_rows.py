@@ -102,9 +102,15 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def write(
-    folder: Path, seed: int, rows: int, files: Mapping[str, bytes], *, untied: bool = False
+    folder: Path,
+    seed: int,
+    rows: int,
+    files: Mapping[str, bytes],
+    *,
+    untied: bool = False,
+    layers: int = 1,
 ) -> Path:
-    sizes = {"layers": 1, "hidden": HIDDEN, "vocab": rows}
+    sizes = {"layers": layers, "hidden": HIDDEN, "vocab": rows}
     values = tensors_of(seed, None, dtype=torch.float32, **sizes)
     if untied:
         torch.manual_seed(seed)
@@ -500,6 +506,38 @@ models:
     for file in ("tokenizer.json", "config.json"):
         made, expected = (Path(o.snapshot.path) / file for o in (outcome, by_hand))
         assert made.read_bytes() == expected.read_bytes()
+
+
+def test_rows_of_a_model_under_another_number_are_not_taken_for_those_of_its_neighbour(
+    home: Warehouse, tmp_path: Path
+) -> None:
+    files, rows = next(iter(word_family(gaps=False)))
+    models = {
+        name: write(tmp_path / name, seed, rows, files, untied=True, layers=2)
+        for seed, name in enumerate("WXYZ")
+    }
+    token = list(json.loads(files["tokenizer.json"])["model"]["vocab"])[5]
+
+    def sliced(slices: list[tuple[str, int, int]], source: str) -> str:
+        """Slices of these models, a token's row of all from `source`."""
+        parts = [
+            "- sources:\n"
+            + "".join(
+                f"  - {{model: {models[m]}, layer_range: [{a}, {b}], "
+                f"parameters: {{weight: {weight}}}}}\n"
+                for weight, m in enumerate(letters, 1)
+            )
+            for letters, a, b in slices
+        ]
+        rule = f"{{source: {models[source]}, force: true}}"
+        tokens = f"tokenizer: {{source: union, tokens: {{{json.dumps(token)}: {rule}}}}}\n"
+        return "merge_method: linear\nslices:\n" + "".join(parts) + tokens
+
+    # The head is made of the last slice's models: X, Y and Z, under other numbers in the second.
+    run(home, sliced([("XYZ", 0, 2)], "Y"))
+    text = sliced([("WXYZ", 0, 1), ("XYZ", 1, 2)], "X")
+    alone = run(Warehouse.at(tmp_path / "alone").ensure(), text)
+    assert run(home, text).snapshot.snapshot_id == alone.snapshot.snapshot_id
 
 
 @pytest.mark.parametrize("width", [512, 300])
