@@ -50,7 +50,6 @@ def side_of(
     """
     template = template_of(recipe, models)
     files = None if tokenizer_files is None else dict(tokenizer_files)
-    _refuse_cut_files(models[template].checkpoint, () if files is None else FILE_NAMES)
     if recipe.chat_template is not None:
         tokenizers = [
             ModelTokenizer(m.name, tokenizer_files_of(m), 0, {}, ())
@@ -61,6 +60,7 @@ def side_of(
         if text is not None:
             own = tokenizer_files_of(models[template]) if files is None else files
             files = with_chat_template(own, text)
+    _refuse_cut_files(models[template].checkpoint, () if files is None else FILE_NAMES)
     packed = None
     if files is not None:
         packed = tuple((n, b64encode(data).decode()) for n, data in sorted(files.items()))

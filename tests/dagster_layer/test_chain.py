@@ -192,9 +192,9 @@ def test_only_recipes_that_ask_have_a_schedule_at_their_own_time(
     write_recipe(home, "a", ["expert_00", "expert_01"], extra)
     assert released.tick() == []
     schedules = build_definitions(home).get_repository_def().schedule_defs
-    assert [(s.name, s.cron_schedule, s.execution_timezone) for s in schedules] == [
-        ("nightly_merge_a", "15 2 * * *", "Europe/Berlin")
-    ]
+    found = {s.name: (s.cron_schedule, s.execution_timezone) for s in schedules}
+    del found["space_daily"]
+    assert found == {"nightly_merge_a": ("15 2 * * *", "Europe/Berlin")}
 
 
 def test_a_comment_in_a_recipe_and_its_layout_merge_nothing(
