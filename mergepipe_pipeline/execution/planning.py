@@ -6,7 +6,7 @@ must be there. Their results are snapshots like any other, found again by conten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -29,6 +29,7 @@ from mergepipe_pipeline.resolution.resolve import (
 from mergepipe_pipeline.spec.checkpoint import AWAY, Checkpoint
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.recipe import Budget
 from mergepipe_pipeline.spec.request import RequestedModel
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -65,15 +66,19 @@ def resolve_after_stages(
 
     models: list[RequestedModel] = []
     packs: list[str] = []
+    inexact: list[str] = []
     warnings: dict[str, None] = {}
 
     def plan_stage(stage: ParsedRecipe, pending: Mapping[str, Checkpoint]) -> MergePlan:
         resolved = resolve_stage(warehouse, stage, pending, **planning)
+        resolved = replace(resolved, inexact=tuple(inexact))
         plan = plan_resolved(
             warehouse, resolved, progress, unnamed=pending, known=planning.get("known")
         )
         models.extend(plan.request.models)
         packs.extend(plan.request.packs)
+        if resolved.recipe.budget != Budget() and plan.estimates.error_bound != 0:
+            inexact.append(stage.stage or stage.name)
         warnings.update(dict.fromkeys(plan.warnings))
         return plan
 
@@ -83,8 +88,16 @@ def resolve_after_stages(
     resolved = resolve_stage(warehouse, parsed, results, **planning)
     request = replace(resolved.request, models=tuple(models), packs=tuple(packs))
     warnings.update(dict.fromkeys(resolved.recipe.warnings))
+    if inexact:
+        warnings[f"{_merged_in_part(inexact)}: an error is of the last stage alone"] = None
     recipe = replace(resolved.recipe, warnings=tuple(warnings))
-    return replace(resolved, request=request, recipe=recipe), results
+    found = replace(resolved, request=request, recipe=recipe, inexact=tuple(inexact))
+    return found, results
+
+
+def _merged_in_part(stages: Sequence[str]) -> str:
+    which = f"stage {stages[0]} was" if len(stages) == 1 else f"stages {', '.join(stages)} were"
+    return f"{which} merged under the budget, too"
 
 
 @damaged_rest_named()
@@ -107,6 +120,15 @@ def plan_resolved(
     ]
     request = requested(resolved, inputs.models, digests, unnamed or {})
     plan = inputs.builder(digests).build()
+    if resolved.inexact:  # what they are off by is in what this one is merged from
+        unknown = replace(
+            plan.estimates,
+            error_bound=None,
+            bound_note=_merged_in_part(resolved.inexact),
+            predicted_error=None,
+            predicted_margin=None,
+        )
+        plan = replace(plan, estimates=unknown)
     packs = (*request.packs, *(p.pack_id for p in plan.packs))
     plan = replace(plan, request=replace(request, packs=packs))
     store_plan(warehouse, plan)

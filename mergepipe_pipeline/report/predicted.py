@@ -14,7 +14,7 @@ def why_no_error(e: Estimates) -> str:
     Only an expert that is not finite leaves the norm of the update open while there is a base.
     """
     if e.update_norm is not None:
-        return ""
+        return "" if e.predicted_error is not None else f"not predicted: {e.bound_note}"
     has_base = e.predicted_error is not None or e.error_bound is None
     return _NOT_FINITE if has_base else "not predicted: there is no base to differ from"
 

@@ -54,7 +54,8 @@ class ResolvedRecipe:
 
     `models` are in the order of `recipe.models`, fitted to each other; `originals` are the same
     before the output's tokenizer was applied. `side` stands beside the result's weights; `before`
-    are the stages before it. `request` says what overruled the recipe.
+    are the stages before it. `request` says what overruled the recipe. `inexact` are the names of
+    stages before it that were merged in part.
     """
 
     recipe: Recipe
@@ -66,6 +67,7 @@ class ResolvedRecipe:
     tokenizer: TokenizerBuild | None = None
     before: tuple[ResolvedRecipe, ...] = ()
     request: Request = AS_WRITTEN
+    inexact: tuple[str, ...] = ()
 
     @property
     def base(self) -> Model | None:
