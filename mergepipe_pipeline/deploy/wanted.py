@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 
 from mergepipe_pipeline.catalog.catalog import Catalog
@@ -11,12 +12,18 @@ from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.deploy.arrivals import place_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
 from mergepipe_pipeline.digest import digest_json, sha256_hex
-from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.errors import CheckpointError, NotFoundError
 from mergepipe_pipeline.recipe.yaml_text import read_documents
+from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.plan import ENGINE_VERSION
+from mergepipe_pipeline.storage.side_files import side_stamps
+from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
+#: Layouts by checkpoint id, for sensors: they ask of every recipe at each tick.
+_LAYOUTS: dict[str, str] = {}
+_MOST_LAYOUTS = 4096
 #: Keys of a recipe that say when, not what.
 _WHEN = frozenset({"schedule", "trigger", "timezone"})
 
@@ -43,7 +50,9 @@ def not_indexed(warehouse: Warehouse, file: RecipeFile) -> str:
 def wanted_of(catalog: Catalog, file: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
     """The same of these inputs."""
     try:
-        contents = [content_of(catalog, checkpoint) for checkpoint in inputs]
+        contents = [
+            [content_of(catalog, c), _layout(c), *_beside(catalog, file, c)] for c in inputs
+        ]
     except NotFoundError:
         return None
     said = _said(file.parsed.text) if file.parsed else ""
@@ -51,6 +60,31 @@ def wanted_of(catalog: Catalog, file: RecipeFile, inputs: Iterable[Checkpoint]) 
     taken = [s.taken for s in file.selected]
     asked = [ENGINE_VERSION, sha256_hex(said.encode()), contents, *([taken] if taken else [])]
     return digest_json(asked)[:24]
+
+
+def _layout(checkpoint: Checkpoint) -> str:
+    """The dtypes and shapes of a checkpoint's tensors: equal bytes may be other numbers."""
+    known = _LAYOUTS.get(checkpoint.checkpoint_id)
+    if known is None:
+        if len(_LAYOUTS) >= _MOST_LAYOUTS:
+            _LAYOUTS.clear()
+        known = digest_json([[t.name, t.dtype, t.shape] for t in checkpoint.tensors])
+        _LAYOUTS[checkpoint.checkpoint_id] = known
+    return known
+
+
+def _beside(catalog: Catalog, file: RecipeFile, checkpoint: Checkpoint) -> list[str]:
+    """What lies beside the weights, where it goes into the result: of the model whose config and
+    tokenizer it gets, of all where a tokenizer is made.
+    """
+    made = any(s.tokenizer is not None or s.chat_template is not None for s in file.stages)
+    if is_address(checkpoint.root) or not (made or checkpoint.name == file.members[0]):
+        return []
+    known = catalog.side_digests(checkpoint.checkpoint_id)
+    found: list[str] = []
+    with suppress(CheckpointError), open_source(checkpoint.root) as source:
+        found += [f"{s.file} {known.get(s, s)}" for s in side_stamps(source, checkpoint.root)]
+    return found
 
 
 @lru_cache(maxsize=512)  # sensors ask of every recipe at each tick

@@ -1,0 +1,81 @@
+"""What a recipe wants changes with all that goes into its result, and with nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.deploy.wanted import wanted
+from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.warehouse import Warehouse
+
+
+@pytest.fixture
+def standing(home: Warehouse, family: Path) -> Warehouse:
+    """A recipe of a base and an expert in the inbox."""
+    for name, source in (("base", "base"), ("expert", "expert_00")):
+        shutil.copytree(family / source, home.inbox / name)
+        index_arrival(home, name)
+    home.recipe_path("r").write_text(
+        "merge_method: task_arithmetic\nbase_model: base\n"
+        "models: [{model: expert, parameters: {weight: 1}}]\n"
+    )
+    return home
+
+
+def _wanted(home: Warehouse, changed: str = "") -> str:
+    """What the recipe wants, after an input that changed was indexed."""
+    if changed:
+        index_arrival(home, changed)
+    (file,) = recipe_files(home)
+    found = wanted(home, file)
+    assert found is not None
+    return found
+
+
+def _add_to_config(folder: Path, **values: float) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+
+
+def test_the_bases_config_and_tokenizer_are_wanted_and_those_of_an_expert_are_not(
+    standing: Warehouse,
+) -> None:
+    before = _wanted(standing)
+    _add_to_config(standing.inbox / "expert", rope_theta=77777.0)
+    assert _wanted(standing, "expert") == before
+    _add_to_config(standing.inbox / "base", rope_theta=77777.0)
+    after = _wanted(standing, "base")
+    assert after != before
+    (standing.inbox / "base" / "tokenizer.json").unlink()
+    assert _wanted(standing, "base") not in (before, after)
+
+
+def test_an_experts_tokenizer_is_wanted_where_one_is_made_of_all(standing: Warehouse) -> None:
+    with standing.recipe_path("r").open("a") as file:
+        file.write("tokenizer_source: union\n")
+    before = _wanted(standing)
+    _add_to_config(standing.inbox / "expert", rope_theta=77777.0)
+    assert _wanted(standing, "expert") != before
+
+
+def test_equal_bytes_under_another_dtype_are_wanted_anew(standing: Warehouse) -> None:
+    before = _wanted(standing)
+    (file,) = (standing.inbox / "expert").glob("*.safetensors")
+    values = {name: t.view(torch.float16) for name, t in load_file(file).items()}
+    save_file(values, file, metadata={"format": "pt"})
+    assert _wanted(standing, "expert") != before
+
+
+def test_files_that_are_touched_are_wanted_as_before(standing: Warehouse) -> None:
+    before = _wanted(standing)
+    for path in (standing.inbox / "base").iterdir():
+        os.utime(path, (1, 1))
+    assert _wanted(standing, "base") == before
