@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergepipe_pipeline.catalog import arrow_tables as tables
+from mergepipe_pipeline.catalog import stats_tables as tables
 from mergepipe_pipeline.catalog.formats import BLOCK_STATS
 from mergepipe_pipeline.catalog.magnitude_files import (
     MAGNITUDES,
@@ -107,6 +107,17 @@ class Analyses:
         if not analyses:
             return None
         return ExpertStats(base_id, checkpoint_id, block_elems, tuple(found.values()))
+
+    def histograms(
+        self, base_id: str, checkpoint_id: str, block_elems: int
+    ) -> dict[Pair, tables.Histogram]:
+        """The histograms that `stats` may leave out, from the small file alone."""
+        found: dict[Pair, tables.Histogram] = {}
+        for one in self._of(base_id, checkpoint_id, block_elems):
+            tensors = known(one.tensors, bytes)
+            if tensors is not None:
+                found |= tables.decode_histograms(tensors, str(one.tensors))
+        return found
 
     def magnitudes(
         self, base_id: str, checkpoint_id: str, block_elems: int, pairs: Collection[Pair]

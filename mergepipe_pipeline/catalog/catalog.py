@@ -10,16 +10,15 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
+from mergepipe_pipeline.catalog import decoded
 from mergepipe_pipeline.catalog.analyses import Analyses
 from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, SIDE_FILES, TENSOR_FACTS
 from mergepipe_pipeline.catalog.seals import find_sealed, known, name_parts, version, write_sealed
-from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
@@ -72,9 +71,12 @@ class Catalog(Analyses):
         super().__init__(folder)
         self._folder, self.roots = folder, roots or Roots({})
 
-    def register(self, checkpoint: Checkpoint, base: str | None) -> Registration:
+    def register(
+        self, checkpoint: Checkpoint, base: str | None, *, is_meant: bool = False
+    ) -> Registration:
         """Make `checkpoint` the current version of its name; an equal one adds no version.
 
+        If it `is_meant` to be as it is, files beside the weights that are gone are not missed.
         Raises MergePipeError for a name that cannot be one.
         """
         if not NAME.fullmatch(checkpoint.name):
@@ -98,7 +100,7 @@ class Catalog(Analyses):
         records = find_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id)
         if not any(known(path, len) for path in records):
             self._put_checkpoint(checkpoint)
-        self._put_side_files(checkpoint)
+        self._put_side_files(checkpoint, with_gone=is_meant)
         if current and current[1] == value:
             return Registration(checkpoint.name, current[0], checkpoint, value["base"])
         version = chain.append(value)
@@ -209,7 +211,7 @@ class Catalog(Analyses):
         Name and root are as given.
         """
         for path in find_sealed(self._folder / CHECKPOINTS, checkpoint_id):
-            found = _checkpoint(path, version(path), name, root)
+            found = decoded.checkpoint(path, version(path), name, root)
             if found is not None:
                 return found
         return None
@@ -221,7 +223,7 @@ class Catalog(Analyses):
     def digests(self, checkpoint_id: str) -> Mapping[str, str] | None:
         """Tensor name to digest, or None if not known."""
         for path in find_sealed(self._folder / DIGESTS, checkpoint_id):
-            found = _digests(path, version(path))
+            found = decoded.digests(path, version(path))
             if found is not None:
                 return found
         return None
@@ -233,7 +235,7 @@ class Catalog(Analyses):
         """
         found: dict[SideStamp, str] = {}
         for path in find_sealed(self._folder / SIDE_FILES, checkpoint_id):
-            found |= _side_digests(path, version(path)) or {}
+            found |= decoded.side_digests(path, version(path)) or {}
         return found
 
     def content_sha256(self, checkpoint_id: str) -> str:
@@ -242,7 +244,7 @@ class Catalog(Analyses):
         Raises NotFoundError if they are not known.
         """
         for path in find_sealed(self._folder / DIGESTS, checkpoint_id):
-            found = _content_sha256(path, version(path))
+            found = decoded.content_sha256(path, version(path))
             if found is not None:
                 return found
         raise NotFoundError(
@@ -263,7 +265,7 @@ class Catalog(Analyses):
         """All facts under `key`, by tensor; empty if none is known."""
         out: dict[str, Fact] = {}
         for path in find_sealed(self._facts(base_id, owner_id), key):
-            out |= known(path, partial(_decoded_facts, path)) or {}
+            out |= known(path, partial(tables.decode_facts, where=str(path))) or {}
         return out
 
     def sql(
@@ -304,14 +306,14 @@ class Catalog(Analyses):
         data = tables.encode_checkpoint(checkpoint)
         write_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id, data)
 
-    def _put_side_files(self, checkpoint: Checkpoint) -> None:
+    def _put_side_files(self, checkpoint: Checkpoint, *, with_gone: bool) -> None:
         """Remember the digests of side files that nobody has seen as they are, and which went."""
         known = self.side_digests(checkpoint.checkpoint_id)
         fresh: dict[SideStamp, str] = {}
         # Who needs a folder or file that cannot be read says why.
         with suppress(CheckpointError), open_source(checkpoint.root) as source:
             there = side_stamps(source, checkpoint.root)
-            went = {stamp.file for stamp in known} - {stamp.file for stamp in there}
+            went = {stamp.file for stamp in known if with_gone} - {stamp.file for stamp in there}
             fresh |= dict.fromkeys(set(map(gone, went)).difference(known), "")
             for stamp in there:
                 if stamp not in known:
@@ -329,32 +331,3 @@ class Catalog(Analyses):
 
     def _facts(self, base_id: str, owner_id: str) -> Path:
         return self._folder / TENSOR_FACTS / base_id / owner_id
-
-
-def _decoded_facts(path: Path, data: bytes) -> dict[str, Fact]:
-    return tables.decode_facts(data, str(path))
-
-
-@lru_cache(maxsize=512)
-def _side_digests(path: Path, version: tuple[int, int] | None) -> Mapping[SideStamp, str] | None:
-    return known(path, lambda data: tables.decode_side_files(data, str(path)))
-
-
-# One verb asks for these several times, of every expert, and sensors at each tick.
-@lru_cache(maxsize=512)
-def _checkpoint(
-    path: Path, version: tuple[int, int] | None, name: str, root: str
-) -> Checkpoint | None:
-    return known(path, lambda data: tables.decode_checkpoint(data, str(path), name, root))
-
-
-@lru_cache(maxsize=512)
-def _digests(path: Path, version: tuple[int, int] | None) -> Mapping[str, str] | None:
-    found = known(path, lambda data: tables.decode_digests(data, str(path)))
-    return None if found is None else MappingProxyType(found)
-
-
-@lru_cache(maxsize=1 << 14)
-def _content_sha256(path: Path, version: tuple[int, int] | None) -> str | None:
-    digests = _digests(path, version)
-    return None if digests is None else digest_json(dict(digests))

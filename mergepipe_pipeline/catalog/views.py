@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
+from mergepipe_pipeline.catalog import stats_tables
 from mergepipe_pipeline.catalog.formats import BLOCK_STATS, CHECKPOINTS, DIGESTS, TENSOR_FACTS
 
 _STATS = r"(?P<base_id>[^/]+)/(?P<checkpoint_id>[^/.]+)\.b(?P<block_elems>\d+)"
@@ -64,12 +65,12 @@ FILES = {
         re.compile(r"(?P<checkpoint_id>[^/.]+)" + _SEALED),
     ),
     "tensor_stat_files": Files(
-        tables.TENSOR_STATS,
+        stats_tables.TENSOR_STATS,
         f"{BLOCK_STATS}/*/*.tensors.*.parquet",
         re.compile(_STATS + r"\.tensors" + _SEALED),
     ),
     "block_stat_files": Files(
-        tables.BLOCK_STATS,
+        stats_tables.BLOCK_STATS,
         f"{BLOCK_STATS}/*/*.blocks.*.parquet",
         re.compile(_STATS + r"\.blocks" + _SEALED),
     ),

@@ -9,10 +9,11 @@ catalog lists, the rest by a pass over the tensor, and remembered in the catalog
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
 from mergepipe_pipeline.catalog.catalog import Fact
+from mergepipe_pipeline.catalog.stats_tables import Histogram
 from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
 from mergepipe_pipeline.facts.expert_stats import ensure_stats
 from mergepipe_pipeline.operators.steps.sparsify import band_counts, trim_count
@@ -29,8 +30,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 Pair = tuple[str, str]
 #: (output tensor, input number) as `planner.parts.TensorFacts` asks.
 Place = tuple[str, int]
-#: Loads the statistics of one expert, histograms among them.
-Load = Callable[[], ExpertStats]
+#: Loads the histograms of one expert.
+Load = Callable[[], Mapping[Pair, Histogram]]
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class FactTables:
 class ExpertFacts:
     """Finds the facts of one expert against one base, computing what the catalog lacks.
 
-    `stats` may lack histograms; `load` gives some with them. They go with this object: those of all
-    experts together would be most of what planning holds.
+    `stats` may lack histograms, which `load` gives. They go with this object: those of all experts
+    together would be most of what planning holds.
     """
 
     def __init__(
@@ -124,7 +125,13 @@ class ExpertFacts:
 
     @cached_property
     def _with_histograms(self) -> ExpertStats:
-        return self._load()
+        found = self._load()
+        tensors = (
+            replace(t, hist_bins=found[pair][0], hist_counts=found[pair][1])
+            for pair, t in self._stats.by_pair.items()
+            if pair in found
+        )
+        return replace(self._stats, tensors=tuple(tensors))
 
     def _add_trims(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
         keeps = {s: trim_count(s.numel, s.density) for s in wanted}
@@ -260,13 +267,6 @@ class ExpertFacts:
         if fresh:
             self._catalog.put_fact(self._base.model_id, self._expert.model_id, key, fresh)
         return fresh
-
-
-def histograms(warehouse: Warehouse, expert: Model, base: Model, block_elems: int) -> ExpertStats:
-    """What the catalog knows of an expert against a base, but for sketches and samples."""
-    ids = base.model_id, expert.model_id, block_elems
-    found = warehouse.catalog.stats(*ids, without=("sketch", "sample"))
-    return found or ExpertStats(*ids, ())
 
 
 def _rescales(params: Params) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 
 from mergepipe_pipeline.concurrency.prefetch import prefetch
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified, histograms
+from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Load, Sparsified
 from mergepipe_pipeline.facts.expert_stats import Pair, ensure_stats
 from mergepipe_pipeline.facts.group import measured_facts
 from mergepipe_pipeline.facts.operator_choice import choose_operators
@@ -290,7 +290,10 @@ def _facts(
     tables = FactTables()
     loads: list[Load] = [
         partial(
-            histograms, warehouse, models[expert], models[base], stats[expert, base].block_elems
+            warehouse.catalog.histograms,
+            models[base].model_id,
+            models[expert].model_id,
+            stats[expert, base].block_elems,
         )
         for expert, base, _ in wanted
     ]

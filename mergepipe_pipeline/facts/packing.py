@@ -10,7 +10,7 @@ from functools import partial
 from math import prod
 
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
-from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Sparsified, histograms
+from mergepipe_pipeline.facts.expert import ExpertFacts, FactTables, Sparsified
 from mergepipe_pipeline.facts.expert_stats import ensure_stats
 from mergepipe_pipeline.packs.codec import unit_of
 from mergepipe_pipeline.packs.contents import packed_contents
@@ -44,12 +44,14 @@ def packings_of(
     grid = grid_for(base, None)
     contents = contents_of(warehouse, expert, base, progress)
     pairs = [(c.name, c.base_name) for c in contents]
-    ensure_stats(warehouse, [(expert, pairs)], base, grid, progress)
-    stats = histograms(warehouse, expert, base, grid.block_elems)
-    load = partial(histograms, warehouse, expert, base, grid.block_elems)
+    unneeded = ("sketch", "sample", "hist")
+    wanted = [(expert, pairs)]
+    (stats,) = ensure_stats(warehouse, wanted, base, grid, progress, without=unneeded)
+    ids = base.model_id, expert.model_id, grid.block_elems
+    load = partial(warehouse.catalog.histograms, *ids)
     facts, tables = ExpertFacts(warehouse, expert, base, stats, load, progress), FactTables()
-    wanted = [_trimmed(content) for content in contents]
-    facts.add("trim", wanted, tables, in_full=True)
+    trimmed = [_trimmed(content) for content in contents]
+    facts.add("trim", trimmed, tables, in_full=True)
     return tuple(
         Packing(
             content,
@@ -58,7 +60,7 @@ def packings_of(
             unit_of(known.l2sq, known.nonzero),
             tables.trims[s.place].threshold_bits,
         )
-        for content, s in zip(contents, wanted, strict=True)
+        for content, s in zip(contents, trimmed, strict=True)
         for known in (stats.by_pair[s.pair],)
     )
 

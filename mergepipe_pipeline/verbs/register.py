@@ -28,7 +28,7 @@ def register(
         base = locate_registered(warehouse, base).name
     if is_address(str(path)):
         found = locate_checkpoint(warehouse, str(path))
-        return catalog.register(replace(found, name=name or found.name), base)
+        return catalog.register(replace(found, name=name or found.name), base, is_meant=True)
     root = Path(os.path.realpath(expanded(path)))
     if is_hub_name(str(path)) and not root.exists():
         raise CheckpointError(
@@ -39,4 +39,4 @@ def register(
             next_step=f"check the path, or write hf://{path} for a model of the Hugging Face hub",
         )
     chosen = name or free_name(catalog, root, {})
-    return catalog.register(open_checkpoint(str(root), chosen), base)
+    return catalog.register(open_checkpoint(str(root), chosen), base, is_meant=True)

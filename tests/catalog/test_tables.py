@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
+from mergepipe_pipeline.catalog import stats_tables
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.stats import ExpertStats
@@ -52,7 +53,7 @@ def test_a_checkpoint_stored_before_there_were_kinds_is_full() -> None:
 @settings(max_examples=40, deadline=None)
 @given(expert_stats())
 def test_statistics_round_trip_to_the_bit(stats: ExpertStats) -> None:
-    assert same(tables.decode_stats(*tables.encode_stats(stats), "t", "b"), stats)
+    assert same(stats_tables.decode_stats(*stats_tables.encode_stats(stats), "t", "b"), stats)
 
 
 @settings(max_examples=40, deadline=None)
@@ -77,16 +78,16 @@ def test_the_rules_that_keep_none_and_all_round_trip() -> None:
 
 
 def test_blocks_that_do_not_fit_their_tensors_are_corruption_and_both_files_are_named() -> None:
-    tensors, _ = tables.encode_stats(some_stats())
-    _, blocks = tables.encode_stats(some_stats(blocks=4))
+    tensors, _ = stats_tables.encode_stats(some_stats())
+    _, blocks = stats_tables.encode_stats(some_stats(blocks=4))
     pattern = "two/blocks.*6 blocks, as one/tensors implies, found 8 blocks"
     with pytest.raises(CorruptionError, match=pattern):
-        tables.decode_stats(tensors, blocks, "one/tensors", "two/blocks")
+        stats_tables.decode_stats(tensors, blocks, "one/tensors", "two/blocks")
 
 
 def test_equal_facts_are_equal_bytes() -> None:
-    assert tables.encode_stats(some_stats()) == tables.encode_stats(some_stats())
-    assert tables.encode_stats(some_stats()) != tables.encode_stats(some_stats(seed=1))
+    assert stats_tables.encode_stats(some_stats()) == stats_tables.encode_stats(some_stats())
+    assert stats_tables.encode_stats(some_stats()) != stats_tables.encode_stats(some_stats(seed=1))
     assert tables.encode_checkpoint(checkpoint()) == tables.encode_checkpoint(checkpoint())
     facts: dict[str, tuple[float, ...]] = {"w": (1, 2, 0.5)}
     assert tables.encode_facts(facts, "k") == tables.encode_facts(dict(facts), "k")
@@ -112,13 +113,13 @@ def foreign_parquet(data: bytes) -> bytes:
     [no_parquet, foreign_parquet, lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"{}"],
 )
 def test_a_damaged_file_is_corruption_and_is_named(damage: Callable[[bytes], bytes]) -> None:
-    stats, blocks = tables.encode_stats(some_stats())
+    stats, blocks = stats_tables.encode_stats(some_stats())
     readers: list[Callable[[], object]] = [
         lambda: tables.decode_checkpoint(
             damage(tables.encode_checkpoint(checkpoint())), "the/file", "m", "r"
         ),
-        lambda: tables.decode_stats(damage(stats), blocks, "the/file", "other"),
-        lambda: tables.decode_stats(stats, damage(blocks), "other", "the/file"),
+        lambda: stats_tables.decode_stats(damage(stats), blocks, "the/file", "other"),
+        lambda: stats_tables.decode_stats(stats, damage(blocks), "other", "the/file"),
         lambda: tables.decode_digests(damage(tables.encode_digests({"w": "0"})), "the/file"),
         lambda: tables.decode_facts(
             damage(tables.encode_facts({"w": (1, 2, 3.0)}, "k")), "the/file"
@@ -136,4 +137,4 @@ def test_one_kind_of_fact_is_not_taken_for_another() -> None:
     with pytest.raises(CorruptionError, match="the/file"):
         tables.decode_checkpoint(facts, "the/file", "m", "r")
     with pytest.raises(CorruptionError, match="the/file"):
-        tables.decode_stats(facts, facts, "the/file", "other")
+        stats_tables.decode_stats(facts, facts, "the/file", "other")
