@@ -43,8 +43,8 @@ class Tables:
     _missing: dict[int, dict[str, None]] = field(default_factory=dict)
     _extra: dict[int, dict[str, None]] = field(default_factory=dict)
     _alone: dict[int, dict[str, None]] = field(default_factory=dict)
-    _in_any_layer: dict[int, frozenset[str]] = field(default_factory=dict)
     _shapes: dict[int, list[str]] = field(default_factory=dict)
+    _in_any_layer: dict[int, frozenset[str]] = field(default_factory=dict)
     _shallow: dict[int, tuple[int, int]] = field(default_factory=dict)
     _broken: set[int] = field(default_factory=set)
 
@@ -65,13 +65,18 @@ class Tables:
         """Number of layers of each stack of a model, among tensors that `belongs` accepts."""
         return stack_counts(name for name in self.tables[model] if belongs(name))
 
-    def depth(self, model: int, belongs: Callable[[str], bool]) -> dict[str, int]:
+    def depth(
+        self, model: int, belongs: Callable[[str], bool], like: int | None = None
+    ) -> dict[str, int]:
         """Number of layers of each stack, without those that the config does not count.
 
-        Such a layer predicts further tokens (MTP), and some copies of a model lack it.
+        Such a layer predicts further tokens (MTP), and some copies of a model lack it. Weights
+        without a config are counted as those that they are to be `like`.
         """
         stacks = self.stacks(model, belongs)
         told = self.depths[model] if self.depths else None
+        if told is None and self.depths and like is not None:
+            told = self.depths[like]
         if told is None or len(stacks) != 1 or len(stack_counts(self.tables[model])) != 1:
             return stacks
         ((stack, n),) = stacks.items()
@@ -92,9 +97,10 @@ class Tables:
         """Add a problem if a model has another number of layers than the `lead`."""
         if self.partial[entry.model]:
             return
-        mine, wanted = self.depth(entry.model, belongs), self.depth(lead, belongs)
+        all_mine, all_wanted = self.stacks(entry.model, belongs), self.stacks(lead, belongs)
+        mine, wanted = self.depth(entry.model, belongs, lead), self.depth(lead, belongs)
         for stack, n in wanted.items():
-            if mine.get(stack, n) != n:
+            if mine.get(stack, n) != n and all_mine[stack] != all_wanted[stack]:
                 self._broken.add(entry.model)
                 problems.add(
                     (*entry.level.path, "model"),
@@ -103,18 +109,26 @@ class Tables:
                 )
 
     def is_cut_short(self, model: int, lacked: str) -> bool:
-        """Whether a tensor that a model lacks shows that others of its own are missing.
+        """Whether a model is not whole without a tensor that it lacks.
 
-        A layer has what another layer has, and a part of a model its embedding and its last norm.
+        Its layers want what other models' layers have, but for scales of quantised caches, and a
+        part of a model its embedding and its last norm.
         """
         table, layer = self.tables[model], layer_index(lacked)
         if layer is None:
             part = part_that_needs(lacked)
             return part is not None and any(name.startswith(part) for name in table)
-        if model not in self._in_any_layer:
-            self._in_any_layer[model] = frozenset(with_layer_index(name, 0) for name in table)
         n_layers = stack_counts(table).get(layer_stack(lacked) or "", 0)
-        return layer < n_layers and with_layer_index(lacked, 0) in self._in_any_layer[model]
+        return layer < n_layers and not lacked.endswith("_scale")
+
+    def has_its_kind(self, model: int, lacked: str) -> bool:
+        """Whether a tensor that a model lacks in a layer is in another of its layers."""
+        if layer_index(lacked) is None:
+            return True
+        if model not in self._in_any_layer:
+            kinds = frozenset(with_layer_index(name, 0) for name in self.tables[model])
+            self._in_any_layer[model] = kinds
+        return with_layer_index(lacked, 0) in self._in_any_layer[model]
 
     def note_missing(self, model: int, name: str) -> None:
         """Remember that a model lacks a tensor it needs."""

@@ -181,7 +181,7 @@ class Outputs:
             return False
         if is_optional(name) or tied_partner(twin, table) is not None:
             return True
-        if self.tables.is_cut_short(lead, twin):
+        if self.tables.is_cut_short(lead, twin) and self.tables.has_its_kind(lead, twin):
             self.tables.note_missing(lead, twin)
         else:
             self.tables.note_extra(model, name)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.recipe.parse import resolve_recipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.spec.recipe import BaseTensor
-from tests.recipe.schemas import NAMES, inputs, names_of, resolve, table, without
+from tests.recipe.schemas import METHODS, NAMES, inputs, names_of, parse, resolve, table, without
 
 TWO = "merge_method: {}\nbase_model: base\nmodels: [{{model: a}}, {{model: b}}]\nparameters: {}\n"
 TIES = TWO.format("ties", "{weight: 1}")
@@ -104,6 +105,35 @@ def test_a_layer_that_no_config_counts_is_merged_where_all_have_it() -> None:
     recipe = resolve(gradient, every=table(names_of(4)), depth=3)
     weights = {t.name: dict(t.inputs[0].params)["weight"] for t in recipe.tensors if t.inputs}
     assert [weights[f"model.layers.{n}.mlp.up.weight"] for n in range(4)] == [0.0, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("lacked", ["self_attn.q", "mlp.up"])
+def test_an_expert_without_a_kind_of_tensor_in_any_layer_is_another_model(lacked: str) -> None:
+    cut = without({f"model.layers.{n}.{lacked}.weight" for n in range(3)})
+    (problem,) = _problems(LINEAR, tables={"b": cut})
+    assert "'b' lacks 3 of the tensors to merge" in problem
+
+
+def test_a_kind_of_tensor_that_no_layer_of_the_base_has_is_left_out() -> None:
+    more = table((*NAMES, *(f"model.layers.{n}.self_attn.q_norm.weight" for n in range(3))))
+    recipe = resolve(TIES, {"a": more, "b": more})
+    assert not [t for t in recipe.tensors if "q_norm" in t.name]
+    assert [w for w in recipe.warnings if "3 tensors that the result has not" in w]
+
+
+@pytest.mark.parametrize("without_config", [0, 1, 2])
+@pytest.mark.parametrize("extra", [(), ("a",), ("a", "b"), ("a", "b", "base")])
+def test_weights_without_a_config_are_counted_like_the_others(
+    without_config: int, extra: tuple[str, ...]
+) -> None:
+    """Some models have a layer for further tokens (3 to 4); one of them has no config."""
+    text, names = TIES, ("a", "b", "base")
+    raw = parse(text)
+    tables = [table(names_of(4 if ref.text in extra else 3)) for ref in raw.references]
+    depths = [None if ref.text == names[without_config] else 3 for ref in raw.references]
+    recipe = resolve_recipe(raw, tables, METHODS, [False] * 3, depths)
+    beyond = [t for t in recipe.tensors if t.name.startswith("model.layers.3.")]
+    assert len(beyond) == (2 if "base" in extra else 0)
 
 
 def test_fewer_layers_than_the_config_tells_are_warned_of() -> None:
