@@ -249,7 +249,8 @@ KEEP_VERSIONS = Setting[int | None](
     "",
     "versions",
     None,
-    "Results that only older versions of refs name are removed once a day, with their layers.",
+    "How many versions of each ref keep their result; others are removed once a day, with their "
+    "layers.",
     _count,
     "all",
 )

@@ -109,10 +109,13 @@ def _idle_snapshots(
     if roots.marks is None:
         return []
     stages = roots.marks.unwanted()
-    # A mark says when a stage was used last; the folder of a result, when it was made.
+    # A mark says when somebody asked for a snapshot last. An older release gave results none.
     last_use = {i: _last_use(roots.marks.path_of(i)) for i in stages}
-    made = {s.snapshot_id: s for s in whole if s.snapshot_id in roots.outdated - stages}
-    last_use |= {i: Path(s.path).stat().st_mtime for i, s in made.items()}
+    for s in whole:
+        if s.snapshot_id in roots.outdated - stages:
+            mark, made_s = roots.marks.path_of(s.snapshot_id), Path(s.path).stat().st_mtime
+            asked_s = _last_use(mark) if mark.exists() else made_s
+            last_use[s.snapshot_id] = max(made_s, asked_s)
     return [
         s
         for s in whole

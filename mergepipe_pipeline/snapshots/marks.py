@@ -36,6 +36,8 @@ class Marks:
         path = self.path_of(snapshot_id)
         if not is_stage:
             self.accept(snapshot_id)
+        elif is_new and self.is_collected(snapshot_id):
+            write_atomic(path, seal(_STAGE))
         elif is_new and not path.exists():
             with suppress(FileExistsError):
                 create_exclusive(path, seal(_STAGE))
@@ -44,10 +46,13 @@ class Marks:
                 os.utime(path)
 
     def accept(self, snapshot_id: str) -> None:
-        """Remember that a snapshot is a result that somebody asked for."""
+        """Remember that a snapshot is a result that somebody asked for, and has used now."""
         path = self.path_of(snapshot_id)
         if self._read(path) != _RESULT:
             write_atomic(path, seal(_RESULT))
+        else:
+            with suppress(FileNotFoundError):
+                os.utime(path)
 
     def refuse(self, snapshot_id: str, recipe: str, reason: str) -> None:
         """Remember that the gate of a recipe refuses a snapshot, and why."""

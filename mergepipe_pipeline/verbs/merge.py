@@ -24,6 +24,7 @@ from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.resolution.resolve import Planning, ResolvedRecipe
+from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.outcome import RunStart
 from mergepipe_pipeline.spec.plan import MergePlan
@@ -105,11 +106,13 @@ def merge(
     start = RunStart(began_s, forecast(warehouse, resolved).to_json(), downloaded)
     run = partial(run_plan, options=options, progress=progress, start=start, fresh=fresh)
     plan, outcome = _planned_and_run(warehouse, resolved, stages, progress, run)
-    non_finite = merged_non_finite(warehouse, plan)
-    progress.warn(*non_finite_warning(non_finite, plan))
-    judged = _judged(warehouse, parsed, here, outcome.snapshot)
-    wanted = plan.ref if publish_ref else None
-    ref = _handed_on(warehouse, outcome.snapshot, folder, wanted, judged, progress)
+    made = Need(snapshot_ids=frozenset([outcome.snapshot.snapshot_id]))
+    with warehouse.leases.hold(made, "merge"):  # an evaluator may take hours
+        non_finite = merged_non_finite(warehouse, plan)
+        progress.warn(*non_finite_warning(non_finite, plan))
+        judged = _judged(warehouse, parsed, here, outcome.snapshot)
+        wanted = plan.ref if publish_ref else None
+        ref = _handed_on(warehouse, outcome.snapshot, folder, wanted, judged, progress)
     return Merged(outcome, non_finite, folder, ref, judged)
 
 

@@ -78,15 +78,21 @@ def rollback(
     """
     refs = warehouse.refs
     target = refs.target(ref, to)
+    with warehouse.leases.hold(Need(snapshot_ids=frozenset([target.snapshot_id])), "rollback"):
+        _refuse_collected(warehouse, target)
+        snapshot = load_snapshot(warehouse.snapshots, target.snapshot_id)
+        verify_snapshot(warehouse.snapshots / snapshot.snapshot_id)
+        _mirror(warehouse, snapshot, ref, f"{reason} to version {target.number}", Silent())
+        return refs.rollback(ref, target.number, reason)
+
+
+def _refuse_collected(warehouse: Warehouse, target: Ref) -> None:
+    """Raise NotFoundError if what a version names was removed by a collection."""
     if is_collected(warehouse, target):
         raise NotFoundError(
             "What a version of a ref named was collected",
-            where=f"{ref}, version {target.number}",
+            where=f"{target.name}, version {target.number}",
             expected="a version whose snapshot is kept (`mergepipe history` tells)",
             found=f"snapshot {target.snapshot_id}, which `gc --keep-versions` removed",
             next_step="choose another with --to, or merge its recipe again: it has the same id",
         )
-    snapshot = load_snapshot(warehouse.snapshots, target.snapshot_id)
-    verify_snapshot(warehouse.snapshots / snapshot.snapshot_id)
-    _mirror(warehouse, snapshot, ref, f"{reason} to version {target.number}", Silent())
-    return refs.rollback(ref, target.number, reason)

@@ -16,6 +16,11 @@ from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.plan_leases import lease
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.resolution.recipe_text import parse
+from mergepipe_pipeline.snapshots.checks import verify_snapshot
+from mergepipe_pipeline.snapshots.marks import Marks
+from mergepipe_pipeline.storage.atomic import remove_tree
+from mergepipe_pipeline.verbs import merge as merging
+from mergepipe_pipeline.verbs import publish as publishing
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.publish import publish, rollback
@@ -173,3 +178,56 @@ def test_plans_without_a_snapshot_go_after_a_month_and_those_of_snapshots_stay(
     collect(home, older_than_s=0)
     assert not home.plan_path(plan.plan_id).exists()
     assert len(list(home.plans.glob("*.json"))) == len(versions)
+
+
+def test_a_rollback_keeps_what_it_goes_back_to_from_a_collection_meanwhile(
+    home: Warehouse, versions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verified(folder: Path) -> None:
+        collect(home, older_than_s=0, keep_versions=1)
+        verify_snapshot(folder)
+
+    monkeypatch.setattr(publishing, "verify_snapshot", verified)
+    assert rollback(home, "live", 1).snapshot_id == versions[0]
+    assert _left(home) == {versions[0], versions[3]}
+
+
+def test_a_live_ref_whose_snapshot_is_gone_is_found_though_it_was_collected_once(
+    home: Warehouse, versions: list[str], merged: Merge
+) -> None:
+    collect(home, older_than_s=0, keep_versions=2)
+    merged("20%")
+    rollback(home, "live", 1)
+    Marks(home.stages).collect(versions[0])
+    remove_tree(home.snapshots / versions[0])
+    (finding,) = verify_all(home).findings
+    assert finding.file.endswith("live/00000005.json")
+
+
+def test_a_result_that_is_merged_again_is_in_use_as_of_then(
+    home: Warehouse, versions: list[str], merged: Merge
+) -> None:
+    month_ago = time.time() - 31 * 86400
+    for path in (*home.snapshots.iterdir(), *home.stages.iterdir()):
+        os.utime(path, (month_ago, month_ago))
+    assert merged("20%") == versions[0]
+    done = collect(home, older_than_s=3600, keep_versions=1)
+    assert set(done.snapshots) == set(versions[1:3])
+
+
+def test_a_merge_keeps_its_result_while_it_is_judged(
+    home: Warehouse, recipe_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judged(*given: object) -> None:
+        collect(home, older_than_s=0, unpublished=True)
+
+    monkeypatch.setattr(merging, "_judged", judged)
+    done = merge(home, parse(recipe_text(), name="r", where="r.yml"), publish_ref=True)
+    assert _left(home) == {done.outcome.snapshot.snapshot_id}
+
+
+def test_a_collected_result_that_is_made_as_a_stage_is_a_stage(tmp_path: Path) -> None:
+    marks = Marks(tmp_path)
+    marks.collect("a")
+    marks.mark("a", is_stage=True, is_new=True)
+    assert marks.unwanted() == {"a"}
