@@ -242,9 +242,9 @@ class Warehouse:
         """Pointer to the plan a standing recipe works on."""
         return self.releases / f"{recipe}.current.json"
 
-    def working_plan_path(self, recipe: str) -> Path:
+    def working_plan_path(self, recipe: str, sha256: str) -> Path:
         """That plan, whole: another of its id may have other files beside the weights."""
-        return self.releases / f"{recipe}.plan"
+        return self.releases / f"{recipe}.{sha256[:16]}.plan"
 
     def layer_records_dir(self, recipe: str) -> Path:
         """What each layer of that plan cost, a file per layer."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 
-from mergepipe_pipeline.catalog.catalog import Catalog
+from mergepipe_pipeline.contents.away import present_root
 from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.deploy.arrivals import place_of
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
@@ -33,7 +33,7 @@ def wanted(warehouse: Warehouse, file: RecipeFile) -> str | None:
     catalog = warehouse.catalog
     if not all(member in catalog for member in file.members):
         return None
-    return wanted_of(catalog, file, [catalog.get(m).checkpoint for m in file.members])
+    return wanted_of(warehouse, file, [catalog.get(m).checkpoint for m in file.members])
 
 
 def not_indexed(warehouse: Warehouse, file: RecipeFile) -> str:
@@ -47,11 +47,12 @@ def not_indexed(warehouse: Warehouse, file: RecipeFile) -> str:
     return f"{which} not indexed yet{how}"
 
 
-def wanted_of(catalog: Catalog, file: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
+def wanted_of(warehouse: Warehouse, file: RecipeFile, inputs: Iterable[Checkpoint]) -> str | None:
     """The same of these inputs."""
     try:
         contents = [
-            [content_of(catalog, c), _layout(c), *_beside(catalog, file, c)] for c in inputs
+            [content_of(warehouse.catalog, c), _layout(c), *_beside(warehouse, file, c)]
+            for c in inputs
         ]
     except NotFoundError:
         return None
@@ -73,18 +74,30 @@ def _layout(checkpoint: Checkpoint) -> str:
     return known
 
 
-def _beside(catalog: Catalog, file: RecipeFile, checkpoint: Checkpoint) -> list[str]:
+def _beside(warehouse: Warehouse, file: RecipeFile, checkpoint: Checkpoint) -> list[str]:
     """What lies beside the weights, where it goes into the result: of the model whose config and
     tokenizer it gets, of all where a tokenizer is made.
     """
     made = any(s.tokenizer is not None or s.chat_template is not None for s in file.stages)
-    if is_address(checkpoint.root) or not (made or checkpoint.name == file.members[0]):
+    if is_address(checkpoint.root) or not (made or checkpoint.name == _template(file)):
         return []
-    known = catalog.side_digests(checkpoint.checkpoint_id)
+    known = warehouse.catalog.side_digests(checkpoint.checkpoint_id)
+    root = present_root(warehouse, checkpoint.checkpoint_id, checkpoint.root)
     found: list[str] = []
-    with suppress(CheckpointError), open_source(checkpoint.root) as source:
-        found += [f"{s.file} {known.get(s, s)}" for s in side_stamps(source, checkpoint.root)]
+    with suppress(CheckpointError), open_source(root) as source:
+        found += [f"{s.file} {known.get(s, s)}" for s in side_stamps(source, root)]
     return found
+
+
+def _template(file: RecipeFile) -> str:
+    """The model whose config and tokenizer the last stage's result has."""
+    stages = {stage.stage or stage.name: stage for stage in file.stages}
+    stage = file.stages[-1]
+    while True:
+        model = stage.references[stage.base or 0].model
+        if model not in stage.stages_used:
+            return model
+        stage = stages[model]
 
 
 @lru_cache(maxsize=512)  # sensors ask of every recipe at each tick

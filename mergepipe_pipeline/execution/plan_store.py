@@ -13,7 +13,7 @@ from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.spec.places import with_folders
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.plan_json import plan_from_json
-from mergepipe_pipeline.storage.atomic import write_atomic
+from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 from mergepipe_pipeline.warehouse import Warehouse
 
 _LOG = logging.getLogger("mergepipe")
@@ -34,8 +34,9 @@ def store_working_plan(warehouse: Warehouse, recipe: str, plan: MergePlan) -> st
     are those of another base.
     """
     data = _recorded(warehouse, plan)
-    write_atomic(warehouse.working_plan_path(recipe), data)
-    return sha256_hex(data)
+    sha256 = sha256_hex(data)
+    write_atomic(warehouse.working_plan_path(recipe, sha256), data)
+    return sha256
 
 
 def load_working_plan(
@@ -47,18 +48,36 @@ def load_working_plan(
     """
     if sha256 is None:
         return load_plan(warehouse, plan_id)
-    path = warehouse.working_plan_path(recipe)
+    path = warehouse.working_plan_path(recipe, sha256)
+    refuse_other_plan(path, sha256)
+    plan = _read(path, lambda _, value: checked_plan(plan_id, value))
+    return with_folders(plan, warehouse.roots.here)
+
+
+def refuse_other_plan(path: Path, sha256: str) -> None:
+    """Raise CorruptionError for a recipe's plan whose SHA-256 does not begin like this."""
     found = sha256_hex(path.read_bytes()) if path.is_file() else "no file"
-    if found != sha256:
+    if not found.startswith(sha256):
         raise CorruptionError(
             "A recipe's plan is not the one that it works on",
             where=str(path),
             expected=f"sha256 {sha256[:16]}",
-            found=found if found == "no file" else f"sha256 {found[:16]}",
-            next_step=f"plan {recipe} anew",
+            found=found[:16],
+            next_step="plan the recipe anew: materialize its asset `plan`",
         )
-    plan = _read(path, lambda _, value: checked_plan(plan_id, value))
-    return with_folders(plan, warehouse.roots.here)
+
+
+def forget_other_plans(warehouse: Warehouse, recipe: str, sha256: str) -> None:
+    """Remove the plans that a standing recipe has worked on before."""
+    kept = warehouse.working_plan_path(recipe, sha256)
+    for path in working_plans(warehouse):
+        if path.name.rsplit(".", 2)[0] == recipe and path != kept:
+            remove_tree(path)
+
+
+def working_plans(warehouse: Warehouse) -> list[Path]:
+    """The plans of all standing recipes; the part before the suffix begins their SHA-256."""
+    return sorted(warehouse.releases.glob("*.plan"))
 
 
 def _recorded(warehouse: Warehouse, plan: MergePlan) -> bytes:

@@ -22,7 +22,7 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.evaluation.store import read as read_evaluation
 from mergepipe_pipeline.evaluation.store import records
 from mergepipe_pipeline.execution.lookup import provenance_of
-from mergepipe_pipeline.execution.plan_store import load_plan
+from mergepipe_pipeline.execution.plan_store import load_plan, refuse_other_plan, working_plans
 from mergepipe_pipeline.integrity.auditor import UNREADABLE, Auditor
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.objects import layer_key_of
@@ -74,6 +74,9 @@ def verify_structure(warehouse: Warehouse, audit: Auditor) -> None:
         audit.notes.append(f"{older} plans and actions of an earlier version are not used any more")
     for path in _files(warehouse.objects_dir, "*/*"):
         audit.check("structure", path, partial(_check_object_name, path), is_derivable=True)
+    for path in working_plans(warehouse):
+        check = partial(refuse_other_plan, path, path.stem.rpartition(".")[2])
+        audit.check("structure", path, check, is_derivable=True)
     for path in _files(warehouse.releases, "*.json"):
         audit.check("structure", path, partial(_unsealed, path))
     for path in _files(warehouse.stages, "*.json"):  # without its mark a stage is kept as a result

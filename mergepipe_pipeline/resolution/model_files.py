@@ -41,9 +41,14 @@ def template_of(recipe: Recipe, models: Sequence[Model]) -> int:
 
 
 def side_of(
-    recipe: Recipe, models: Sequence[Model], tokenizer_files: Mapping[str, bytes] | None
+    recipe: Recipe,
+    models: Sequence[Model],
+    tokenizer_files: Mapping[str, bytes] | None,
+    *,
+    copies_tokenizer: bool = True,
 ) -> Side:
-    """The output's side files; `tokenizer_files` replace the template's (None: they stay).
+    """The output's side files; `tokenizer_files` replace the template's (None: they stay, or go
+    unless the merge `copies_tokenizer`).
 
     Raises RecipeError for a chat template that is none, IncompleteCheckpointError for a file that
     ends early.
@@ -60,7 +65,8 @@ def side_of(
         if text is not None:
             own = tokenizer_files_of(models[template]) if files is None else files
             files = with_chat_template(own, text)
-    _refuse_cut_files(models[template].checkpoint, () if files is None else FILE_NAMES)
+    keeps_own = files is None and copies_tokenizer
+    _refuse_cut_files(models[template].checkpoint, () if keeps_own else FILE_NAMES)
     packed = None
     if files is not None:
         packed = tuple((n, b64encode(data).decode()) for n, data in sorted(files.items()))
@@ -118,6 +124,8 @@ def _has_tokenizer(model: Model) -> bool:
     checkpoint = model.checkpoint
     if checkpoint.tokenizer_files is not None:
         return bool(checkpoint.tokenizer_files)
+    if is_address(checkpoint.root):  # it is not asked for a warning's sake
+        return False
     with open_source(checkpoint.root) as source:
         return any(name in _VOCABULARIES for name in side_files(source, checkpoint.root))
 

@@ -215,8 +215,9 @@ def _fit(
             models = Reindexer(None, recipe, models, tokenizer).models()
             warnings += tokenizer.warnings
         models, cropped = fit_rows(recipe, models, problems, truncate=parsed.truncates)
-        side = side_of(recipe, models, tokenizer.files if tokenizer else None)
-        side = side if parsed.copies_tokenizer else replace(side, files=())
+        made, copies = tokenizer.files if tokenizer else None, parsed.copies_tokenizer
+        side = side_of(recipe, models, made, copies_tokenizer=copies)
+        side = side if copies else replace(side, files=())
         warnings += without_tokenizer(side, models) if parsed.copies_tokenizer else ()
         if not problems:
             _validate(recipe, models)

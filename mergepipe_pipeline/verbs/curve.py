@@ -61,7 +61,8 @@ def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
 
     None where a tensor has no base, so that nothing can be left out.
     """
-    if plan.estimates.predicted_error is plan.estimates.update_norm is None:
+    e = plan.estimates
+    if e.predicted_error is None and e.update_norm is None:
         return None
     return _told(solve_plan(warehouse, plan, with_blocks=True), SHARES)
 

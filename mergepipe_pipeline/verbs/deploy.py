@@ -35,7 +35,11 @@ from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import BudgetError, BusyError, CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.assemble import commit
 from mergepipe_pipeline.execution.plan_leases import lease, lease_layers, lease_recipe
-from mergepipe_pipeline.execution.plan_store import load_working_plan, store_working_plan
+from mergepipe_pipeline.execution.plan_store import (
+    forget_other_plans,
+    load_working_plan,
+    store_working_plan,
+)
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.integrity.weights import audit_snapshot, refuse_unfit
 from mergepipe_pipeline.snapshots.find import load_snapshot
@@ -162,15 +166,17 @@ def plan_recipe(warehouse: Warehouse, file: RecipeFile, *, budget: str | None = 
                 known=_unpinned(inputs, file),
                 budget=budget,
             )
+        sha256 = store_working_plan(warehouse, file.name, plan)
         state = {
             "plan_id": plan.plan_id,
-            "plan_sha256": store_working_plan(warehouse, file.name, plan),
-            "wanted": wanted_of(warehouse.catalog, file, inputs.values()) or "",
+            "plan_sha256": sha256,
+            "wanted": wanted_of(warehouse, file, inputs.values()) or "",
             "inputs": states,
             "snapshot_id": "",
         }
         LayerRecords(warehouse.layer_records_dir(file.name)).forget()
         write_atomic(warehouse.current_plan_path(file.name), seal(state))
+        forget_other_plans(warehouse, file.name, sha256)
     return plan
 
 

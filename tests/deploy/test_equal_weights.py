@@ -11,7 +11,9 @@ import pytest
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import CorruptionError
+from mergepipe_pipeline.execution.plan_store import working_plans
 from mergepipe_pipeline.execution.planning import make_plan
+from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.verbs.deploy import (
     candidate,
     current_plan,
@@ -21,6 +23,7 @@ from mergepipe_pipeline.verbs.deploy import (
 )
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -69,9 +72,30 @@ def test_a_damaged_plan_of_a_recipe_is_planned_anew_and_a_collection_says_what_i
 ) -> None:
     one, _ = recipe_files(twins)
     plan = plan_recipe(twins, one)
-    twins.working_plan_path(one.name).write_bytes(b"{}")
+    (file,) = working_plans(twins)
+    file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CorruptionError, match=r"not the one that it works on.*r-one/plan"):
         current_plan(twins, one.name)
-    assert any("r-one.plan" in note for note in collect(twins, older_than_s=0).notes)
+    assert [f.file for f in verify_all(twins, ["structure"]).findings] == [str(file)]
+    assert any(file.name in note for note in collect(twins, older_than_s=0).notes)
     assert plan_recipe(twins, one) == plan
     assert current_plan(twins, one.name) == plan
+
+
+def test_a_kill_before_a_plan_is_current_leaves_the_one_before(
+    twins: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = recipe_files(twins)
+    before = plan_recipe(twins, one)
+
+    def killed(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(deploy, "write_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            plan_recipe(twins, one, budget="50%")
+    assert current_plan(twins, one.name) == before
+    after = plan_recipe(twins, one, budget="40%")
+    assert current_plan(twins, one.name) == after
+    assert len(working_plans(twins)) == 1

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.deploy.wanted import wanted
 from mergepipe_pipeline.verbs.index import index_arrival
+from mergepipe_pipeline.verbs.pack import pack
+from mergepipe_pipeline.verbs.replace import move_to_cold
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -79,3 +81,32 @@ def test_files_that_are_touched_are_wanted_as_before(standing: Warehouse) -> Non
     for path in (standing.inbox / "base").iterdir():
         os.utime(path, (1, 1))
     assert _wanted(standing, "base") == before
+
+
+def test_the_base_of_the_last_stage_gives_the_config_that_is_wanted(
+    standing: Warehouse, family: Path
+) -> None:
+    shutil.copytree(family / "base", standing.inbox / "base2")
+    index_arrival(standing, "base2")
+    first = standing.recipe_path("r").read_text()
+    standing.recipe_path("r").write_text(
+        f"name: first\n{first}---\nmerge_method: linear\nbase_model: base2\n"
+        "models: [{model: first, parameters: {weight: 1}}]\n"
+    )
+    before = _wanted(standing)
+    _add_to_config(standing.inbox / "base", rope_theta=77777.0)
+    assert _wanted(standing, "base") == before
+    _add_to_config(standing.inbox / "base2", rope_theta=77777.0)
+    assert _wanted(standing, "base2") != before
+
+
+def test_moving_an_expert_to_cold_storage_wants_nothing_new(
+    standing: Warehouse, tmp_path: Path
+) -> None:
+    with standing.recipe_path("r").open("a") as file:
+        file.write("tokenizer_source: union\n")
+    before = _wanted(standing)
+    (packed,) = pack(standing, ["expert"], base="base")
+    move_to_cold(standing, packed, tmp_path / "cold")
+    assert not (standing.inbox / "expert").exists()
+    assert _wanted(standing) == before

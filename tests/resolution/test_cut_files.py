@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,11 @@ def test_a_base_without_a_tokenizer_that_an_expert_has_is_warned_of(
     assert not warned()
     (models / "base" / "tokenizer.json").unlink()
     assert warned()
+
+
+def test_a_tokenizer_that_is_not_copied_may_end_early(
+    home: Warehouse, family: Path, models: Path, recipe_text: Callable[..., str]
+) -> None:
+    (models / "base" / "tokenizer.json").write_text("{")
+    parsed = parse(recipe_text().replace(str(family), str(models)), name="r", where="r.yml")
+    assert merge(home, replace(parsed, copies_tokenizer=False)).outcome.snapshot
