@@ -232,7 +232,7 @@ def _profile(home: Path) -> None:
     from mergepipe_pipeline.warehouse import Warehouse
     from tests.profiles import settle_in
 
-    settle_in(Warehouse(home))
+    settle_in(Warehouse(home).ensure())
 
 
 def _deploy(place: Path, plan: bool) -> str:
