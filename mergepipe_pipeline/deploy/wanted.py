@@ -21,9 +21,6 @@ from mergepipe_pipeline.storage.side_files import side_stamps
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: Layouts by checkpoint id, for sensors: they ask of every recipe at each tick.
-_LAYOUTS: dict[str, str] = {}
-_MOST_LAYOUTS = 4096
 #: Keys of a recipe that say when, not what.
 _WHEN = frozenset({"schedule", "trigger", "timezone"})
 
@@ -51,7 +48,7 @@ def wanted_of(warehouse: Warehouse, file: RecipeFile, inputs: Iterable[Checkpoin
     """The same of these inputs."""
     try:
         contents = [
-            [content_of(warehouse.catalog, c), _layout(c), *_beside(warehouse, file, c)]
+            [content_of(warehouse.catalog, c), c.layout_sha256, *_beside(warehouse, file, c)]
             for c in inputs
         ]
     except NotFoundError:
@@ -61,17 +58,6 @@ def wanted_of(warehouse: Warehouse, file: RecipeFile, inputs: Iterable[Checkpoin
     taken = [s.taken for s in file.selected]
     asked = [ENGINE_VERSION, sha256_hex(said.encode()), contents, *([taken] if taken else [])]
     return digest_json(asked)[:24]
-
-
-def _layout(checkpoint: Checkpoint) -> str:
-    """The dtypes and shapes of a checkpoint's tensors: equal bytes may be other numbers."""
-    known = _LAYOUTS.get(checkpoint.checkpoint_id)
-    if known is None:
-        if len(_LAYOUTS) >= _MOST_LAYOUTS:
-            _LAYOUTS.clear()
-        known = digest_json([[t.name, t.dtype, t.shape] for t in checkpoint.tensors])
-        _LAYOUTS[checkpoint.checkpoint_id] = known
-    return known
 
 
 def _beside(warehouse: Warehouse, file: RecipeFile, checkpoint: Checkpoint) -> list[str]:

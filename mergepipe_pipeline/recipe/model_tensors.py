@@ -26,6 +26,8 @@ from mergepipe_pipeline.spec.view import TensorView
 
 #: Name to what headers tell of a tensor: its dtype and shape.
 Table = Mapping[str, TensorEntry | TensorView]
+#: Whether a tensor is of a module, by its name.
+Belongs = Callable[[str], bool]
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Tables:
     _extra: dict[int, dict[str, None]] = field(default_factory=dict)
     _alone: dict[int, dict[str, None]] = field(default_factory=dict)
     _shapes: dict[int, list[str]] = field(default_factory=dict)
+    _stacks: dict[tuple[int, Belongs], dict[str, int]] = field(default_factory=dict)
     _in_any_layer: dict[int, frozenset[str]] = field(default_factory=dict)
     _shallow: dict[int, tuple[int, int]] = field(default_factory=dict)
     _broken: set[int] = field(default_factory=set)
@@ -61,13 +64,14 @@ class Tables:
             self._by_layer[model] = layers
         return self._by_layer[model].get(layer, ())
 
-    def stacks(self, model: int, belongs: Callable[[str], bool]) -> dict[str, int]:
+    def stacks(self, model: int, belongs: Belongs) -> dict[str, int]:
         """Number of layers of each stack of a model, among tensors that `belongs` accepts."""
-        return stack_counts(name for name in self.tables[model] if belongs(name))
+        if (model, belongs) not in self._stacks:
+            found = stack_counts(name for name in self.tables[model] if belongs(name))
+            self._stacks[model, belongs] = found
+        return self._stacks[model, belongs]
 
-    def depth(
-        self, model: int, belongs: Callable[[str], bool], like: int | None = None
-    ) -> dict[str, int]:
+    def depth(self, model: int, belongs: Belongs, like: int | None = None) -> dict[str, int]:
         """Number of layers of each stack, without those that the config does not count.
 
         Such a layer predicts further tokens (MTP), and some copies of a model lack it. Weights
@@ -77,7 +81,7 @@ class Tables:
         told = self.depths[model] if self.depths else None
         if told is None and self.depths and like is not None:
             told = self.depths[like]
-        if told is None or len(stacks) != 1 or len(stack_counts(self.tables[model])) != 1:
+        if told is None or len(stacks) != 1 or len(self.stacks(model, _any)) != 1:
             return stacks
         ((stack, n),) = stacks.items()
         if n < told:
@@ -91,9 +95,7 @@ class Tables:
             return name
         return None if self.partial[model] else tied_partner(name, table)
 
-    def check_stacks(
-        self, entry: Entry, lead: int, belongs: Callable[[str], bool], problems: Problems
-    ) -> None:
+    def check_stacks(self, entry: Entry, lead: int, belongs: Belongs, problems: Problems) -> None:
         """Add a problem if a model has another number of layers than the `lead`."""
         if self.partial[entry.model]:
             return
@@ -108,20 +110,20 @@ class Tables:
                     f"{self.refs[lead].text!r} has {n}; use `slices:` to choose layers",
                 )
 
-    def is_cut_short(self, model: int, lacked: str) -> bool:
-        """Whether a model is not whole without a tensor that it lacks.
+    def needs(self, model: int, lacked: str) -> bool:
+        """Whether a model is broken without a tensor that it lacks.
 
         Its layers want what other models' layers have, but for scales of quantised caches, and a
         part of a model its embedding and its last norm.
         """
-        table, layer = self.tables[model], layer_index(lacked)
+        layer = layer_index(lacked)
         if layer is None:
             part = part_that_needs(lacked)
-            return part is not None and any(name.startswith(part) for name in table)
-        n_layers = stack_counts(table).get(layer_stack(lacked) or "", 0)
+            return part is not None and any(name.startswith(part) for name in self.tables[model])
+        n_layers = self.stacks(model, _any).get(layer_stack(lacked) or "", 0)
         return layer < n_layers and not lacked.endswith("_scale")
 
-    def has_its_kind(self, model: int, lacked: str) -> bool:
+    def has_in_another_layer(self, model: int, lacked: str) -> bool:
         """Whether a tensor that a model lacks in a layer is in another of its layers."""
         if layer_index(lacked) is None:
             return True
@@ -210,3 +212,7 @@ class Tables:
             for model, names in noted.items()
             if model not in self._broken
         ]
+
+
+def _any(name: str) -> bool:
+    return True

@@ -181,7 +181,7 @@ class Outputs:
             return False
         if is_optional(name) or tied_partner(twin, table) is not None:
             return True
-        if self.tables.is_cut_short(lead, twin) and self.tables.has_its_kind(lead, twin):
+        if self.tables.needs(lead, twin) and self.tables.has_in_another_layer(lead, twin):
             self.tables.note_missing(lead, twin)
         else:
             self.tables.note_extra(model, name)
@@ -272,7 +272,7 @@ class Outputs:
         """The lead's tensor, where it alone has it and the other models are whole without it."""
         lead = self._lead(part)
         others = [s for s in taken if s.stored and s.entry.model != lead]
-        if lead is None or others or any(self.tables.is_cut_short(*gap) for gap in lacking):
+        if lead is None or others or any(self.tables.needs(*gap) for gap in lacking):
             return None
         tensor = self.tables.find(lead, in_model(name, lead))
         if tensor is None:

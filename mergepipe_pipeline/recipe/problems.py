@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
-
-from pydantic_core import ErrorDetails
+from typing import TYPE_CHECKING
 
 from mergepipe_pipeline.errors import RecipeError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 KeyPath = tuple[str | int, ...]
 Lines = Mapping[KeyPath, int]

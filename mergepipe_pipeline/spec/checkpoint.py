@@ -92,6 +92,11 @@ class Checkpoint:
         stamps = [[f.path, f.nbytes, f.mtime_ns, f.header_sha256] for f in self.files]
         return digest_json(stamps)[:24]
 
+    @cached_property
+    def layout_sha256(self) -> str:
+        """64 hex over the tensors' names, dtypes and shapes: equal bytes may be other numbers."""
+        return digest_json([[t.name, t.dtype, t.shape] for t in self.tensors])
+
     @property
     def is_away(self) -> bool:
         """Whether the files were moved away, so that a pack gives their bytes."""

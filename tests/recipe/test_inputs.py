@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from mergepipe_pipeline.errors import RecipeError
+from mergepipe_pipeline.recipe import model_tensors
 from mergepipe_pipeline.recipe.parse import resolve_recipe
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
+from mergepipe_pipeline.spec.layers import stack_counts
 from mergepipe_pipeline.spec.recipe import BaseTensor
 from tests.recipe.schemas import METHODS, NAMES, inputs, names_of, parse, resolve, table, without
 
@@ -134,6 +138,22 @@ def test_weights_without_a_config_are_counted_like_the_others(
     recipe = resolve_recipe(raw, tables, METHODS, [False] * 3, depths)
     beyond = [t for t in recipe.tensors if t.name.startswith("model.layers.3.")]
     assert len(beyond) == (2 if "base" in extra else 0)
+
+
+def test_the_layers_of_a_model_are_counted_once_however_many_tensors_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[int] = []
+
+    def count(names: Iterable[str]) -> dict[str, int]:
+        counted.append(1)
+        return stack_counts(names)
+
+    monkeypatch.setattr(model_tensors, "stack_counts", count)
+    deep = table(names_of(40))
+    cut = {n: t for n, t in deep.items() if ".mlp." not in n}
+    assert len(_problems(TIES, every=deep, tables={"a": cut})) == 1
+    assert sum(counted) <= 2 * 3  # three models: of a module, and of all
 
 
 def test_fewer_layers_than_the_config_tells_are_warned_of() -> None:
