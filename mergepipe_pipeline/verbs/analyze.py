@@ -89,7 +89,10 @@ def _against(
         ids = base_model.model_id, expert.model_id, grid.block_elems
         new = catalog.digests(expert.checkpoint.checkpoint_id) is None
         fresh.append(new or bool(catalog.missing_pairs(*ids, pairs)))
-    for number, stats in enumerate(ensure_stats(warehouse, wanted, base_model, grid, progress)):
+    found = ensure_stats(
+        warehouse, wanted, base_model, grid, progress, without=("sketch", "sample", "hist")
+    )
+    for number, stats in enumerate(found):
         ensure_digests(warehouse, wanted[number][0].checkpoint, progress)
         yield Analysis(
             names[number],

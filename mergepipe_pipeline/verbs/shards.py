@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mergepipe_pipeline.concurrency.memory import peak_nbytes
 from mergepipe_pipeline.deploy.layer_records import LayerRecord, LayerRecords
 from mergepipe_pipeline.engine.options import EngineOptions
-from mergepipe_pipeline.execution.memory import peak_nbytes
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.spec.outcome import LayerOutcome
 from mergepipe_pipeline.spec.plan import MergePlan
