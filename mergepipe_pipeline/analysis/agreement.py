@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F64Array, U16Array
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, TensorStats, widened
 
-Floats = npt.NDArray[np.float64]
 #: How far bfloat16 sketches turn a cosine, at most; blocks do not average it out.
 _ROUNDING = 2.0**-18
 #: Floats of one batch of per-block matrices in memory.
@@ -39,13 +38,13 @@ class Agreement:
     Σ‖δ‖² that it loses, 1 − ‖Σδ‖²/Σ‖δ‖²: 0 for orthogonal deltas, below 0 where they add up.
     """
 
-    norms: Floats
-    cosine: Floats
-    cosine_error: Floats
-    overlap: Floats
-    overlap_error: Floats
-    sign_agreement: Floats
-    sign_error: Floats
+    norms: F64Array
+    cosine: F64Array
+    cosine_error: F64Array
+    overlap: F64Array
+    overlap_error: F64Array
+    sign_agreement: F64Array
+    sign_error: F64Array
     interference: float
     interference_error: float
 
@@ -60,12 +59,12 @@ class Sums:
     element counts as often as elements that it stands for; `*_sq` sum the squares of these counts.
     """
 
-    inner: Floats
-    inner_var: Floats
+    inner: F64Array
+    inner_var: F64Array
     sum_var: float
-    same: Floats
-    both: Floats
-    both_sq: Floats
+    same: F64Array
+    both: F64Array
+    both_sq: F64Array
     drawn: float
     drawn_sq: float
 
@@ -120,7 +119,7 @@ def sums_of(found: Sequence[TensorStats | None], block_elems: int) -> Sums:
     return Sums(inner, inner_var, sum_var, *_counts(samples, lengths / SAMPLE_WIDTH))
 
 
-def _inner(norms: Floats, sketches: Floats) -> tuple[Floats, Floats, float]:
+def _inner(norms: F64Array, sketches: F64Array) -> tuple[F64Array, F64Array, float]:
     """`inner`, `inner_var` and `sum_var` from `norms` [B, K] and `sketches` [B, K, width]."""
     sizes = np.linalg.norm(sketches, axis=2)
     flat = sketches.transpose(1, 0, 2).reshape(norms.shape[1], -1)
@@ -136,7 +135,7 @@ def _inner(norms: Floats, sketches: Floats) -> tuple[Floats, Floats, float]:
     return inner, inner_var, sum_var
 
 
-def _variances(norms: Floats, directions: Floats, beta: Floats) -> tuple[Floats, float]:
+def _variances(norms: F64Array, directions: F64Array, beta: F64Array) -> tuple[F64Array, float]:
     """Variances of inner products and of their sum, from unit sketches `directions` [B, K, width].
 
     The sum is tr(CS) of the sketches' products S with C = 11ᵀ − diag(Σⱼ βᵢⱼ‖j‖/‖i‖), and tr(CS) has
@@ -165,8 +164,8 @@ def _variances(norms: Floats, directions: Floats, beta: Floats) -> tuple[Floats,
 
 
 def _counts(
-    samples: npt.NDArray[np.uint16], stands_for: Floats
-) -> tuple[Floats, Floats, Floats, float, float]:
+    samples: U16Array, stands_for: F64Array
+) -> tuple[F64Array, F64Array, F64Array, float, float]:
     """`same`, `both`, `both_sq`, `drawn`, `drawn_sq` from bfloat16 bits [K, B, SAMPLE_WIDTH].
 
     Each of block b's samples stands for `stands_for[b]` elements.
@@ -181,7 +180,7 @@ def _counts(
     return same, both, both_sq, float(weights.sum()), float(np.square(weights).sum())
 
 
-def _share(part: Floats, whole: Floats, whole_sq: Floats) -> tuple[Floats, Floats]:
+def _share(part: F64Array, whole: F64Array, whole_sq: F64Array) -> tuple[F64Array, F64Array]:
     """The share of `part` in `whole`, NaN where that is 0, and its standard error.
 
     The error is that around the share with two successes and two failures added (Agresti and Coull
@@ -194,7 +193,7 @@ def _share(part: Floats, whole: Floats, whole_sq: Floats) -> tuple[Floats, Float
     return share, np.where(np.isnan(share), np.nan, error)
 
 
-def _ratio(a: Floats, b: Floats) -> Floats:
+def _ratio(a: F64Array, b: F64Array) -> F64Array:
     """a / b, 0 where b is 0."""
     a, b = np.broadcast_arrays(a, b)
     return np.divide(a, b, out=np.zeros(a.shape), where=b > 0)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, U8Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.lookahead import lookahead
@@ -30,10 +30,10 @@ class Buffers:
     """Room for one job's inputs and rows, grown to the largest need."""
 
     def __init__(self) -> None:
-        self._bytes: list[npt.NDArray[np.uint8]] = []
+        self._bytes: list[U8Array] = []
         self._rows = np.empty(0, dtype=np.float32)
 
-    def bytes(self, number: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    def bytes(self, number: int, nbytes: int) -> U8Array:
         """Input `number`: uint8 [nbytes]."""
         while len(self._bytes) <= number:
             self._bytes.append(np.empty(0, dtype=np.uint8))
@@ -41,7 +41,7 @@ class Buffers:
             self._bytes[number] = np.empty(nbytes, dtype=np.uint8)
         return self._bytes[number][:nbytes]
 
-    def rows(self, count: int, n: int) -> npt.NDArray[np.float32]:
+    def rows(self, count: int, n: int) -> F32Array:
         """Float32 [count, n]."""
         if len(self._rows) < count * n:
             self._rows = np.empty(count * n, dtype=np.float32)

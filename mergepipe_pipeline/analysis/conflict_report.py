@@ -15,7 +15,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from mergepipe_pipeline.analysis.agreement import Agreement, Floats, Sums, sums_of
+from mergepipe_pipeline.analysis.agreement import Agreement, Sums, sums_of
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.stats import ExpertStats
@@ -98,7 +99,7 @@ class ConflictReport:
         certain = [(p.cosine - errors * p.cosine_error, p) for p in pairs]
         return [p for cos, p in sorted(certain, key=lambda c: -c[0]) if cos >= REDUNDANT_COSINE]
 
-    def profile(self, by: str) -> Floats:
+    def profile(self, by: str) -> F64Array:
         """[places, K]: the mean cosine of each expert with the others, place by place."""
         found = [mean_cosine(agreement) for agreement in self.places(by).values()]
         return np.array(found).reshape(-1, len(self.experts))
@@ -134,10 +135,10 @@ def _certain_errors(count: int) -> float:
     return NormalDist().inv_cdf(1 - _WRONG_LIST / max(1, count))
 
 
-def mean_cosine(found: Agreement) -> Floats:
+def mean_cosine(found: Agreement) -> F64Array:
     """[K]: the mean cosine of each expert with the others; 0 where it is alone."""
     others = max(1, len(found.norms) - 1)
-    mean: Floats = (found.cosine.sum(axis=1) - np.diagonal(found.cosine)) / others
+    mean: F64Array = (found.cosine.sum(axis=1) - np.diagonal(found.cosine)) / others
     return mean
 
 

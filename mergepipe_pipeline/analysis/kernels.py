@@ -9,9 +9,9 @@ lanes of 256 elements, added in order: nothing depends on the CPU's vector lengt
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from mergepipe_pipeline.analysis.magnitudes import BINS, Bits, Room, Table, end_block
+from mergepipe_pipeline.analysis.magnitudes import BINS, Room, end_block
+from mergepipe_pipeline.arrays import F32Array, F64Array, I32Array, I64Array, U16Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS, LANES, subtract
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
@@ -23,15 +23,15 @@ _SHIFT, _LOW = np.uint32(HIST_SHIFT), np.uint32((1 << HIST_SHIFT) - 1)
 _SIZE = np.uint32(0x7FFFFFFF)
 _BF16_INFINITY = 0x7F80
 
-Sums = npt.NDArray[np.float64]
-Peaks = npt.NDArray[np.float32]
-Counts = npt.NDArray[np.int64]
-Sketches = npt.NDArray[np.float32]
+Sums = F64Array
+Peaks = F32Array
+Counts = I64Array
+Sketches = F32Array
 
 
 @cached_njit(nogil=True)
 def describe(
-    delta: npt.NDArray[np.float32],
+    delta: F32Array,
     key: np.uint64,
     first_word: int,
     sums: Sums,
@@ -66,8 +66,8 @@ def describe(
 
 @cached_njit(nogil=True)
 def describe_bfloat16(
-    expert: npt.NDArray[np.uint16],
-    base: npt.NDArray[np.uint16],
+    expert: U16Array,
+    base: U16Array,
     key: np.uint64,
     first_word: int,
     sums: Sums,
@@ -103,7 +103,7 @@ def describe_bfloat16(
 
 
 @cached_njit(nogil=True)
-def _is_equal(expert: npt.NDArray[np.uint16], base: npt.NDArray[np.uint16]) -> bool:
+def _is_equal(expert: U16Array, base: U16Array) -> bool:
     """Whether equal bits mean a difference of zero: ∞ − ∞ is none."""
     for i in range(len(expert)):
         if expert[i] != base[i]:
@@ -116,7 +116,7 @@ def _is_equal(expert: npt.NDArray[np.uint16], base: npt.NDArray[np.uint16]) -> b
 
 @cached_njit(nogil=True)
 def _describe_chunk(
-    delta: npt.NDArray[np.float32],
+    delta: F32Array,
     key: np.uint64,
     first_word: int,
     chunk: int,
@@ -157,7 +157,7 @@ def _describe_chunk(
 
 
 @cached_njit(nogil=True)
-def _largest_size(delta: npt.NDArray[np.float32]) -> np.uint32:
+def _largest_size(delta: F32Array) -> np.uint32:
     """The largest pattern of |δ|: as integers they have a vector instruction, as floats none."""
     bits, largest = delta.view(np.uint32), np.zeros(LANES, np.uint32)
     for at in range(0, CHUNK_ELEMS, LANES):
@@ -171,7 +171,7 @@ def _largest_size(delta: npt.NDArray[np.float32]) -> np.uint32:
 
 
 @cached_njit(nogil=True)
-def _nonzero_and_positive(delta: npt.NDArray[np.float32]) -> tuple[int, int]:
+def _nonzero_and_positive(delta: F32Array) -> tuple[int, int]:
     """How many δ ≠ 0, and how many δ > 0."""
     nonzero, positive = np.uint32(0), np.uint32(0)
     for i in range(CHUNK_ELEMS):
@@ -182,7 +182,7 @@ def _nonzero_and_positive(delta: npt.NDArray[np.float32]) -> tuple[int, int]:
 
 @cached_njit(nogil=True)
 def _count_chunk(
-    delta: npt.NDArray[np.float32], even: Table, odd: Table, n_aside: int, aside: Bits
+    delta: F32Array, even: I32Array, odd: I32Array, n_aside: int, aside: U32Array
 ) -> int:
     """Count magnitudes by their upper bits; those with lower ones are set aside, too.
 
@@ -212,7 +212,7 @@ def _top_bin(peaks: Peaks) -> int:
 
 
 @cached_njit(nogil=True)
-def count_in_bin(delta: npt.NDArray[np.float32], bin_: int, counts: npt.NDArray[np.uint32]) -> None:
+def count_in_bin(delta: F32Array, bin_: int, counts: U32Array) -> None:
     """Count, by the lower bits of |δ|, the elements of `delta` [n] in bin `bin_` of the histogram.
 
     Adds to `counts`, uint32 [2**HIST_SHIFT].
@@ -223,10 +223,10 @@ def count_in_bin(delta: npt.NDArray[np.float32], bin_: int, counts: npt.NDArray[
 
 @cached_njit(nogil=True)
 def count_in_bin_bfloat16(
-    expert: npt.NDArray[np.uint16],
-    base: npt.NDArray[np.uint16],
+    expert: U16Array,
+    base: U16Array,
     bin_: int,
-    counts: npt.NDArray[np.uint32],
+    counts: U32Array,
 ) -> None:
     """As `count_in_bin`, for δ = expert − base of bfloat16 elements by their bits, uint16 [n]."""
     delta = np.zeros(CHUNK_ELEMS, np.float32)
@@ -237,9 +237,7 @@ def count_in_bin_bfloat16(
 
 
 @cached_njit(nogil=True)
-def _count_in_bin(
-    delta: npt.NDArray[np.float32], bin_: int, counts: npt.NDArray[np.uint32]
-) -> None:
+def _count_in_bin(delta: F32Array, bin_: int, counts: U32Array) -> None:
     # Gathered without a branch first: a bin holds a few elements in a hundred, at no fixed places.
     bits, low = delta.view(np.uint32), np.empty(CHUNK_ELEMS, np.uint32)
     wanted, found = np.uint32(bin_), 0
@@ -251,9 +249,7 @@ def _count_in_bin(
         counts[low[i]] += 1
 
 
-def sample_elems(
-    key: np.uint64, grid: BlockGrid, start_elem: int, stop_elem: int
-) -> npt.NDArray[np.int64]:
+def sample_elems(key: np.uint64, grid: BlockGrid, start_elem: int, stop_elem: int) -> I64Array:
     """Which elements of the blocks in [start_elem, stop_elem) are kept: int64 [blocks, 64].
 
     A block is cut into SAMPLE_WIDTH equal parts, and one element drawn from each; so a part shorter
@@ -265,7 +261,7 @@ def sample_elems(
     numbers = ((starts // grid.block_elems) * SAMPLE_WIDTH + parts).astype(np.uint64)
     with np.errstate(over="ignore"):
         draws = mixed.py_func(~key + numbers * GAMMA) >> np.uint64(40)
-    elems: npt.NDArray[np.int64] = starts + (
-        (parts + draws * 2.0**-24) * lengths / SAMPLE_WIDTH
-    ).astype(np.int64)
+    elems: I64Array = starts + ((parts + draws * 2.0**-24) * lengths / SAMPLE_WIDTH).astype(
+        np.int64
+    )
     return elems

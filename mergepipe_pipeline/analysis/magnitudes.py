@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import I32Array, I64Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import HIST_SHIFT, Magnitudes
@@ -25,9 +25,6 @@ _GROUP = 128
 _DIGIT_BITS = 11
 _DIGITS = 1 << _DIGIT_BITS
 
-Bits = npt.NDArray[np.uint32]
-Table = npt.NDArray[np.int32]
-
 
 class Room(NamedTuple):
     """Room for the magnitudes of a window of whole blocks, as `spec.stats.Magnitudes` has them.
@@ -36,11 +33,11 @@ class Room(NamedTuple):
     blocks had more.
     """
 
-    edges: npt.NDArray[np.int64]
-    bits: Bits
-    counts: Bits
-    aside: Bits
-    lost: npt.NDArray[np.int64]
+    edges: I64Array
+    bits: U32Array
+    counts: U32Array
+    aside: U32Array
+    lost: I64Array
 
     def listed(self) -> Magnitudes | None:
         """What was filled in; None if too many were to be set aside."""
@@ -67,10 +64,10 @@ def room_for(numel: int, grid: BlockGrid) -> Room:
 def end_block(
     block: int,
     n_aside: int,
-    even: Table,
-    odd: Table,
+    even: I32Array,
+    odd: I32Array,
     top: int,
-    histogram: npt.NDArray[np.int64],
+    histogram: I64Array,
     room: Room,
 ) -> None:
     """Empty both tables, of which the bins up to `top` may be occupied, into `histogram` [BINS].
@@ -100,7 +97,7 @@ def end_block(
 
 
 @cached_njit(nogil=True)
-def _list_bin(bin_: int, n: int, rest: Bits, r: int, at: int, room: Room) -> tuple[int, int]:
+def _list_bin(bin_: int, n: int, rest: U32Array, r: int, at: int, room: Room) -> tuple[int, int]:
     """List the n elements of a bin, of which those from `rest[r]` on were set aside."""
     stop = r
     while stop < len(rest) and rest[stop] >> HIST_SHIFT == bin_:
@@ -119,7 +116,7 @@ def _list_bin(bin_: int, n: int, rest: Bits, r: int, at: int, room: Room) -> tup
 
 
 @cached_njit(nogil=True)
-def _sorted(values: Bits, room: Bits) -> Bits:
+def _sorted(values: U32Array, room: U32Array) -> U32Array:
     """`values` in order, sorted digit by digit: several times as fast here as by comparing."""
     n, counts = len(values), np.empty(_DIGITS, np.int32)
     other, last = room[:n], np.uint32(_DIGITS - 1)

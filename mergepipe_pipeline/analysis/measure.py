@@ -13,9 +13,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from mergepipe_pipeline.analysis.order import Bits, Histogram, InBin, bits_at, in_bin, keep_largest
+from mergepipe_pipeline.analysis.order import Histogram, InBin, bits_at, in_bin, keep_largest
 from mergepipe_pipeline.analysis.pass_windows import GroupWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Measure, Quantiles, Sums
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -90,7 +91,7 @@ class _Scores:
     step: Quantiles | Largest
     progress: Callable[[int], None] | None
 
-    def map(self, work: Callable[[int, Bits], T], only: int | None = None) -> Iterator[T]:
+    def map(self, work: Callable[[int, U32Array], T], only: int | None = None) -> Iterator[T]:
         def of(window: Window) -> T:
             score = self.step.score(window).contiguous().view(torch.int32).numpy()
             return work(window.start_elem, score.view(np.uint32))

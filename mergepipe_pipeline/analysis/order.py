@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import I64Array, U16Array, U32Array
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.stats import HIST_SHIFT
 
-Bits = npt.NDArray[np.uint32]
 T = TypeVar("T")
 
 #: Keeps nothing: no magnitude is above infinity.
@@ -36,14 +35,14 @@ class InBin:
     One of these is held for every window of a tensor.
     """
 
-    low: npt.NDArray[np.uint16]
-    counts: npt.NDArray[np.uint32]
+    low: U16Array
+    counts: U32Array
 
 
 class Scores(Protocol):
     """The scores of a tensor, window by window."""
 
-    def map(self, work: Callable[[int, Bits], T], only: int | None = None) -> Iterator[T]:
+    def map(self, work: Callable[[int, U32Array], T], only: int | None = None) -> Iterator[T]:
         """`work(start_elem, bits)` for each window in order, or for the one numbered `only`."""
         ...
 
@@ -56,8 +55,8 @@ class Scores(Protocol):
 class Histogram:
     """Occupied bins of bits >> HIST_SHIFT, ascending, and how many scores lie in each."""
 
-    bins: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int64]
+    bins: I64Array
+    counts: I64Array
 
     @staticmethod
     def of(scores: Scores) -> Histogram:
@@ -101,7 +100,7 @@ def bits_at(scores: Scores, histogram: Histogram, rank: int) -> int:
     return (bin_ << HIST_SHIFT) | low
 
 
-def _totals(windows: list[InBin]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _totals(windows: list[InBin]) -> tuple[I64Array, I64Array]:
     totals = np.zeros(_LOW + 1, dtype=np.int64)
     for w in windows:
         totals[w.low] += w.counts
@@ -109,20 +108,18 @@ def _totals(windows: list[InBin]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np
     return values, totals[values]
 
 
-def from_top(
-    values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], keep: int
-) -> tuple[int, int]:
+def from_top(values: I64Array, counts: I64Array, keep: int) -> tuple[int, int]:
     """The value where counting down from the largest reaches `keep`, and how many lie above."""
     cumulative = np.cumsum(counts[::-1])
     at = int(np.searchsorted(cumulative, keep))
     return int(values[::-1][at]), int(cumulative[at] - counts[::-1][at])
 
 
-def in_bin(bits: Bits, bin_: int) -> InBin:
+def in_bin(bits: U32Array, bin_: int) -> InBin:
     """What of a window's scores lies in a bin."""
     low, counts = np.unique(bits[(bits >> HIST_SHIFT) == bin_] & _LOW, return_counts=True)
     return InBin(low.astype(np.uint16), counts.astype(np.uint32))
 
 
-def _high_counts(bits: Bits) -> npt.NDArray[np.int64]:
+def _high_counts(bits: U32Array) -> I64Array:
     return np.bincount((bits >> HIST_SHIFT).astype(np.int32), minlength=_BINS)

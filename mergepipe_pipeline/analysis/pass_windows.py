@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.spec.view import TensorView
 
 if TYPE_CHECKING:
     import torch
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass
@@ -34,15 +30,15 @@ class DeltaWindow:
     expert_raw: memoryview
     base_raw: memoryview
     dtype: str | None
-    make: Callable[[], Floats]
+    make: Callable[[], F32Array]
 
     @cached_property
-    def delta(self) -> Floats:
+    def delta(self) -> F32Array:
         """Float32 [m], m ≥ n a multiple of CHUNK_ELEMS, zero from n on."""
         return self.make()
 
     @property
-    def values(self) -> Floats:
+    def values(self) -> F32Array:
         """The n deltas without padding."""
         return self.delta[: self.n]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.kernels.kept_l1 import (
     CHUNK_ELEMS,
@@ -101,7 +101,7 @@ def _kept_l1(window: DeltaWindow, task: TensorTask, kind: Fact) -> float:
         return _kept_at_random(window, task)
     rows = torch.from_numpy(window.values).view(1, -1)
     _sparsify(Window(None, rows, task, window.start_elem), kind)
-    magnitude: npt.NDArray[np.float32] = np.abs(window.delta)
+    magnitude: F32Array = np.abs(window.delta)
     sums = magnitude.reshape(-1, CHUNK_ELEMS).sum(axis=1, dtype=np.float64)
     return math.fsum(sums.tolist())
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.operators import OPERATORS, Operator, Window
 from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel
 from mergepipe_pipeline.spec.plan import TensorTask
 
-Samples = npt.NDArray[np.float32]
+Samples = F32Array
 
 
 def simulation_of(task: TensorTask) -> Callable[[Samples], Samples]:

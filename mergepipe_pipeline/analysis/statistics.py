@@ -22,6 +22,7 @@ from mergepipe_pipeline.analysis.kernels import (
 from mergepipe_pipeline.analysis.magnitudes import BINS, room_for
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family
 from mergepipe_pipeline.analysis.stream import WINDOW_ELEMS, WindowReader
+from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array, U16Array
 from mergepipe_pipeline.digest import segment_digests, sha256_hex
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
@@ -52,12 +53,12 @@ class _Figures:
     """
 
     window: DeltaWindow
-    sums: npt.NDArray[np.float64]
-    peaks: npt.NDArray[np.float32]
-    counts: npt.NDArray[np.int64]
-    sketches: npt.NDArray[np.float32]
-    samples: npt.NDArray[np.uint16]
-    histogram: npt.NDArray[np.int64]
+    sums: F64Array
+    peaks: F32Array
+    counts: I64Array
+    sketches: F32Array
+    samples: U16Array
+    histogram: I64Array
     magnitudes: Magnitudes | None
     segments: tuple[bytes, ...] = ()
     base_segments: tuple[bytes, ...] = ()
@@ -192,7 +193,7 @@ class _Table:
 
     def __init__(self, view: TensorView, base: TensorView, grid: BlockGrid) -> None:
         self._view, self._base, self._grid = view, base, grid
-        self._histogram: npt.NDArray[np.int64] | None = None
+        self._histogram: I64Array | None = None
         self._sums, self._counts = [np.zeros((0, 2))], [np.zeros((0, 2), np.int64)]
         self._peaks = [np.zeros(0, np.float32)]
         self._sketches = [np.zeros((0, SKETCH_WIDTH), np.float32)]

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe_pipeline.analysis.ahead import Buffers, Job, RunAhead
-from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family, Floats, GroupWindow
+from mergepipe_pipeline.analysis.pass_windows import DeltaWindow, Family, GroupWindow
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.operators.kernels.kept_l1 import CHUNK_ELEMS
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
@@ -288,7 +289,7 @@ class WindowReader:
         plain = base_row is not None and (update, base_update) == (None, None)
         dtype = expert.dtype if plain and expert.dtype == base.dtype else None
 
-        def make() -> Floats:
+        def make() -> F32Array:
             self._ahead.load_torch()
             import torch
 
@@ -309,8 +310,8 @@ class _Place:
         start: int,
         stop: int,
         base_row: BaseRow | None,
-        delta: Floats,
-        values: Floats,
+        delta: F32Array,
+        values: F32Array,
     ) -> None:
         self.start, self.stop, self.base_row, self.delta = start, stop, base_row, delta
         self._values = values

@@ -13,9 +13,10 @@ import numpy as np
 
 from mergepipe_pipeline.analysis.cuts import plain_rule
 from mergepipe_pipeline.analysis.kernels import count_in_bin, count_in_bin_bfloat16
-from mergepipe_pipeline.analysis.order import Bits, Histogram, InBin, keep_largest
+from mergepipe_pipeline.analysis.order import Histogram, InBin, keep_largest
 from mergepipe_pipeline.analysis.pass_windows import DeltaWindow
 from mergepipe_pipeline.analysis.stream import WindowReader
+from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.spec.model import Model
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.segments import KnownSegments
@@ -67,7 +68,7 @@ class _Magnitudes:
     ) -> None:
         self._reader, self._expert, self._base, self._progress = reader, expert, base, progress
 
-    def map(self, work: Callable[[int, Bits], T], only: int | None = None) -> Iterator[T]:
+    def map(self, work: Callable[[int, U32Array], T], only: int | None = None) -> Iterator[T]:
         def of(window: DeltaWindow) -> tuple[T, int]:
             bits = np.abs(window.values).view(np.uint32)
             return work(window.start_elem, bits), len(window.expert_raw)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from mergepipe_pipeline.arrays import I64Array, U16Array
 from mergepipe_pipeline.catalog.arrow_tables import NOISE, corruption_named, decode, encode
 from mergepipe_pipeline.catalog.seals import seal_of
 from mergepipe_pipeline.errors import CorruptionError
@@ -17,7 +18,7 @@ from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, SKETCH_WIDTH, ExpertStats, TensorStats
 
 #: Bins and their counts, as `TensorStats` has them.
-Histogram = tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]
+Histogram = tuple[U16Array, I64Array]
 _HISTOGRAM = ("hist_bins", "hist_counts")
 
 TENSOR_STATS = pa.schema(
@@ -159,7 +160,7 @@ def decode_histograms(tensors: bytes, where: str) -> dict[tuple[str, str], Histo
     return dict(zip(names, zip(bins, counts, strict=True), strict=True))
 
 
-def _packed(parts: Sequence[npt.NDArray[np.uint16]], width: int) -> pa.FixedSizeBinaryArray:
+def _packed(parts: Sequence[U16Array], width: int) -> pa.FixedSizeBinaryArray:
     """Rows of `width` numbers as little-endian bytes."""
     rows = np.concatenate(parts).astype("<u2")
     return pa.FixedSizeBinaryArray.from_buffers(
@@ -167,7 +168,7 @@ def _packed(parts: Sequence[npt.NDArray[np.uint16]], width: int) -> pa.FixedSize
     )
 
 
-def _unpacked(column: pa.ChunkedArray, width: int) -> npt.NDArray[np.uint16]:
+def _unpacked(column: pa.ChunkedArray, width: int) -> U16Array:
     """The rows of `_packed`."""
     chunks = [
         np.frombuffer(c.buffers()[1], "<u2").reshape(-1, width)[c.offset : c.offset + len(c)]

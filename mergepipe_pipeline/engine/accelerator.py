@@ -27,12 +27,13 @@ from contextlib import contextmanager
 
 import torch
 
+from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.bfloat16 import NAN_BITS
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.window import Window, count_cut_off
 from mergepipe_pipeline.errors import DeviceError
 from mergepipe_pipeline.spec.plan import TensorTask
-from mergepipe_pipeline.tensors.stored import Bytes, torch_dtype
+from mergepipe_pipeline.tensors.stored import torch_dtype
 
 
 def device_of(name: str) -> torch.device:
@@ -119,24 +120,24 @@ class DeviceBufferPool(BufferPool):
             self._there = torch.empty(k * n, device=self._device)
         return self._there[: k * n].view(k, n)
 
-    def bring(self, values: torch.Tensor) -> Bytes:
+    def bring(self, values: torch.Tensor) -> U8Array:
         """The bytes of [n] `values` of any type, here and complete when the work is done."""
         raw = values.view(torch.uint8)
         here = self.take(len(raw))
         torch.from_numpy(here).copy_(raw, non_blocking=True)
         return here
 
-    def _allocated(self, nbytes: int) -> Bytes:
+    def _allocated(self, nbytes: int) -> U8Array:
         if self._stream is None:
             return super()._allocated(nbytes)
-        pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        pinned: U8Array = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return pinned
 
 
 class DeviceWindow(Window[DeviceBufferPool]):
     """A window that is merged on the device of its buffers, unless it stays on the CPU."""
 
-    def run(self, buffers: DeviceBufferPool) -> Bytes:
+    def run(self, buffers: DeviceBufferPool) -> U8Array:
         """As `Window.run`."""
         job, task = self._job, self._job.task
         if job.unchanged or job.is_copy or stays_on_cpu(task):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mergepipe_pipeline.tensors.rows import Floats
-from mergepipe_pipeline.tensors.stored import Bytes
+from mergepipe_pipeline.arrays import F32Array, U8Array
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +22,7 @@ class BufferPool:
     """The buffers of the window that a worker is on: its inputs as stored, float32 rows."""
 
     def __init__(self) -> None:
-        self._bytes: Bytes = np.empty(0, dtype=np.uint8)
+        self._bytes: U8Array = np.empty(0, dtype=np.uint8)
         self._used = 0
         self._flat = np.empty(0, dtype=np.float32)
 
@@ -34,13 +33,13 @@ class BufferPool:
             self._bytes = self._allocated(need)
         self._used = 0
 
-    def take(self, nbytes: int) -> Bytes:
+    def take(self, nbytes: int) -> U8Array:
         """The next `nbytes` bytes, aligned for any element type."""
         start = self._used
         self._used += -(-nbytes // _ALIGN) * _ALIGN
         return self._bytes[start : start + nbytes]
 
-    def floats(self, k: int, n: int) -> Floats:
+    def floats(self, k: int, n: int) -> F32Array:
         """An uninitialised [k, n] float32 matrix; the one handed out before becomes invalid."""
         if k * n > len(self._flat):
             self._flat = np.empty(k * n, dtype=np.float32)
@@ -52,5 +51,5 @@ class BufferPool:
 
         return torch.from_numpy(self.floats(k, n))
 
-    def _allocated(self, nbytes: int) -> Bytes:
+    def _allocated(self, nbytes: int) -> U8Array:
         return np.empty(nbytes, dtype=np.uint8)

@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.lookahead import lookahead
 from mergepipe_pipeline.concurrency.threads import READING, single_threaded_torch
@@ -40,7 +41,6 @@ from mergepipe_pipeline.storage.header import tensor_order
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import ANNOUNCED
 from mergepipe_pipeline.storage.writer import ShardWriter
-from mergepipe_pipeline.tensors.stored import Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +255,7 @@ class _Done:
     """
 
     tensor: str
-    out: Bytes
+    out: U8Array
     non_finite: int
     read: Read
     took_s: float

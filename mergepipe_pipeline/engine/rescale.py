@@ -18,8 +18,8 @@ from math import prod
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F64Array, U8Array
 from mergepipe_pipeline.concurrency.free_list import FreeList
 from mergepipe_pipeline.concurrency.workers import TaskQueue, Workers
 from mergepipe_pipeline.engine.buffers import BufferPool
@@ -39,7 +39,6 @@ from mergepipe_pipeline.storage.held import PIECE_NBYTES
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow
-from mergepipe_pipeline.tensors.stored import Bytes
 
 #: Elements of one expert read together: a multiple of CHUNK_ELEMS, so no sum depends on it. Half
 #: as many take a tenth longer (dare_ties of 5 and 20 experts of 0.6B), twice as many no less.
@@ -49,7 +48,7 @@ _NORM_ERROR = 1e-12
 #: Tensors whose factors are found at once: windows of one run out before the next one's begin.
 _AT_ONCE = 3
 
-Sums = npt.NDArray[np.float64]
+Sums = F64Array
 
 
 class RescalePrepass:
@@ -203,7 +202,7 @@ class _PrepassWindow:
         return sums
 
     def _add_up(
-        self, d: _Drawn, base: BaseRow, raw: Bytes, buffers: BufferPool, sums: Sums
+        self, d: _Drawn, base: BaseRow, raw: U8Array, buffers: BufferPool, sums: Sums
     ) -> None:
         job, n = self._job, self._n
         verify, update = None if d.is_told else job.verify[d.number], job.updates[d.number]

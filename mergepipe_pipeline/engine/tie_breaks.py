@@ -12,8 +12,9 @@ from functools import partial
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.concurrency.sequencer import Sequencer
-from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, subtract, times
+from mergepipe_pipeline.operators.kernels.bits import Stored, subtract, times
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
 from mergepipe_pipeline.spec.blocks import clip
 from mergepipe_pipeline.spec.plan import ExpertInput, TensorTask, TrimRule
@@ -94,7 +95,7 @@ def nth_in(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[in
     return int(place), int(count)
 
 
-def deltas_of(row: Stored, base: Stored | None, start_elem: int, steps: Floats) -> Floats:
+def deltas_of(row: Stored, base: Stored | None, start_elem: int, steps: F32Array) -> F32Array:
     """δ [n] of a part of an expert's row, from `start_elem` on; `steps` are of its tiles."""
     delta = np.zeros(len(row), np.float32)
     first = start_elem // TILE_ELEMS

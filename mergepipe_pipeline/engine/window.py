@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U16Array
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.jobs import MERGED_BYTES, Job
 from mergepipe_pipeline.engine.sources import Read
 from mergepipe_pipeline.engine.tie_breaks import RuleKey, deltas_of, nth_in, with_stops
 from mergepipe_pipeline.operators import Window as OperatorWindow
-from mergepipe_pipeline.operators.kernels.bits import Bits, Floats, Stored, narrow
+from mergepipe_pipeline.operators.kernels.bits import Stored, narrow
 from mergepipe_pipeline.operators.kernels.merge_tiles import ABSENT, STORED, TILE_ELEMS
-from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, Ints, tiles_of
+from mergepipe_pipeline.operators.steps.fused_kernel import FusedKernel, tiles_of
 from mergepipe_pipeline.packs.elements import PackedPart
 from mergepipe_pipeline.packs.together import Placed, decode_together
 from mergepipe_pipeline.spec.blocks import Range, clip
@@ -30,13 +31,7 @@ from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.read_batch import ReadBatch
 from mergepipe_pipeline.storage.uncached import pages_nbytes
 from mergepipe_pipeline.tensors.rows import BaseRow, ExpertRow, verify_part
-from mergepipe_pipeline.tensors.stored import (
-    Bytes,
-    Readers,
-    announce_stored,
-    read_stored,
-    torch_dtype,
-)
+from mergepipe_pipeline.tensors.stored import Readers, announce_stored, read_stored, torch_dtype
 from mergepipe_pipeline.tensors.verified import Verify
 
 if TYPE_CHECKING:
@@ -88,7 +83,7 @@ class Window(Generic[D]):
         if any(self._packed):
             self._base = self._read_base(buffer.take(pages_nbytes(0, self._n * job.sizes[-1])))
 
-    def run(self, buffers: D) -> Bytes:
+    def run(self, buffers: D) -> U8Array:
         """Read what the plan allows, merge it, and give the window's output bytes.
 
         No other window may use the buffers meanwhile.
@@ -123,7 +118,7 @@ class Window(Generic[D]):
         """Let go the windows of the tensor that wait for others, because the run ends."""
         self._job.tie_breakers.cancel()
 
-    def _to_bytes(self, values: torch.Tensor) -> Bytes:
+    def _to_bytes(self, values: torch.Tensor) -> U8Array:
         out = to_bytes(values, self._job.task.out_dtype)
         if self._job.task.out_dtype == "F8_E4M3":
             import torch
@@ -155,7 +150,7 @@ class Window(Generic[D]):
             return None
         return self._base or self._read_base(self._buffers.take(self._n * job.sizes[-1]))
 
-    def _read_base(self, buffer: Bytes) -> BaseRow:
+    def _read_base(self, buffer: U8Array) -> BaseRow:
         job, base = self._job, self._job.task.base
         assert base is not None
         row = BaseRow(job.sources.base, base.view, buffer, job.base_update, job.verify_base)
@@ -183,7 +178,7 @@ class Window(Generic[D]):
             (expert.delta if job.as_delta else expert.value)(row, values)
         return rows
 
-    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, Ints, Floats]:
+    def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, I64Array, F32Array]:
         """What the kernel takes: the base [n], rows [p, n], whose they are and `steps` [p, tiles].
 
         Rows hold bits of bfloat16 or numbers from packs, as `steps` says tile by tile. An expert
@@ -211,7 +206,13 @@ class Window(Generic[D]):
         return below, bits[: len(present)], np.array(present, np.int64), steps[: len(present)]
 
     def _fill_gaps(
-        self, row: Bits, base: Bits, parts: Sequence[Range], step: Floats, *, is_delta: bool
+        self,
+        row: U16Array,
+        base: U16Array,
+        parts: Sequence[Range],
+        step: F32Array,
+        *,
+        is_delta: bool,
     ) -> None:
         """Let `row` [n] be the base between `parts`, in tiles that hold stored elements."""
         edges = [self._start, *(edge for part in parts for edge in part), self._stop]
@@ -220,7 +221,7 @@ class Window(Generic[D]):
                 inside = slice(a - self._start, b - self._start)
                 row[inside] = 0 if is_delta else base[inside]
 
-    def _read_bits(self, k: int, row: Bits, step: Floats, batch: ReadBatch) -> None:
+    def _read_bits(self, k: int, row: U16Array, step: F32Array, batch: ReadBatch) -> None:
         """Read what is stored of expert k into `row` [n], and say what its pack gives."""
         job, start = self._job, self._start
         view, verify = job.task.experts[k].view, job.verify[k]
@@ -232,7 +233,7 @@ class Window(Generic[D]):
             for a, b, of in () if part.gives_bits else part.steps:
                 step[self._tiles(a, b)] = of
 
-    def _decode(self, bits: Bits, base: Bits, present: Sequence[int]) -> None:
+    def _decode(self, bits: U16Array, base: U16Array, present: Sequence[int]) -> None:
         """Put what was read of packs into the rows `bits` [p, n] of the experts `present`."""
         found = [(row, k, part) for row, k in enumerate(present) for part in self._packed[k]]
         placed = []
@@ -254,16 +255,16 @@ class Window(Generic[D]):
         kernel: FusedKernel,
         base: Stored,
         experts: Stored,
-        present: Ints,
-        steps: Floats | None = None,
-    ) -> Bytes:
+        present: I64Array,
+        steps: F32Array | None = None,
+    ) -> U8Array:
         merged = self._buffers.take(self._n * MERGED_BYTES).view(np.float32)
         if self._job.tie_breakers:
             kernel = kernel.with_stops(self._stops(base, experts, present, steps))
         kernel.run(base, experts, present, self._start, merged, steps)
         return self._cast(merged)
 
-    def _cast(self, merged: Floats) -> Bytes:
+    def _cast(self, merged: F32Array) -> U8Array:
         if self._job.task.out_dtype == "BF16":
             return narrowed(merged)
         import torch
@@ -271,7 +272,7 @@ class Window(Generic[D]):
         return self._to_bytes(torch.from_numpy(merged))
 
     def _stops(
-        self, base: Stored, experts: Stored, present: Ints, steps: Floats | None
+        self, base: Stored, experts: Stored, present: I64Array, steps: F32Array | None
     ) -> Mapping[RuleKey, int]:
         places = {int(k): i for i, k in enumerate(present)}
 
@@ -286,7 +287,7 @@ class Window(Generic[D]):
 
         return self._job.tie_breakers.stops(self._start, self._stop, find)
 
-    def _stored(self, readers: Readers, view: TensorView, verify: Verify | None) -> Bytes:
+    def _stored(self, readers: Readers, view: TensorView, verify: Verify | None) -> U8Array:
         job, raw = self._job, np.empty(self._n * itemsize(view.dtype), np.uint8)
         packed = () if job.is_copy else self._packed[0]
         if not packed:
@@ -301,7 +302,7 @@ class Window(Generic[D]):
         return raw
 
 
-def to_bytes(values: torch.Tensor, dtype: str) -> Bytes:
+def to_bytes(values: torch.Tensor, dtype: str) -> U8Array:
     """The bytes of [n] float32 values cast once, to nearest even, to `dtype`."""
     import torch
 
@@ -310,7 +311,7 @@ def to_bytes(values: torch.Tensor, dtype: str) -> Bytes:
     cast = values.to(torch_dtype(dtype))
     if cast is values:  # the caller reuses its rows while these bytes are still being written
         cast = values.clone()
-    out: Bytes = cast.view(torch.uint8).numpy()
+    out: U8Array = cast.view(torch.uint8).numpy()
     return out
 
 
@@ -322,7 +323,7 @@ def count_cut_off(values: torch.Tensor, codes: torch.Tensor) -> int:
     return int((((codes & 0x7F) == 0x7E) & (values.abs() > _E4M3_ROUNDS_DOWN_TO)).sum())
 
 
-def narrowed(values: Floats) -> Bytes:
+def narrowed(values: F32Array) -> U8Array:
     """The bytes of [n] float32 values cast once, to nearest even, to bfloat16."""
     bits = np.empty(len(values), np.uint16)
     narrow(values, bits)

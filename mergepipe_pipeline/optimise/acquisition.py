@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F64Array, I64Array
 from mergepipe_pipeline.optimise.pareto import front, gaps
-from mergepipe_pipeline.optimise.trials import REFERENCE, Array, Ints, Trials
+from mergepipe_pipeline.optimise.trials import REFERENCE, Trials
 
 if TYPE_CHECKING:
     from botorch.models import SingleTaskGP
@@ -30,8 +31,8 @@ _NARROWEST = 1e-3
 
 
 def maxima(
-    model: SingleTaskGP, trials: Trials, pending: Array, seed: int
-) -> tuple[Array, Array, Array]:
+    model: SingleTaskGP, trials: Trials, pending: F64Array, seed: int
+) -> tuple[F64Array, F64Array, F64Array]:
     """Local maxima of the gain: points [r, d], gains [r] as logarithms, expected values [r, m]."""
     import torch
     from botorch.acquisition.multi_objective import logei
@@ -66,7 +67,7 @@ def maxima(
     return found.numpy(), gains.numpy(), means.numpy()
 
 
-def _raw(trials: Trials, seed: int) -> Array:
+def _raw(trials: Trials, seed: int) -> F64Array:
     """Where the climbs may start: near points of the front, and anywhere."""
     random = np.random.default_rng(seed)
     dims = trials.points.shape[1]
@@ -78,12 +79,14 @@ def _raw(trials: Trials, seed: int) -> Array:
     return np.concatenate([np.clip(near, 0.0, 1.0), random.random((_RAW, dims))])
 
 
-def by_gain(gains: Array) -> Ints:
+def by_gain(gains: F64Array) -> I64Array:
     """The order by gain alone, best first."""
     return np.argsort(-gains, kind="stable")
 
 
-def reranked(points: Array, gains: Array, means: Array, values: Array, pending: Array) -> Ints:
+def reranked(
+    points: F64Array, gains: F64Array, means: F64Array, values: F64Array, pending: F64Array
+) -> I64Array:
     """The order by gain, gaps that expected values fill, and distance to pending points.
 
     A gain counts as a share of the largest one. The paper takes it between the extremes, where a
@@ -97,7 +100,7 @@ def reranked(points: Array, gains: Array, means: Array, values: Array, pending: 
     return np.argsort(-score, kind="stable")
 
 
-def _gap_filling(means: Array, values: Array) -> Array:
+def _gap_filling(means: F64Array, values: F64Array) -> F64Array:
     """0 to 1: how near values would be to the middle of a gap of the front, by the gap's size."""
     middles, sizes = gaps(values)
     if not len(sizes):
@@ -105,5 +108,5 @@ def _gap_filling(means: Array, values: Array) -> Array:
     ends = values[front(values)]
     width = max(float(np.linalg.norm(np.ptp(ends, axis=0))) / len(sizes), _NARROWEST)
     distance = np.linalg.norm(means[:, None] - middles[None], axis=2)
-    filling: Array = (np.exp(-0.5 * (distance / width) ** 2) * sizes / sizes.max()).max(axis=1)
+    filling: F64Array = (np.exp(-0.5 * (distance / width) ** 2) * sizes / sizes.max()).max(axis=1)
     return filling

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.optimise.grid import rounded
-from mergepipe_pipeline.optimise.trials import Array
 
 
-def design(dims: int, seed: int, count: int) -> Array:
+def design(dims: int, seed: int, count: int) -> F64Array:
     """The first `count` points of a scrambled Sobol sequence, rounded to the grid."""
     from torch import float64
     from torch.quasirandom import SobolEngine
@@ -19,6 +19,6 @@ def design(dims: int, seed: int, count: int) -> Array:
     return rounded(engine(dims, scramble=True, seed=seed).draw(count, dtype=float64).numpy())
 
 
-def diagonal(dims: int, count: int) -> Array:
+def diagonal(dims: int, count: int) -> F64Array:
     """`count` points [count, dims] of the grid from corner to corner, each of equal coordinates."""
     return rounded(np.repeat(np.linspace(0.0, 1.0, count)[:, None], dims, axis=1))

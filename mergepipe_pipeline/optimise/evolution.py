@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F64Array, I64Array
 from mergepipe_pipeline.optimise.pareto import front
-from mergepipe_pipeline.optimise.trials import Array, Ints, Trials
+from mergepipe_pipeline.optimise.trials import Trials
 
 #: How alike children are to their parents, as the field has it.
 _CROSSOVER_INDEX, _MUTATION_INDEX = 15, 20
 _CROSSOVER_SHARE = 0.9
 
 
-def children(trials: Trials, population: int, count: int, random: np.random.Generator) -> Array:
+def children(trials: Trials, population: int, count: int, random: np.random.Generator) -> F64Array:
     """`count` children of the best `population` trials, [count, d] in the unit cube."""
     fit = fittest(trials.values, population)
     # Of two drawn, the one that comes first in `fit` is a parent.
@@ -26,7 +27,7 @@ def children(trials: Trials, population: int, count: int, random: np.random.Gene
     return np.clip(_mutated(_crossed(first, second, random), random), 0.0, 1.0)
 
 
-def fittest(values: Array, count: int) -> Ints:
+def fittest(values: F64Array, count: int) -> I64Array:
     """The best `count` rows: front by front, and within one the loneliest first."""
     order, left = list[int](), np.arange(len(values))
     while len(left) and len(order) < count:
@@ -37,7 +38,7 @@ def fittest(values: Array, count: int) -> Ints:
     return np.array(order[:count], dtype=np.int64)
 
 
-def _crowding(values: Array) -> Array:
+def _crowding(values: F64Array) -> F64Array:
     """How far the neighbours on the front are from each other; infinite at its ends."""
     distance = np.zeros(len(values))
     for column in values.T:
@@ -48,7 +49,7 @@ def _crowding(values: Array) -> Array:
     return distance
 
 
-def _crossed(first: Array, second: Array, random: np.random.Generator) -> Array:
+def _crossed(first: F64Array, second: F64Array, random: np.random.Generator) -> F64Array:
     """Simulated binary crossover: between and beyond two parents, dimension by dimension."""
     u = random.random(first.shape)
     exponent = 1 / (_CROSSOVER_INDEX + 1)
@@ -59,7 +60,7 @@ def _crossed(first: Array, second: Array, random: np.random.Generator) -> Array:
     return np.where(mixes, (first + second + spread * (first - second)) / 2, first)
 
 
-def _mutated(points: Array, random: np.random.Generator) -> Array:
+def _mutated(points: F64Array, random: np.random.Generator) -> F64Array:
     """Polynomial mutation of one dimension in the mean."""
     u = random.random(points.shape)
     exponent = 1 / (_MUTATION_INDEX + 1)

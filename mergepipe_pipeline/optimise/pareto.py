@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe_pipeline.optimise.trials import REFERENCE, Array, Flags
+from mergepipe_pipeline.arrays import BoolArray, F64Array
+from mergepipe_pipeline.optimise.trials import REFERENCE
 
 
-def front(values: Array) -> Flags:
+def front(values: F64Array) -> BoolArray:
     """Which rows no other row dominates; of equal rows all. Objectives are maximised."""
     at_least = (values[:, None] >= values[None]).all(axis=2)
     better = (values[:, None] > values[None]).any(axis=2)
@@ -15,19 +16,19 @@ def front(values: Array) -> Flags:
     return np.asarray(~dominated)
 
 
-def gaps(values: Array) -> tuple[Array, Array]:
+def gaps(values: F64Array) -> tuple[F64Array, F64Array]:
     """Midpoints [g, m] and sizes [g] between neighbours of the front along its first objective."""
     points = np.unique(values[front(values)], axis=0)
     return (points[1:] + points[:-1]) / 2, np.linalg.norm(np.diff(points, axis=0), axis=1)
 
 
-def hypervolume(values: Array, reference: float = REFERENCE) -> float:
+def hypervolume(values: F64Array, reference: float = REFERENCE) -> float:
     """The volume between `reference`, in each objective, and what the values dominate."""
     above = values[(values > reference).all(axis=1)]
     return _volume(above[front(above)] - reference) if len(above) else 0.0
 
 
-def _volume(sides: Array) -> float:
+def _volume(sides: F64Array) -> float:
     """The union of the boxes from the origin to each row: slices along the last objective."""
     if sides.shape[1] == 1:
         return float(sides.max())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe_pipeline.optimise.trials import Array
+from mergepipe_pipeline.arrays import F64Array
 
 #: Consistent with a standard deviation, for normal scores.
 _MAD_SCALE = 1.4826
@@ -21,12 +21,12 @@ _FAR = 50.0
 _LENGTHS = ((0.15, 0.5), (0.40, 1.0), (0.70, 2.0), (1.0, 5.0))
 
 
-def with_head(scores: Array) -> Array:
+def with_head(scores: F64Array) -> F64Array:
     """Scores of layers, and their mean for the dimension that the final norm and head share."""
     return np.append(scores, scores.mean())
 
 
-def mixed_scores(parameter: Array, activation: Array | None = None) -> Array:
+def mixed_scores(parameter: F64Array, activation: F64Array | None = None) -> F64Array:
     """Scores between 0.05 and 1 from differences of parameters and, if known, of activations.
 
     Each is normalised, both are averaged and smoothed over neighbours. What is not finite counts as
@@ -36,30 +36,30 @@ def mixed_scores(parameter: Array, activation: Array | None = None) -> Array:
     mixed = np.mean([_normalised(scores) for scores in kinds], axis=0)
     smooth = mixed.copy()
     smooth[1:-1] = mixed[:-2] / 4 + mixed[1:-1] / 2 + mixed[2:] / 4
-    scores: Array = np.clip(smooth, 0.05, 1.0)
+    scores: F64Array = np.clip(smooth, 0.05, 1.0)
     return scores
 
 
-def length_scales(scores: Array) -> Array:
+def length_scales(scores: F64Array) -> F64Array:
     """Length-scales by rank: 0.5 for the highest 15 %, 1 to 40 %, 2 to 70 %, then 5."""
     rank = np.empty(len(scores))
     rank[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
     share = rank / max(len(scores) - 1, 1)
     limits, lengths = np.array(_LENGTHS).T
-    found: Array = lengths[np.searchsorted(limits, share)]
+    found: F64Array = lengths[np.searchsorted(limits, share)]
     return found
 
 
-def proportional_length_scales(scores: Array) -> Array:
+def proportional_length_scales(scores: F64Array) -> F64Array:
     """Length-scales in inverse proportion to scores above 0: 0.5 for a score of 1.
 
     Ranks give many dimensions short ones even where a prior names three.
     """
-    lengths: Array = _LENGTHS[0][1] / scores
+    lengths: F64Array = _LENGTHS[0][1] / scores
     return lengths
 
 
-def _normalised(scores: Array) -> Array:
+def _normalised(scores: F64Array) -> F64Array:
     """0 to 1 about the median, robustly; between the extremes where most scores are equal."""
     known = scores[np.isfinite(scores)]
     middle = np.full(len(scores), 0.5)

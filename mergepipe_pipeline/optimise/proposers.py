@@ -18,16 +18,17 @@ from typing import Literal, Protocol
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.optimise.design import design
 from mergepipe_pipeline.optimise.evolution import children
 from mergepipe_pipeline.optimise.grid import fresh, rounded
 from mergepipe_pipeline.optimise.surrogate import Prior
-from mergepipe_pipeline.optimise.trials import Array, Trials
+from mergepipe_pipeline.optimise.trials import Trials
 
 Method = Literal["async", "sync", "nsga2", "sobol"]
 #: From pending points and a seed to candidates, best first.
-Candidates = Callable[[Array, int], Array]
+Candidates = Callable[[F64Array, int], F64Array]
 
 #: Parents of NSGA-II, and children drawn so that one is new.
 _POPULATION, _CHILDREN = 16, 8
@@ -36,7 +37,7 @@ _POPULATION, _CHILDREN = 16, 8
 class Proposer(Protocol):
     """Says where to evaluate next."""
 
-    def propose(self, trials: Trials, pending: Array, count: int) -> Array:
+    def propose(self, trials: Trials, pending: F64Array, count: int) -> F64Array:
         """Up to `count` points of the grid, [count, d], neither known nor pending.
 
         The same arguments and seed give the same points in every process. `sync` gives none while
@@ -52,9 +53,9 @@ def proposer(
     objectives: int,
     seed: int,
     initial: int,
-    length_scales: Array | None = None,
+    length_scales: F64Array | None = None,
     prior: Prior = "map",
-    begin: Array | None = None,
+    begin: F64Array | None = None,
 ) -> Proposer:
     """The proposer of a method for a cube of `dims` dimensions and two objectives or more.
 
@@ -77,11 +78,11 @@ class _Proposer:
     objectives: int
     seed: int
     initial: int
-    length_scales: Array | None
+    length_scales: F64Array | None
     prior: Prior
-    begin: Array
+    begin: F64Array
 
-    def propose(self, trials: Trials, pending: Array, count: int) -> Array:
+    def propose(self, trials: Trials, pending: F64Array, count: int) -> F64Array:
         taken = pending.reshape(-1, self.dims)
         if self.method == "sync" and len(taken):
             return taken[:0]
@@ -121,7 +122,7 @@ class _Proposer:
         torch.manual_seed(self._seed(len(trials)))
         model = fitted(trials, self.length_scales, self.prior)
 
-        def candidates(pending: Array, seed: int) -> Array:
+        def candidates(pending: F64Array, seed: int) -> F64Array:
             torch.manual_seed(seed)
             points, gains, means = maxima(model, trials, pending, seed)
             if self.method == "sync":

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mergepipe_pipeline.optimise.trials import Array, Trials
+from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.optimise.trials import Trials
 
 if TYPE_CHECKING:
     from botorch.models import SingleTaskGP
@@ -36,7 +37,7 @@ _MODE = math.exp(math.sqrt(2) - _SPREAD**2)
 _FIT_STEPS = 40
 
 
-def fitted(trials: Trials, length_scales: Array | None, prior: Prior) -> SingleTaskGP:
+def fitted(trials: Trials, length_scales: F64Array | None, prior: Prior) -> SingleTaskGP:
     """The processes, fitted to two trials or more. Without length-scales the prior is `none`."""
     import torch
     from botorch.fit import fit_gpytorch_mll

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-Array = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
+from mergepipe_pipeline.arrays import F64Array
 
 #: A failure's value in every objective, and from where hypervolume counts.
 REFERENCE = -0.2
@@ -22,8 +17,8 @@ class Trials:
     Every objective is maximised, 0 to 1 between its anchors. A failure has REFERENCE everywhere.
     """
 
-    points: Array
-    values: Array
+    points: F64Array
+    values: F64Array
 
     def __len__(self) -> int:
         return len(self.points)

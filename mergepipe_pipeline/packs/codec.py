@@ -15,18 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.operators.kernels.bits import Numbers
+from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
 from mergepipe_pipeline.packs import ternary
 from mergepipe_pipeline.packs.exact import Bits, count_large, restore, split
-from mergepipe_pipeline.packs.frames import (
-    Bytes,
-    Frames,
-    Longs,
-    Places,
-    as_array,
-    refuse,
-    to_frame,
-)
+from mergepipe_pipeline.packs.frames import Frames, Places, as_array, refuse, to_frame
 from mergepipe_pipeline.packs.sections import contents_of, sections_of
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, Tier
 
@@ -48,8 +40,6 @@ _ALIGN = 64
 #: Sums of float64 are off by less.
 _ROUNDING = 1 + 2.0**-40
 
-Floats = npt.NDArray[np.float32]
-
 
 class _Scratch(threading.local):
     """Memory for the bytes of chunks, used again: fresh pages cost more than decoding."""
@@ -57,7 +47,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._all = np.empty(0, np.uint8)
 
-    def of(self, *nbytes: int) -> list[Bytes]:
+    def of(self, *nbytes: int) -> list[U8Array]:
         """Pieces of so many bytes; those handed out before become invalid."""
         stops = np.cumsum([-(-n // _ALIGN) * _ALIGN for n in nbytes]).tolist()
         if stops[-1] > len(self._all):
@@ -77,7 +67,7 @@ class EncodedChunk:
     """
 
     frames: Mapping[Tier, bytes]
-    residual_sq: Floats
+    residual_sq: F32Array
 
 
 def unit_of(l2sq: float, nonzero: int) -> float:
@@ -115,7 +105,7 @@ def encode_chunk(
 
 
 def decode_numbers(
-    frames: Frames, n_tiers: Sequence[int], out: Numbers, places: Places | None = None
+    frames: Frames, n_tiers: Sequence[int], out: I16Array, places: Places | None = None
 ) -> None:
     """Put δ̂ into `out`, int16, in steps of the last tier of each chunk.
 
@@ -146,7 +136,7 @@ def decode_bits(
     base_bits: Bits,
     out_bits: Bits,
     places: Places | None = None,
-    base_places: Longs | None = None,
+    base_places: I64Array | None = None,
 ) -> None:
     """Put the expert's bits into `out_bits`, given the base's, which begin at `base_places`.
 
@@ -173,23 +163,21 @@ def decode_bits(
     restore(raw, unpacked, *contents, *places, at_base, base_bits, scratch, out_bits)
 
 
-def _unpacked_nbytes(nbytes: Longs, sizes: Longs) -> int:
+def _unpacked_nbytes(nbytes: I64Array, sizes: I64Array) -> int:
     """Bytes of the contents of those sections that are not stored as they are."""
     return int(sizes[(nbytes > 0) & (nbytes < sizes)].sum())
 
 
 def _planes(
-    raw: Bytes, starts: Longs, nbytes: Longs, counts: Longs, unpacked: Bytes, at: int
-) -> tuple[Longs, int]:
+    raw: U8Array, starts: I64Array, nbytes: I64Array, counts: I64Array, unpacked: U8Array, at: int
+) -> tuple[I64Array, int]:
     """As `contents_of`, of each byte of distances, `counts` of every chunk."""
     # A plane of no elements has no bytes, whatever says so.
     sizes = np.broadcast_to(counts, starts.shape)
     return contents_of(raw, starts, nbytes, sizes, unpacked, at)
 
 
-def _quantise(
-    delta: Floats, unit: float
-) -> tuple[npt.NDArray[np.int8], Bytes, npt.NDArray[np.float64]]:
+def _quantise(delta: F32Array, unit: float) -> tuple[npt.NDArray[np.int8], U8Array, F64Array]:
     units = np.empty(len(delta), np.int8)
     trits = np.empty((ternary.N_TIERS - 1, ternary.trit_nbytes(len(delta))), np.uint8)
     residual_sq = np.zeros(ternary.N_TIERS)
@@ -198,9 +186,7 @@ def _quantise(
     return units, trits, residual_sq
 
 
-def _encode_ternary(
-    delta: Floats, unit: float, residual_sq: npt.NDArray[np.float64]
-) -> dict[Tier, bytes]:
+def _encode_ternary(delta: F32Array, unit: float, residual_sq: F64Array) -> dict[Tier, bytes]:
     """The frames of the approximate tiers; fills in their levels' `residual_sq`."""
     units, trits, residual_sq[:] = _quantise(delta, unit)
     found = [to_frame([units.view(np.uint8)]) if units.any() else b""]
@@ -209,7 +195,7 @@ def _encode_ternary(
 
 
 def _encode_exact(
-    expert: Bits, base: Bits, delta: Floats, threshold_bits: int
+    expert: Bits, base: Bits, delta: F32Array, threshold_bits: int
 ) -> tuple[dict[Tier, bytes], float]:
     """The frames of the exact tiers, and the Σδ² that X20 leaves out."""
     n, nbytes = len(delta), expert.nbytes
@@ -229,20 +215,20 @@ def _least(threshold_bits: int) -> np.uint32:
     return np.uint32(max(threshold_bits, 1))
 
 
-def _rounded_up(values: npt.NDArray[np.float64]) -> Floats:
+def _rounded_up(values: F64Array) -> F32Array:
     at_least = values * _ROUNDING
     with np.errstate(over="ignore"):
         found = at_least.astype(np.float32)
     return np.where(found < at_least, np.nextafter(found, np.float32(np.inf)), found)
 
 
-def _delta(expert: Bits, base: Bits, dtype: str) -> Floats:
+def _delta(expert: Bits, base: Bits, dtype: str) -> F32Array:
     """e − b [n] as float32."""
     with np.errstate(invalid="ignore", over="ignore"):
         return _values(expert, dtype) - _values(base, dtype)
 
 
-def _values(bits: Bits, dtype: str) -> Floats:
+def _values(bits: Bits, dtype: str) -> F32Array:
     if dtype == "F32":
         return bits.view(np.float32)
     if dtype == "F16":

@@ -14,12 +14,12 @@ from typing import NoReturn
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import I16Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.digest import content_digest, segment_digests
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.operators.kernels.bits import Numbers
 from mergepipe_pipeline.packs.codec import (
     APPROXIMATE,
     BITS_OF,
@@ -147,7 +147,7 @@ def _bits(frames: Frames, base: Bits) -> Bits:
     return found
 
 
-def _numbers(frames: Frames, n_tiers: int, like: Bits) -> Numbers:
+def _numbers(frames: Frames, n_tiers: int, like: Bits) -> I16Array:
     """δ̂ [n] of all chunks in the first `n_tiers`, in steps of the last of these."""
     found = np.empty(len(like), np.int16)
     decode_numbers(frames, [n_tiers] * frames.nbytes.shape[1], found)

@@ -16,15 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F32Array, I16Array
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.operators.kernels.bits import Numbers, times
-from mergepipe_pipeline.packs.codec import (
-    APPROXIMATE,
-    BITS_OF,
-    Floats,
-    decode_bits,
-    decode_numbers,
-)
+from mergepipe_pipeline.operators.kernels.bits import times
+from mergepipe_pipeline.packs.codec import APPROXIMATE, BITS_OF, decode_bits, decode_numbers
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frames import Frames, Places
 from mergepipe_pipeline.packs.reader import PackReader, WantedFrames
@@ -119,7 +114,7 @@ class PackedPart:
         self._exact(padded, whole)
         mine[:] = whole[self._inside]
 
-    def delta(self, out: Floats) -> None:
+    def delta(self, out: F32Array) -> None:
         """Fill `out` [stop − start] with δ̂. Raises CorruptionError."""
         numbers = np.empty(len(out), np.int16)
         self.numbers(numbers)
@@ -127,7 +122,7 @@ class PackedPart:
             inside = slice(start - self.start_elem, stop - self.start_elem)
             times(numbers[inside], step, out[inside])
 
-    def numbers(self, out: Numbers) -> None:
+    def numbers(self, out: I16Array) -> None:
         """Fill `out` [stop − start] with δ̂ in `steps`. Raises CorruptionError."""
         whole = out if self.is_whole else np.empty(self._n, np.int16)
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, I64Array, U8Array, U16Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.expand import count_ones, expand
 from mergepipe_pipeline.packs.sections import ABSENT, content_at
 
-Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-Bytes = npt.NDArray[np.uint8]
-Longs = npt.NDArray[np.int64]
+Bits = U16Array | U32Array
+
 
 #: Sums are taken in so many lanes, added in order: nothing depends on the CPU's vector length.
 _LANES = 256
@@ -30,9 +29,9 @@ _SIZE, _ZERO = np.uint32(0x7FFFFFFF), np.float32(0)
 def split(
     expert: Bits,
     base: Bits,
-    delta: npt.NDArray[np.float32],
+    delta: F32Array,
     least: np.uint32,
-    is_large: npt.NDArray[np.uint8],
+    is_large: U8Array,
     folded: Bits,
     out: Bits,
 ) -> tuple[int, float]:
@@ -72,7 +71,9 @@ def split(
 
 
 @cached_njit()
-def count_large(raw: Bytes, unpacked: Bytes, bitmaps: Longs, elems: Longs, counts: Longs) -> bool:
+def count_large(
+    raw: U8Array, unpacked: U8Array, bitmaps: I64Array, elems: I64Array, counts: I64Array
+) -> bool:
     """Fill `counts` [chunks] with how many elements each chunk's bitmap has, of its `elems`.
 
     `bitmaps` [chunks] are places of contents. False if a bit is set behind the last element.
@@ -90,15 +91,15 @@ def count_large(raw: Bytes, unpacked: Bytes, bitmaps: Longs, elems: Longs, count
 
 @cached_njit(nogil=True)
 def restore(
-    raw: Bytes,
-    unpacked: Bytes,
-    bitmaps: Longs,
-    n_large: Longs,
-    large: Longs,
-    rest: Longs,
-    starts: Longs,
-    elems: Longs,
-    base_starts: Longs,
+    raw: U8Array,
+    unpacked: U8Array,
+    bitmaps: I64Array,
+    n_large: I64Array,
+    large: I64Array,
+    rest: I64Array,
+    starts: I64Array,
+    elems: I64Array,
+    base_starts: I64Array,
     base: Bits,
     folded: Bits,
     out: Bits,

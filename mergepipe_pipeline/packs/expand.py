@@ -10,14 +10,13 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba.extending import intrinsic, overload
 
+from mergepipe_pipeline.arrays import U8Array, U16Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 
-Bytes = npt.NDArray[np.uint8]
-Numbers = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Numbers = U16Array | U32Array
 
 #: Elements that the instruction takes.
 _WIDTH = 32
@@ -25,7 +24,7 @@ _HAS_INSTRUCTION = bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
 
 
 @cached_njit(nogil=True)
-def count_ones(bitmap: Bytes) -> int:
+def count_ones(bitmap: U8Array) -> int:
     """How many bits are set."""
     count = 0
     for i in range(len(bitmap)):
@@ -34,7 +33,7 @@ def count_ones(bitmap: Bytes) -> int:
 
 
 @cached_njit(nogil=True)
-def expand(bitmap: Bytes, n_first: int, ordered: Numbers, out: Numbers) -> None:
+def expand(bitmap: U8Array, n_first: int, ordered: Numbers, out: Numbers) -> None:
     """Fill `out` [n] from `ordered` [n], where the `n_first` elements of the bitmap come first."""
     done, at_first = _expand_words(bitmap, n_first, ordered, out)
     first, rest = np.uint64(at_first), np.uint64(n_first + done - at_first)

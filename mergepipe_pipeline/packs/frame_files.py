@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, I64Array, U8Array, U32Array
 from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.errors import CheckpointError, CorruptionError
 from mergepipe_pipeline.packs.damage import REMADE
-from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, as_array
+from mergepipe_pipeline.packs.frames import Frames, as_array
 from mergepipe_pipeline.packs.index import frames_name, frames_path
-from mergepipe_pipeline.packs.runs import RUN_FIELDS, Flags, lay_out, read_runs
+from mergepipe_pipeline.packs.runs import RUN_FIELDS, lay_out, read_runs
 from mergepipe_pipeline.packs.xxh3 import SHORT_NBYTES, Hashes, are_equal
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor, Tier
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
@@ -30,8 +30,8 @@ class FrameTable(NamedTuple):
     `starts` int64 [files, chunks + 1], `nbytes` uint32 and `checksums` uint64 [files, chunks].
     """
 
-    starts: Longs
-    nbytes: npt.NDArray[np.uint32]
+    starts: I64Array
+    nbytes: U32Array
     checksums: Hashes
 
 
@@ -43,14 +43,14 @@ class Attempt:
     page cache.
     """
 
-    raw: Bytes
+    raw: U8Array
     frames: Frames
     left: list[list[int]]
     is_compared: bool
-    is_direct: Flags
+    is_direct: BoolArray
 
     @property
-    def is_short(self) -> Flags:
+    def is_short(self) -> BoolArray:
         """Which frames were too short to be compared, [files, chunks]."""
         return (self.frames.nbytes > 0) & (self.frames.nbytes <= SHORT_NBYTES)
 
@@ -58,7 +58,7 @@ class Attempt:
 def read_at_once(
     lent: Callable[[int], AbstractContextManager[tuple[int, bool]]],
     table: FrameTable,
-    wanted: Flags,
+    wanted: BoolArray,
     first: int,
     stop: int,
     buffer: PageBuffer,
@@ -106,7 +106,7 @@ class FrameFiles:
         return self.read_wanted(tensor, wanted, first, stop, PageBuffer())
 
     def read_wanted(
-        self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, buffer: PageBuffer
+        self, tensor: PackedTensor, wanted: BoolArray, first: int, stop: int, buffer: PageBuffer
     ) -> Frames:
         """Those frames of chunks [first, stop) that are `wanted` [tiers, chunks of the tensor].
 

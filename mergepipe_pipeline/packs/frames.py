@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
+from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.sparse import to_pairs
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Tier
-
-Bytes = npt.NDArray[np.uint8]
-Longs = npt.NDArray[np.int64]
 
 #: Neighbouring deltas have nothing in common: what repeats is by chance, but for long runs. So a
 #: few matches of seven bytes and more; level 1 takes short ones, which are 1 to 10 % longer in all
@@ -62,9 +59,9 @@ class Frames:
     have has no bytes.
     """
 
-    raw: Bytes
-    starts: Longs
-    nbytes: Longs
+    raw: U8Array
+    starts: I64Array
+    nbytes: I64Array
 
     @classmethod
     def of(cls, given: Mapping[Tier, Sequence[bytes | memoryview | None]]) -> Frames:
@@ -88,8 +85,8 @@ class Frames:
 class Places(NamedTuple):
     """Where the elements of chunks lie in an array: int64 [chunks], and how many these are."""
 
-    starts: Longs
-    elems: Longs
+    starts: I64Array
+    elems: I64Array
 
     @classmethod
     def one_after_another(cls, n: int) -> Places:
@@ -98,13 +95,13 @@ class Places(NamedTuple):
         return cls(starts, np.minimum(CHUNK_ELEMS, n - starts))
 
 
-def to_frame(sections: Sequence[Bytes]) -> bytes:
+def to_frame(sections: Sequence[U8Array]) -> bytes:
     """The frame of a chunk's sections, in order."""
     stored = [_stored(np.ascontiguousarray(section)) for section in sections]
     return b"".join([*(_LENGTH.pack(len(s)) for s in stored[:-1]), *stored])
 
 
-def as_array(raw: bytes | memoryview) -> Bytes:
+def as_array(raw: bytes | memoryview) -> U8Array:
     """The bytes as an array that nobody writes to, so that compiled loops have one type of it."""
     array = np.frombuffer(raw, np.uint8)
     array.flags.writeable = False
@@ -121,7 +118,7 @@ def refuse(expected: str, found: str) -> NoReturn:
     )
 
 
-def _stored(content: Bytes) -> bytes:
+def _stored(content: U8Array) -> bytes:
     whole, pairs = content.tobytes(), np.empty(len(content) // _SPARSE, np.uint8)
     found = min(whole, _zstd.compress(whole), key=len)
     n = to_pairs(content, pairs)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from mergepipe_pipeline.arrays import I64Array
 from mergepipe_pipeline.catalog.arrow_tables import decode, encode
 from mergepipe_pipeline.catalog.row_groups import Key, RowGroups, encode_groups, footer_of
 from mergepipe_pipeline.catalog.seals import (
@@ -62,8 +63,6 @@ CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
 _GROUP_NBYTES = 1 << 18
 _WHOLE_NBYTES = 1 << 24
 
-Longs = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, eq=False)
 class TensorRow:
@@ -72,8 +71,8 @@ class TensorRow:
     content: TensorContent
     unit: float
     threshold_bits: int
-    start_byte: Longs
-    nbytes: Longs
+    start_byte: I64Array
+    nbytes: I64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +89,7 @@ class PackIndex:
     checksums: Path
 
     @property
-    def tier_nbytes(self) -> Longs:
+    def tier_nbytes(self) -> I64Array:
         """int64 [tiers]: sizes of the files of frames."""
         total = np.zeros(len(TIERS), np.int64)
         for row in self.rows:

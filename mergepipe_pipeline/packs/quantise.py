@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, F64Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.ternary import N_TIERS, nearest, steps
 from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
@@ -12,15 +13,13 @@ from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
 _X20 = TIERS.index("X20")
 _SIZE = np.uint32(0x7FFFFFFF)
 
-Floats = npt.NDArray[np.float32]
-
 
 def quantised(
-    delta: Floats,
-    units: npt.NDArray[np.float64],
-    thresholds_bits: npt.NDArray[np.uint32],
+    delta: F32Array,
+    units: F64Array,
+    thresholds_bits: U32Array,
     tiers: npt.NDArray[np.int8],
-) -> Floats:
+) -> F32Array:
     """δ̂ of `delta` [experts, rows, n] as decoders give it.
 
     `units` and `thresholds_bits` [experts] are those of packed tensors. Each row is read at the
@@ -35,12 +34,12 @@ def quantised(
 
 @cached_njit(nogil=True)
 def _quantise(
-    delta: Floats,
-    per_unit: Floats,
-    step: Floats,
-    least: npt.NDArray[np.uint32],
+    delta: F32Array,
+    per_unit: F32Array,
+    step: F32Array,
+    least: U32Array,
     tiers: npt.NDArray[np.int8],
-    out: Floats,
+    out: F32Array,
 ) -> None:
     """As `quantised`, into `out`; `per_unit` [experts], `step` [experts, lossy tiers]."""
     n = delta.shape[2]

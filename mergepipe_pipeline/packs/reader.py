@@ -10,11 +10,11 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import BoolArray
 from mergepipe_pipeline.errors import BudgetError, CorruptionError, DamagedPackError
 from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.index import read_index
-from mergepipe_pipeline.packs.runs import Flags
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, PackedTensor, PackSource, Tier
@@ -31,7 +31,7 @@ class WantedFrames(NamedTuple):
 
     files: FrameFiles
     tensor: PackedTensor
-    wanted: Flags
+    wanted: BoolArray
     tally: Tally
 
 
@@ -51,7 +51,7 @@ class PackReader:
         self._files = FrameFiles(root, reading)
         self.root = source.root
         self._allowed, self._tally = allowed, tally
-        self._gates: dict[str, Flags] = {}
+        self._gates: dict[str, BoolArray] = {}
 
     def __enter__(self) -> PackReader:
         return self
@@ -65,7 +65,7 @@ class PackReader:
             return self._tensors[name]
 
     def read(
-        self, tensor: PackedTensor, wanted: Flags, first: int, stop: int, buffer: PageBuffer
+        self, tensor: PackedTensor, wanted: BoolArray, first: int, stop: int, buffer: PageBuffer
     ) -> Frames:
         """As `FrameFiles.read_wanted`. Raises BudgetError outside the plan, DamagedPackError."""
         self._admit(tensor, wanted, first, stop)
@@ -76,7 +76,7 @@ class PackReader:
         self._tally.nbytes += int(frames.nbytes.sum())
         return frames
 
-    def wanted(self, tensor: PackedTensor, wanted: Flags) -> WantedFrames:
+    def wanted(self, tensor: PackedTensor, wanted: BoolArray) -> WantedFrames:
         """What others read together with frames of other packs. Raises BudgetError as `read`."""
         self._admit(tensor, wanted, 0, wanted.shape[1])
         return WantedFrames(self._files, tensor, wanted, self._tally)
@@ -95,7 +95,7 @@ class PackReader:
                 next_step=error.next_step,
             ) from error
 
-    def _gate(self, tensor: PackedTensor) -> Flags:
+    def _gate(self, tensor: PackedTensor) -> BoolArray:
         """The frames that may be read, [tiers, chunks]."""
         if tensor.name not in self._gates:
             gate = np.zeros(tensor.nbytes.shape, np.bool_)
@@ -105,13 +105,13 @@ class PackReader:
             self._gates[tensor.name] = gate
         return self._gates[tensor.name]
 
-    def _admit(self, tensor: PackedTensor, wanted: Flags, first: int, stop: int) -> None:
+    def _admit(self, tensor: PackedTensor, wanted: BoolArray, first: int, stop: int) -> None:
         """Raise BudgetError for what is wanted of chunks [first, stop) and may not be read."""
         outside = wanted[:, first:stop] & ~self._gate(tensor)[:, first:stop]
         if outside.any():
             self._refuse(tensor, outside, first)
 
-    def _refuse(self, tensor: PackedTensor, outside: Flags, first: int) -> NoReturn:
+    def _refuse(self, tensor: PackedTensor, outside: BoolArray, first: int) -> NoReturn:
         number, chunk = (int(x[0]) for x in np.nonzero(outside))
         allowed = self._allowed.get((tensor.name, TIERS[number]), ())
         raise BudgetError(

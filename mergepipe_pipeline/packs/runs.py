@@ -7,16 +7,12 @@ each costs Python more than the disk.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, I32Array, I64Array, U8Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.xxh3 import Hashes, are_equal
 from mergepipe_pipeline.storage.compiled_reads import pages_nbytes, pread
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
-
-Bytes = npt.NDArray[np.uint8]
-Longs = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 #: What `runs` say of each: its tier, its first chunk, where it begins in the file, its bytes, and
 #: where in the buffer its first page lies.
@@ -26,13 +22,13 @@ RUN_FIELDS = 5
 # It keeps the interpreter's lock: to let it go and to get it back takes longer.
 @cached_njit()
 def lay_out(
-    frame_starts: Longs,
-    sizes: npt.NDArray[np.uint32],
-    wanted: Flags,
+    frame_starts: I64Array,
+    sizes: U32Array,
+    wanted: BoolArray,
     first: int,
-    starts: Longs,
-    nbytes: Longs,
-    runs: Longs,
+    starts: I64Array,
+    nbytes: I64Array,
+    runs: I64Array,
 ) -> tuple[int, int]:
     """Find the runs of wanted frames, each of neighbours, and give them whole pages of a buffer.
 
@@ -70,12 +66,12 @@ def lay_out(
 
 @cached_njit(nogil=True)
 def read_runs(
-    runs: Longs,
-    descriptors: npt.NDArray[np.int32],
-    direct: Flags,
-    buffer: Bytes,
-    starts: Longs,
-    nbytes: Longs,
+    runs: I64Array,
+    descriptors: I32Array,
+    direct: BoolArray,
+    buffer: U8Array,
+    starts: I64Array,
+    nbytes: I64Array,
     checksums: Hashes,
     first: int,
 ) -> tuple[int, bool]:

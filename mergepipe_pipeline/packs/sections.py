@@ -14,8 +14,9 @@ import numba
 import numpy as np
 import zstandard
 
+from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.packs.frames import Bytes, Frames, Longs, refuse
+from mergepipe_pipeline.packs.frames import Frames, refuse
 from mergepipe_pipeline.packs.sparse import from_pairs
 from mergepipe_pipeline.storage.compiled_reads import memcpy
 
@@ -36,7 +37,7 @@ class _Zstd(threading.local):
 _zstd = _Zstd()
 
 
-def sections_of(frames: Frames, tier: int, n_sections: int) -> tuple[Longs, Longs]:
+def sections_of(frames: Frames, tier: int, n_sections: int) -> tuple[I64Array, I64Array]:
     """Where the sections of one tier's frames lie, and their bytes: int64 [sections, chunks].
 
     Raises CorruptionError.
@@ -51,8 +52,8 @@ def sections_of(frames: Frames, tier: int, n_sections: int) -> tuple[Longs, Long
 
 
 def contents_of(
-    raw: Bytes, starts: Longs, nbytes: Longs, sizes: Longs, unpacked: Bytes, at: int
-) -> tuple[Longs, int]:
+    raw: U8Array, starts: I64Array, nbytes: I64Array, sizes: I64Array, unpacked: U8Array, at: int
+) -> tuple[I64Array, int]:
     """Where the contents of sections lie, in the shape of `starts`, and where `unpacked` is free.
 
     Args:
@@ -84,7 +85,9 @@ def content_at(raw: Any, unpacked: Any, place: Any) -> Any:
 
 
 @cached_njit(nogil=True)
-def _split(raw: Bytes, starts: Longs, nbytes: Longs, places: Longs, sizes: Longs) -> int:
+def _split(
+    raw: U8Array, starts: I64Array, nbytes: I64Array, places: I64Array, sizes: I64Array
+) -> int:
     """Fill in where the sections of each frame lie; the first frame that makes no sense, or −1."""
     n_sections = len(places)
     head = _LENGTH_NBYTES * (n_sections - 1)
@@ -107,14 +110,14 @@ def _split(raw: Bytes, starts: Longs, nbytes: Longs, places: Longs, sizes: Longs
 
 @cached_njit(nogil=True)
 def _locate(
-    raw: Bytes,
-    starts: Longs,
-    nbytes: Longs,
-    sizes: Longs,
-    unpacked: Bytes,
+    raw: U8Array,
+    starts: I64Array,
+    nbytes: I64Array,
+    sizes: I64Array,
+    unpacked: U8Array,
     at: int,
-    places: Longs,
-    zipped: Longs,
+    places: I64Array,
+    zipped: I64Array,
 ) -> tuple[int, int, int]:
     """Fill in the places of contents, and unpack pairs.
 
@@ -150,7 +153,7 @@ def _word(raw: Any, at: Any) -> Any:
     return found
 
 
-def _addresses(found: Any) -> Longs:
+def _addresses(found: Any) -> I64Array:
     """Where the segments that zstd gave lie: in a few buffers, each of which begins at offset 0."""
     addresses = np.array([found[i].offset for i in range(len(found))])
     starts = np.flatnonzero(addresses == 0)
@@ -160,7 +163,7 @@ def _addresses(found: Any) -> Longs:
 
 
 @cached_njit(nogil=True)
-def _scatter(addresses: Longs, sizes: Longs, out: Bytes, places: Longs) -> None:
+def _scatter(addresses: I64Array, sizes: I64Array, out: U8Array, places: I64Array) -> None:
     """Copy from addresses to places in `out`."""
     for i in range(len(sizes)):
         to = np.uint64(out.ctypes.data) + np.uint64(places[i])
@@ -168,7 +171,12 @@ def _scatter(addresses: Longs, sizes: Longs, out: Bytes, places: Longs) -> None:
 
 
 def _decompress(
-    raw: Bytes, starts: Longs, nbytes: Longs, sizes: Longs, out: Bytes, places: Longs
+    raw: U8Array,
+    starts: I64Array,
+    nbytes: I64Array,
+    sizes: I64Array,
+    out: U8Array,
+    places: I64Array,
 ) -> None:
     """Put the contents of zstd frames into `out`: one call, which leaves Python alone once."""
     segments = np.stack([starts, nbytes], axis=1).astype(np.uint64)

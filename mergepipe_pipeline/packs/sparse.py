@@ -7,18 +7,14 @@ zstd, and no time: zstd needs a sixth of an exact chunk's time for them.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
+from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.jit import cached_njit
-
-Bytes = npt.NDArray[np.uint8]
 
 _FAR = 255
 
 
 @cached_njit(nogil=True)
-def to_pairs(content: Bytes, out: Bytes) -> int:
+def to_pairs(content: U8Array, out: U8Array) -> int:
     """Fill `out` with the pairs of `content`; how many bytes these are, −1 if they do not fit."""
     at, last = 0, 0
     for e in range(len(content)):
@@ -36,7 +32,7 @@ def to_pairs(content: Bytes, out: Bytes) -> int:
 
 
 @cached_njit(nogil=True)
-def from_pairs(pairs: Bytes, out: Bytes) -> bool:
+def from_pairs(pairs: U8Array, out: U8Array) -> bool:
     """Fill `out` [n] with the content of pairs; False if they lead out of it."""
     out[:] = 0
     e = 0

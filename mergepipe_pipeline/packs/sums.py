@@ -8,16 +8,16 @@ not, so that a plan does not depend on it.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, U32Array
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS
 
 #: Chunks of the sums that a pack keeps, and their elements: 1 Mi.
 SUMMED_CHUNKS = 16
 SUMMED_ELEMS = SUMMED_CHUNKS * CHUNK_ELEMS
 
-Sizes = npt.NDArray[np.uint32]
-Residuals = npt.NDArray[np.float32]
+Sizes = U32Array
+Residuals = F32Array
 
 
 def summed(nbytes: Sizes, residual_sq: Residuals, n: int) -> tuple[Sizes, Residuals]:

@@ -16,6 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, F64Array, I16Array, I64Array, U8Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.packs.sections import ABSENT, content_at
 
@@ -31,9 +32,6 @@ _ROUND = np.float32(12582912)
 #: Five trits of zero.
 NO_TRITS = np.uint8(128)
 
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
-
 
 def trit_nbytes(n: int) -> int:
     """Bytes that a tier of trits takes for n elements."""
@@ -45,19 +43,19 @@ def step_of(unit: float, tier: int) -> np.float32:
     return np.float32(unit / 3.0**tier)
 
 
-def steps(unit: float) -> Floats:
+def steps(unit: float) -> F32Array:
     """The steps of all tiers, float32 [N_TIERS]."""
     return np.array([step_of(unit, tier) for tier in range(N_TIERS)])
 
 
 @cached_njit(nogil=True)
 def quantise(
-    delta: Floats,
+    delta: F32Array,
     per_unit: np.float32,
-    steps: Floats,
+    steps: F32Array,
     units: npt.NDArray[np.int8],
-    trits: Bytes,
-    residual_sq: npt.NDArray[np.float64],
+    trits: U8Array,
+    residual_sq: F64Array,
 ) -> None:
     """Encode `delta` [n]: fill `units` [n] and `trits` [N_TIERS − 1, trit_nbytes(n)].
 
@@ -145,7 +143,7 @@ def _add_residual(delta: Any, m: Any, number: Any, step: Any, lanes: Any) -> Non
 
 @cached_njit(nogil=True)
 def nearest(
-    delta: Floats, per_unit: np.float32, step: np.float32, tier: int, scratch: Any, out: Floats
+    delta: F32Array, per_unit: np.float32, step: np.float32, tier: int, scratch: Any, out: F32Array
 ) -> None:
     """Fill `out` [n] with δ̂ of `delta` [n] as the tiers up to one, of this `step`, add up to it.
 
@@ -179,13 +177,13 @@ def _trit(rest: Any) -> Any:
 
 @cached_njit(nogil=True)
 def add_up(
-    raw: Bytes,
-    unpacked: Bytes,
-    places: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    elems: npt.NDArray[np.int64],
-    out: npt.NDArray[np.int16],
+    raw: U8Array,
+    unpacked: U8Array,
+    places: I64Array,
+    counts: I64Array,
+    starts: I64Array,
+    elems: I64Array,
+    out: I16Array,
 ) -> None:
     """Put into `out` what tiers add up to: δ̂ in steps of each chunk's last.
 

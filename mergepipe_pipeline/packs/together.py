@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import I64Array
 from mergepipe_pipeline.digest import frame_checksum
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.codec import decode_bits, decode_numbers
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
 from mergepipe_pipeline.packs.exact import Bits
 from mergepipe_pipeline.packs.frame_files import Attempt, FrameTable, read_at_once
-from mergepipe_pipeline.packs.frames import Frames, Longs, Places
+from mergepipe_pipeline.packs.frames import Frames, Places
 from mergepipe_pipeline.packs.reader import WantedFrames
 from mergepipe_pipeline.spec.pack import TIERS, TIERS_OF
 from mergepipe_pipeline.storage.handles import HANDLES
@@ -184,7 +185,7 @@ def _decode(placed: Sequence[Placed], base: Bits, out: Bits, *, gives_bits: bool
             decode_numbers(frames[some], n_tiers, out.view(np.int16), where)
 
 
-def _concatenated(placed: Sequence[Placed]) -> tuple[Frames, Places, Longs]:
+def _concatenated(placed: Sequence[Placed]) -> tuple[Frames, Places, I64Array]:
     """The chunks of all parts: their frames, where they go, and where the base's elements lie."""
     every, own = [p.part.frames for p in placed], [p.part.places for p in placed]
     frames = Frames(  # [tiers, chunks of all parts]

@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import intrinsic
 
+from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.jit import cached_njit
 
-Bytes = npt.NDArray[np.uint8]
-Longs = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 #: The longest that has a way of its own, which is not here.
@@ -60,7 +59,9 @@ _BLOCK_KEYS, _LAST_KEYS, _SUM_KEYS = _keys(128, _LANES), _keys(121, _LANES), _ke
 
 
 @cached_njit(nogil=True)
-def are_equal(raw: Bytes, starts: Longs, nbytes: Longs, expected: Hashes, first: int) -> bool:
+def are_equal(
+    raw: U8Array, starts: I64Array, nbytes: I64Array, expected: Hashes, first: int
+) -> bool:
     """Whether all frames but short ones have the XXH3 that is expected.
 
     `starts` and `nbytes` are [tiers, chunks], of frames in `raw`; 0 bytes for none. `expected` is

@@ -13,7 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Group
+from mergepipe_pipeline.arrays import F64Array
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Group
 from mergepipe_pipeline.spec.operator import Response
 
 
@@ -34,7 +35,7 @@ class Sensitivity:
     """
 
     response: Response
-    reach: Floats
+    reach: F64Array
     has_divisor_zero: bool
 
 
@@ -86,7 +87,7 @@ def _of_group(group: Group, sensitivity: Sensitivity, omitted: Choice) -> float:
     return _of_means(group, sensitivity.reach, touched, left)
 
 
-def _of_means(group: Group, reach: Floats, touched: Choice, left: Choice) -> float:
+def _of_means(group: Group, reach: F64Array, touched: Choice, left: Choice) -> float:
     """A mean m of kept deltas x has m² ≤ max x² ≤ Σx², element by element.
 
     Where nothing is read the error is the full mean. Elsewhere it is the difference of two means:

@@ -15,12 +15,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, F64Array, I64Array, U16Array
 from mergepipe_pipeline.planner.packed_rows import RowLevels
 from mergepipe_pipeline.spec.blocks import BlockGrid
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Choice = npt.NDArray[np.bool_]
+Choice = BoolArray
 S = TypeVar("S", bound=np.generic)
 
 
@@ -43,10 +42,10 @@ class Row:
     numel: int
     itemsize: int
     coefficient: float
-    block_l2sq: Floats | None
-    block_nonzero: Ints | None
-    block_sketch: npt.NDArray[np.uint16] | None = None
-    block_sq_norm: Floats | None = None
+    block_l2sq: F64Array | None
+    block_nonzero: I64Array | None
+    block_sketch: U16Array | None = None
+    block_sq_norm: F64Array | None = None
     kept_sq_norm: float = np.inf
     keep: float = 1.0
     kurtosis: float = 3.0
@@ -64,8 +63,8 @@ class Curve:
     than nothing). The squared update is `factor` times the squared norm.
     """
 
-    share: Floats
-    left: Floats
+    share: F64Array
+    left: F64Array
     factor: float
 
 
@@ -77,7 +76,7 @@ class SimulatedErrors(Protocol):
         """How each one's error falls."""
         ...
 
-    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
+    def squares(self, tensor: int, omitted: Sequence[Choice]) -> F64Array | None:
         """Squared errors of leaving out just these blocks, [sites, E] each.
 
         [choices, parts]: every part of the samples estimates them for itself. Slower and nearer
@@ -100,18 +99,18 @@ class Candidates:
     rows: tuple[Row, ...]
     grid: BlockGrid
     simulations: SimulatedErrors | None
-    row: Ints
-    block: Ints
-    site: Ints
+    row: I64Array
+    block: I64Array
+    site: I64Array
     n_sites: int
-    first: Ints
-    first_site: Ints
-    nbytes: Ints
-    norm: Floats
-    sq_norm: Floats
-    coefficient: Floats
+    first: I64Array
+    first_site: I64Array
+    nbytes: I64Array
+    norm: F64Array
+    sq_norm: F64Array
+    coefficient: F64Array
     zero: Choice
-    unit: Ints
+    unit: I64Array
     n_units: int
 
     @property
@@ -120,12 +119,12 @@ class Candidates:
         return self.simulations.curves if self.simulations else {}
 
     @cached_property
-    def unit_nbytes(self) -> Ints:
+    def unit_nbytes(self) -> I64Array:
         """Cost of each unit in bytes."""
         return np.bincount(self.unit, self.nbytes, self.n_units).astype(np.int64)
 
     @cached_property
-    def unit_gain(self) -> Floats:
+    def unit_gain(self) -> F64Array:
         """‖c·δ‖² of each unit."""
         return np.bincount(self.unit, self.gain, self.n_units).astype(np.float64)
 
@@ -136,7 +135,7 @@ class Candidates:
         return zero
 
     @cached_property
-    def unit_first(self) -> Ints:
+    def unit_first(self) -> I64Array:
         """The first candidate of each unit."""
         return np.flatnonzero(np.diff(self.unit, prepend=-1))
 
@@ -146,12 +145,12 @@ class Candidates:
         return np.array([r.bundle_nbytes is not None for r in self.rows], np.bool_)[self.row]
 
     @cached_property
-    def expert(self) -> Ints:
+    def expert(self) -> I64Array:
         """The expert's position in the recipe, per candidate."""
         return np.array([r.position for r in self.rows], dtype=np.int64)[self.row]
 
     @property
-    def gain(self) -> Floats:
+    def gain(self) -> F64Array:
         """‖c·δ‖² of each candidate."""
         return np.square(self.coefficient * self.norm)
 
@@ -197,7 +196,7 @@ class Group:
         return int(self.candidates.first_site[self.tensor])
 
     @cached_property
-    def members(self) -> Ints:
+    def members(self) -> I64Array:
         """[sites, E] candidate numbers, −1 where an expert has no such block."""
         out = np.full((self.n_sites, len(self.slices)), -1, np.int64)
         for i, s in enumerate(self.slices):
@@ -205,13 +204,13 @@ class Group:
         return out
 
     @cached_property
-    def size(self) -> Floats:
+    def size(self) -> F64Array:
         """[sites, E] of c·‖δ‖, with the sign of c."""
-        size: Floats = self.table(self.candidates.coefficient) * self.table(self.candidates.norm)
+        size: F64Array = self.table(self.candidates.coefficient) * self.table(self.candidates.norm)
         return size
 
     @cached_property
-    def kept(self) -> Floats:
+    def kept(self) -> F64Array:
         """[sites, E]: the expected share of the squared norm that a sparsifying method keeps."""
         whole, kept = np.square(self.size), self.table(self.candidates.sq_norm)
         known = (whole > 0) & np.isfinite(whole) & np.isfinite(kept)
@@ -263,7 +262,7 @@ def lay_out(
     )
 
 
-def _first_sites(rows: Sequence[Row], counts: Ints) -> tuple[Ints, int]:
+def _first_sites(rows: Sequence[Row], counts: I64Array) -> tuple[I64Array, int]:
     """The number of each output tensor's first site, [tensors], and how many sites there are.
 
     A tensor has as many sites as the longest of its rows has blocks.
@@ -274,7 +273,7 @@ def _first_sites(rows: Sequence[Row], counts: Ints) -> tuple[Ints, int]:
     return np.cumsum(sites) - sites, int(sites.sum())
 
 
-def _changes(rows: Sequence[Row], first: Ints, counts: Ints) -> tuple[Floats, Choice]:
+def _changes(rows: Sequence[Row], first: I64Array, counts: I64Array) -> tuple[F64Array, Choice]:
     """‖δ‖² of each candidate, infinite where it is unknown or NaN, and whether δ is all zero."""
     l2sq = np.full(int(counts.sum()), np.inf)  # [candidates]
     zero = np.zeros(len(l2sq), np.bool_)
@@ -289,8 +288,8 @@ def _changes(rows: Sequence[Row], first: Ints, counts: Ints) -> tuple[Floats, Ch
 
 
 def _kept_sq_norm(
-    rows: Sequence[Row], first: Ints, counts: Ints, l2sq: Floats, coefficient: Floats
-) -> Floats:
+    rows: Sequence[Row], first: I64Array, counts: I64Array, l2sq: F64Array, coefficient: F64Array
+) -> F64Array:
     """c²·‖δ‖² of each candidate, of what a sparsifying method keeps; not scaled where unknown."""
     sq_norm = l2sq.copy()  # [candidates]
     for r, a, n in zip(rows, first, counts, strict=True):
@@ -301,7 +300,9 @@ def _kept_sq_norm(
     return sq_norm
 
 
-def _costs(rows: Sequence[Row], grid: BlockGrid, row: Ints, block: Ints) -> tuple[Ints, Ints]:
+def _costs(
+    rows: Sequence[Row], grid: BlockGrid, row: I64Array, block: I64Array
+) -> tuple[I64Array, I64Array]:
     """Bytes of each candidate, and the unit that it is read with.
 
     A bundled row is one unit, whose bytes all stand at its first candidate.

@@ -7,25 +7,23 @@ loops are compiled: a large merge has tens of thousands of sites of a hundred ex
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I32Array, I64Array
 from mergepipe_pipeline.jit import cached_njit
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Numbers = I32Array | I64Array
 #: Savings per byte that differ by less are equal.
 _ROUNDING = 1e-9
 
 
 @cached_njit(nogil=True)
 def additive_chains(
-    size: Floats,
-    kept: Floats,
-    cosine: npt.NDArray[np.float32],
-    nbytes: Ints,
-    order: Ints,
-    residual: Floats,
+    size: F64Array,
+    kept: F64Array,
+    cosine: F32Array,
+    nbytes: I64Array,
+    order: I64Array,
+    residual: F64Array,
 ) -> None:
     """A good order of items for sums, by what they leave of ‖Σ omitted cδ‖².
 
@@ -52,12 +50,12 @@ def additive_chains(
 
 @cached_njit(nogil=True)
 def _omit_least(
-    size: Floats,
-    kept: Floats,
-    cosine: npt.NDArray[np.float32],
-    nbytes: Ints,
-    order: Ints,
-    residual: Floats,
+    size: F64Array,
+    kept: F64Array,
+    cosine: F32Array,
+    nbytes: I64Array,
+    order: I64Array,
+    residual: F64Array,
 ) -> None:
     """One site's order from the end: of all that is read, omit next what costs least per byte.
 
@@ -90,12 +88,12 @@ def _omit_least(
 
 @cached_njit(nogil=True)
 def _save_most(
-    size: Floats,
-    kept: Floats,
-    cosine: npt.NDArray[np.float32],
-    nbytes: Ints,
-    order: Ints,
-    residual: Floats,
+    size: F64Array,
+    kept: F64Array,
+    cosine: F32Array,
+    nbytes: I64Array,
+    order: I64Array,
+    residual: F64Array,
 ) -> None:
     """One site's order from the start: of all that is omitted, read next what saves most per byte.
 
@@ -131,7 +129,7 @@ def _save_most(
 
 
 @cached_njit(nogil=True)
-def _area(order: Ints, residual: Floats, nbytes: Ints) -> float:
+def _area(order: I64Array, residual: F64Array, nbytes: I64Array) -> float:
     """The area between zero and one site's hull of residual over bytes."""
     at, area = 0, 0.0
     while True:
@@ -147,7 +145,7 @@ def _area(order: Ints, residual: Floats, nbytes: Ints) -> float:
 
 
 @cached_njit(nogil=True)
-def _next(order: Ints, residual: Floats, nbytes: Ints, at: int) -> tuple[int, int]:
+def _next(order: I64Array, residual: F64Array, nbytes: I64Array, at: int) -> tuple[int, int]:
     """The hull's next corner after `at` items and its bytes from there; (−1, 0): none saves."""
     best, best_worth, best_cost, spent = -1, 0.0, 0, 0
     for to in range(at, len(order)):
@@ -164,7 +162,12 @@ def _next(order: Ints, residual: Floats, nbytes: Ints, at: int) -> tuple[int, in
 
 @cached_njit(nogil=True)
 def hull_of(
-    order: Ints, residual: Floats, nbytes: Ints, item: Ints, saved: Floats, cost: Ints
+    order: I64Array,
+    residual: F64Array,
+    nbytes: I64Array,
+    item: I64Array,
+    saved: F64Array,
+    cost: I64Array,
 ) -> None:
     """The items worth making in a row: the lower convex hull of residual over bytes.
 
@@ -186,15 +189,15 @@ def hull_of(
 
 @cached_njit(nogil=True)
 def affordable(
-    cost: Ints,
+    cost: I64Array,
     chain: Numbers,
     owners: Numbers,
-    shares: Ints,
-    first: Ints,
+    shares: I64Array,
+    first: I64Array,
     budget_bytes: int,
-    caps: Ints,
+    caps: I64Array,
     n_chains: int,
-) -> npt.NDArray[np.bool_]:
+) -> BoolArray:
     """Which items fit, going down a list sorted by worth; one that does not is passed over.
 
     Item p costs `cost[p]` bytes and belongs to chain `chain[p]`, of which nothing further is
@@ -223,7 +226,7 @@ def affordable(
 
 
 @cached_njit(nogil=True)
-def falling(worth: Floats, chain: Numbers) -> Floats:
+def falling(worth: F64Array, chain: Numbers) -> F64Array:
     """`worth` made to fall along every chain, whose items stand together: the least so far."""
     out = worth.copy()
     for p in range(1, len(out)):

@@ -6,19 +6,14 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I64Array, U16Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH
 
-Floats = npt.NDArray[np.float64]
-Halves = npt.NDArray[np.float32]
-Flags = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-
 
 @cached_njit(nogil=True)
-def straighten(cosine: Halves) -> None:
+def straighten(cosine: F32Array) -> None:
     """Undo the bias of sketches' cosines, in place, and set the diagonal to 1.
 
     A cosine of few numbers is too near zero on average (Olkin and Pratt 1958).
@@ -36,7 +31,7 @@ def straighten(cosine: Halves) -> None:
 
 
 @cached_njit(nogil=True)
-def add_spread(cosine: Halves, there: Flags, whole: Halves, spread: Floats) -> None:
+def add_spread(cosine: F32Array, there: BoolArray, whole: F32Array, spread: F64Array) -> None:
     """Add to `spread` [E, E] the squares by which blocks differ from `whole` [E, E]."""
     blocks, count, _ = cosine.shape
     for b in range(blocks):
@@ -48,7 +43,9 @@ def add_spread(cosine: Halves, there: Flags, whole: Halves, spread: Floats) -> N
 
 
 @cached_njit(nogil=True)
-def shrink(cosine: Halves, there: Flags, whole: Halves, own: Halves, centre: Halves) -> None:
+def shrink(
+    cosine: F32Array, there: BoolArray, whole: F32Array, own: F32Array, centre: F32Array
+) -> None:
     """Keep the part `own` [E, E] of what blocks differ by from `whole`, around `centre`; in place.
 
     The diagonal stays 1, and what is zero has cosine 0 with all others.
@@ -63,7 +60,7 @@ def shrink(cosine: Halves, there: Flags, whole: Halves, own: Halves, centre: Hal
 
 
 @cached_njit(nogil=True)
-def quadratic(cosine: Halves, size: Floats, value: Floats, variance: Floats) -> None:
+def quadratic(cosine: F32Array, size: F64Array, value: F64Array, variance: F64Array) -> None:
     """Per block Σᵢⱼ sizeᵢ sizeⱼ cosineᵢⱼ and the variance that sketches give it.
 
     `size` [blocks, E] is 0 for what takes no part; fills `value` and `variance` [blocks]. By the
@@ -95,18 +92,18 @@ def quadratic(cosine: Halves, size: Floats, value: Floats, variance: Floats) -> 
 
 @cached_njit(nogil=True)
 def keep(
-    bins: npt.NDArray[np.uint16],
-    counts: Ints,
-    lower: Floats,
-    middle: Floats,
-    block_l2sq: Floats,
-    block_max_abs: Halves,
+    bins: U16Array,
+    counts: I64Array,
+    lower: F64Array,
+    middle: F64Array,
+    block_l2sq: F64Array,
+    block_max_abs: F32Array,
     block_elems: int,
     numel: int,
     l2sq: float,
     limits: tuple[float, float],
     kept_bins: tuple[int, int],
-    sq_norm: Floats,
+    sq_norm: F64Array,
 ) -> float:
     """Fill `sq_norm` [blocks] with what is kept of δ's from `limits[0]` up to `limits[1]`.
 
@@ -144,14 +141,14 @@ def keep(
 
 
 @cached_njit(nogil=True)
-def _share(edges: Floats, above: Floats, limits: tuple[float, float], stretch: float) -> float:
+def _share(edges: F64Array, above: F64Array, limits: tuple[float, float], stretch: float) -> float:
     """The share of the squared norm between both limits, stretched."""
     low, high = limits
     return max(_above(edges, above, low * stretch) - _above(edges, above, high * stretch), 0.0)
 
 
 @cached_njit(nogil=True)
-def _above(edges: Floats, above: Floats, magnitude: float) -> float:
+def _above(edges: F64Array, above: F64Array, magnitude: float) -> float:
     """`above` at a magnitude, straight from edge to edge."""
     k = np.searchsorted(edges, magnitude, side="right")
     if k == 0:

@@ -11,8 +11,9 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import I64Array
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Ints
+from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.spec.recipe import Budget, Selection
 
 #: The names that one expert goes by.
@@ -27,7 +28,7 @@ class Constraints:
     """
 
     budget_bytes: int
-    caps: Ints
+    caps: I64Array
     pinned: Choice
     excluded: Choice
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, I32Array, I64Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.planner.packed_rows import ORIGINAL
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-Sizes = npt.NDArray[np.uint32]
-Halves = npt.NDArray[np.float32]
+Sizes = U32Array
+
 
 #: What is not finite counts as this much.
 HUGE = 1e100
@@ -38,19 +36,19 @@ def _left(whole: float, residual_sq: float, delta_sq: float, exact: bool) -> flo
 @cached_njit(nogil=True)
 def row_upgrades(
     nbytes: Sizes,
-    residual_sq: Halves,
-    usable: Flags,
-    exact: Flags,
-    stored_nbytes: Ints,
-    delta_sq: Floats,
-    worth: Floats,
-    free: Flags,
+    residual_sq: F32Array,
+    usable: BoolArray,
+    exact: BoolArray,
+    stored_nbytes: I64Array,
+    delta_sq: F64Array,
+    worth: F64Array,
+    free: BoolArray,
     first: int,
     at: int,
-    candidate: npt.NDArray[np.int32],
+    candidate: I32Array,
     level: npt.NDArray[np.int8],
-    cost: Ints,
-    saved: Floats,
+    cost: I64Array,
+    saved: F64Array,
 ) -> int:
     """Write a row's upgrades behind place `at` of the last four arrays; gives the place after them.
 
@@ -90,7 +88,7 @@ def row_upgrades(
 
 @cached_njit(nogil=True)
 def at_levels(
-    levels: npt.NDArray[np.int8], table: Sizes | Halves, skip: Flags, out: Floats | Ints
+    levels: npt.NDArray[np.int8], table: Sizes | F32Array, skip: BoolArray, out: F64Array | I64Array
 ) -> None:
     """Set `out` [blocks] to a pack's `table` [levels, blocks] at each block's level.
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, F32Array, F64Array, U16Array
 from mergepipe_pipeline.spec.stats import SKETCH_WIDTH, widened
 
-Floats = npt.NDArray[np.float64]
-Halves = npt.NDArray[np.float32]
 #: Blocks of one batch, and its cosines.
-Batch = tuple[slice, Halves]
+Batch = tuple[slice, F32Array]
 #: Cosines of one batch: few enough to stay in the cache from one pass to the next.
 _BATCH_ELEMS = 1 << 18
 #: Blocks, evenly spread, that show by how much a tensor's blocks differ.
@@ -34,7 +32,7 @@ class Gram:
     what is zero has cosine 0 with all others.
     """
 
-    def __init__(self, sketches: Sequence[npt.NDArray[np.uint16]]) -> None:
+    def __init__(self, sketches: Sequence[U16Array]) -> None:
         blocks, count = max(map(len, sketches)), len(sketches)
         table = np.zeros((blocks, count, SKETCH_WIDTH), np.float32)
         for i, sketch in enumerate(sketches):
@@ -61,7 +59,7 @@ class Gram:
         for start in range(0, blocks, step):
             batch = slice(start, start + step, every)
             part = self._table[batch]
-            cosine: Halves = np.matmul(part, part.transpose(0, 2, 1))
+            cosine: F32Array = np.matmul(part, part.transpose(0, 2, 1))
             straighten(cosine)
             yield batch, cosine
 
@@ -79,7 +77,7 @@ class Gram:
         np.fill_diagonal(centre, 1)
         yield slice(0, len(there)), np.broadcast_to(centre, (len(there), *centre.shape))
 
-    def _shrinkage(self, there: npt.NDArray[np.bool_]) -> tuple[Halves, Halves, Halves]:
+    def _shrinkage(self, there: BoolArray) -> tuple[F32Array, F32Array, F32Array]:
         """The tensor's cosine, what chance leaves of it, and what it leaves of a block's own."""
         from mergepipe_pipeline.planner.compiled import add_spread
 
@@ -103,7 +101,7 @@ class Gram:
         return whole, centre, _part_of(spread / others, noise)
 
 
-def _part_of(found: Halves | Floats, chance: Halves | Floats) -> Halves:
+def _part_of(found: F32Array | F64Array, chance: F32Array | F64Array) -> F32Array:
     """How much of a square is more than chance explains, in [0, 1]."""
     part = np.clip(1 - chance / np.maximum(found, _TINY), 0, 1)
     return part.astype(np.float32)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.arrays import F64Array, I64Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Group, Ints
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Group
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.inner_products import Batch, Gram
 
@@ -29,13 +30,13 @@ class Items:
     It saves `saved[p]` of the squared error. Within a chain, items stand in order.
     """
 
-    chain: Ints
-    saved: Floats
-    first: Ints
-    members: Ints
+    chain: I64Array
+    saved: F64Array
+    first: I64Array
+    members: I64Array
 
 
-def single_items(c: Candidates, units: Ints) -> Items:
+def single_items(c: Candidates, units: I64Array) -> Items:
     """Units as items, each a chain of its own, worth ‖c·δ‖²."""
     starts = c.unit_first[units]
     counts = np.append(c.unit_first, len(c.unit))[units + 1] - starts
@@ -64,7 +65,7 @@ def joined(parts: Sequence[Items]) -> Items:
     )
 
 
-def _site_items(group: Group, free_nbytes: Ints) -> Items:
+def _site_items(group: Group, free_nbytes: I64Array) -> Items:
     from mergepipe_pipeline.planner.chains import hull_of
 
     shape, nbytes = group.members.shape, group.table(free_nbytes)
@@ -83,7 +84,7 @@ def _site_items(group: Group, free_nbytes: Ints) -> Items:
     )
 
 
-def _chain(group: Group, nbytes: Ints) -> tuple[Ints, Floats]:
+def _chain(group: Group, nbytes: I64Array) -> tuple[I64Array, F64Array]:
     """A greedy order per site [sites, E], and the residual after each item [sites, E + 1]."""
     c = group.candidates
     curve = c.curves.get(group.tensor)
@@ -123,7 +124,7 @@ def cosine_batches(group: Group, *, cautious: bool) -> Iterator[Batch]:
     yield slice(0, group.n_sites), np.broadcast_to(alone, (group.n_sites, *alone.shape))
 
 
-def spend(c: Candidates, items: Items, order: Ints, constraints: Constraints) -> Choice:
+def spend(c: Candidates, items: Items, order: I64Array, constraints: Constraints) -> Choice:
     """The candidates read along `order` as long as they fit; pinned ones come first."""
     from mergepipe_pipeline.planner.chains import affordable
 

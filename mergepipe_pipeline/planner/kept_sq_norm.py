@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.planner.candidates import Floats
+from mergepipe_pipeline.arrays import F64Array, U16Array
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.stats import HIST_SHIFT, TensorStats
@@ -22,7 +22,7 @@ from mergepipe_pipeline.spec.stats import HIST_SHIFT, TensorStats
 class Kept:
     """`block_sq_norm` [blocks]: the expected part of Σδ² that is kept; `most`: an upper limit."""
 
-    block_sq_norm: Floats
+    block_sq_norm: F64Array
     most: float
 
 
@@ -67,14 +67,16 @@ def _magnitude(rule: TrimRule | None, default: float) -> float:
 
 
 @cache
-def _edges() -> tuple[Floats, Floats]:
+def _edges() -> tuple[F64Array, F64Array]:
     """Of every bin and the one after the last: lowest magnitude and middle."""
     bins = np.arange((1 << 16) + 1, dtype=np.uint64)
     return _edge(bins, 0), _edge(bins, 0.5)
 
 
-def _edge(bins: npt.NDArray[np.uint64] | npt.NDArray[np.uint16], part: float) -> Floats:
+def _edge(bins: npt.NDArray[np.uint64] | U16Array, part: float) -> F64Array:
     bits = (bins.astype(np.uint64) << np.uint64(HIST_SHIFT)) + np.uint64(part * (1 << HIST_SHIFT))
     largest = np.uint64(np.finfo(np.float32).max.view(np.uint32))
-    edges: Floats = np.minimum(bits, largest).astype(np.uint32).view(np.float32).astype(np.float64)
+    edges: F64Array = (
+        np.minimum(bits, largest).astype(np.uint32).view(np.float32).astype(np.float64)
+    )
     return edges

@@ -12,8 +12,9 @@ from functools import partial
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.planner.bounds import Bound, Sensitivity, total_bound
-from mergepipe_pipeline.planner.candidates import Choice, Floats, Group
+from mergepipe_pipeline.planner.candidates import Choice, Group
 from mergepipe_pipeline.planner.levels import Levels, LevelTable
 
 
@@ -34,12 +35,12 @@ def level_bound(
     )
 
 
-def _of_group(group: Group, sensitivity: Sensitivity, rest: Floats, is_near: Choice) -> float:
+def _of_group(group: Group, sensitivity: Sensitivity, rest: F64Array, is_near: Choice) -> float:
     """The square of the bound for one output tensor; `rest` [sites, E] is ‖r‖, ‖δ‖ of nothing."""
     touched = np.flatnonzero((rest > 0).any(axis=1))
     rest, is_near = rest[touched], is_near[touched]
     factor = np.abs(group.table(group.candidates.coefficient)[touched])
-    norm: Floats = group.table(group.candidates.norm)[touched]
+    norm: F64Array = group.table(group.candidates.norm)[touched]
     # The larger of δ and δ̂, at most.
     either = np.where(is_near, norm + rest, norm)
     if sensitivity.response == "additive":
@@ -53,7 +54,9 @@ def _of_group(group: Group, sensitivity: Sensitivity, rest: Floats, is_near: Cho
     return _of_means(group, sensitivity.reach, rest, is_near, np.square(either))
 
 
-def _of_means(group: Group, reach: Floats, rest: Floats, is_near: Choice, sq_norm: Floats) -> float:
+def _of_means(
+    group: Group, reach: F64Array, rest: F64Array, is_near: Choice, sq_norm: F64Array
+) -> float:
     """As in `bounds`; what is approximated is not limited by what the experts themselves keep."""
     is_part: Choice = np.any((rest == 0) & (sq_norm > 0) | is_near, axis=1)
     total = 0.0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe_pipeline.planner.candidates import Choice, Ints
+from mergepipe_pipeline.arrays import I64Array
+from mergepipe_pipeline.planner.candidates import Choice
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.level_selection import LevelSelection, upgrades_of
 from mergepipe_pipeline.planner.packed_rows import NOTHING
@@ -44,7 +45,7 @@ def level_account(selection: LevelSelection, budget: Budget) -> Account:
     )
 
 
-def _bought(selection: LevelSelection, upgrades: Upgrades) -> tuple[Ints, Choice]:
+def _bought(selection: LevelSelection, upgrades: Upgrades) -> tuple[I64Array, Choice]:
     """Per candidate the place of its last upgrade bought (0: none), and per upgrade if it was."""
     levels, table = selection.levels, selection.problem.table
     places = np.arange(1, len(upgrades.candidate) + 1)

@@ -12,9 +12,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.planner.candidates import Floats, Row
+from mergepipe_pipeline.arrays import BoolArray, F64Array
+from mergepipe_pipeline.planner.candidates import Row
 from mergepipe_pipeline.planner.levels import Levels
-from mergepipe_pipeline.planner.packed_rows import NO_LEVELS, Flags
+from mergepipe_pipeline.planner.packed_rows import NO_LEVELS
 from mergepipe_pipeline.planner.simulation import PARTS, Samples, Simulate
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.pack import NOT_READ, TIERS
@@ -57,7 +58,7 @@ class LevelSamples:
         #: Elements that each sampled block stands for.
         self._lengths = lengths * (numel / lengths.sum())
 
-    def squares(self, levels: npt.NDArray[np.int8], residual_sq: Floats) -> Floats:
+    def squares(self, levels: npt.NDArray[np.int8], residual_sq: F64Array) -> F64Array:
         """[PARTS]: the squared error of reading `levels` [sites, E], as each part estimates it.
 
         `residual_sq` [sites, E] is what is left of each delta. Infinite where that is.
@@ -92,7 +93,7 @@ class LevelSamples:
         tiers = np.take_along_axis(self._tiers, levels.T.astype(np.intp), axis=1)
         return quantised(self._deltas, self._units, self._thresholds_bits, tiers)
 
-    def _of_sum(self, residuals: Samples, residual_sq: Floats) -> Floats:
+    def _of_sum(self, residuals: Samples, residual_sq: F64Array) -> F64Array:
         """What is known of the norms, times by how much samples say that residuals cancel."""
         factor = np.array([r.coefficient for r in self._rows])
         keep = np.array([r.keep for r in self._rows])
@@ -104,16 +105,16 @@ class LevelSamples:
         alone = self._weighed(own).mean()
         if not alone > 0:
             return np.full(PARTS, known)
-        found: Floats = self._weighed(np.square(mean) + spread) * (known / alone)
+        found: F64Array = self._weighed(np.square(mean) + spread) * (known / alone)
         return found
 
-    def _weighed(self, squares: npt.NDArray[np.floating]) -> Floats:
+    def _weighed(self, squares: npt.NDArray[np.floating]) -> F64Array:
         by_part = squares.reshape(len(self._blocks), -1, PARTS).sum(axis=1)
-        weighed: Floats = self._lengths @ by_part * (PARTS / SAMPLE_WIDTH)
+        weighed: F64Array = self._lengths @ by_part * (PARTS / SAMPLE_WIDTH)
         return weighed
 
 
-def _tiers(exact: Flags) -> list[int]:
+def _tiers(exact: BoolArray) -> list[int]:
     """For each number of a choice the tier of its level, or X where that is exact."""
     lossy = [_X if is_exact else tier for tier, is_exact in enumerate(exact.tolist())]
     return [NOT_READ, *lossy, _X]

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.errors import BudgetError
 from mergepipe_pipeline.planner.bounds import Bound, Sensitivity
-from mergepipe_pipeline.planner.candidates import Candidates, Floats, Group
+from mergepipe_pipeline.planner.candidates import Candidates, Group
 from mergepipe_pipeline.planner.constraints import Constraints, Names, constraints_of
 from mergepipe_pipeline.planner.level_bounds import level_bound
 from mergepipe_pipeline.planner.level_samples import LevelSamples
@@ -66,16 +67,16 @@ class LevelProblem:
             return None
         return [math.sqrt(max(square, 0.0)) for square in squares.mean(axis=1).tolist()]
 
-    def squares(self, choices: Sequence[Levels]) -> Floats | None:
+    def squares(self, choices: Sequence[Levels]) -> F64Array | None:
         """[choices, PARTS]: squared errors, as each part of the samples estimates them."""
         if any(r.block_l2sq is None for r in self.candidates.rows):
             return None
         rests = [self.table.residual_sq(levels) for levels in choices]
 
-        def of_group(group: Group) -> Floats:
+        def of_group(group: Group) -> F64Array:
             squares = np.zeros((len(choices), PARTS))
             for n, (levels, rest) in enumerate(zip(choices, rests, strict=True)):
-                left: Floats = group.table(rest)
+                left: F64Array = group.table(rest)
                 if left.any():
                     squares[n] = self.samples[group.tensor].squares(group.table(levels), left)
             return squares

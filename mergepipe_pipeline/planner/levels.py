@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints, Row
+from mergepipe_pipeline.arrays import F64Array, I64Array
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Row
 from mergepipe_pipeline.planner.packed_rows import NO_LEVELS, NOTHING, ORIGINAL, PackPace, RowLevels
 from mergepipe_pipeline.spec.pack import TIERS, PackedInput, PackedRange
 
@@ -37,7 +38,7 @@ class LevelTable:
 
     candidates: Candidates
 
-    def nbytes(self, levels: Levels) -> Ints:
+    def nbytes(self, levels: Levels) -> I64Array:
         """Bytes that are read of each candidate."""
         from mergepipe_pipeline.planner.hulls import at_levels
 
@@ -46,7 +47,7 @@ class LevelTable:
             at_levels(levels[cut], of.packed.nbytes, NO_LEVELS, out[cut])
         return out
 
-    def residual_sq(self, levels: Levels) -> Floats:
+    def residual_sq(self, levels: Levels) -> F64Array:
         """‖δ − δ̂‖² of each candidate at most, without its coefficient; 0 for what is exact."""
         from mergepipe_pipeline.planner.hulls import at_levels
 
@@ -64,7 +65,7 @@ class LevelTable:
         return [cut for row, cut in rows if row.bundle_nbytes is not None]
 
     @cached_property
-    def delta_sq(self) -> Floats:
+    def delta_sq(self) -> F64Array:
         """‖δ‖² of each candidate."""
         return np.square(self.candidates.norm)
 
@@ -140,7 +141,7 @@ def packed_input(row: Row, levels: Levels, block_elems: int) -> PackedInput | No
     return PackedInput(of.packed.pack, of.packed.tensor, of.packed.unit, ranges)
 
 
-def _least_exact(of: RowLevels) -> tuple[Ints, Levels]:
+def _least_exact(of: RowLevels) -> tuple[I64Array, Levels]:
     """Per block the bytes of the cheapest exact level of a pack, and that level."""
     can = of.exact[:, None] & np.isfinite(of.packed.residual_sq)
     nbytes = np.where(can, of.packed.nbytes.astype(np.int64), np.iinfo(np.int64).max)

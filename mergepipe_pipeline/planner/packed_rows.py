@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, F32Array, U32Array
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.operator import OperatorSchema, Response
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, TIERS_OF, PackSource
 from mergepipe_pipeline.spec.plan import TrimRule
-
-Flags = npt.NDArray[np.bool_]
 
 #: Levels of neighbours differ little: more blocks would make plans longer, and hardly better.
 _MOST_BLOCKS = 1 << 20
@@ -46,8 +44,8 @@ class PackedRow:
     tensor: str
     unit: float
     threshold_bits: int
-    nbytes: npt.NDArray[np.uint32]
-    residual_sq: npt.NDArray[np.float32]
+    nbytes: U32Array
+    residual_sq: F32Array
     is_alone: bool = False
 
 
@@ -93,8 +91,8 @@ class RowLevels:
     """
 
     packed: PackedRow
-    usable: Flags = field(repr=False)
-    exact: Flags = field(repr=False)
+    usable: BoolArray = field(repr=False)
+    exact: BoolArray = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +117,8 @@ def packed_row(
     tensor: str,
     unit: float,
     threshold_bits: int,
-    nbytes: npt.NDArray[np.uint32],
-    residual_sq: npt.NDArray[np.float32],
+    nbytes: U32Array,
+    residual_sq: F32Array,
 ) -> PackedRow:
     """A packed tensor; `nbytes` [tiers, blocks] and `residual_sq` [levels, blocks] on a grid."""
     return PackedRow(

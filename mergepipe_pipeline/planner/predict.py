@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Floats, Group
+from mergepipe_pipeline.planner.candidates import Candidates, Choice, Curve, Group
 from mergepipe_pipeline.planner.items import cosine_batches
 from mergepipe_pipeline.planner.simulation import PARTS
 
@@ -50,8 +51,8 @@ class _Sums:
     where there are none.
     """
 
-    squares: Floats
-    variances: Floats
+    squares: F64Array
+    variances: F64Array
     is_stated: Choice
 
 
@@ -64,7 +65,7 @@ class Trial:
     """
 
     predictions: list[Prediction] | None
-    squares: Floats
+    squares: F64Array
 
     def is_nearer(self, choice: int, other: int) -> bool:
         """Whether samples show for certain that a choice ends nearer to the full merge.
@@ -74,7 +75,7 @@ class Trial:
         first, second = self.squares[choice], self.squares[other]
         if not np.isfinite([first, second]).all():
             return False
-        saved: Floats = second - first
+        saved: F64Array = second - first
         chance = saved.std(ddof=1) / math.sqrt(PARTS)
         return bool(saved.mean() > _CERTAIN * chance)
 
@@ -178,7 +179,7 @@ def _margin(square: float, variance: float) -> float:
     return max(above, math.sqrt(square) - math.sqrt(max(square - off, 0.0)))
 
 
-def _of_drops(group: Group, batch: slice, sq_norm: Floats, known: Floats) -> Floats:
+def _of_drops(group: Group, batch: slice, sq_norm: F64Array, known: F64Array) -> F64Array:
     """Variance per site that random drops give at most; `known` is the square of their mean."""
     keep = np.array([r.keep for r in group.rows])
     if (keep == 1).all():
@@ -190,12 +191,12 @@ def _of_drops(group: Group, batch: slice, sq_norm: Floats, known: Floats) -> Flo
     own = (np.square(sq_norm) * (1 - keep) / np.maximum(keep, _TINY)).sum(axis=1)
     peak = max(r.kurtosis for r in group.rows)
     mixed = 4 * np.maximum(known, 0.0) * spread + 2 * np.square(spread)
-    variance: Floats = peak / lengths * (mixed + own)
+    variance: F64Array = peak / lengths * (mixed + own)
     return variance
 
 
 def _simulated(group: Group, omitted: Choice, curve: Curve) -> float:
-    sq_norm: Floats = group.table(group.candidates.sq_norm)
+    sq_norm: F64Array = group.table(group.candidates.sq_norm)
     total = sq_norm.sum(axis=1)
     left = np.where(omitted, sq_norm, 0.0).sum(axis=1)
     known = total > 0

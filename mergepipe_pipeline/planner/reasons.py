@@ -11,7 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints
+from mergepipe_pipeline.arrays import F64Array, I64Array
+from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.items import Items
 from mergepipe_pipeline.planner.levels import Levels, level_name, originals
@@ -81,11 +82,11 @@ class Account:
 
     candidates: Candidates
     levels: Levels
-    nbytes_read: Ints
+    nbytes_read: I64Array
     why: tuple[Why, ...]
-    place: Ints
-    worth: Floats
-    together: Ints
+    place: I64Array
+    worth: F64Array
+    together: I64Array
     items: int
     cut: int
     cut_worth: float | None
@@ -115,7 +116,7 @@ def reasons_of(
     c: Candidates,
     constraints: Constraints,
     chosen: Choice,
-    place: Ints,
+    place: I64Array,
     cut: int,
     over: Choice,
     waits: Choice,
@@ -176,8 +177,8 @@ class _Listed:
     """The items of a list: places from 1, worths, and what stood against those not taken."""
 
     items: Items
-    place: Ints
-    worth: Floats
+    place: I64Array
+    worth: F64Array
     is_over: Choice
     waits: Choice
     cut: int
@@ -185,7 +186,7 @@ class _Listed:
 
 
 def _listed(
-    c: Candidates, constraints: Constraints, choice: Choice, items: Items, order: Ints
+    c: Candidates, constraints: Constraints, choice: Choice, items: Items, order: I64Array
 ) -> _Listed:
     length = len(order)
     place = np.empty(length, np.int64)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, F64Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
-from mergepipe_pipeline.planner.candidates import Choice, Curve, Floats, Row
+from mergepipe_pipeline.planner.candidates import Choice, Curve, Row
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.stats import SAMPLE_WIDTH, TensorStats, widened
 
-Samples = npt.NDArray[np.float32]
+Samples = F32Array
 #: [E, n] float32 deltas of E experts to the merged update, [n] float32.
 Simulate = Callable[[Samples], Samples]
 #: Parts of the samples that estimate an error each for itself: by how far they disagree, what all
@@ -71,21 +71,21 @@ class Simulation:
         #: Elements that each block's samples stand for.
         self._lengths = lengths[self._kept].astype(np.float64)
         self._scale = numel / self._lengths.sum()
-        self._known: dict[bytes, Floats] = {}
+        self._known: dict[bytes, F64Array] = {}
 
     @property
     def n_experts(self) -> int:
         """Deltas per sampled element."""
         return len(self._rows)
 
-    def squares(self, omitted: Sequence[Choice]) -> Floats | None:
+    def squares(self, omitted: Sequence[Choice]) -> F64Array | None:
         """As `candidates.SimulatedErrors.squares`, of this tensor."""
         if not self._tells:
             return None
         found = [self._without(left[self._kept]) for left in omitted]
         return np.array(found).reshape(-1, PARTS)
 
-    def _without(self, left: Choice) -> Floats:
+    def _without(self, left: Choice) -> F64Array:
         """[PARTS]: what leaving out these of the sampled blocks, [blocks, E], makes wrong."""
         # Whether a choice is good is asked first, and what it promises afterwards.
         key = left.tobytes()
@@ -120,7 +120,7 @@ class Simulation:
         return SimulatedCurve(curve, samples.shape[1], sampled, shape)
 
     @cached_property
-    def _sq_norms(self) -> Floats:
+    def _sq_norms(self) -> F64Array:
         """(c·‖δ‖)² of each expert, as kept."""
         return np.array([r.coefficient**2 * _sq_norm(r).sum() for r in self._rows])
 
@@ -144,14 +144,14 @@ class Simulation:
             bits[i, : len(own)] = own
         return widened(bits.reshape(len(bits), -1))
 
-    def _wrong(self, some: Samples) -> Floats:
+    def _wrong(self, some: Samples) -> F64Array:
         """[PARTS]: Σ(full − what `some` give)² over the blocks that the samples stand for."""
         # Of nothing, every method makes nothing.
         return self._weighed(self._full - self._simulate(some) if some.any() else self._full)
 
-    def _weighed(self, off: Samples) -> Floats:
+    def _weighed(self, off: Samples) -> F64Array:
         squares = np.square(off, dtype=np.float64).reshape(len(self._lengths), -1, PARTS)
-        weighed: Floats = self._lengths @ squares.sum(axis=1) * (PARTS / SAMPLE_WIDTH)
+        weighed: F64Array = self._lengths @ squares.sum(axis=1) * (PARTS / SAMPLE_WIDTH)
         return weighed
 
 
@@ -167,7 +167,7 @@ class Simulations:
         """How each tensor's error falls, in the light of those that are merged alike."""
         return {n: curve for group in self._alike for n, curve in _drawn(group).items()}
 
-    def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats | None:
+    def squares(self, tensor: int, omitted: Sequence[Choice]) -> F64Array | None:
         """As `candidates.SimulatedErrors.squares`."""
         simulation = self._all.get(tensor)
         return simulation.squares(omitted) if simulation else None
@@ -207,13 +207,13 @@ def pooled(simulated: Mapping[int, SimulatedCurve]) -> dict[int, Curve]:
     return out
 
 
-def _average(values: Floats, weights: Sequence[float]) -> Floats:
+def _average(values: F64Array, weights: Sequence[float]) -> F64Array:
     """The weighted mean over the first axis; the plain one where no sample has any weight."""
-    found: Floats = np.average(values, axis=0, weights=weights if any(weights) else None)
+    found: F64Array = np.average(values, axis=0, weights=weights if any(weights) else None)
     return found
 
 
-def _sq_norm(row: Row) -> Floats:
+def _sq_norm(row: Row) -> F64Array:
     if row.block_sq_norm is not None:
         return row.block_sq_norm
     assert row.block_l2sq is not None

@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import I64Array
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Ints
+from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Constraints, lacks_base
 from mergepipe_pipeline.planner.items import Items, chain_items, joined, single_items, spend
 
 #: Items with their order: best first, and within a chain as the chain goes.
-Ranked = tuple[Items, Ints]
+Ranked = tuple[Items, I64Array]
 Strategy = Callable[[Candidates, Choice, int], Ranked]
 
 
@@ -126,14 +127,14 @@ def conflict_aware(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     return items, _by_worth(c, items, seek_nbytes)
 
 
-def _units(c: Candidates, free: Choice) -> Ints:
+def _units(c: Candidates, free: Choice) -> I64Array:
     """The units with something to read in `free`, ascending."""
     found = c.unit[free & ~c.zero]
-    units: Ints = found[np.diff(found, prepend=-1) > 0]
+    units: I64Array = found[np.diff(found, prepend=-1) > 0]
     return units
 
 
-def _by_worth(c: Candidates, items: Items, seek_nbytes: int) -> Ints:
+def _by_worth(c: Candidates, items: Items, seek_nbytes: int) -> I64Array:
     """Most saved per byte first; of equals, the first in the list."""
     from mergepipe_pipeline.planner.chains import falling
 
@@ -147,7 +148,7 @@ def _by_worth(c: Candidates, items: Items, seek_nbytes: int) -> Ints:
     return np.argsort(-worth, kind="stable")
 
 
-def _stands_apart(c: Candidates, items: Items, order: Ints) -> Choice:
+def _stands_apart(c: Candidates, items: Items, order: I64Array) -> Choice:
     """Which members would be a read of their own: both blocks next to them rank lower."""
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
@@ -161,11 +162,11 @@ def _stands_apart(c: Candidates, items: Items, order: Ints) -> Choice:
     return apart
 
 
-def _summed(items: Items, values: Ints) -> Ints:
+def _summed(items: Items, values: I64Array) -> I64Array:
     """Per item, the sum over its members."""
     if not len(items.saved):
         return np.zeros(0, np.int64)
-    sums: Ints = np.add.reduceat(values, items.first[:-1])
+    sums: I64Array = np.add.reduceat(values, items.first[:-1])
     return sums
 
 

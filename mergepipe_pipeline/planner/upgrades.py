@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from mergepipe_pipeline.planner.candidates import Candidates, Choice, Floats, Ints
+from mergepipe_pipeline.arrays import F64Array, I32Array, I64Array
+from mergepipe_pipeline.planner.candidates import Candidates, Choice
 from mergepipe_pipeline.planner.constraints import Constraints
 from mergepipe_pipeline.planner.levels import Levels, LevelTable
 from mergepipe_pipeline.planner.packed_rows import N_LEVELS, NOTHING, ORIGINAL
@@ -34,10 +34,10 @@ class Upgrades:
     `worth` is what each saves per byte: squared error, or as a budget counts it.
     """
 
-    candidate: npt.NDArray[np.int32]
+    candidate: I32Array
     level: Levels
-    nbytes: Ints
-    worth: Floats
+    nbytes: I64Array
+    worth: F64Array
 
     def first(self, count: int) -> Upgrades:
         """The best of them."""
@@ -97,7 +97,7 @@ def ranked_upgrades(
     return Upgrades(candidate[order], level[order], nbytes[order], worth[order])
 
 
-def _best_first(worth: Floats) -> npt.NDArray[np.int64]:
+def _best_first(worth: F64Array) -> I64Array:
     """Places in falling order of worth, as float32 tells it; of equals the first place first.
 
     Sorted as integers with the place in their lower half, which is five times as fast as by key.
@@ -140,7 +140,7 @@ def taken(
     return levels
 
 
-def _evened(c: Candidates) -> Floats:
+def _evened(c: Candidates) -> F64Array:
     """What a budget counts each candidate for; 0 where nothing is to be saved."""
     numel = np.array([row.numel for row in c.rows], np.int64)[c.row]
     length = np.minimum(numel - c.block * c.grid.block_elems, c.grid.block_elems)
@@ -156,18 +156,16 @@ def _is_sum(c: Candidates) -> Choice:
     return of_row[c.row]
 
 
-def _together(
-    c: Candidates, worth: Floats, candidate: npt.NDArray[np.int32], level: Levels
-) -> Floats:
+def _together(c: Candidates, worth: F64Array, candidate: I32Array, level: Levels) -> F64Array:
     """The mean `worth` of all upgrades of a place to one level, times each expert's strength."""
     step = c.site[candidate] * (1 + ORIGINAL) + level
     count = np.maximum(np.bincount(step), 1)
     mean = np.bincount(step, worth) / count
-    together: Floats = mean[step] * _strength(c)[candidate]
+    together: F64Array = mean[step] * _strength(c)[candidate]
     return together
 
 
-def _strength(c: Candidates) -> Floats:
+def _strength(c: Candidates) -> F64Array:
     """1 for the expert with the largest ‖c·δ‖² in a place and those not far below it, else less."""
     largest = np.zeros(c.n_sites)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of, snapshot_of
 from mergepipe_pipeline.execution.plan_store import checked_plan, load_plan, stored_plans
@@ -269,7 +270,7 @@ def contributions(solved: SolvedProblem) -> list[Contribution]:
     cell = of_layer[tensor] * width + c.expert
     known = bool(np.isfinite(c.sq_norm).all())
 
-    def total(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    def total(values: npt.NDArray[Any]) -> F64Array:
         sums = np.bincount(cell, values, len(names) * width)
         return sums.astype(np.float64).reshape(len(names), width)
 

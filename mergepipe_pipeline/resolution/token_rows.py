@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.catalog.seals import find_sealed, known, write_sealed
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json, sha256_hex
@@ -143,7 +143,7 @@ class Reindexer:
         m: int,
         name: str,
         rows: ModelRows,
-        made: npt.NDArray[np.int64],
+        made: I64Array,
         names: Mapping[int, str],
     ) -> Checkpoint:
         """A checkpoint with the rows that the model lacks, in order; written if it is not there."""
@@ -170,9 +170,7 @@ class Reindexer:
         return open_checkpoint(str(path), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
 
 
-def _runs(
-    own: npt.NDArray[np.int64], made: npt.NDArray[np.int64], rest: tuple[int, ...]
-) -> tuple[Run, ...]:
+def _runs(own: I64Array, made: I64Array, rest: tuple[int, ...]) -> tuple[Run, ...]:
     """Runs of rows that follow each other in the model's matrix (part 0) or the made rows (1)."""
     width = int(np.prod(rest, dtype=np.int64))
     part = np.zeros(len(own), dtype=np.int64)
@@ -197,7 +195,7 @@ def _row_values(
     m: int,
     name: str,
     rows: ModelRows,
-    made: npt.NDArray[np.int64],
+    made: I64Array,
     names: Mapping[int, str],
 ) -> bytes:
     """The bytes of the made rows in the model's dtype; means are taken in float32."""
@@ -259,7 +257,7 @@ class _RowReader:
         start = (at * width - first * COARSE_ELEMS) * size
         return as_float32(raw[start : start + width * size], part.entry.dtype).view(view.shape[1:])
 
-    def _read_segment(self, model: int, part: Part, number: int) -> npt.NDArray[np.uint8]:
+    def _read_segment(self, model: int, part: Part, number: int) -> U8Array:
         whole, verifier = self._verifier(model, part)
         start = number * COARSE_ELEMS
         stop = min(start + COARSE_ELEMS, whole.numel)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
+
+from mergepipe_pipeline.arrays import F64Array
 
 
-def grouped(scores: npt.NDArray[np.float64], count: int) -> tuple[tuple[int, ...], ...]:
+def grouped(scores: F64Array, count: int) -> tuple[tuple[int, ...], ...]:
     """The numbers of layers in `count` runs with the least sum of squared errors about their means.
 
     By dynamic programming over the ends of runs, in n² · count steps.

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.facts.expert_stats import common_pairs, ensure_stats
 from mergepipe_pipeline.optimise.prior import (
     length_scales,
@@ -33,8 +33,6 @@ from mergepipe_pipeline.search.start import models_of
 from mergepipe_pipeline.spec.layers import layer_count, layer_index, layer_name, with_layer_index
 from mergepipe_pipeline.spec.stats import TensorStats, widened
 from mergepipe_pipeline.warehouse import Warehouse
-
-Floats = npt.NDArray[np.float64]
 
 
 def search_prior(warehouse: Warehouse, search: Search, progress: Progress | None = None) -> Prior:
@@ -79,7 +77,7 @@ def _prior(warehouse: Warehouse, search: Search, progress: Progress | None) -> P
     )
 
 
-def _per_coordinate(space: Space, scores: Floats, names: Sequence[str]) -> Floats:
+def _per_coordinate(space: Space, scores: F64Array, names: Sequence[str]) -> F64Array:
     """The mean score of each group's layers, for each of its coordinates; the rest have the mean
     of all.
     """
@@ -95,7 +93,7 @@ def _per_coordinate(space: Space, scores: Floats, names: Sequence[str]) -> Float
 
 def _parameter_differences(
     warehouse: Warehouse, search: Search, progress: Progress | None
-) -> Floats:
+) -> F64Array:
     """A score per numbered layer, from the catalog."""
     models = models_of(warehouse, search)
     base, sources = models[search.file.base], [models[s] for s in search.file.sources]
@@ -110,7 +108,7 @@ def _parameter_differences(
     return layer_scores(norms, numbered(search.layers))
 
 
-def layer_scores(norms: Mapping[str, float], names: Sequence[str]) -> Floats:
+def layer_scores(norms: Mapping[str, float], names: Sequence[str]) -> F64Array:
     """Per layer the mean of its tensors' norms, each as a share of its role's mean over layers."""
     by_role: dict[str, list[float]] = {}
     inner = {name: norm for name, norm in norms.items() if layer_index(name) is not None}
@@ -138,5 +136,5 @@ def _product(one: TensorStats, other: TensorStats) -> float:
     return float((a * b).sum())
 
 
-def _tuple(values: Floats) -> tuple[float, ...]:
+def _tuple(values: F64Array) -> tuple[float, ...]:
     return tuple(float(v) for v in values)

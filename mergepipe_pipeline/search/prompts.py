@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import EvaluationError, SearchError
 from mergepipe_pipeline.evaluation.child import run_child
 from mergepipe_pipeline.evaluation.identity import environment_of
@@ -48,7 +48,7 @@ def refuse_no_activations(
 
 def activation_differences(
     file: SearchFile, folder: Path, models: Mapping[str, Model], n_layers: int, where: str
-) -> npt.NDArray[np.float64]:
+) -> F64Array:
     """A score per numbered layer: 1 − cosine of hidden states, the mean over prompts.
 
     Between the two sources of a mix, else between each source and the base. Raises EvaluationError

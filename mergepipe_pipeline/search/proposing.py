@@ -8,10 +8,11 @@ from itertools import takewhile
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import SearchError
 from mergepipe_pipeline.optimise.design import diagonal
 from mergepipe_pipeline.optimise.proposers import proposer
-from mergepipe_pipeline.optimise.trials import Array, Trials
+from mergepipe_pipeline.optimise.trials import Trials
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.search.prior import search_prior
@@ -104,7 +105,7 @@ def _points(
     proposals: dict[int, Proposal],
     results: dict[int, Result],
     count: int,
-) -> Array:
+) -> F64Array:
     file = search.file
     dims, objectives = len(prior.labels), len(file.objectives)
     asked = proposer(
@@ -136,5 +137,5 @@ def _used_up(search: Search, tried: int) -> SearchError:
     )
 
 
-def _table(rows: Sequence[Sequence[float]], width: int) -> Array:
+def _table(rows: Sequence[Sequence[float]], width: int) -> F64Array:
     return np.array(rows, np.float64).reshape(len(rows), width)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS
 
 if TYPE_CHECKING:  # commands that read plans start without NumPy
@@ -80,13 +81,13 @@ class PackedTensor:
     base_digest: str
     unit: float
     threshold_bits: int
-    nbytes: npt.NDArray[np.uint32]
+    nbytes: U32Array
     checksums: npt.NDArray[np.uint64]
-    residual_sq: npt.NDArray[np.float32]
-    start_byte: npt.NDArray[np.int64]
+    residual_sq: F32Array
+    start_byte: I64Array
 
     @cached_property
-    def frame_starts(self) -> npt.NDArray[np.int64]:
+    def frame_starts(self) -> I64Array:
         """Int64 [tiers, chunks + 1]: where frames lie in each tier's file, and where they end."""
         import numpy as np
 

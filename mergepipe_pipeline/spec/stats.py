@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array, U16Array, U32Array
 from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 from mergepipe_pipeline.spec.segments import Segments
 
@@ -33,9 +33,9 @@ class Magnitudes:
     ascending) and `counts` (uint32); `edges` is int64 [blocks + 1].
     """
 
-    edges: npt.NDArray[np.int64]
-    bits: npt.NDArray[np.uint32]
-    counts: npt.NDArray[np.uint32]
+    edges: I64Array
+    bits: U32Array
+    counts: U32Array
 
     @staticmethod
     def joined(parts: Sequence[Magnitudes]) -> Magnitudes:
@@ -76,14 +76,14 @@ class TensorStats:
     l2sq: float
     max_abs: float
     nonzero: int
-    hist_bins: npt.NDArray[np.uint16]
-    hist_counts: npt.NDArray[np.int64]
-    block_l2sq: npt.NDArray[np.float64]
-    block_max_abs: npt.NDArray[np.float32]
-    block_nonzero: npt.NDArray[np.int64]
-    block_positive: npt.NDArray[np.int64]
-    block_sketch: npt.NDArray[np.uint16]
-    block_sample: npt.NDArray[np.uint16]
+    hist_bins: U16Array
+    hist_counts: I64Array
+    block_l2sq: F64Array
+    block_max_abs: F32Array
+    block_nonzero: I64Array
+    block_positive: I64Array
+    block_sketch: U16Array
+    block_sample: U16Array
     block_magnitudes: Magnitudes | None = None
     segments: tuple[Segments, ...] = field(default=(), compare=False)
     base_segments: tuple[Segments, ...] = field(default=(), compare=False)
@@ -104,12 +104,12 @@ class ExpertStats:
         return {(t.tensor, t.base_tensor): t for t in self.tensors}
 
 
-def narrowed(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+def narrowed(values: F32Array) -> U16Array:
     """Float32 to the bits of the nearest bfloat16, ties to even; what is not a number stays so."""
     rounded = nearest(values.view(np.uint32))
     return np.where(np.isnan(values), NAN_BITS, rounded.astype(np.uint16))
 
 
-def widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+def widened(bits: U16Array) -> F32Array:
     """The float32 values of bfloat16 bits."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
+from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
-
-Longs = npt.NDArray[np.int64]
 
 #: What a request says: its kind, an open file, where it begins there, how many bytes, and the
 #: address they go to. A copy has no file, and begins at an address.
@@ -32,7 +30,7 @@ memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.ui
 
 
 @cached_njit(nogil=True)
-def run_all(requests: Longs, scratch: npt.NDArray[np.uint8]) -> int:
+def run_all(requests: I64Array, scratch: U8Array) -> int:
     """Do `requests` [n, REQUEST_FIELDS] in order; how many were done before one failed.
 
     `scratch` begins at a page and has whole pages.
@@ -67,9 +65,7 @@ def _read(file: int, start: int, nbytes: int, address: int) -> bool:
 
 
 @cached_njit(nogil=True)
-def _read_by_scratch(
-    file: int, start: int, nbytes: int, address: int, scratch: npt.NDArray[np.uint8]
-) -> bool:
+def _read_by_scratch(file: int, start: int, nbytes: int, address: int, scratch: U8Array) -> bool:
     place, done = np.uint64(scratch.ctypes.data), 0
     while done < nbytes:
         lead = (start + done) % PAGE_NBYTES

@@ -9,8 +9,8 @@ from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.spec.checkpoint import TensorEntry
 from mergepipe_pipeline.storage.header import LENGTH_NBYTES, header_nbytes, parse_header
 
@@ -40,7 +40,7 @@ def non_finite(path: Path) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def count_non_finite(raw: npt.NDArray[np.uint8], dtype: str) -> int:
+def count_non_finite(raw: U8Array, dtype: str) -> int:
     """How many elements of `dtype` in the bytes `raw` are NaN or infinite; of integers none."""
     if dtype not in _LEAST or not len(raw):
         return 0

@@ -11,22 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, U8Array, U16Array
 from mergepipe_pipeline.dtypes import itemsize
 from mergepipe_pipeline.errors import CorruptionError, DamagedPackError
 from mergepipe_pipeline.spec.blocks import Range, clip, coalesce
 from mergepipe_pipeline.spec.view import TensorView
 from mergepipe_pipeline.tensors.low_rank import AdapterUpdate
-from mergepipe_pipeline.tensors.stored import Bytes, Readers, read_stored, typed
+from mergepipe_pipeline.tensors.stored import Readers, read_stored, typed
 from mergepipe_pipeline.tensors.verified import Verify
 
 if TYPE_CHECKING:
     import torch
 
     from mergepipe_pipeline.storage.read_batch import ReadBatch
-
-Floats = npt.NDArray[np.float32]
 
 
 class DecodedPart(Protocol):
@@ -57,7 +55,7 @@ class DecodedPart(Protocol):
         """Fill `out` with the stored bytes, given the base's."""
         ...
 
-    def delta(self, out: Floats) -> None:
+    def delta(self, out: F32Array) -> None:
         """Fill `out`, float32 [stop − start], with δ̂."""
         ...
 
@@ -74,7 +72,7 @@ class ExpertRow:
         readers: Readers,
         view: TensorView,
         read: Sequence[Range],
-        buffer: Bytes,
+        buffer: U8Array,
         update: AdapterUpdate | None,
         verify: Verify | None = None,
     ) -> None:
@@ -92,7 +90,7 @@ class ExpertRow:
         start_elem: int,
         stop_elem: int,
         packed: Sequence[DecodedPart] = (),
-        base: Bytes | None = None,
+        base: U8Array | None = None,
         batch: ReadBatch | None = None,
     ) -> None:
         """Read what is allowed of [start, stop) into the row's buffer, with a `batch` if there is.
@@ -159,7 +157,7 @@ class ExpertRow:
         if self._update:
             self._update.add_to(self._inside(row), self._start)
 
-    def bits(self, base: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16] | None:
+    def bits(self, base: U16Array) -> U16Array | None:
         """The window's elements as bits of bfloat16, the base's where nothing was read.
 
         `base` [n] is all of the window. None where T is not stored so, or is approximated.
@@ -190,13 +188,13 @@ class ExpertRow:
             part.delta(delta)
             into.add_(torch.from_numpy(delta).to(into.device))
 
-    def _bytes(self, a: int, b: int, of: Bytes | None = None) -> Bytes:
+    def _bytes(self, a: int, b: int, of: U8Array | None = None) -> U8Array:
         """The bytes of elements [a, b) in the row's buffer, or in another one of the window."""
         raw, size = self._raw if of is None else of, self._itemsize
         return raw[(a - self._start) * size : (b - self._start) * size]
 
 
-def verify_part(part: DecodedPart, out: Bytes, verify: Verify | None) -> None:
+def verify_part(part: DecodedPart, out: U8Array, verify: Verify | None) -> None:
     """Verify what a part gave, where all of it is the expert's. Raises DamagedPackError."""
     if not verify or not part.is_expert:
         return
@@ -219,7 +217,7 @@ class BaseRow:
         self,
         readers: Readers,
         view: TensorView,
-        buffer: Bytes,
+        buffer: U8Array,
         update: AdapterUpdate | None,
         verify: Verify | None = None,
     ) -> None:
@@ -237,12 +235,12 @@ class BaseRow:
         read_stored(self._readers, self._view, start_elem, stop_elem, raw, self._verify, batch)
 
     @property
-    def raw(self) -> Bytes:
+    def raw(self) -> U8Array:
         """The fetched bytes as stored."""
         return self._buffer[: self._n * itemsize(self._view.dtype)]
 
     @property
-    def bits(self) -> npt.NDArray[np.uint16] | None:
+    def bits(self) -> U16Array | None:
         """The fetched elements as bits of bfloat16, where they are stored so and are all."""
         is_plain = self._view.dtype == "BF16" and self._update is None
         return self.raw.view(np.uint16) if is_plain else None

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.dtypes import TORCH_NAME, itemsize
 from mergepipe_pipeline.spec.view import Part, TensorView
 from mergepipe_pipeline.storage.reader import BlockReader
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
     from mergepipe_pipeline.storage.read_batch import ReadBatch
 
-Bytes = npt.NDArray[np.uint8]
+
 #: The reader of a source by its number in the views.
 Readers = Callable[[int], BlockReader]
 
@@ -82,14 +80,14 @@ def torch_dtype(code: str) -> torch.dtype:
     return dtype
 
 
-def typed(raw: Bytes, dtype: str) -> torch.Tensor:
+def typed(raw: U8Array, dtype: str) -> torch.Tensor:
     """[n] elements of `dtype` over the same memory as their little-endian bytes."""
     import torch
 
     return torch.from_numpy(raw).view(torch_dtype(dtype))
 
 
-def as_float32(raw: Bytes, dtype: str) -> torch.Tensor:
+def as_float32(raw: U8Array, dtype: str) -> torch.Tensor:
     """[n] float32 from the little-endian bytes of n elements of `dtype`."""
     import torch
 

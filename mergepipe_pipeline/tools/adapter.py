@@ -17,6 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from mergepipe_pipeline import bfloat16
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.dtypes import FLOATING
@@ -29,7 +30,6 @@ from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS
 from mergepipe_pipeline.tools.low_rank import (
     Factors,
-    Floats,
     Wanted,
     factorize,
     squared_error,
@@ -171,13 +171,13 @@ class Extractor:
         is_linear = layer_index(name) is not None and not _NO_LINEAR.search(name)
         return is_linear and not embedding_like(name)
 
-    def _rounded(self, values: Floats) -> Floats:
+    def _rounded(self, values: F32Array) -> F32Array:
         """The values that the factors' type can hold."""
         if self._asked.dtype == "F32":
             return values
         if self._asked.dtype == "F16":
             return values.astype(np.float16).astype(np.float32)
-        rounded: Floats = (bfloat16.nearest(values.view(np.uint32)) << np.uint32(16)).view(
+        rounded: F32Array = (bfloat16.nearest(values.view(np.uint32)) << np.uint32(16)).view(
             np.float32
         )
         return rounded

@@ -12,16 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
+from mergepipe_pipeline.arrays import F32Array, F64Array, I64Array
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.progress import Advance
-
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 #: Tokens at once: with 64 coefficients of 4096 elements, 134 MB in float64.
 _BATCH = 64
@@ -36,23 +32,25 @@ class Combination:
     `residual` is ‖token − sum‖ / ‖token‖ in the donor's space.
     """
 
-    places: Ints
-    coefficients: Doubles
-    residual: Doubles
+    places: I64Array
+    coefficients: F64Array
+    residual: F64Array
 
-    def of(self, rows: Floats) -> Doubles:
+    def of(self, rows: F32Array) -> F64Array:
         """The sums over other rows of the shared tokens: [n, ...]."""
         picked = rows[self.places].astype(np.float64)
-        found: Doubles = np.einsum("nk,nk...->n...", self.coefficients, picked)
+        found: F64Array = np.einsum("nk,nk...->n...", self.coefficients, picked)
         return found
 
 
-def combine(tokens: Floats, shared: Floats, method: str, k: int, advance: Advance) -> Combination:
+def combine(
+    tokens: F32Array, shared: F32Array, method: str, k: int, advance: Advance
+) -> Combination:
     """Each of `tokens` [n, d] as a sum of at most k of `shared` [m, d]; advances by tokens."""
     k = min(k, len(shared), shared.shape[1] if method == "omp" else k)
-    one: Callable[[Floats], tuple[Ints, Doubles]]
+    one: Callable[[F32Array], tuple[I64Array, F64Array]]
     one = _Pursuit(shared, k) if method == "omp" else _Nearest(shared, k)
-    parts: list[tuple[Ints, Doubles]] = []
+    parts: list[tuple[I64Array, F64Array]] = []
     batches = [tokens[i : i + _BATCH] for i in range(0, len(tokens), _BATCH)]
     # Threads inside a product would change its last bits with their number.
     with threadpool_limits(1, "blas"), Workers(threads.cores()) as workers:
@@ -71,11 +69,11 @@ def combine(tokens: Floats, shared: Floats, method: str, k: int, advance: Advanc
 
 
 class _Nearest:
-    def __init__(self, shared: Floats, k: int) -> None:
+    def __init__(self, shared: F32Array, k: int) -> None:
         self._shared, self._k = shared, k
         self._squares = np.square(shared, dtype=np.float64).sum(axis=1)
 
-    def __call__(self, tokens: Floats) -> tuple[Ints, Doubles]:
+    def __call__(self, tokens: F32Array) -> tuple[I64Array, F64Array]:
         # What all candidates of a token have in common does not change their order.
         far = self._squares - 2.0 * (tokens @ self._shared.T)
         wide = min(2 * self._k, far.shape[1])  # a few more, since products are rounded
@@ -94,10 +92,10 @@ class _Nearest:
 
 
 class _Pursuit:
-    def __init__(self, shared: Floats, k: int) -> None:
+    def __init__(self, shared: F32Array, k: int) -> None:
         self._shared, self._k = shared, k
 
-    def __call__(self, tokens: Floats) -> tuple[Ints, Doubles]:
+    def __call__(self, tokens: F32Array) -> tuple[I64Array, F64Array]:
         """An orthonormal basis of what was taken grows by one a step; a triangle remembers how."""
         n, (k, d) = len(tokens), (self._k, self._shared.shape[1])
         left = tokens.astype(np.float64)

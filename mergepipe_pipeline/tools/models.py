@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.progress import Progress
@@ -23,8 +23,6 @@ from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 from mergepipe_pipeline.tensors.stored import as_float32, torch_dtype
 from mergepipe_pipeline.warehouse import Warehouse
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,11 @@ class Input:
         entry = self.tensors[name]
         return BlockReader(self._source, self.checkpoint, None).read(entry, 0, entry.numel)
 
-    def floats(self, name: str) -> Floats:
+    def floats(self, name: str) -> F32Array:
         """A tensor as float32 in its shape. Raises CheckpointChangedError."""
         entry = self.tensors[name]
         raw = np.frombuffer(self.raw(name), np.uint8)
-        values: Floats = as_float32(raw, entry.dtype).numpy().reshape(entry.shape)
+        values: F32Array = as_float32(raw, entry.dtype).numpy().reshape(entry.shape)
         return values
 
     def side_files(self) -> dict[str, bytes]:
@@ -86,7 +84,7 @@ class Input:
         self._source.close()
 
 
-def stored(values: Floats, dtype: str) -> bytes:
+def stored(values: F32Array, dtype: str) -> bytes:
     """The little-endian bytes of float32 values in a type, rounded to nearest, ties to even."""
     import torch
 

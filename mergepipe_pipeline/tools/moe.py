@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.dtypes import FLOATING, TORCH_NAME, code_from_name, itemsize
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, RecipeError
 from mergepipe_pipeline.progress import Progress
@@ -24,7 +25,7 @@ from mergepipe_pipeline.storage.json_text import json_bytes
 from mergepipe_pipeline.storage.side_files import CONFIG
 from mergepipe_pipeline.tools.models import Input, stored
 from mergepipe_pipeline.tools.moe_config import ExpertConfig, MoeConfig
-from mergepipe_pipeline.tools.moe_gates import Floats, gates, noise
+from mergepipe_pipeline.tools.moe_gates import gates, noise
 from mergepipe_pipeline.tools.result import Draft
 
 _MLP = re.compile(r"model\.layers\.\d+\.mlp\.(gate_proj|up_proj|down_proj)\.weight")
@@ -114,7 +115,7 @@ class Mixture:
         names = [n for n in self._base.tensors if layer_index(n) is None]
         return dict(self._copied(self._base, name, name) for name in names)
 
-    def _layer(self, layer: int, made: Floats, gate_dtype: str) -> dict[str, _Made]:
+    def _layer(self, layer: int, made: F32Array, gate_dtype: str) -> dict[str, _Made]:
         """A layer's tensors: the base's but its MLP, the experts' MLPs, and the gates."""
         own = (n for n in self._base.tensors if layer_index(n) == layer and not _MLP.fullmatch(n))
         found = dict(self._copied(self._base, name, name) for name in own)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import CheckpointError, MergePipeError
 from mergepipe_pipeline.progress import Progress
@@ -21,9 +21,8 @@ from mergepipe_pipeline.spec.layers import embedding_like, is_post
 from mergepipe_pipeline.tools.models import Input
 from mergepipe_pipeline.tools.moe_config import ExpertConfig, GateMode
 
-Floats = npt.NDArray[np.float32]
 #: [layers, hidden] of one prompt.
-_Of = Callable[[str], Floats]
+_Of = Callable[[str], F32Array]
 
 
 def gates(
@@ -33,7 +32,7 @@ def gates(
     shape: tuple[int, int],
     seed: int,
     progress: Progress,
-) -> Floats:
+) -> F32Array:
     """The gates [layers, experts, hidden]; `shape` is (layers, hidden).
 
     Raises CheckpointError if the base cannot be run, MergePipeError for prompts that cancel.
@@ -44,7 +43,7 @@ def gates(
     prompts = sum(len(e.positive_prompts) + len(e.negative_prompts) for e in experts)
     with progress.task("gates", prompts) as advance:
 
-        def counted(prompt: str) -> Floats:
+        def counted(prompt: str) -> F32Array:
             advance(1)
             return of(prompt)
 
@@ -52,13 +51,13 @@ def gates(
     return np.stack(made, axis=1)
 
 
-def noise(shape: tuple[int, ...], seed: int, what: object) -> Floats:
+def noise(shape: tuple[int, ...], seed: int, what: object) -> F32Array:
     """Standard normal numbers that follow from seed and name alone."""
     key = int(sha256_hex(f"{seed} {what}".encode())[:32], 16)
     return np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, np.float32)
 
 
-def _gate(expert: ExpertConfig, of: _Of, is_unit: bool) -> Floats:
+def _gate(expert: ExpertConfig, of: _Of, is_unit: bool) -> F32Array:
     """[layers, hidden] of one expert; with `is_unit`, both means count the same."""
     gate = _mean(expert.positive_prompts, of)
     if expert.negative_prompts:
@@ -67,12 +66,12 @@ def _gate(expert: ExpertConfig, of: _Of, is_unit: bool) -> Floats:
     return _unit(gate, expert)
 
 
-def _mean(prompts: Sequence[str], of: _Of) -> Floats:
-    mean: Floats = np.mean([of(prompt) for prompt in prompts], axis=0, dtype=np.float32)
+def _mean(prompts: Sequence[str], of: _Of) -> F32Array:
+    mean: F32Array = np.mean([of(prompt) for prompt in prompts], axis=0, dtype=np.float32)
     return mean
 
 
-def _unit(values: Floats, expert: ExpertConfig) -> Floats:
+def _unit(values: F32Array, expert: ExpertConfig) -> F32Array:
     norms = np.linalg.norm(values, axis=-1, keepdims=True)
     if not (np.isfinite(norms).all() and norms.all()):
         raise MergePipeError(
@@ -82,7 +81,7 @@ def _unit(values: Floats, expert: ExpertConfig) -> Floats:
             found="NaN or infinity" if not np.isfinite(norms).all() else "a difference of zero",
             next_step="give other prompts, or `gate_mode: random`",
         )
-    unit: Floats = values / norms
+    unit: F32Array = values / norms
     return unit
 
 
@@ -96,13 +95,13 @@ def _hidden(base: Input, shape: tuple[int, int]) -> _Of:
         ).eval(),
     )
 
-    def of(prompt: str) -> Floats:
+    def of(prompt: str) -> F32Array:
         ids = torch.tensor([tokens(prompt)])
         with torch.no_grad():
             states = _run(
                 base, lambda: model.base_model(ids, output_hidden_states=True, use_cache=False)
             ).hidden_states
-        found: Floats = torch.stack([s[0, -1].float() for s in states[: shape[0]]]).numpy()
+        found: F32Array = torch.stack([s[0, -1].float() for s in states[: shape[0]]]).numpy()
         return found
 
     return of
@@ -114,7 +113,7 @@ def _embedded(base: Input, shape: tuple[int, int]) -> _Of:
     name = next(n for n in base.tensors if embedding_like(n) and not is_post(n))
     table = base.floats(name)
 
-    def of(prompt: str) -> Floats:
+    def of(prompt: str) -> F32Array:
         ids = [i for i in tokens(prompt) if i < len(table)]
         return np.broadcast_to(table[ids].sum(axis=0), shape)
 

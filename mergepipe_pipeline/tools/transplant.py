@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.errors import CheckpointError, IncompatibleCheckpointsError
 from mergepipe_pipeline.progress import Progress
@@ -27,7 +28,7 @@ from mergepipe_pipeline.tokenizer.model_tokenizer import (
     ModelTokenizer,
     read_tokenizer,
 )
-from mergepipe_pipeline.tools.approximation import Floats, combine
+from mergepipe_pipeline.tools.approximation import combine
 from mergepipe_pipeline.tools.models import Input, stored
 from mergepipe_pipeline.tools.result import Draft
 from mergepipe_pipeline.tools.token_match import Matches, match
@@ -73,7 +74,7 @@ class Transplant:
     def write(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Write all weights, the donor's tokenizer and the config; what became of the tokens."""
         tensors = self._recipient.tensors
-        made: dict[str, Floats] = {}
+        made: dict[str, F32Array] = {}
         told: dict[str, Any] = {}
         for place, names in self._sides().items():
             rows, told[place] = self._rows(names, place, progress)
@@ -100,7 +101,7 @@ class Transplant:
 
     def _rows(
         self, names: list[str], place: str, progress: Progress
-    ) -> tuple[dict[str, Floats], dict[str, Any]]:
+    ) -> tuple[dict[str, F32Array], dict[str, Any]]:
         """The new matrices of one side, and how many of their rows came from where."""
         theirs = self._donor.floats(_partner(self._donor, names[0]))
         ours = {name: self._recipient.floats(name) for name in names}
@@ -135,11 +136,11 @@ class Transplant:
             "residual_most": float(residual.max()) if len(missing) else 0.0,
         }
 
-    def _described(self, name: str, made: Mapping[str, Floats]) -> Described:
+    def _described(self, name: str, made: Mapping[str, F32Array]) -> Described:
         entry = self._recipient.tensors[name]
         return name, entry.dtype, made[name].shape if name in made else entry.shape
 
-    def _bytes(self, made: Mapping[str, Floats], name: str) -> bytes | bytearray:
+    def _bytes(self, made: Mapping[str, F32Array], name: str) -> bytes | bytearray:
         if name in made:
             return stored(made[name], self._recipient.tensors[name].dtype)
         return self._recipient.raw(name)

@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe_pipeline.analysis.order import (
-    Bits,
-    Histogram,
-    InBin,
-    bits_at,
-    in_bin,
-    keep_largest,
-)
+from mergepipe_pipeline.analysis.order import Histogram, InBin, bits_at, in_bin, keep_largest
+from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.spec.plan import TrimRule
 from tests.oracles import largest
 from tests.stored import Floats
@@ -34,7 +28,7 @@ class Windows:
     values: Floats
     length: int
 
-    def map(self, work: Callable[[int, Bits], T], only: int | None = None) -> Iterator[T]:
+    def map(self, work: Callable[[int, U32Array], T], only: int | None = None) -> Iterator[T]:
         starts = range(0, len(self.values), self.length)
         for start in starts if only is None else starts[only : only + 1]:
             yield work(start, self.values[start : start + self.length].view(np.uint32))

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.engine import accelerator
 from mergepipe_pipeline.engine.accelerator import DeviceBufferPool, cast, device_of, stays_on_cpu
 from mergepipe_pipeline.engine.execute import LayerRunner
@@ -24,7 +25,6 @@ from mergepipe_pipeline.operators import OPERATORS
 from mergepipe_pipeline.operators.steps import sparsify
 from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
 from mergepipe_pipeline.spec.recipe import Params
-from mergepipe_pipeline.tensors.stored import Bytes
 from tests.engine.plans import merged
 from tests.kinds import Kinds, make_kinds
 
@@ -132,7 +132,7 @@ def test_stored_bfloat16_is_merged_there_too(
     brought: list[int] = []
     bring = DeviceBufferPool.bring
 
-    def counted(buffers: DeviceBufferPool, values: torch.Tensor) -> Bytes:
+    def counted(buffers: DeviceBufferPool, values: torch.Tensor) -> U8Array:
         brought.append(len(values))
         return bring(buffers, values)
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mergepipe_pipeline.arrays import U8Array
 from mergepipe_pipeline.engine.buffers import BufferPool
 from mergepipe_pipeline.engine.execute import LayerRunner
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.engine.window import Window
 from mergepipe_pipeline.spec.blocks import Range
 from mergepipe_pipeline.spec.plan import MergePlan, TrimRule
-from mergepipe_pipeline.tensors.stored import Bytes
 from tests.engine.plans import merged
 from tests.kinds import KINDS, Kinds, make_kinds
 from tests.stored import Floats
@@ -118,7 +118,7 @@ def test_a_window_that_fails_stops_the_run_with_its_own_error(
     plan = with_rules(merged(kinds, ["full"], "breadcrumbs", (), [OWN]), [(opened, opened)])
     real_run, real_announce = Window.run, Window.announce
 
-    def late(self: Window[BufferPool], buffers: BufferPool) -> Bytes:
+    def late(self: Window[BufferPool], buffers: BufferPool) -> U8Array:
         if self._start < at:
             time.sleep(0.05)
         return real_run(self, buffers)

@@ -9,19 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.optimise.pareto import front, gaps, hypervolume
-from mergepipe_pipeline.optimise.trials import REFERENCE, Array
+from mergepipe_pipeline.optimise.trials import REFERENCE
 
 
 @st.composite
-def some_values(draw: st.DrawFn) -> Array:
+def some_values(draw: st.DrawFn) -> F64Array:
     """Up to seven rows of one to four objectives, with ties, and some below the reference."""
     size = draw(st.integers(0, 7)), draw(st.integers(1, 4))
     cells = draw(st.lists(st.integers(-5, 12), min_size=size[0] * size[1], max_size=49))
     return np.array(cells[: size[0] * size[1]], dtype=float).reshape(size) / 10
 
 
-def covered(values: Array) -> float:
+def covered(values: F64Array) -> float:
     """The union of boxes from the reference: all, less what two share, plus what three do, …"""
     sides = np.maximum(values - REFERENCE, 0.0)
     return float(
@@ -34,17 +35,17 @@ def covered(values: Array) -> float:
 
 
 @given(some_values())
-def test_hypervolume_is_what_inclusion_and_exclusion_give(values: Array) -> None:
+def test_hypervolume_is_what_inclusion_and_exclusion_give(values: F64Array) -> None:
     assert hypervolume(values) == pytest.approx(covered(values), abs=1e-12)
 
 
 @given(some_values())
 def test_no_row_dominates_one_of_the_front_and_some_row_of_it_dominates_each_other(
-    values: Array,
+    values: F64Array,
 ) -> None:
     best = front(values)
 
-    def dominated(row: Array, by: Array) -> bool:
+    def dominated(row: F64Array, by: F64Array) -> bool:
         return any((other >= row).all() and (other > row).any() for other in by)
 
     assert not any(dominated(row, values) for row in values[best])

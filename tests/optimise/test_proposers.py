@@ -10,11 +10,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.optimise.grid import STEPS, fresh, rounded
 from mergepipe_pipeline.optimise.pareto import hypervolume
 from mergepipe_pipeline.optimise.proposers import Method, Proposer, proposer
-from mergepipe_pipeline.optimise.trials import REFERENCE, Array, Trials
+from mergepipe_pipeline.optimise.trials import REFERENCE, Trials
 
 _HAS_BOTORCH = find_spec("botorch") is not None
 _NEEDS = pytest.mark.skipif(not _HAS_BOTORCH, reason="needs the extra `search`")
@@ -28,7 +29,7 @@ DIMS = 4
 NONE = np.empty((0, DIMS))
 
 
-def values_of(points: Array) -> Array:
+def values_of(points: F64Array) -> F64Array:
     """ZDT1, maximised."""
     g = 1 + 9 * points[:, 1:].mean(axis=1)
     return 1 - np.stack([points[:, 0], g * (1 - np.sqrt(points[:, 0] / g)) / 5.5], axis=1)

@@ -7,8 +7,9 @@ from copy import deepcopy
 import numpy as np
 import pytest
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.optimise.surrogate import Prior, fitted
-from mergepipe_pipeline.optimise.trials import Array, Trials
+from mergepipe_pipeline.optimise.trials import Trials
 
 pytest.importorskip("botorch", reason="needs the extra `search`")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -17,7 +18,7 @@ DIMS = 20
 LENGTHS = np.repeat([0.5, 1.0, 2.0, 5.0], DIMS // 4)
 
 
-def worth(points: Array) -> Array:
+def worth(points: F64Array) -> F64Array:
     """DTLZ2, maximised: all dimensions but the first are best at one half."""
     far = 1 + ((points[:, 1:] - 0.5) ** 2).sum(axis=1)
     angle = points[:, 0] * np.pi / 2

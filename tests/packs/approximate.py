@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mergepipe_pipeline.operators.kernels.bits import Floats, times
+from mergepipe_pipeline.arrays import F32Array
+from mergepipe_pipeline.operators.kernels.bits import times
 from mergepipe_pipeline.packs.codec import decode_numbers
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.quantise import quantised
@@ -14,7 +15,7 @@ from mergepipe_pipeline.packs.ternary import step_of
 from mergepipe_pipeline.spec.pack import TIERS, Level
 
 
-def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: Floats) -> None:
+def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: F32Array) -> None:
     """Fill `out` [n] with δ̂ of a chunk of a tensor with this unit; `frames` of L0, L1 … ."""
     numbers = np.empty(len(out), np.int16)
     given = Frames.of({tier: [frame] for tier, frame in zip(TIERS, frames, strict=False)})
@@ -22,7 +23,7 @@ def decode_approximate(frames: Sequence[memoryview | None], unit: float, out: Fl
     times(numbers, step_of(unit, len(frames) - 1), out)
 
 
-def quantised_at(level: Level, delta: Floats, unit: float, threshold_bits: int) -> Floats:
+def quantised_at(level: Level, delta: F32Array, unit: float, threshold_bits: int) -> F32Array:
     """δ̂ of `delta` [n] at one level."""
     tiers = np.array([[TIERS.index(level)]], np.int8)
     least = np.array([threshold_bits], np.uint32)

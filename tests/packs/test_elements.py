@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.arrays import F32Array
 from mergepipe_pipeline.engine.access_sets import packed_access_sets
 from mergepipe_pipeline.errors import CorruptionError
-from mergepipe_pipeline.packs.codec import Floats
 from mergepipe_pipeline.packs.elements import PackedElements, PackedPart
 from mergepipe_pipeline.packs.frames import Frames
 from mergepipe_pipeline.packs.reader import PackReader
@@ -72,7 +72,7 @@ def test_a_frame_that_makes_no_sense_is_named_though_its_checksum_is_right(
     assert "mergepipe verify" in str(caught.value.next_step)
 
 
-def _delta(part: PackedPart, family: PackedFamily) -> Floats:
+def _delta(part: PackedPart, family: PackedFamily) -> F32Array:
     n = part.stop_elem - part.start_elem
     if part.gives_bits:
         base = memoryview(family.stored[0][2])[2 * part.start_elem : 2 * part.stop_elem]

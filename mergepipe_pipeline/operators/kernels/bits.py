@@ -6,16 +6,13 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 from numba.extending import intrinsic, overload
 
+from mergepipe_pipeline.arrays import F32Array, I16Array, U16Array
 from mergepipe_pipeline.bfloat16 import NAN_BITS, nearest
 from mergepipe_pipeline.jit import cached_njit
 
-Bits = npt.NDArray[np.uint16]
-Floats = npt.NDArray[np.float32]
-Numbers = npt.NDArray[np.int16]
-Stored = Bits | Floats
+Stored = U16Array | F32Array
 
 _INFINITY = np.uint32(0x7F800000)
 _nearest = numba.njit(inline="always")(nearest)
@@ -71,7 +68,7 @@ def fma(context: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 @cached_njit(nogil=True)
-def narrow(values: Floats, out: Bits) -> None:
+def narrow(values: F32Array, out: U16Array) -> None:
     """Write `values`, float32 [n], as bits of bfloat16 to `out`, uint16 [n].
 
     To nearest, ties to even. Every NaN becomes the same one; torch writes two kinds of them, one in
@@ -85,14 +82,14 @@ def narrow(values: Floats, out: Bits) -> None:
 
 
 @cached_njit(nogil=True)
-def subtract(bits: Stored, base: Stored, out: Floats) -> None:
+def subtract(bits: Stored, base: Stored, out: F32Array) -> None:
     """Write T − B to `out`, float32 [n], of bits of bfloat16: `bits` [n] and `base` [n]."""
     for e in range(len(out)):
         out[e] = value_of(bits[e]) - value_of(base[e])
 
 
 @cached_njit(nogil=True)
-def times(numbers: Numbers | Stored, step: np.float32, out: Floats) -> None:
+def times(numbers: I16Array | Stored, step: np.float32, out: F32Array) -> None:
     """Write δ̂ to `out`, float32 [n]: `numbers` [n], int16 or its bits, times their step."""
     for e in range(len(out)):
         out[e] = np.float32(np.int16(numbers[e])) * step

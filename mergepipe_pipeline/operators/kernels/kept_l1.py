@@ -11,8 +11,8 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, F64Array, U16Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels.bits import Stored, value_of
 from mergepipe_pipeline.operators.kernels.prefetch import prefetch_row
@@ -25,7 +25,7 @@ CHUNK_ELEMS = MIN_BLOCK_ELEMS
 LANES = 256
 _TINY = 1e-7
 
-Sums = npt.NDArray[np.float64]
+Sums = F64Array
 
 
 def l1_scale(l1: float, kept: float) -> float:
@@ -37,9 +37,7 @@ def l1_scale(l1: float, kept: float) -> float:
 
 
 @cached_njit(nogil=True)
-def kept_l1(
-    delta: npt.NDArray[np.float32], key: np.uint64, start_elem: int, last: np.uint32, sums: Sums
-) -> None:
+def kept_l1(delta: F32Array, key: np.uint64, start_elem: int, last: np.uint32, sums: Sums) -> None:
     """Fill `sums` [2, chunks] with Σ|δ| of what a random drop leaves of `delta`, and of all of it.
 
     `delta` is float32 [chunks · CHUNK_ELEMS], zero past the tensor's end. Kept are elements with
@@ -55,8 +53,8 @@ def kept_l1(
 
 @cached_njit(nogil=True)
 def kept_l1_bfloat16(
-    expert: npt.NDArray[np.uint16],
-    base: npt.NDArray[np.uint16],
+    expert: U16Array,
+    base: U16Array,
     key: np.uint64,
     start_elem: int,
     last: np.uint32,
@@ -76,7 +74,7 @@ def kept_l1_bfloat16(
 
 
 @cached_njit(nogil=True)
-def _padded(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+def _padded(bits: U16Array) -> U16Array:
     chunk = np.zeros(CHUNK_ELEMS, np.uint16)
     chunk[: len(bits)] = bits
     return chunk
@@ -92,9 +90,7 @@ def subtract(expert: Any, base: Any, delta: Any) -> None:
 
 
 @cached_njit(nogil=True)
-def _add_up(
-    expert: Stored, base: Stored, numbers: npt.NDArray[np.uint32], last: np.uint32, sums: Sums
-) -> None:
+def _add_up(expert: Stored, base: Stored, numbers: U32Array, last: np.uint32, sums: Sums) -> None:
     """Fill `sums` [2] of one chunk; all of it in the order in which an analysis takes its norm."""
     kept, whole = np.zeros(LANES), np.zeros(LANES)  # lane l adds up elements l, l + LANES, …
     # Four at a time: to load and store the lanes takes as long as to add.

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.operators.kernels.bits import Floats, Stored, fma, times, value_of
+from mergepipe_pipeline.operators.kernels.bits import Stored, fma, times, value_of
 from mergepipe_pipeline.operators.kernels.prefetch import prefetch_row
 from mergepipe_pipeline.operators.kernels.uniforms import fill_uniforms
-
-Words = npt.NDArray[np.uint32]
 
 #: Elements that are worked on at once: of a tensor, tiles begin at its multiples.
 TILE_ELEMS = 2048
@@ -66,11 +65,11 @@ class Mixing(NamedTuple):
 def merge_update(
     base: Stored,
     experts: Stored,
-    steps: Floats,
+    steps: F32Array,
     rows: npt.NDArray[np.void],
     start_elem: int,
     mixing: Mixing,
-    out: Floats,
+    out: F32Array,
 ) -> None:
     """Fill `out` [n] with B + λ · the sum, or the vote, of what the steps leave of the deltas.
 
@@ -122,7 +121,7 @@ def _is_plain(row: Any) -> Any:
 
 
 @cached_njit(nogil=True)
-def _sum_row(stored: Stored, base: Floats, step: np.float32, row: Any, total: Floats) -> None:
+def _sum_row(stored: Stored, base: F32Array, step: np.float32, row: Any, total: F32Array) -> None:
     """Add a plain row's weighted δ on a tile to `total` [m]: one pass, as nobody votes on δ."""
     scale, weight = row.scale, row.weight
     if step != STORED:
@@ -134,7 +133,7 @@ def _sum_row(stored: Stored, base: Floats, step: np.float32, row: Any, total: Fl
 
 
 @cached_njit(nogil=True)
-def merge_values(experts: Stored, weights: Floats, divisor: np.float32, out: Floats) -> None:
+def merge_values(experts: Stored, weights: F32Array, divisor: np.float32, out: F32Array) -> None:
     """Fill `out` [n] with Σ wₖTₖ over `divisor`, in fused multiply-adds; `experts` are [K, n]."""
     total, x = np.empty(TILE_ELEMS, np.float32), np.empty(TILE_ELEMS, np.float32)
     for at in range(0, len(out), TILE_ELEMS):
@@ -154,12 +153,12 @@ def merge_values(experts: Stored, weights: Floats, divisor: np.float32, out: Flo
 @cached_njit(nogil=True)
 def _add_row(
     stored: Stored,
-    base: Floats,
+    base: F32Array,
     row: Any,
     start_elem: int,
-    drawn: Words,
-    delta: Floats,
-    total: Floats,
+    drawn: U32Array,
+    delta: F32Array,
+    total: F32Array,
 ) -> None:
     """Let `delta` [m] be the row's weighted δ on a tile, and add it to `total` [m].
 
@@ -185,11 +184,11 @@ def _add_row(
 @cached_njit(nogil=True, inline="always")
 def _add_plain(
     stored: Stored,
-    base: Floats,
+    base: F32Array,
     scale: np.float32,
     weight: np.float32,
-    delta: Floats,
-    total: Floats,
+    delta: F32Array,
+    total: F32Array,
 ) -> None:
     """Let `delta` be (T − B)·scale·weight, and add it to `total`."""
     for e in range(len(stored)):
@@ -200,12 +199,12 @@ def _add_plain(
 @cached_njit(nogil=True, inline="always")
 def _add_large(
     stored: Stored,
-    base: Floats,
+    base: F32Array,
     least: np.float32,
     scale: np.float32,
     weight: np.float32,
-    delta: Floats,
-    total: Floats,
+    delta: F32Array,
+    total: F32Array,
 ) -> None:
     """As `_add_plain`, of what is `least` or more in magnitude."""
     for e in range(len(stored)):
@@ -217,13 +216,13 @@ def _add_large(
 @cached_njit(nogil=True, inline="always")
 def _add_drawn(
     stored: Stored,
-    base: Floats,
-    drawn: Words,
+    base: F32Array,
+    drawn: U32Array,
     keep_below: np.uint32,
     scale: np.float32,
     weight: np.float32,
-    delta: Floats,
-    total: Floats,
+    delta: F32Array,
+    total: F32Array,
 ) -> None:
     """As `_add_plain`, of what is drawn below `keep_below`."""
     for e in range(len(stored)):
@@ -235,12 +234,12 @@ def _add_drawn(
 @cached_njit(nogil=True)
 def _add_by_steps(
     stored: Stored,
-    base: Floats,
+    base: F32Array,
     row: Any,
     start_elem: int,
-    drawn: Words,
-    delta: Floats,
-    total: Floats,
+    drawn: U32Array,
+    delta: F32Array,
+    total: F32Array,
 ) -> None:
     """As `_add_row`, for any steps: each goes over the tile by itself, in the order of torch."""
     scale, divisor, weight = row.scale, row.divisor, row.weight
@@ -273,7 +272,7 @@ def _cut(stop_elem: int, start_elem: int, m: int) -> int:
 
 
 @cached_njit(nogil=True, inline="always")
-def _trim(delta: Floats, cut: int, threshold: np.float32) -> None:
+def _trim(delta: F32Array, cut: int, threshold: np.float32) -> None:
     """Keep what is larger than the threshold, and ties with it before `cut`."""
     for e in range(cut):
         delta[e] *= _ONE if abs(delta[e]) >= threshold else _ZERO
@@ -282,7 +281,7 @@ def _trim(delta: Floats, cut: int, threshold: np.float32) -> None:
 
 
 @cached_njit(nogil=True, inline="always")
-def _drop_outliers(delta: Floats, cut: int, threshold: np.float32) -> None:
+def _drop_outliers(delta: F32Array, cut: int, threshold: np.float32) -> None:
     """Drop what `_trim` would keep."""
     for e in range(cut):
         delta[e] *= _ONE if abs(delta[e]) < threshold else _ZERO
@@ -291,14 +290,19 @@ def _drop_outliers(delta: Floats, cut: int, threshold: np.float32) -> None:
 
 
 @cached_njit(nogil=True, inline="always")
-def _drop_drawn(delta: Floats, drawn: Words, keep_below: np.uint32) -> None:
+def _drop_drawn(delta: F32Array, drawn: U32Array, keep_below: np.uint32) -> None:
     for e in range(len(delta)):
         delta[e] *= _ONE if drawn[e] < keep_below else _ZERO
 
 
 @cached_njit(nogil=True)
 def _vote(
-    deltas: Floats, weights: Floats, normalize: bool, sign: Floats, share: Floats, total: Floats
+    deltas: F32Array,
+    weights: F32Array,
+    normalize: bool,
+    sign: F32Array,
+    share: F32Array,
+    total: F32Array,
 ) -> None:
     """Replace `total` [m], the sum of the first deltas, by the sum of those of its sign.
 
@@ -330,14 +334,14 @@ def _vote(
 
 
 @cached_njit(nogil=True, inline="always")
-def _divide(total: Floats, divisor: np.float32) -> None:
+def _divide(total: F32Array, divisor: np.float32) -> None:
     if divisor != 1:
         for e in range(len(total)):
             total[e] /= divisor
 
 
 @cached_njit(nogil=True, inline="always")
-def _add_update(base: Floats, update: Floats, minus_lambda: np.float32, out: Floats) -> None:
+def _add_update(base: F32Array, update: F32Array, minus_lambda: np.float32, out: F32Array) -> None:
     """Let `out` be base + λ · update; where the update is zero of either sign, the base's bits."""
     for e in range(len(out)):
         # −0 − 0 is −0 while −0 + 0 is +0: the negated update is made +0 and subtracted.
@@ -345,6 +349,6 @@ def _add_update(base: Floats, update: Floats, minus_lambda: np.float32, out: Flo
 
 
 @cached_njit(nogil=True, inline="always")
-def _widen(stored: Stored, out: Floats) -> None:
+def _widen(stored: Stored, out: F32Array) -> None:
     for e in range(len(stored)):
         out[e] = value_of(stored[e])

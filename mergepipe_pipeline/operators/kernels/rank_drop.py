@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
 from mergepipe_pipeline.jit import cached_njit
-from mergepipe_pipeline.operators.kernels.bits import Floats
-
-Words = npt.NDArray[np.uint32]
 
 _DIGITS, _VALUES = 4, 256
 _SIZE = np.uint32(0x7FFFFFFF)
@@ -20,7 +18,7 @@ _SIZE = np.uint32(0x7FFFFFFF)
 
 @cached_njit(nogil=True)
 def drop_rows(
-    rows: Floats, numbers: Words, limits: npt.NDArray[np.uint64], factors: Floats
+    rows: F32Array, numbers: U32Array, limits: npt.NDArray[np.uint64], factors: F32Array
 ) -> None:
     """Multiply what is kept of `rows`, float32 [r, n], by its factor and the rest by 0; in place.
 
@@ -42,7 +40,7 @@ def drop_rows(
 
 
 @cached_njit(nogil=True)
-def _ascending(sizes: Words, order: Words, other: Words, tallies: npt.NDArray[np.int64]) -> Words:
+def _ascending(sizes: U32Array, order: U32Array, other: U32Array, tallies: I64Array) -> U32Array:
     """Places of `sizes` in rising order, equal ones in order of place; in `order` or `other`."""
     n = len(sizes)
     # How often each of 256 values occurs in each of the four bytes, [_DIGITS, _VALUES].

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import U32Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.operators.kernels import splitmix
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
@@ -18,7 +18,7 @@ mixed = numba.njit(inline="always")(splitmix.mixed)
 
 
 @cached_njit(nogil=True)
-def fill_uniforms(key: np.uint64, start_elem: int, out: npt.NDArray[np.uint32]) -> None:
+def fill_uniforms(key: np.uint64, start_elem: int, out: U32Array) -> None:
     """Write the numbers of elements [start_elem, start_elem + n) to `out`, uint32 [n].
 
     `key` is of `steps.random.stream_key`; the numbers are those of `steps.random.uniforms`.

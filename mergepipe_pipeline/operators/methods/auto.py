@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import OperatorError
-from mergepipe_pipeline.operators.steps.gram import Floats, gram_of
+from mergepipe_pipeline.operators.steps.gram import gram_of
 from mergepipe_pipeline.operators.steps.registry import Hooks, operator
 from mergepipe_pipeline.operators.steps.signature import Density, Lambda, PerModel, Weight
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
@@ -73,7 +74,7 @@ def _choose(
     return Choosing("dare_linear", params, model_params=sparse, reason=f"DARE: {seen}")
 
 
-def _mean_cosine(gram: Floats) -> float:
+def _mean_cosine(gram: F64Array) -> float:
     """Mean cosine of the pairs of deltas that are not zero; 1 if there is no pair."""
     norms = np.sqrt(gram.diagonal())
     alive = np.flatnonzero(norms > 0)  # [a] of K experts

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.operators.steps.gram import (
     GRAM,
-    Floats,
     combine,
     combine_rows,
     matrix,
@@ -32,7 +32,7 @@ _MIN_NORM_PRODUCT = 1e-6
 _SINGULAR = 1e-6
 
 
-def _shares(gram: Floats) -> Floats:
+def _shares(gram: F64Array) -> F64Array:
     """Factor of each expert, [K, …] all equal, from deltas' inner products [K, K, …]."""
     count = len(gram)
     norms = np.sqrt(gram[np.arange(count), np.arange(count)])  # [K, …]

@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, F64Array
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps.gram import (
     GRAM,
     GRAM_WITH_BASE,
     SINGLE_EPS,
-    Floats,
     combine,
     combine_columns,
     combine_rows,
@@ -43,7 +42,7 @@ _NUSLERP_MIN_WEIGHT = 1e-6
 _NUSLERP_MIN_SINE = 1e-8
 
 
-def _arc(cosine: Floats, straight: npt.NDArray[np.bool_], t: float) -> tuple[Floats, Floats]:
+def _arc(cosine: F64Array, straight: BoolArray, t: float) -> tuple[F64Array, F64Array]:
     """Factors of both ends at the part `t` of the arc between them, of the chord if `straight`."""
     angle = np.arccos(np.where(straight, 0.0, cosine))
     sine = np.sin(angle)
@@ -78,7 +77,7 @@ def slerp(window: Window, *, t: Annotated[float, "0 is the base, 1 the other mod
     return combine(window)
 
 
-def _nuslerp_factors(gram: Floats, weight: PerModel) -> tuple[Floats, Floats]:
+def _nuslerp_factors(gram: F64Array, weight: PerModel) -> tuple[F64Array, F64Array]:
     """Factors of the two experts, from a Gram matrix [2, 2] or one per row [2, 2, rows].
 
     Colinear is what float32 cannot tell from it, as it is for mergekit.
@@ -243,14 +242,14 @@ def multislerp(
     return combine(window)
 
 
-def _karcher_mean(cosines: Floats, max_iter: int, tol: float) -> Floats:
+def _karcher_mean(cosines: F64Array, max_iter: int, tol: float) -> F64Array:
     """Factors of unit vectors with the given `cosines` [m, m] in their mean on the sphere.
 
     Neither a vector at the mean nor its antipode says where to go: both are skipped.
     """
     share = 1.0 / len(cosines)
 
-    def length(factors: Floats) -> float:
+    def length(factors: F64Array) -> float:
         return float(np.sqrt(np.maximum(factors @ cosines @ factors, 0.0)))
 
     # A vector is given by its factors of the m units, so that lengths and angles need only cosines.

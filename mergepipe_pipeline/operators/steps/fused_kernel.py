@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from copy import copy
 
 import numpy as np
-import numpy.typing as npt
 
-from mergepipe_pipeline.operators.kernels.bits import Floats, Stored
+from mergepipe_pipeline.arrays import F32Array, I64Array
+from mergepipe_pipeline.operators.kernels.bits import Stored
 from mergepipe_pipeline.operators.kernels.merge_tiles import (
     ROW,
     STORED,
@@ -22,8 +22,6 @@ from mergepipe_pipeline.operators.kernels.merge_tiles import (
 )
 from mergepipe_pipeline.operators.steps.fused import FusedMerge, FusedRow
 from mergepipe_pipeline.spec.plan import TrimRule
-
-Ints = npt.NDArray[np.int64]
 
 _NO_RULE = TrimRule(0, 0)
 #: Where ties are cut, by rule of an expert: 0 for the trim, 1 for the outliers.
@@ -63,10 +61,10 @@ class FusedKernel:
         self,
         base: Stored,
         experts: Stored,
-        present: Ints,
+        present: I64Array,
         start_elem: int,
-        out: Floats,
-        steps: Floats | None = None,
+        out: F32Array,
+        steps: F32Array | None = None,
     ) -> None:
         """Fill `out`, float32 [n], with the merge of a window whose first element is `start_elem`.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps.tensor_measures import Sums
 from mergepipe_pipeline.operators.steps.tensor_window import Window
@@ -22,7 +23,6 @@ from mergepipe_pipeline.operators.steps.tensor_window import Window
 if TYPE_CHECKING:
     from torch import Tensor
 
-Floats = npt.NDArray[np.float64]
 
 #: Relative spacing of float32: lengths and angles below it are rounding of the stored numbers.
 SINGLE_EPS = 2.0**-23
@@ -64,7 +64,7 @@ GRAM = Sums("gram", _gram_of_experts)
 GRAM_WITH_BASE = Sums("gram_with_base", _gram_with_base)
 
 
-def matrix(measured: Sequence[float], method: str) -> Floats:
+def matrix(measured: Sequence[float], method: str) -> F64Array:
     """The Gram matrix [m, m] of a measured `GRAM`.
 
     Raises OperatorError if a model holds NaN or infinity, which have no direction.
@@ -82,7 +82,7 @@ def matrix(measured: Sequence[float], method: str) -> Floats:
     return gram
 
 
-def settled(base: float, factors: Sequence[float] | Floats) -> tuple[float, ...]:
+def settled(base: float, factors: Sequence[float] | F64Array) -> tuple[float, ...]:
     """Factors of base and experts as a task's facts: float32 numbers, as `combine` uses them.
 
     Rounding keeps the last bits of long sums, which differ among machines, out of plan ids.
@@ -90,7 +90,7 @@ def settled(base: float, factors: Sequence[float] | Floats) -> tuple[float, ...]
     return tuple(float(np.float32(f)) for f in (base, *factors))
 
 
-def row_gram(window: Window) -> Floats:
+def row_gram(window: Window) -> F64Array:
     """Inner products of the experts row by row, [K, K, rows].
 
     A row's numbers depend neither on the other rows of the window nor on threads.
@@ -103,7 +103,7 @@ def row_gram(window: Window) -> Floats:
             part = experts[:, rows, columns].double()  # [K, rows of the piece, columns of it]
             for i in range(count):
                 total[i, i:, rows].add_((part[i:] * part[i]).sum(-1))
-    gram: Floats = total.cpu().numpy()
+    gram: F64Array = total.cpu().numpy()
     for i in range(count):
         gram[i:, i] = gram[i, i:]
     return gram

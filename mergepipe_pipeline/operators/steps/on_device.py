@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F64Array
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def drop_(delta: Tensor, numbers: Tensor, keep_below: int) -> None:
     delta.mul_(numbers.lt(keep_below))
 
 
-def drop_by_rank_(
-    rows: Tensor, numbers: Tensor, probability: npt.NDArray[np.float64], *, inverse: bool
-) -> None:
+def drop_by_rank_(rows: Tensor, numbers: Tensor, probability: F64Array, *, inverse: bool) -> None:
     """As `sparsify.drop_by_rank_`: `rows` [r, n], p by rank [n], int64 numbers [r·n]."""
     import torch
 

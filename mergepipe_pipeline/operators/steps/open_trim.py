@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F32Array, U16Array
 from mergepipe_pipeline.spec.plan import TrimRule
 from mergepipe_pipeline.spec.ties import TieBreaker
 
@@ -20,8 +20,8 @@ class Run:
     """
 
     start_elem: int
-    expert: npt.NDArray[np.uint16] | npt.NDArray[np.float32]
-    base: npt.NDArray[np.uint16] | npt.NDArray[np.float32] | None = None
+    expert: U16Array | F32Array
+    base: U16Array | F32Array | None = None
 
 
 def closed(rule: TrimRule, runs: Iterable[Run]) -> TrimRule:

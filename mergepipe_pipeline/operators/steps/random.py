@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import BoolArray, U32Array
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.operators.kernels.splitmix import GAMMA, mixed
 
@@ -26,9 +27,7 @@ def stream_key(seed: int, position: int, tensor: str) -> np.uint64:
     return np.uint64(int(digest_json(["keep_mask", seed, position, tensor])[:16], 16))
 
 
-def uniforms(
-    seed: int, position: int, tensor: str, start_elem: int, n: int
-) -> npt.NDArray[np.uint32]:
+def uniforms(seed: int, position: int, tensor: str, start_elem: int, n: int) -> U32Array:
     """The numbers of elements [start_elem, start_elem + n), uniform over all 32-bit ones.
 
     Uint32 [n].
@@ -46,7 +45,7 @@ def keep_below(density: float) -> int:
 
 def keep_mask(
     seed: int, position: int, tensor: str, start_elem: int, n: int, density: float
-) -> npt.NDArray[np.bool_]:
+) -> BoolArray:
     """Which of elements [start_elem, start_elem + n) are kept, each with probability `density`.
 
     Bool [n]. Density 0 keeps none and 1 keeps all; between, `keep_below` says which.

@@ -15,8 +15,8 @@ import struct
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from mergepipe_pipeline.arrays import F64Array, U32Array
 from mergepipe_pipeline.errors import OperatorError
 from mergepipe_pipeline.operators.steps import on_device
 from mergepipe_pipeline.operators.steps.random import keep_below, keep_mask, stream_key, uniforms
@@ -140,7 +140,7 @@ def drop_outliers_(delta: Tensor, rule: TrimRule, start_elem: int) -> None:
 
 def drop_by_rank_(
     rows: Tensor,
-    numbers: npt.NDArray[np.uint32],
+    numbers: U32Array,
     density: float,
     epsilon: float,
     *,
@@ -159,7 +159,7 @@ def drop_by_rank_(
     drop_rows(rows.numpy(), numbers, limits, factors.astype(np.float32))
 
 
-def rank_probability(n: int, density: float, epsilon: float) -> npt.NDArray[np.float64]:
+def rank_probability(n: int, density: float, epsilon: float) -> F64Array:
     """p by rank in a row of `n`: from density − ε to density + ε in equal steps, float64 [n].
 
     A row of one element has p = density.
