@@ -78,9 +78,8 @@ class HubSite:
                 yield chunks
         except RequestError as failed:
             if failed.status in _EXPIRED:
-                with self._lock:
-                    had = self._links.pop(file.path, None)
-                failed.retries = had is link and link.url != self._url(file.path)
+                self._forget(file, link)
+                failed.retries = link.url != self._url(file.path)
             raise
 
     def _ask(self, where: str) -> Any:
@@ -118,6 +117,12 @@ class HubSite:
             with self._lock:
                 self._links[file.path] = link
         return link
+
+    def _forget(self, file: RemoteFile, link: _Link) -> None:
+        """Ask anew where a file is served, unless another request did so already."""
+        with self._lock:
+            if self._links.get(file.path) is link:
+                del self._links[file.path]
 
     def _find(self, file: RemoteFile) -> _Link:
         """Ask where a file is served, which may be a signed link for an hour."""

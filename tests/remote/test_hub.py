@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, R
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.remote.servers import HubServer
+from tests.remote.servers import Fault, HubServer
 
 
 def test_a_revision_is_pinned_to_its_commit(hub: HubServer, home: Warehouse) -> None:
@@ -90,8 +92,9 @@ def test_a_link_that_has_expired_is_asked_for_anew(hub: HubServer, home: Warehou
     gets = iter(range(100))
     hub.fault = lambda method, path, number: 403 if "/cdn/" in path and next(gets) == 0 else None
     with RemoteSource(found.root) as source:
-        assert len(source.read_range("model.safetensors", 100, 100)) == 100
-    assert len(hub.seen.of("/resolve/")) == 3  # the config, and twice the weights
+        assert len(source.read_range("model.safetensors", 50_000, 100)) == 100
+    asked = [path for method, path, _ in hub.seen.of("/resolve/") if method == "HEAD"]
+    assert sum(path.endswith("model.safetensors") for path in asked) == 2
 
 
 def test_bytes_of_another_file_at_the_same_link_are_refused(
@@ -105,3 +108,23 @@ def test_bytes_of_another_file_at_the_same_link_are_refused(
         pytest.raises(CheckpointChangedError, match=r"org/base@\w+, model\.safetensors"),
     ):
         source.read_range("model.safetensors", 5000, 100)
+
+
+def test_a_link_that_expires_under_several_requests_is_asked_for_anew_by_each(
+    hub: HubServer, home: Warehouse
+) -> None:
+    found = locate_checkpoint(home, "org/base")
+    both, expired = threading.Barrier(2, timeout=10), iter(range(100))
+
+    def fault(method: str, path: str, number: int) -> Fault:
+        if "/cdn/" not in path or next(expired) >= 2:
+            return None
+        both.wait()  # the link ends while both are under way
+        return 403
+
+    hub.fault = fault
+    with RemoteSource(found.root) as source, ThreadPoolExecutor(2) as pool:
+        starts = [50_000, 100_000]
+        read = list(pool.map(lambda s: source.read_range("model.safetensors", s, 100), starts))
+    content = (hub.folder / "org" / "base" / "model.safetensors").read_bytes()
+    assert read == [content[s : s + 100] for s in starts]
