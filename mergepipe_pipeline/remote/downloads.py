@@ -106,12 +106,16 @@ class DownloadedFile:
 
     def _read(self, piece: Piece, start_byte: int, out: memoryview) -> None:
         for _ in range(_TIMES):
-            with suppress(Abandoned):  # by readers before, who are gone
-                self._wait(piece)
-                if self._pieces.read(self._key, piece.stored, start_byte, out):
-                    return
-            with self._lock:  # damaged, or collected by somebody: this one needs it again
-                piece.done, piece.stored = None, Run(piece.start_byte, piece.stop_byte)
+            is_read = False
+            try:
+                with suppress(Abandoned):  # by readers before, who are gone
+                    self._wait(piece)
+                    is_read = self._pieces.read(self._key, piece.stored, start_byte, out)
+            finally:
+                if not is_read:
+                    self._forget(piece)
+            if is_read:
+                return
         raise RemoteError(
             "What was downloaded is gone or damaged whenever it is read",
             where=f"{self._where}, bytes {piece.start_byte} to {piece.stop_byte}",
@@ -119,6 +123,11 @@ class DownloadedFile:
             found=f"{_TIMES} pieces that were not as written",
             next_step="give the downloads another folder: MERGEPIPE_DOWNLOADS",
         )
+
+    def _forget(self, piece: Piece) -> None:
+        """Let who reads a piece next fetch it: it failed, is damaged, or somebody collected it."""
+        with self._lock:
+            piece.done, piece.stored = None, Run(piece.start_byte, piece.stop_byte)
 
     def _wait(self, piece: Piece) -> None:
         """Return when a piece is on disk; what waits in the queue is fetched here."""

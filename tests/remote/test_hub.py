@@ -128,3 +128,15 @@ def test_a_link_that_expires_under_several_requests_is_asked_for_anew_by_each(
         read = list(pool.map(lambda s: source.read_range("model.safetensors", s, 100), starts))
     content = (hub.folder / "org" / "base" / "model.safetensors").read_bytes()
     assert read == [content[s : s + 100] for s in starts]
+
+
+def test_what_failed_once_is_asked_for_again_by_the_next_reader(
+    hub: HubServer, home: Warehouse
+) -> None:
+    found = locate_checkpoint(home, "org/base")
+    hub.fault = lambda method, path, number: 503 if "/cdn/" in path else None
+    with RemoteSource(found.root) as source, pytest.raises(RemoteError, match="after 7 attempts"):
+        source.read_range("model.safetensors", 50_000, 100)
+    hub.fault = lambda method, path, number: None
+    with RemoteSource(found.root) as source:
+        assert len(source.read_range("model.safetensors", 50_000, 100)) == 100
