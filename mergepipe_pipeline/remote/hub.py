@@ -27,7 +27,7 @@ from mergepipe_pipeline.remote.failures import first_line
 from mergepipe_pipeline.remote.fetch import tried
 from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, changed
 from mergepipe_pipeline.remote.traffic import METER, Traffic
-from mergepipe_pipeline.remote.web import TEMPORARY, ranged
+from mergepipe_pipeline.remote.web import TEMPORARY, asked_s, ranged
 
 #: What a signed link says when its time is over.
 _EXPIRED = ("400", "401", "403", "410")
@@ -104,10 +104,7 @@ class HubSite:
                 next_step="correct the revision, or leave it out for the newest",
             ) from error
         except (errors.HfHubHTTPError, http.HTTPError) as error:
-            answer = getattr(error, "response", None)
-            status = str(answer.status_code) if answer is not None else type(error).__name__
-            retries = answer is None or answer.status_code in TEMPORARY
-            raise RequestError(first_line(error), status, retries=retries) from error
+            raise _failed(error) from error
 
     def _link(self, file: RemoteFile) -> _Link:
         with self._lock:
@@ -138,11 +135,7 @@ class HubSite:
         except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
             raise _refused(self._address.text, error) from error
         except (errors.HfHubHTTPError, http.HTTPError) as error:
-            answer = getattr(error, "response", None)
-            status = str(answer.status_code) if answer is not None else type(error).__name__
-            raise RequestError(
-                first_line(error), status, retries=answer is None or answer.status_code in TEMPORARY
-            ) from error
+            raise _failed(error) from error
         if found.commit_hash not in (None, self._address.revision):
             raise changed(self._address.text, file, f"the commit {found.commit_hash}")
         if found.etag not in (None, file.tag):
@@ -164,6 +157,18 @@ class HubSite:
             seen = self._tags.setdefault(file.path, tag)
         if tag != seen:
             raise changed(self._address.text, file, f"the tag {tag}")
+
+
+def _failed(error: Exception) -> RequestError:
+    """What the hub's client raised for one question, with the time that the hub asks for."""
+    answer = getattr(error, "response", None)
+    if answer is None:
+        return RequestError(first_line(error), type(error).__name__)
+    retries = answer.status_code in TEMPORARY
+    after_s = asked_s(answer.headers)
+    return RequestError(
+        first_line(error), str(answer.status_code), retries=retries, after_s=after_s
+    )
 
 
 def _offline(where: str) -> RemoteError:

@@ -37,6 +37,8 @@ _NAMES = (
     "pytorch_model.bin.index.json",
 )
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+#: What the hub says beside status 429: nothing is left of an allowance, which begins anew in `t`.
+_RATE_LIMIT = re.compile(r"\br=0\s*;\s*t=(\d{1,6})\b")
 #: Statuses after which the same request may succeed.
 TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -110,7 +112,7 @@ class WebSite:
             raise RequestError(
                 answer.reason_phrase,
                 str(answer.status_code),
-                after_s=_after_s(answer.headers.get("retry-after")),
+                after_s=asked_s(answer.headers),
             )
         if answer.status_code != 200 or "content-length" not in answer.headers:
             raise RemoteError(
@@ -213,7 +215,7 @@ def _refuse_status(
             "200",
             retries=False,
         )
-    after_s = _after_s(answer.headers.get("retry-after"))
+    after_s = asked_s(answer.headers)
     reason = f"{status} {answer.reason_phrase}".strip()
     raise RequestError(reason, str(status), retries=status in TEMPORARY, after_s=after_s)
 
@@ -225,10 +227,12 @@ def _refuse_other_tag(root: str, file: RemoteFile, headers: Mapping[str, str]) -
         raise changed(root, file, f"the tag {found}")
 
 
-def _after_s(text: str | None) -> float | None:
-    """Seconds that `Retry-After` asks for: a number, or a date."""
+def asked_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a server asks to wait: `Retry-After`, a number or a date, or `RateLimit`."""
+    text = headers.get("retry-after")
     if not text:
-        return None
+        left = _RATE_LIMIT.search(headers.get("ratelimit", ""))
+        return float(left[1]) if left else None
     if text.strip().isdigit():
         return float(text)
     try:

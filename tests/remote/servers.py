@@ -55,7 +55,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), handler)
         self.seen = Seen()
         self.fault: Callable[[str, str, int], Fault] = lambda method, path, number: None
-        self.retry_after = "0"
+        self.retry_after, self.asks_by = "0", "Retry-After"
         self.stall_s = 5.0
         self.latency_s = 0.0
         self.lock = threading.Lock()
@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(self.server.latency_s)
         self.fault = self.server.fault(self.command, self.path, number)
         if isinstance(self.fault, int):
-            self.reply(self.fault, {"Retry-After": self.server.retry_after}, b"not now")
+            self.reply(self.fault, {self.server.asks_by: self.server.retry_after}, b"not now")
         elif self.fault == "stall" and self.command == "GET":
             self.count(0)
             time.sleep(self.server.stall_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -140,3 +141,16 @@ def test_what_failed_once_is_asked_for_again_by_the_next_reader(
     hub.fault = lambda method, path, number: None
     with RemoteSource(found.root) as source:
         assert len(source.read_range("model.safetensors", 50_000, 100)) == 100
+
+
+@pytest.mark.parametrize(("header", "wish"), [("Retry-After", "1"), ("RateLimit", '"api";r=0;t=1')])
+@pytest.mark.parametrize("asked", ["/api/", "/resolve/"])
+def test_a_busy_hub_is_given_the_time_that_it_asks_for(
+    hub: HubServer, home: Warehouse, asked: str, header: str, wish: str
+) -> None:
+    numbers = iter(range(100))
+    hub.asks_by, hub.retry_after = header, wish
+    hub.fault = lambda method, path, number: 429 if asked in path and next(numbers) == 0 else None
+    started = time.monotonic()
+    locate_checkpoint(home, "org/base")
+    assert time.monotonic() - started >= 1
