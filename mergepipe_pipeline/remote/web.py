@@ -48,6 +48,7 @@ class WebSite:
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        self._refused = False
 
     def listing(self) -> Listing:
         """Asks for every name that a model may have, several at once. Raises RemoteError."""
@@ -62,8 +63,9 @@ class WebSite:
                 "Nothing lies at an address",
                 where=self._address.text,
                 expected=f"{INDEX}, {_SINGLE} or {ADAPTER_WEIGHTS} in this folder",
-                found="none of them",
-                next_step="check the address: it is that of the folder which holds these files",
+                found="none of them" + ", and status 403 (refused)" * self._refused,
+                next_step="check the address: it is that of the folder which holds these files"
+                + ", and everybody may read them" * self._refused,
             )
         plain = sorted(f.path for f in files.values() if not f.tag.endswith('"'))
         if plain:
@@ -107,6 +109,7 @@ class WebSite:
         except (http.HTTPError, http.InvalidURL) as error:
             raise RequestError(first_line(error), type(error).__name__) from error
         if answer.status_code in (403, 404, 410):
+            self._refused |= answer.status_code == 403  # buckets say so of what is not there, too
             return None
         if answer.status_code in TEMPORARY:
             raise RequestError(

@@ -130,6 +130,12 @@ def test_nothing_at_an_address_and_no_server_at_all_are_said(folder: FolderServe
         open_checkpoint("http://127.0.0.1:9/folder", "nobody")
 
 
+def test_a_server_that_refuses_every_file_is_said_to(folder: FolderServer) -> None:
+    folder.fault = lambda method, path, number: 403
+    with pytest.raises(RemoteError, match=r"status 403 \(refused\).*everybody may read them"):
+        RemoteSource(f"{folder.url}/expert_00")
+
+
 def test_only_bin_files_are_refused_with_what_converts_them(folder: FolderServer) -> None:
     (folder.folder / "old").mkdir()
     (folder.folder / "old" / "pytorch_model.bin").write_bytes(b"pickle")
