@@ -140,9 +140,7 @@ class HubSite:
             raise changed(self._address.text, file, f"the commit {found.commit_hash}")
         if found.etag not in (None, file.tag):
             raise changed(self._address.text, file, f"the digest {found.etag}")
-        # A token is for the hub's own host alone.
-        is_own = urlsplit(found.location).netloc == urlsplit(url).netloc
-        headers = hub.utils.build_hf_headers() if is_own else {}
+        headers = hub.utils.build_hf_headers() if gets_token(found.location, url) else {}
         return _Link(found.location, headers)
 
     def _url(self, path: str) -> str:
@@ -157,6 +155,12 @@ class HubSite:
             seen = self._tags.setdefault(file.path, tag)
         if tag != seen:
             raise changed(self._address.text, file, f"the tag {tag}")
+
+
+def gets_token(location: str, url: str) -> bool:
+    """Whether the token for `url` may go to `location`: to the same host, and never in the open."""
+    place, asked = urlsplit(location), urlsplit(url)
+    return place.netloc == asked.netloc and place.scheme in (asked.scheme, "https")
 
 
 def _failed(error: Exception) -> RequestError:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, RemoteError
+from mergepipe_pipeline.remote.hub import gets_token
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
@@ -42,6 +43,21 @@ def test_headers_alone_are_read_to_know_a_model(hub: HubServer, home: Warehouse)
     got = [n for method, path, n in hub.seen.of("/cdn/") if method == "GET"]
     assert sum(got) < 5000 < found.nbytes
     assert len(got) == 2
+
+
+@pytest.mark.parametrize(
+    ("location", "gets"),
+    [
+        ("https://hub.example/org/m/resolve/c/w", True),
+        ("http://hub.example/org/m/resolve/c/w", False),
+        ("https://hub.example:444/org/m/resolve/c/w", False),
+        ("https://bytes.example/w", False),
+    ],
+)
+def test_the_token_goes_to_the_hubs_own_host_alone_and_never_in_the_open(
+    location: str, gets: bool
+) -> None:
+    assert gets_token(location, "https://hub.example/org/m/resolve/main/w") == gets
 
 
 def test_a_private_model_needs_the_token_and_the_place_of_bytes_never_gets_it(
