@@ -1,7 +1,8 @@
 """What a budget's amount may look like in a recipe or on a command line.
 
 Bytes, a share of all bytes, or the error that is allowed; `budget_options` reads what a recipe says
-beside the amount. Text alone is read here: where bytes are read it is decided which of them count.
+beside the amount. Only the text is read here; the code that reads bytes decides which of them
+count.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _parse_text(value: str, where: str) -> Budget:
     form = _FORM.fullmatch(text)
     if form is None:
         raise _error(value, where, _hint(text))
-    if not form[2]:  # what YAML reads as a number
+    if not form[2]:  # YAML reads it as a number
         return parse_amount(float(text) if "." in text else int(text), where)
     number, unit = Fraction(form[1]), form[2]
     if unit == "%":

@@ -1,6 +1,6 @@
 """What a recipe says about its budget beside the amount: pins, exclusions, keeps and shares.
 
-Reads the text alone; `patterns` holds what is named here against the names there are.
+Reads the text alone; `patterns` compares its names with those of models and tensors.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _read(
 
 
 def _selections(value: object, path: KeyPath, problems: Problems) -> tuple[Selection, ...]:
-    found = (_selection(v, p, problems) for v, p in _items(value, path, problems))
-    return tuple(selection for selection in found if selection is not None)
+    selections = (_selection(v, p, problems) for v, p in _items(value, path, problems))
+    return tuple(selection for selection in selections if selection is not None)
 
 
 def _selection(value: object, path: KeyPath, problems: Problems) -> Selection | None:
@@ -77,14 +77,14 @@ def _selection(value: object, path: KeyPath, problems: Problems) -> Selection | 
             f"expected an expert's name or `{{experts: […], tensors: […]}}`, found {shown(value)}",
         )
         return None
-    known = len(problems)
+    n_before = len(problems)
     problems.add_unknown(value, _SELECTION_KEYS, path)
     experts, tensors = (
         _patterns(value.get(key), (*path, key), problems) for key in _SELECTION_KEYS
     )
-    if len(problems) == known and not (experts or tensors):
+    if len(problems) == n_before and not (experts or tensors):
         problems.add(path, "expected `experts:` or `tensors:`, found neither")
-    return Selection(experts, tensors) if len(problems) == known else None
+    return Selection(experts, tensors) if len(problems) == n_before else None
 
 
 def _shares(value: object, path: KeyPath, problems: Problems) -> tuple[Share, ...]:

@@ -51,14 +51,14 @@ def check_parameters(
     Returns warnings: one per parameter that only other methods have, which mergekit ignores.
     """
     elsewhere = PARAMETER_NAMES | {p.name for s in methods.values() for p in s.parameters}
-    known = {p.name: p for p in schema.parameters}
+    parameters = {p.name: p for p in schema.parameters}
     warnings = []
     for level, per_model in levels:
         for name, setting in level.settings.items():
             path = (*level.path, "parameters", name)
-            if name in known:
-                _check_place(known[name], path, per_model, problems)
-                _check_kind(known[name], setting, path, problems)
+            if name in parameters:
+                _check_place(parameters[name], path, per_model, problems)
+                _check_kind(parameters[name], setting, path, problems)
             elif name in elsewhere:
                 warnings.append(
                     f"{shown_path(path)} has no effect: `{schema.name}` has no such parameter"
@@ -66,8 +66,8 @@ def check_parameters(
             else:
                 problems.ignore(
                     path,
-                    f"`{schema.name}` has no parameter `{name}`{suggest(name, known)}"
-                    f"; it has {', '.join(known) or 'none'}",
+                    f"`{schema.name}` has no parameter `{name}`{suggest(name, parameters)}"
+                    f"; it has {', '.join(parameters) or 'none'}",
                 )
     return warnings
 
@@ -165,7 +165,8 @@ def _check_lengths(part: Slice, problems: Problems) -> None:
     ranges = [e.layers for e in part.entries if e.layers is not None]
     lengths = {end - start for start, end in ranges}
     if len(lengths) > 1:
-        found = ", ".join(f"[{start}, {end}]" for start, end in ranges)
+        listed = ", ".join(f"[{start}, {end}]" for start, end in ranges)
         problems.add(
-            part.level.path, f"all sources of a slice need the same number of layers, found {found}"
+            part.level.path,
+            f"all sources of a slice need the same number of layers, found {listed}",
         )

@@ -1,7 +1,7 @@
 """Checks when a recipe is to be merged: its cron schedule and time zone, without Dagster.
 
-A schedule has five fields and fires at all. Stricter than the parsers around: what they read
-differently (`?`, `L`, `#`, `@daily`, ranges that wrap) is refused.
+A schedule has five fields and fires at least once. Forms that other parsers read differently (`?`,
+`L`, `#`, `@daily`, ranges that wrap) are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORDS: tuple[dict[str, int], ...] = (
 _DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 _VALUE = r"[0-9]{1,2}|[a-z]{3}"
 _PART = re.compile(rf"(?:\*|({_VALUE})(?:-({_VALUE}))?)(?:/([0-9]{{1,2}}))?", re.ASCII)
-#: Files beside the zones' own: what this machine takes for its zone, and copies with other seconds.
+#: Files beside the zones: this machine's own zone, and copies of all zones.
 _NO_ZONE = re.compile("localtime|posixrules|Factory|(?:posix|right)/.*")
 
 
@@ -56,7 +56,7 @@ def cron_problem(schedule: str) -> str | None:
             )
         taken.append(values)
     _, _, days, months, _ = taken
-    # Of a weekday beside it too: Dagster looks for the day first, and fails.
+    # Also with a weekday beside it: Dagster looks for the day first, and fails.
     if all(min(days) > _DAYS[month - 1] for month in months):
         return "there is no such day: it never fires"
     return None

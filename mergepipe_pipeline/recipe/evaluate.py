@@ -1,7 +1,6 @@
-"""What a recipe says of its result's quality: `evaluate:`, how it is measured, and `gate:`, what a
-release asks for.
+"""Reads `evaluate:` (how a result's quality is measured) and `gate:` (what a release must reach).
 
-Reads the text alone; whether files and programs are there is seen where they are used.
+Reads the text alone: whether files and programs exist shows where they are used.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _MOST_S, _MOST_RETRIES, _MOST_TOKENS = 7 * 86400, 10, 1 << 40
 def read_evaluate(value: object, problems: Problems) -> Evaluator | None:
     """The `evaluate:` of a recipe; None without one, or with every problem added at its place."""
     path: KeyPath = ("evaluate",)
-    known = len(problems)
+    n_before = len(problems)
     keys = _mapping(value, _KEYS, path, problems, "{command: [python, eval.py]}")
     if keys is None:
         return None
-    given = [k for k in _KINDS if keys.get(k) is not None]
-    if len(given) != 1:
-        found = " and ".join(given) or "none"
-        problems.add(path, f"expected one of {', '.join(_KINDS)}, found {found}")
+    kinds = [k for k in _KINDS if keys.get(k) is not None]
+    if len(kinds) != 1:
+        listed = " and ".join(kinds) or "none"
+        problems.add(path, f"expected one of {', '.join(_KINDS)}, found {listed}")
         return None
     command = _command(keys.get("command"), (*path, "command"), problems)
     python = _entry(keys.get("python"), (*path, "python"), problems)
@@ -54,38 +53,40 @@ def read_evaluate(value: object, problems: Problems) -> Evaluator | None:
     retries = _between(keys, "retries", 1, (0, _MOST_RETRIES), path, problems, whole=True)
     if timeout_s == 0:
         problems.add((*path, "timeout"), "expected seconds above 0, found 0")
-    if len(problems) > known:
+    if len(problems) > n_before:
         return None
     return Evaluator(command, python, perplexity, timeout_s, int(retries))
 
 
 def read_gate(value: object, evaluate: object, problems: Problems) -> Gate | None:
-    """The `gate:` of a recipe, whose `evaluate:` is the other value; None as `read_evaluate`."""
+    """The `gate:` of a recipe, beside the value of its `evaluate:`; None as in `read_evaluate`."""
     path: KeyPath = ("gate",)
-    known = len(problems)
+    n_before = len(problems)
     if value is None:
         return None
     if evaluate is None:
         problems.add(path, "there is no `evaluate:` that could measure what it asks for")
     if not isinstance(value, dict):
-        problems.add(path, f"expected a mapping like {{accuracy: {{min: 0.6}}}}, {_found(value)}")
+        problems.add(
+            path, f"expected a mapping like {{accuracy: {{min: 0.6}}}}, {_found_clause(value)}"
+        )
         return None
     after = value.get(_ON_FAILURE, _AFTER[0])
     if after not in _AFTER:
         near = suggest(str(after), _AFTER)
-        text = f"expected one of {', '.join(_AFTER)}, {_found(after)}{near}"
+        text = f"expected one of {', '.join(_AFTER)}, {_found_clause(after)}{near}"
         problems.add((*path, _ON_FAILURE), text)
-    metrics = {name: asked for name, asked in value.items() if name != _ON_FAILURE}
+    metrics = {name: limits for name, limits in value.items() if name != _ON_FAILURE}
     if not metrics:
         problems.add(path, "expected at least one metric with a threshold, found none")
     is_built_in = isinstance(evaluate, dict) and evaluate.get("perplexity") is not None
     thresholds: list[Threshold] = []
-    for name, asked in metrics.items():
+    for name, limits in metrics.items():
         if is_built_in and name not in _BUILT_IN:
             near = suggest(name, _BUILT_IN) or f"; it gives {', '.join(_BUILT_IN)}"
             problems.add((*path, name), f"the built-in evaluator has no such metric{near}")
-        thresholds += _thresholds(name, asked, (*path, name), problems)
-    return Gate(tuple(thresholds), after) if len(problems) == known else None
+        thresholds += _thresholds(name, limits, (*path, name), problems)
+    return Gate(tuple(thresholds), after) if len(problems) == n_before else None
 
 
 def _thresholds(metric: str, value: object, path: KeyPath, problems: Problems) -> list[Threshold]:
@@ -94,19 +95,19 @@ def _thresholds(metric: str, value: object, path: KeyPath, problems: Problems) -
         return []
     if not keys:
         problems.add(path, f"expected at least one of {', '.join(_COMPARISONS)}, found none")
-    found = []
-    for key, asked in keys.items():
+    thresholds = []
+    for key, limit in keys.items():
         if key in _COMPARISONS:
-            threshold = _threshold(metric, key, asked)
+            threshold = _threshold(metric, key, limit)
             if threshold is None:
                 form = "0.01 or 2%, at least 0" if key in RELATIVE else "0.6"
-                problems.add((*path, key), f"expected a number like {form}, {_found(asked)}")
+                problems.add((*path, key), f"expected a number like {form}, {_found_clause(limit)}")
             else:
-                found.append(threshold)
-    limits = {t.comparison: t.value for t in found}
+                thresholds.append(threshold)
+    limits = {t.comparison: t.value for t in thresholds}
     if limits.get("min", -math.inf) > limits.get("max", math.inf):
         problems.add((*path, "min"), "it is above `max:`, so that nothing could pass")
-    return found
+    return thresholds
 
 
 def _threshold(metric: str, key: Comparison, value: object) -> Threshold | None:
@@ -126,20 +127,20 @@ def _command(value: object, path: KeyPath, problems: Problems) -> tuple[str, ...
     if value is None:
         return ()
     if not isinstance(value, list) or not value:
-        text = f"expected a list like [python, eval.py], {_found(value)}"
+        text = f"expected a list like [python, eval.py], {_found_clause(value)}"
         hint = "; no shell reads it" if isinstance(value, str) else ""
         problems.add(path, text + hint)
         return ()
     for i, word in enumerate(value):
         if not isinstance(word, str) or "\0" in word or not (word or i):
-            problems.add((*path, i), f"expected a text (numbers in quotes), {_found(word)}")
+            problems.add((*path, i), f"expected a text (numbers in quotes), {_found_clause(word)}")
     return tuple(map(str, value))
 
 
 def _entry(value: object, path: KeyPath, problems: Problems) -> str | None:
     if value is None or (isinstance(value, str) and _ENTRY.fullmatch(value)):
         return value
-    problems.add(path, f"expected package.module:function, {_found(value)}")
+    problems.add(path, f"expected package.module:function, {_found_clause(value)}")
     return None
 
 
@@ -154,7 +155,7 @@ def _perplexity(value: object, path: KeyPath, problems: Problems) -> Perplexity 
         text = texts.get(key)
         if not isinstance(text, str) or not text or "\0" in text:
             what = "a file of text or JSON Lines" if key == "text" else "the name of a field"
-            problems.add((*path, key), f"expected {what}, {_found(text)}")
+            problems.add((*path, key), f"expected {what}, {_found_clause(text)}")
     most = _between(keys, "max_tokens", 20_000, (2, _MOST_TOKENS), path, problems, whole=True)
     return Perplexity(str(texts.get("text")), str(texts["field"]), int(most))
 
@@ -177,7 +178,7 @@ def _between(
     if number is not None and limits[0] <= number <= limits[1] and not (whole and number % 1):
         return number
     kind = "a whole number" if whole else "seconds"
-    text = f"expected {kind} from {limits[0]:g} to {limits[1]:.12g}, {_found(value)}"
+    text = f"expected {kind} from {limits[0]:g} to {limits[1]:.12g}, {_found_clause(value)}"
     problems.add((*path, key), text)
     return default
 
@@ -195,11 +196,11 @@ def _mapping(
     if value is None and len(path) == 1:
         return None
     if not isinstance(value, dict):
-        problems.add(path, f"expected a mapping like {example}, {_found(value)}")
+        problems.add(path, f"expected a mapping like {example}, {_found_clause(value)}")
         return None
     problems.add_unknown(value, known, path)
     return value
 
 
-def _found(value: object) -> str:
+def _found_clause(value: object) -> str:
     return f"found {shown(value)}"

@@ -1,4 +1,4 @@
-"""The tensors of a recipe's models as headers tell them, and what does not fit among them.
+"""The tensors of a recipe's models as headers list them, and the misfits among them.
 
 Misfits are collected per model, so that a wrong model is one problem and not one per tensor.
 """
@@ -24,7 +24,7 @@ from mergepipe_pipeline.spec.layers import (
 from mergepipe_pipeline.spec.recipe import ModelRef
 from mergepipe_pipeline.spec.view import TensorView
 
-#: Name to what headers tell of a tensor: its dtype and shape.
+#: Name to what headers state of a tensor: its dtype and shape.
 Table = Mapping[str, TensorEntry | TensorView]
 #: Whether a tensor is of a module, by its name.
 Belongs = Callable[[str], bool]
@@ -34,7 +34,7 @@ Belongs = Callable[[str], bool]
 class Tables:
     """The models' tensors by name; `partial[i]` says that model i has changed tensors only.
 
-    `depths[i]` is the number of layers that its config tells, None where it tells none.
+    `depths[i]` is the number of layers that its config states, None where it states none.
     """
 
     refs: Sequence[ModelRef]
@@ -67,26 +67,26 @@ class Tables:
     def stacks(self, model: int, belongs: Belongs) -> dict[str, int]:
         """Number of layers of each stack of a model, among tensors that `belongs` accepts."""
         if (model, belongs) not in self._stacks:
-            found = stack_counts(name for name in self.tables[model] if belongs(name))
-            self._stacks[model, belongs] = found
+            counts = stack_counts(name for name in self.tables[model] if belongs(name))
+            self._stacks[model, belongs] = counts
         return self._stacks[model, belongs]
 
     def depth(self, model: int, belongs: Belongs, like: int | None = None) -> dict[str, int]:
         """Number of layers of each stack, without those that the config does not count.
 
         Such a layer predicts further tokens (MTP), and some copies of a model lack it. Weights
-        without a config are counted as those that they are to be `like`.
+        without a config count as many as the model that they must be `like`.
         """
         stacks = self.stacks(model, belongs)
-        told = self.depths[model] if self.depths else None
-        if told is None and self.depths and like is not None:
-            told = self.depths[like]
-        if told is None or len(stacks) != 1 or len(self.stacks(model, _any)) != 1:
+        config_depth = self.depths[model] if self.depths else None
+        if config_depth is None and self.depths and like is not None:
+            config_depth = self.depths[like]
+        if config_depth is None or len(stacks) != 1 or len(self.stacks(model, _any)) != 1:
             return stacks
         ((stack, n),) = stacks.items()
-        if n < told:
-            self._shallow[model] = (n, told)
-        return {stack: min(n, told)}
+        if n < config_depth:
+            self._shallow[model] = (n, config_depth)
+        return {stack: min(n, config_depth)}
 
     def find(self, model: int, name: str) -> str | None:
         """The name of a tensor in a model, or of the one it is tied to, or None."""
@@ -99,22 +99,22 @@ class Tables:
         """Add a problem if a model has another number of layers than the `lead`."""
         if self.partial[entry.model]:
             return
-        all_mine, all_wanted = self.stacks(entry.model, belongs), self.stacks(lead, belongs)
-        mine, wanted = self.depth(entry.model, belongs, lead), self.depth(lead, belongs)
-        for stack, n in wanted.items():
-            if mine.get(stack, n) != n and all_mine[stack] != all_wanted[stack]:
+        all_counts, all_lead_counts = self.stacks(entry.model, belongs), self.stacks(lead, belongs)
+        counts, lead_counts = self.depth(entry.model, belongs, lead), self.depth(lead, belongs)
+        for stack, n in lead_counts.items():
+            if counts.get(stack, n) != n and all_counts[stack] != all_lead_counts[stack]:
                 self._broken.add(entry.model)
                 problems.add(
                     (*entry.level.path, "model"),
-                    f"{self.refs[entry.model].text!r} has {mine[stack]} layers at {stack}, "
+                    f"{self.refs[entry.model].text!r} has {counts[stack]} layers at {stack}, "
                     f"{self.refs[lead].text!r} has {n}; use `slices:` to choose layers",
                 )
 
     def needs(self, model: int, lacked: str) -> bool:
         """Whether a model is broken without a tensor that it lacks.
 
-        Its layers want what other models' layers have, but for scales of quantised caches, and a
-        part of a model its embedding and its last norm.
+        Layers need what other models' layers have, except scales of quantised caches; a part of a
+        model needs its embedding and its last norm.
         """
         layer = layer_index(lacked)
         if layer is None:
@@ -137,7 +137,7 @@ class Tables:
         self._missing.setdefault(model, {})[name] = None
 
     def note_alone(self, model: int, name: str) -> None:
-        """Remember that no other model has a tensor of the model that the output is like."""
+        """Remember a tensor of the lead model that no other model has."""
         self._alone.setdefault(model, {})[name] = None
 
     def note_extra(self, model: int, name: str) -> None:
@@ -151,16 +151,16 @@ class Tables:
 
         Rows of a vocabulary may be more or fewer: tokens are matched where embeddings are read.
         """
-        mine = self.tables[model].get(tensor)
-        if mine is None:
+        entry = self.tables[model].get(tensor)
+        if entry is None:
             return
         self.check_kind(model, tensor, like, owner)
-        if mine.shape == like.shape:
+        if entry.shape == like.shape:
             return
-        if embedding_like(tensor) and mine.shape[1:] == like.shape[1:]:
+        if embedding_like(tensor) and entry.shape[1:] == like.shape[1:]:
             return
         text = (
-            f"first {tensor} with {list(mine.shape)} where {self.refs[owner].text!r} has "
+            f"first {tensor} with {list(entry.shape)} where {self.refs[owner].text!r} has "
             f"{list(like.shape)}"
         )
         self._shapes.setdefault(model, []).append(text)
@@ -169,10 +169,10 @@ class Tables:
         self, model: int, tensor: str, like: TensorEntry | TensorView, owner: int
     ) -> None:
         """Remember a misfit if one of a tensor and its like has numbers to merge, the other not."""
-        mine = self.tables[model].get(tensor)
-        if mine is not None and (mine.dtype in FLOATING) != (like.dtype in FLOATING):
+        entry = self.tables[model].get(tensor)
+        if entry is not None and (entry.dtype in FLOATING) != (like.dtype in FLOATING):
             text = (
-                f"first {tensor} in {mine.dtype} where {self.refs[owner].text!r} has {like.dtype}"
+                f"first {tensor} in {entry.dtype} where {self.refs[owner].text!r} has {like.dtype}"
             )
             self._shapes.setdefault(model, []).append(text)
 
@@ -193,14 +193,14 @@ class Tables:
             )
 
     def own_parts(self) -> list[str]:
-        """One warning per model with tensors that others have not: left out, or as they are.
+        """One warning per model with tensors that others lack: they are left out, or copied.
 
-        And one per model with fewer layers than its config tells.
+        And one per model with fewer layers than its config states.
         """
         shallow = [
-            f"{self.refs[model].text!r} has {n} layers, and its config.json says {told}: are files "
-            "missing?"
-            for model, (n, told) in self._shallow.items()
+            f"{self.refs[model].text!r} has {n} layers, and its config.json says {config_depth}: "
+            "are files missing?"
+            for model, (n, config_depth) in self._shallow.items()
         ]
         return shallow + [
             f"{self.refs[model].text!r} has {len(names)} tensors that {which}, "

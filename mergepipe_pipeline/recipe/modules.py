@@ -46,18 +46,18 @@ _ALL = "default"
 
 def module_of(name: str, tensors: Collection[str]) -> Callable[[str], bool] | None:
     """Whether a tensor belongs to the module `name`; None if no tensor of `tensors` does."""
-    known = _ALIASES.get(name, name)
+    module = _ALIASES.get(name, name)
     belongs: Callable[[str], bool]
-    if known == _ALL:
+    if module == _ALL:
         return lambda tensor: True
-    if known == _TEXT:
-        other = (*_PARTS["vision_tower"], *_PARTS["multi_modal_projector"])
-        belongs = _without(other)
-    elif known == "vision_tower":
-        inside, outside = _within(_PARTS[known]), _within(_PARTS["multi_modal_projector"])
+    if module == _TEXT:
+        prefixes = (*_PARTS["vision_tower"], *_PARTS["multi_modal_projector"])
+        belongs = _without(prefixes)
+    elif module == "vision_tower":
+        inside, outside = _within(_PARTS[module]), _within(_PARTS["multi_modal_projector"])
         belongs = _but(inside, outside)
     else:
-        belongs = _within((*_PARTS.get(known, ()), f"{name}."))
+        belongs = _within((*_PARTS.get(module, ()), f"{name}."))
     return belongs if any(belongs(tensor) for tensor in tensors) else None
 
 

@@ -1,7 +1,7 @@
 """Which tensors the output has, and which tensor of which model each is made from.
 
 Structure only: layers taken and numbered anew, tied embeddings, tensors that some models lack.
-Misfits become problems, said once per model. `resolve_tensors` gives the outputs their numbers.
+Misfits become problems, one per model. `resolve_tensors` gives the outputs their numbers.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Outputs:
         yield from self._same_names(last, outside(True), levels)
 
     def _ranges_fit(self, module: Module, belongs: Callable[[str], bool]) -> bool:
-        known = len(self.problems)
+        n_before = len(self.problems)
         for part in module.slices:
             for entry in part.entries:
                 # An adapter alone has the layers of the base it changes.
@@ -118,16 +118,16 @@ class Outputs:
                 path = (*entry.level.path, "layer_range")
                 end = (entry.layers or (0, 0))[1]
                 if len(stacks) != 1:
-                    found = ", ".join(stacks) or "none"
+                    listed = ", ".join(stacks) or "none"
                     self.problems.add(
                         path,
-                        f"slices need a model with one stack of layers, {text!r} has {found}; "
+                        f"slices need a model with one stack of layers, {text!r} has {listed}; "
                         "choose a part with `modules:`",
                     )
                 elif end > next(iter(stacks.values())):
                     n = next(iter(stacks.values()))
                     self.problems.add(path, f"{text!r} has {n} layers, so no layer {end - 1}")
-        return len(self.problems) == known
+        return len(self.problems) == n_before
 
     def _layer(
         self,
@@ -152,13 +152,13 @@ class Outputs:
         lead = self._lead(part)
         if lead is None:
             return
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for model in dict.fromkeys((lead, *(e.model for e in part.entries))):
             want = starts.get(model, default) + k
             for name in self.tables.in_layer(model, want):
                 if here(name) and self._counts(name, lead, model, in_model, out):
-                    found[with_layer_index(name, out)] = None
-        for name in found:
+                    names[with_layer_index(name, out)] = None
+        for name in names:
             yield self._slot(part, name, t, in_model, levels)
 
     def _counts(
@@ -169,7 +169,7 @@ class Outputs:
         in_model: Callable[[str, int], str],
         out: int,
     ) -> bool:
-        """Whether a model's layer tensor is one of the output's, as all of the lead's are."""
+        """Whether the output has a model's layer tensor; it has all of the lead's."""
         if model == lead:
             return True
         twin = in_model(with_layer_index(name, out), lead)
@@ -188,30 +188,30 @@ class Outputs:
         return False
 
     def _same_names(
-        self, part: Slice, wanted: Callable[[str], bool], levels: tuple[Level, ...]
+        self, part: Slice, belongs: Callable[[str], bool], levels: tuple[Level, ...]
     ) -> Iterator[Output]:
         lead = self._lead(part)
         if lead is None:
             return
-        for name in self._names(part, lead, wanted, _same):
+        for name in self._names(part, lead, belongs, _same):
             yield self._slot(part, name, 0.0, _same, levels)
 
     def _names(
         self,
         part: Slice,
         lead: int,
-        wanted: Callable[[str], bool],
+        belongs: Callable[[str], bool],
         in_model: Callable[[str, int], str],
     ) -> list[str]:
         """Output names in the lead's order, then optional ones that other models have."""
-        names = [name for name in self.tables[lead] if wanted(name)]
-        known = set(names)
+        names = [name for name in self.tables[lead] if belongs(name)]
+        seen = set(names)
         for entry in part.entries:
             for name in self.tables[entry.model]:
-                if name in known or not wanted(name):
+                if name in seen or not belongs(name):
                     continue
                 if self._is_extra(name, name, lead, entry.model):
-                    known.add(name)
+                    seen.add(name)
                     names.append(name)
         return names
 
@@ -271,8 +271,8 @@ class Outputs:
     ) -> BaseTensor | None:
         """The lead's tensor, where it alone has it and the other models are whole without it."""
         lead = self._lead(part)
-        others = [s for s in taken if s.stored and s.entry.model != lead]
-        if lead is None or others or any(self.tables.needs(*gap) for gap in lacking):
+        other_sources = [s for s in taken if s.stored and s.entry.model != lead]
+        if lead is None or other_sources or any(self.tables.needs(*gap) for gap in lacking):
             return None
         tensor = self.tables.find(lead, in_model(name, lead))
         if tensor is None:
@@ -281,7 +281,7 @@ class Outputs:
         return BaseTensor(lead, tensor)
 
     def _tied(self, model: int, own: str, base: BaseTensor | None) -> str | None:
-        """What a partial model makes of the embedding that is the base's head, too."""
+        """The base's tied matrix that stands for `own`, if a partial model changes it."""
         if base is None or not self.tables.partial[model] or not embedding_like(own):
             return None
         return base.tensor if base.tensor in self.tables[model] else None

@@ -1,9 +1,9 @@
 """What a parameter's value may be and what it is worth for one tensor, as in mergekit.
 
-A value is a number or a text, a gradient (list of numbers over the layers), or a list of
-`{filter, value}` whose first match wins. Numeric texts count as numbers. A bare `{filter, value}`
-is read as a list of one, with a warning, where older mergekits fail. Which parameters exist, and
-which of them take a text or a boolean, is the business of `checks`.
+A value is a number or a text, a gradient (list of numbers over the layers), or a list of `{filter,
+value}` whose first match wins. Numeric texts count as numbers. A bare `{filter, value}` is read as
+a list of one, with a warning, where older mergekits fail. `checks` knows which parameters exist,
+and which of them take a text or a boolean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARES = frozenset({"density"})
 _YES, _NO = {"true", "yes", "on", "t", "y", "1"}, {"false", "no", "off", "f", "n", "0"}
 _RULE_KEYS = ("filter", "value")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.ASCII | re.IGNORECASE)
-#: No weight, factor or number of rounds comes near; a slip of the keys does.
+#: Larger numbers are slips of the keys: no weight, factor or number of rounds comes near.
 _LARGEST = 1e6
 
 
@@ -29,7 +29,7 @@ _LARGEST = 1e6
 class Rule:
     """Anchors (one: a constant) for tensors whose name contains `filter`; None takes all.
 
-    A text is an only anchor.
+    A text is the only anchor.
     """
 
     filter: str | None
@@ -108,10 +108,10 @@ def parse_settings(
         if value == []:
             warnings.append(f"{shown_path(here)} is an empty list, which gives no value")
             continue
-        known = len(problems)
+        n_before = len(problems)
         setting = _parse_setting(value, here, problems, warnings)
         _check_share(str(name), setting, here, problems)
-        if len(problems) == known:
+        if len(problems) == n_before:
             settings[str(name)] = setting
     return settings
 

@@ -126,17 +126,17 @@ def _parse(
     parsed = replace(parsed, selected=tuple(choice.selected))
     if keys.schema is None:
         return parsed
-    found = (
+    warnings = (
         *recipe_warnings(parsed, keys.schema),
         *joined_base(parsed, joined=modules != keys.modules),
     )
     ignored = dict.fromkeys(problems.ignored)
-    return replace(parsed, warnings=tuple(dict.fromkeys((*parsed.warnings, *found, *ignored))))
+    return replace(parsed, warnings=tuple(dict.fromkeys((*parsed.warnings, *warnings, *ignored))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
-    """What the keys say whose values `schema` leaves open; `schema` is the method's, if known."""
+    """The values of the keys that `schema` leaves open; `schema` is the method's, if known."""
 
     references: tuple[ModelRef, ...]
     base: int | None
@@ -229,7 +229,7 @@ def _check(
     problems: Problems,
     warnings: list[str],
 ) -> OperatorSchema | None:
-    """What can be said about the method, also when other keys are wrong."""
+    """Check the method as far as possible, also when other keys are wrong."""
     method = value.get("merge_method")
     if methods is None or not isinstance(method, str):
         return None
@@ -237,7 +237,7 @@ def _check(
     if schema is None:
         return None
     warnings += check_parameters(schema, methods, levels(modules, level), problems)
-    # A base that is wrong in itself is there: it was reported, and is no missing base.
+    # A wrong base is not a missing one, and was reported already.
     if value.get("base_model") is None:
         check_base(schema, modules, problems)
     return schema

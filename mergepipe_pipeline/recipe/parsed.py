@@ -1,4 +1,4 @@
-"""A recipe as written: all that its text tells without a file."""
+"""A recipe as written: all that its text says without a file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class ParsedRecipe:
     `references` are all models in order of appearance, one twice if a slice lists it twice, the
     base at `base` among them (None also where slices have different bases). `stage` is its `name:`;
     `stages_used` are the names of earlier stages whose results stand among the references, and
-    `before` those stages.
-    `dtype` and `out_dtype` are safetensors codes; `chat_template` is a template's text, `auto`, or
-    the name of a known one. `schedule` is None where nobody asks for one. A `gate` has an
-    `evaluator`. `selected` says which references each of its selectors stands for. Read
-    `lenient`ly, it may hold what mergekit ignores. The result has a tokenizer if it
+    `before` those stages. `dtype` and `out_dtype` are safetensors codes; `chat_template` is a
+    template's text, `auto`, or the name of a known one. `schedule` is None where there is none. A
+    `gate` has an `evaluator`. `selected` says which references each of its selectors stands for.
+    Read `lenient`ly, it may hold what mergekit ignores. The result has a tokenizer if it
     `copies_tokenizer`; `truncates` crops vocabularies to the shortest, the base's included.
     """
 

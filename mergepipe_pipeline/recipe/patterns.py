@@ -34,7 +34,8 @@ def check_budget_options(
     tensors: Sequence[TensorRecipe],
     problems: Problems,
 ) -> None:
-    """Add a problem per pattern that fits no expert or no tensor, and per wish without a base.
+    """Add a problem per pattern that fits no expert or no tensor, and per `exclude` or `keep`
+    without a base.
 
     `tensors` are the output's; an expert is a model that goes into one of them.
     """
@@ -44,7 +45,7 @@ def check_budget_options(
 
 
 class _Names:
-    """The names that patterns are held against."""
+    """The names that patterns are compared with."""
 
     def __init__(
         self, refs: Sequence[ModelRef], tensors: Sequence[TensorRecipe], problems: Problems
@@ -58,9 +59,9 @@ class _Names:
         for key, selections in (("pin", budget.pin), ("exclude", budget.exclude)):
             for i, selection in enumerate(selections):
                 path: KeyPath = ("budget", key, i)
-                known = [self._is_expert(p, path) for p in selection.experts]
-                known += [self._is_tensor(p, path) for p in selection.tensors]
-                if all(known):
+                matched = [self._is_expert(p, path) for p in selection.experts]
+                matched += [self._is_tensor(p, path) for p in selection.tensors]
+                if all(matched):
                     self._check_pairs(selection, path, needs_base=key == "exclude")
         for i, pattern in enumerate(budget.keep):
             path = ("budget", "keep", i)

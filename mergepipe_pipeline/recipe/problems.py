@@ -23,18 +23,18 @@ _SHOWN_CHARS = 60
 class Problems:
     """A growing list of sentences, given back in the order of the recipe's lines.
 
-    Read leniently, what mergekit ignores is no problem: it is `ignored` with a sentence each.
+    In a lenient reading, what mergekit ignores is no problem: `ignored` has a sentence for each.
     """
 
     def __init__(self, lines: Lines, *, lenient: bool = False) -> None:
         self._lines = lines
         self.lenient = lenient
         self.ignored: list[str] = []
-        self._found: list[tuple[int, str, str]] = []
+        self._entries: list[tuple[int, str, str]] = []
         self._closed: set[KeyPath] = set()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._entries)
 
     def add(self, path: KeyPath, text: str, line: int | None = None) -> None:
         """Note that `text` is wrong at `path` (keys and list indices from the top).
@@ -44,7 +44,7 @@ class Problems:
         if any(path[:n] in self._closed for n in range(len(path) + 1)):
             return
         line = line_of(path, self._lines) if line is None else line
-        self._found.append((line, shown_place(path, line), text))
+        self._entries.append((line, shown_place(path, line), text))
 
     def add_unknown(
         self, value: Mapping[str, object], known: Collection[str], path: KeyPath
@@ -62,33 +62,33 @@ class Problems:
             self.add(path, text)
 
     def close(self, path: KeyPath) -> None:
-        """Take no more problems at or under `path`: they would follow from one told already."""
+        """Take no more problems at or under `path`: they would follow from one that is noted."""
         self._closed.add(path)
 
-    def told(self) -> list[tuple[str, str]]:
-        """Place and text of each problem once, by line, of one line in the order of finding."""
-        found = sorted(self._found, key=lambda p: p[0])
-        return list(dict.fromkeys((place, text) for _, place, text in found))
+    def placed(self) -> list[tuple[str, str]]:
+        """Place and text of each problem, once, in the order of lines."""
+        by_line = sorted(self._entries, key=lambda p: p[0])
+        return list(dict.fromkeys((place, text) for _, place, text in by_line))
 
     def sentences(self) -> tuple[str, ...]:
-        """What is `told`, each place before its text."""
-        return tuple(f"{place}: {text}" if place else text for place, text in self.told())
+        """Each problem as one sentence, its place before its text."""
+        return tuple(f"{place}: {text}" if place else text for place, text in self.placed())
 
 
-def recipe_error(found: Iterable[Problems], where: str, kind: str = "recipe") -> RecipeError:
-    """The error that tells all problems of a `kind` of file; `where` is its path.
+def recipe_error(problems: Iterable[Problems], where: str, kind: str = "recipe") -> RecipeError:
+    """The error with all problems of a `kind` of file; `where` is its path.
 
-    The only problem is the error's own cause.
+    A single problem is the error's own cause.
     """
-    several = list(found)
-    sentences = tuple(sentence for problems in several for sentence in problems.sentences())
+    several = list(problems)
+    sentences = tuple(sentence for file in several for sentence in file.sentences())
     if len(sentences) == 1:
-        ((place, text),) = (pair for problems in several for pair in problems.told())
+        ((place, text),) = (pair for file in several for pair in file.placed())
         return RecipeError(
             text,
             problems=sentences,
             where=f"{where}, {place}" if place else where,
-            next_step="mend this; nothing was read or written",
+            next_step="correct this; nothing was read or written",
         )
     return RecipeError(
         f"A {kind} cannot be used",
@@ -96,7 +96,7 @@ def recipe_error(found: Iterable[Problems], where: str, kind: str = "recipe") ->
         where=where,
         expected=f"a {kind} without problems",
         found=f"{len(sentences)} problems",
-        next_step="mend all of these; nothing was read or written",
+        next_step="correct all of these; nothing was read or written",
     )
 
 
@@ -138,14 +138,14 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, known: Collection[str], of: str = "") -> str:
-    """What is wrong with a key that is none of those `known`, with the nearest one or with all."""
+    """The text for a key that is not `known`, with the nearest known key or with all."""
     near = suggest(str(key), known) or f"; known are {', '.join(known)}"
     return f"unknown key `{key}`{of}{near}"
 
 
 def sentence_of(error: ErrorDetails, known_keys: Callable[[KeyPath], Collection[str]]) -> str:
-    """What pydantic finds wrong; `known_keys` may stand where the last part of a path stands."""
-    path, found = tuple(error["loc"]), error["input"]
+    """The problem that pydantic reports; `known_keys` gives the keys allowed at a path."""
+    path, value = tuple(error["loc"]), error["input"]
     if error["type"] == "extra_forbidden":
         return unknown_key(str(path[-1]), known_keys(path))
     if error["type"] == "missing":
@@ -154,5 +154,5 @@ def sentence_of(error: ErrorDetails, known_keys: Callable[[KeyPath], Collection[
         return str(error["ctx"]["error"])
     if error["type"] == "model_type":
         first = next(iter(known_keys((*path, ""))))
-        return f"expected a mapping with `{first}:`, found {shown(found)}"
-    return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(found)}"
+        return f"expected a mapping with `{first}:`, found {shown(value)}"
+    return f"{error['msg'].replace('Input should be', 'expected')}, found {shown(value)}"

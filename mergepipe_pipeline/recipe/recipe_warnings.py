@@ -89,8 +89,8 @@ def _base_warnings(parsed: ParsedRecipe, schema: OperatorSchema) -> list[str]:
 
 
 def _method_warnings(schema: OperatorSchema, levels: Sequence[Level]) -> list[str]:
-    name, given = schema.name, {n for level in levels for n in level.settings}
-    variant = "variant" in given
+    name, parameters = schema.name, {n for level in levels for n in level.settings}
+    variant = "variant" in parameters
     if name.startswith("dare_") and not variant:
         return [
             f"{name}: what is kept is rescaled to the L1 norm of the whole delta, as in mergekit, "

@@ -1,6 +1,6 @@
 """Step two from YAML to a `Recipe`: every output tensor with its inputs and plain numbers.
 
-Needs the models' tensors as headers tell them: names, dtypes, shapes. No file is opened, and every
+Needs the models' tensors as headers list them: names, dtypes, shapes. No file is opened, and every
 problem is reported at once.
 """
 
@@ -56,7 +56,7 @@ def resolve_recipe(
     that model i is an adapter or a delta alone: its table has the base's names that it changes.
     Where other models take part and its share matters (values are merged, or deltas are counted or
     measured), it stays an input under the base's tensor name; else it is no input there. `depths`
-    are the numbers of layers that the models' configs tell: a layer beyond is a part of its own.
+    are the numbers of layers that the models' configs state: a layer beyond is a part of its own.
 
     Raises RecipeError with every problem.
     """
@@ -72,8 +72,8 @@ def resolve_recipe(
     if problems:
         raise recipe_error([problems], parsed.where)
     flags = [*partial, *[False] * (len(tables) - len(partial))]
-    known = Tables(parsed.references, tables, flags, depths)
-    resolver = _Resolver(parsed, schema, known, problems)
+    model_tables = Tables(parsed.references, tables, flags, depths)
+    resolver = _Resolver(parsed, schema, model_tables, problems)
     tensors = resolver.tensors()
     if not problems:
         check_budget_options(parsed.budget, parsed.references, tensors, problems)
@@ -152,7 +152,7 @@ class _Resolver:
     copied: dict[int, dict[str, None]] = field(default_factory=dict)
 
     def tensors(self) -> tuple[TensorRecipe, ...]:
-        """The output's tensors in order; none of them is right where problems were added."""
+        """The output's tensors in order; not to be used if problems were added."""
         outputs = self._outputs()
         repeated = Repeated(self.problems)
         recipes = [r for output in outputs if (r := self._recipe(output, repeated)) is not None]
@@ -328,5 +328,5 @@ def _matters(schema: OperatorSchema, params: Params) -> bool:
     """Whether an input equal to the base changes the result."""
     if schema.space != "delta" or schema.response in ("unbounded", "mean"):
         return True
-    # A sum of deltas that no parameter normalises has factors that all deltas may decide.
+    # Without a `normalize` parameter, the factors of a sum may depend on all deltas.
     return schema.response == "additive" and bool(dict(params).get("normalize", True))

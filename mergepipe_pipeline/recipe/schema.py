@@ -76,8 +76,8 @@ def _dtype_code(value: str) -> str:
     try:
         return code_from_name(value, "dtype")
     except RecipeError as error:
-        known = [TORCH_NAME[code] for code in sorted(FLOATING)]
-        near = suggest(re.sub("^(b?)fp?(?=[0-9])", r"\1float", value), known)
+        names = [TORCH_NAME[code] for code in sorted(FLOATING)]
+        near = suggest(re.sub("^(b?)fp?(?=[0-9])", r"\1float", value), names)
         text = f"expected {error.expected}, found {error.found}{near}"
         raise ValueError(text) from None
 
@@ -200,7 +200,7 @@ class RecipeYaml(_Strict):
 
 def validate(value: Mapping[str, object], problems: Problems) -> RecipeYaml | None:
     """The recipe's keys, or None with every misfit added to `problems`."""
-    known = len(problems)
+    n_before = len(problems)
     _check_contents(value, (), CONTENTS, problems)
     _check_entries(value, (), problems)
     named = value.get("modules")
@@ -212,7 +212,7 @@ def validate(value: Mapping[str, object], problems: Problems) -> RecipeYaml | No
     if recipe is None:
         return None
     _check_schedule(recipe, problems)
-    return recipe if len(problems) == known else None
+    return recipe if len(problems) == n_before else None
 
 
 def _validated(value: Mapping[str, object], problems: Problems) -> RecipeYaml | None:
@@ -228,14 +228,14 @@ def _validated(value: Mapping[str, object], problems: Problems) -> RecipeYaml | 
             add(place, _sentence(error))
     if not problems.lenient or len(unknown) < len(errors):
         return None
-    known = deepcopy(dict(value))
+    stripped = deepcopy(dict(value))
     for error in unknown:
         *path, key = error["loc"]
-        at: Any = known
+        at: Any = stripped
         for part in path:
             at = at[part]
         del at[key]
-    return _validated(known, problems)
+    return _validated(stripped, problems)
 
 
 def _check_schedule(recipe: RecipeYaml, problems: Problems) -> None:
@@ -248,15 +248,17 @@ def _check_schedule(recipe: RecipeYaml, problems: Problems) -> None:
 def _check_contents(
     value: Mapping[str, object], path: KeyPath, keys: Sequence[str], problems: Problems
 ) -> None:
-    given = [k for k in keys if value.get(k) is not None]
-    if not given and not _is_misspelt((*path, keys[0]), value, problems):
-        others = " or ".join(f"`{k}:`" for k in keys[1:])
-        problems.add((*path, keys[0]), f"this key is required and missing; {others} may replace it")
-    for key in given:
+    present = [k for k in keys if value.get(k) is not None]
+    if not present and not _is_misspelt((*path, keys[0]), value, problems):
+        alternatives = " or ".join(f"`{k}:`" for k in keys[1:])
+        problems.add(
+            (*path, keys[0]), f"this key is required and missing; {alternatives} may replace it"
+        )
+    for key in present:
         if value[key] in ([], {}):
             problems.add((*path, key), "expected at least one entry, found none")
-        if key != given[0]:
-            problems.add((*path, key), f"give either `{given[0]}:` or `{key}:`, not both")
+        if key != present[0]:
+            problems.add((*path, key), f"give either `{present[0]}:` or `{key}:`, not both")
 
 
 def _check_entries(value: Mapping[str, object], path: KeyPath, problems: Problems) -> None:
@@ -265,14 +267,14 @@ def _check_entries(value: Mapping[str, object], path: KeyPath, problems: Problem
     for i, entry in enumerate(entries if isinstance(entries, list) else ()):
         if not isinstance(entry, dict):
             continue
-        given = [k for k in (*SELECTING, *NARROWING) if entry.get(k) is not None]
+        selecting = [k for k in (*SELECTING, *NARROWING) if entry.get(k) is not None]
         here = (*path, "models", i)
-        if entry.get("model") is not None and given:
-            problems.add((*here, given[0]), "give either `model:` or a selector, not both")
-        elif given and not set(given) & set(SELECTING):
-            problems.add((*here, given[0]), "a selector needs `match:` or `tag:`")
+        if entry.get("model") is not None and selecting:
+            problems.add((*here, selecting[0]), "give either `model:` or a selector, not both")
+        elif selecting and not set(selecting) & set(SELECTING):
+            problems.add((*here, selecting[0]), "a selector needs `match:` or `tag:`")
         elif entry.get("model") is None and not (
-            given or _is_misspelt((*here, "model"), entry, problems)
+            selecting or _is_misspelt((*here, "model"), entry, problems)
         ):
             problems.add(
                 (*here, "model"),
@@ -329,9 +331,9 @@ def _unknown_key(key: str, path: KeyPath) -> str:
 
 def _is_misspelt(path: KeyPath, value: Mapping[str, object], problems: Problems) -> bool:
     """Whether another key of the mapping is a problem that suggests the missing one at `path`."""
-    others = [str(key) for key in value if key not in _known_keys(path)]
-    told = (_unknown_key(other, (*path[:-1], other)) for other in others)
-    return not problems.lenient and any(text.endswith(f"`{path[-1]}`?") for text in told)
+    unknown = [str(key) for key in value if key not in _known_keys(path)]
+    messages = (_unknown_key(key, (*path[:-1], key)) for key in unknown)
+    return not problems.lenient and any(text.endswith(f"`{path[-1]}`?") for text in messages)
 
 
 def _known_keys(path: KeyPath) -> Collection[str]:

@@ -1,6 +1,6 @@
 """How an entry of `models:` selects experts, as text: what it says, and whether a name fits.
 
-Who is registered, and who may not be merged, is asked of a `Choose`; nothing here opens a file.
+A `Choose` knows which experts are registered and may be merged; nothing here opens a file.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Recorded:
 
     def __call__(self, place: str, selector: Selector, reserved: Mapping[str, str]) -> Selected:
         """What the selector at this place took then."""
-        found = self._by_place.get(place)
-        if found is None:
+        selected = self._by_place.get(place)
+        if selected is None:
             raise NothingSelectedError("the plan does not say what it took")
-        return found
+        return selected
 
 
 def read_selector(entry: Mapping[str, object]) -> Selector | None:
-    """The selector that an entry is, None for a model; values of a wrong kind count as not there.
+    """The selector of an entry, None for a model; values of a wrong kind count as absent.
 
     `schema` refuses those.
     """

@@ -1,8 +1,7 @@
 """Several recipes in one file: stages of one merge, where a later one takes an earlier's result.
 
 A stage is named by its `name:`, or by the `out_path:` of older recipes, and a model of that name is
-its result. What runs when is decided elsewhere; here the names must only make sense from top to
-bottom.
+its result. Nothing here decides what runs when: a name must only refer to an earlier stage.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def link_stages(
             if made < i:
                 used[model] = None
             else:
-                found = "itself" if made == i else f"the later stage {shown(model)}"
-                document.problems.add(path, f"a stage can use earlier stages only, found {found}")
+                target = "itself" if made == i else f"the later stage {shown(model)}"
+                document.problems.add(path, f"a stage can use earlier stages only, found {target}")
         if stage is not None:
             before = tuple(made_of[name] for name in used if name in made_of)
             stage = replace(stage, stages_used=tuple(used), before=before)
@@ -82,34 +81,34 @@ def stage_name(value: Mapping[str, object]) -> str | None:
 
 
 def stage_choices(documents: Sequence[Document], choose: Choose) -> Iterator[Choice]:
-    """How the selectors of each document are answered: by no expert that a stage is named like."""
+    """How the selectors of each document are answered: no expert named like a stage is taken."""
     names = [stage_name(d.value) if isinstance(d.value, dict) else None for d in documents]
-    others = names if len(names) > 1 else ()
-    reserved = {n: "a stage of this file has its name" for n in others if n is not None}
+    stage_names = names if len(names) > 1 else ()
+    reserved = {n: "a stage of this file has its name" for n in stage_names if n is not None}
     for name in names:
         yield Choice(choose, reserved, "" if name is None else f"{name}: ")
 
 
 def _references(value: object, path: KeyPath = ()) -> list[tuple[KeyPath, str]]:
     """Every model that a document names, without revision and adapter, with its key path."""
-    found: list[tuple[KeyPath, str]] = []
+    references: list[tuple[KeyPath, str]] = []
     if isinstance(value, list):
         for i, item in enumerate(value):
-            found += _references(item, (*path, i))
+            references += _references(item, (*path, i))
     if not isinstance(value, Mapping):
-        return found
+        return references
     for key, item in value.items():
         here = (*path, key)
         if key == "parameters" or item in ("base", "union"):
             continue
         if key in _REFERENCE_KEYS and not (isinstance(item, Mapping) and "kind" in item):
             try:
-                found.append((here, parse_reference(item).model))
+                references.append((here, parse_reference(item).model))
             except UnreadableReference:
                 continue
         else:
-            found += _references(item, here)
-    return found
+            references += _references(item, here)
+    return references
 
 
 def _linked(

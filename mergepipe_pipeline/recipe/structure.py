@@ -79,10 +79,10 @@ class Module:
 def with_joined_base(
     modules: tuple[Module, ...], level: Level, base: int | None, schema: OperatorSchema
 ) -> tuple[Module, ...]:
-    """The modules with a base that is not listed as the last model, where it is one like others.
+    """The modules with an unlisted base as the last model, where the method merges it like others.
 
-    So mergekit reads `models:` for methods that know no base, if the recipe's own parameters give
-    the base all that the method requires.
+    mergekit reads `models:` so for methods without a base, if the recipe's own parameters give the
+    base all that the method requires.
     """
     required = {p.name for p in schema.parameters if p.scope == "model" and p.default is None}
     if base is None or schema.base != "none" or not required <= set(level.settings):
@@ -116,8 +116,8 @@ class Models:
                 f"override_architecture of {ref.text!r} has no effect: structure is read from "
                 "tensor names"
             )
-        for i, known in enumerate(self.refs):
-            if identity(known) == identity(ref):
+        for i, listed in enumerate(self.refs):
+            if identity(listed) == identity(ref):
                 return i
         self.refs.append(ref)
         return len(self.refs) - 1
@@ -160,9 +160,9 @@ class _Outliner:
         listed = value.get("models")
         if isinstance(listed, list):
             path = (*path, "models")
-            known = len(self.problems)
+            n_before = len(self.problems)
             models = self._written_out(listed, path)
-            is_short = len(self.problems) > known
+            is_short = len(self.problems) > n_before
             entries = tuple(self._entries(models, path, whole=True))
             yield Slice(entries, self._base(None), Level(path, {}), is_short)
             return
@@ -191,11 +191,11 @@ class _Outliner:
         for item in value:
             if isinstance(item, dict):
                 reserved |= _names(item.get("model"), "the recipe names it")
-        found: list[tuple[int, object]] = []
+        entries: list[tuple[int, object]] = []
         for i, item in enumerate(value):
             selector = read_selector(item) if isinstance(item, dict) else None
             if selector is None or not isinstance(item, dict):
-                found.append((i, item))
+                entries.append((i, item))
                 continue
             place = self.choice.prefix + shown_path((*path, i))
             try:
@@ -205,8 +205,8 @@ class _Outliner:
                 continue
             self.choice.selected.append(chosen)
             reserved |= dict.fromkeys(chosen.taken, f"{place} takes it")
-            found += [(i, {**item, "model": name}) for name in chosen.taken]
-        return found
+            entries += [(i, {**item, "model": name}) for name in chosen.taken]
+        return entries
 
     def _entries(
         self, value: Iterable[tuple[int, object]], path: KeyPath, *, whole: bool = False

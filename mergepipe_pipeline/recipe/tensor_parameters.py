@@ -99,9 +99,9 @@ def _params(
 
 def _without_effect(schema: OperatorSchema, levels: Sequence[Level]) -> str:
     """Which given parameters the method does not have, perhaps in place of one that it needs."""
-    known = {p.name for p in schema.parameters}
-    other = dict.fromkeys(n for level in levels for n in level.settings if n not in known)
-    return f"; `{schema.name}` has no parameter `{'`, `'.join(other)}`" if other else ""
+    parameters = {p.name for p in schema.parameters}
+    unknown = dict.fromkeys(n for level in levels for n in level.settings if n not in parameters)
+    return f"; `{schema.name}` has no parameter `{'`, `'.join(unknown)}`" if unknown else ""
 
 
 def _place(name: str, levels: Sequence[Level]) -> KeyPath:

@@ -1,6 +1,6 @@
 """What a recipe wants of the tokenizer: whose it is, and where single tokens' embeddings come from.
 
-Reads the text only; which model has which token is known where tokenizers are read.
+Reads the text only; `resolution` knows which model has which token.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def parse_tokenizer(
         problems.add(("tokenizer_source",), "give either `tokenizer_source:` or `tokenizer:`")
         return None
     if source is not None:
-        found = _source(source, ("tokenizer_source",), base, number_of, problems)
-        return None if found is None else TokenizerRecipe(found)
+        source_model = _source(source, ("tokenizer_source",), base, number_of, problems)
+        return None if source_model is None else TokenizerRecipe(source_model)
     if whole is None:
         return None
     if not isinstance(whole, dict):
         problems.add(("tokenizer",), f"expected a mapping with `source:`, found {shown(whole)}")
         return None
     problems.add_unknown(whole, _KEYS, ("tokenizer",))
-    found = _source(
+    source_model = _source(
         whole.get("source", "union"), ("tokenizer", "source"), base, number_of, problems
     )
     pad = whole.get("pad_to_multiple_of")
@@ -54,22 +54,22 @@ def parse_tokenizer(
         )
         pad = None
     rules = _rules(whole.get("tokens"), number_of, problems)
-    return None if found is None else TokenizerRecipe(found, rules, pad)
+    return None if source_model is None else TokenizerRecipe(source_model, rules, pad)
 
 
 def check_chat_template(value: object, problems: Problems) -> str | None:
     """The template's text, `auto`, or the name of a known one; None for no wish."""
     if value is None:
         return None
-    known = ", ".join(CHAT_TEMPLATES)
+    templates = ", ".join(CHAT_TEMPLATES)
     if not isinstance(value, str):
-        problems.add(("chat_template",), f"expected {known} or Jinja, found {shown(value)}")
+        problems.add(("chat_template",), f"expected {templates} or Jinja, found {shown(value)}")
         return None
     if value in CHAT_TEMPLATES or ("{" in value and len(value) >= _MIN_JINJA_CHARS):
         return value
     problems.add(
         ("chat_template",),
-        f"expected {known} or a Jinja template of at least {_MIN_JINJA_CHARS} characters, "
+        f"expected {templates} or a Jinja template of at least {_MIN_JINJA_CHARS} characters, "
         f"found {shown(value)}{suggest(value, CHAT_TEMPLATES)}",
     )
     return None

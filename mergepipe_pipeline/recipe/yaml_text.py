@@ -1,7 +1,7 @@
 """YAML text to plain values with the line of every key: safe, limited, and without surprises.
 
-PyYAML's composer is used, its tag constructors are not: duplicate keys are problems, and
-aliases and `<<` cannot blow a small text up. What the keys mean is the business of `schema`.
+PyYAML's composer is used, its tag constructors are not: duplicate keys are problems, and aliases
+and `<<` cannot blow a small text up. `schema` knows what the keys mean.
 """
 
 from __future__ import annotations
@@ -172,13 +172,15 @@ class _Reader:
         `level`: through how many `<<` the mapping was reached.
         """
         own: set[str] = set()
-        given: list[Node] = []
+        merged_nodes: list[Node] = []
         for key_node, value_node in node.value:
             key = key_node.value
             here = (*path, key)
-            self._n_nodes += level > 0  # taken over or not, it is looked at
-            if key_node.tag == _MERGE and not given:
-                given = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+            self._n_nodes += level > 0  # counts even if it is not taken over
+            if key_node.tag == _MERGE and not merged_nodes:
+                merged_nodes = (
+                    value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+                )
             elif key_node.tag == _MERGE:
                 self._add(key_node, path, "`<<` stands twice; give it a list of mappings")
             elif key_node.tag != f"{_CORE}str" or not isinstance(key, str):
@@ -195,7 +197,7 @@ class _Reader:
                 value[key] = self.read(value_node, here)
             if self._n_nodes > MAX_NODES:
                 return
-        for merged in given:
+        for merged in merged_nodes:
             if not isinstance(merged, MappingNode):
                 self._add(merged, path, "`<<` takes a mapping or a list of mappings")
             elif not self._is_too_much(path, level + 1):

@@ -57,7 +57,7 @@ def test_an_error_names_the_file_the_count_and_the_next_step() -> None:
     assert str(caught.value) == (
         "A recipe cannot be used. Where: demo.yml. "
         "Expected a recipe without problems, found 2 problems. "
-        "Next: mend all of these; nothing was read or written.\n"
+        "Next: correct all of these; nothing was read or written.\n"
         "  1. line 6, sed: unknown key `sed`; did you mean `seed`?\n"
         "  2. line 7, rev: unknown key `rev`; did you mean `ref`?"
     )
@@ -70,7 +70,7 @@ def test_the_only_problem_is_the_cause_itself() -> None:
     assert caught.value.for_terminal().splitlines() == [
         "unknown key `sed`; did you mean `seed`?",
         "  where     demo.yml, line 6, sed",
-        "  next      mend this; nothing was read or written",
+        "  next      correct this; nothing was read or written",
     ]
     assert str(caught.value).startswith("unknown key `sed`; did you mean `seed`? Where: demo.yml")
 

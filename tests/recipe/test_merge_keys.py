@@ -61,4 +61,4 @@ def test_what_cannot_be_taken_over_is_a_problem(text: str) -> None:
 def test_keys_that_are_looked_at_again_and_again_count() -> None:
     keys = ", ".join(f"k{n}: 1" for n in range(1000))
     text = f"a: &a {{{keys}}}\nb: {{<<: [{', '.join(['*a'] * 1000)}]}}\n"
-    assert any("simplify it" in problem for _, problem in read_yaml(text).problems.told())
+    assert any("simplify it" in problem for _, problem in read_yaml(text).problems.placed())
