@@ -70,9 +70,9 @@ def collect_bucket(mirror: Mirror, *, older_than_s: float, dry_run: bool) -> GcR
                 break
             mirror.bucket.remove([entry.key])
             done += 1
-    left = len(idle.entries) - done
+    remaining = len(idle.entries) - done
     kept = _Idle(idle.snapshot_ids, idle.entries[:done])
-    return _report(kept, (_NOTE,) if left else ())
+    return _report(kept, (_NOTE,) if remaining else ())
 
 
 @contextmanager

@@ -47,16 +47,16 @@ def verify_snapshot(
     if folder.name != manifest.snapshot_id and not is_copy:
         raise _wrong(folder / MANIFEST, folder.name, manifest.snapshot_id)
     provenance = _present(folder / PROVENANCE).read_bytes()
-    told = unseal(provenance, str(folder / PROVENANCE))
-    added = {RECIPE_FILE: str(told.get("recipe", "")).encode()} if is_copy else {}
-    known = {
+    record = unseal(provenance, str(folder / PROVENANCE))
+    added = {RECIPE_FILE: str(record.get("recipe", "")).encode()} if is_copy else {}
+    names = {
         MANIFEST,
         PROVENANCE,
         *(s.file for s in manifest.shards),
         *(f.file for f in manifest.side_files),
         *added,
     }
-    for extra in sorted(p.name for p in folder.iterdir() if p.name not in known):
+    for extra in sorted(p.name for p in folder.iterdir() if p.name not in names):
         raise CorruptionError(
             "A file does not belong to the snapshot",
             where=str(folder / extra),
@@ -69,40 +69,40 @@ def verify_snapshot(
         if (folder / name).is_file():
             nbytes += _check_side(folder / name, sha256_hex(data))
     for side in manifest.side_files:
-        is_told_more = is_copy and side.file == CARD and MEASURED in told
-        nbytes += _check_side(folder / side.file, None if is_told_more else side.sha256)
+        is_measured = is_copy and side.file == CARD and MEASURED in record
+        nbytes += _check_side(folder / side.file, None if is_measured else side.sha256)
     for shard in manifest.shards:
         if not only_touched or _is_touched(folder, shard):
             verify_shard(folder / shard.file, shard, progress)
         nbytes += shard.nbytes
-    return Verification(manifest.snapshot_id, len(known - added.keys()), nbytes)
+    return Verification(manifest.snapshot_id, len(names - added.keys()), nbytes)
 
 
 def _check_side(path: Path, sha256: str | None) -> int:
     """The size of a file that must be there, with this digest if there is one."""
     data = _present(path).read_bytes()
-    if sha256 not in (None, found := sha256_hex(data)):
-        raise _wrong(path, str(sha256), found)
+    if sha256 not in (None, digest := sha256_hex(data)):
+        raise _wrong(path, str(sha256), digest)
     return len(data)
 
 
 def _is_touched(folder: Path, shard: ShardEntry) -> bool:
-    found = _present(folder / shard.file).stat()
+    stat = _present(folder / shard.file).stat()
     made_ns = (folder / MANIFEST).stat().st_mtime_ns
-    return found.st_size != shard.nbytes or found.st_mtime_ns > made_ns
+    return stat.st_size != shard.nbytes or stat.st_mtime_ns > made_ns
 
 
 def verify_shard(
     path: Path, shard: ShardEntry, progress: Callable[[int], None] | None = None
 ) -> None:
     """Check every byte of a file that should be this shard. Raises CorruptionError (tensor)."""
-    found = _present(path).stat().st_size
-    if found != shard.nbytes:
+    nbytes = _present(path).stat().st_size
+    if nbytes != shard.nbytes:
         raise CorruptionError(
             "A shard has the wrong length",
             where=str(path),
             expected=f"{shard.nbytes} bytes",
-            found=f"{found} bytes",
+            found=f"{nbytes} bytes",
             next_step=_AGAIN,
         )
     running = new_hash()

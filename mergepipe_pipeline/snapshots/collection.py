@@ -184,19 +184,19 @@ def _idle_staging(staging: Path, living: Living) -> list[Path]:
 
 def _linked(damaged: Sequence[DamagedSnapshot]) -> set[tuple[int, int]]:
     """The files of damaged snapshots, whose objects may be all that is left of them."""
-    found = set[tuple[int, int]]()
+    inodes = set[tuple[int, int]]()
     for snapshot in damaged:
         with suppress(OSError):
-            found |= {_inode(p) for p in snapshot.folder.iterdir()}
-    return found
+            inodes |= {_inode(p) for p in snapshot.folder.iterdir()}
+    return inodes
 
 
 def _inode(path: Path) -> tuple[int, int]:
     try:
-        found = path.lstat()
+        stat = path.lstat()
     except FileNotFoundError:
         return (0, 0)
-    return found.st_dev, found.st_ino
+    return stat.st_dev, stat.st_ino
 
 
 def _appeared_since(path: Path, since_ns: int | None) -> bool:
@@ -217,9 +217,9 @@ def _last_use(path: Path) -> float:
     reads it. What a killed process left may be a second name of one.
     """
     try:
-        found = path.lstat()
+        stat = path.lstat()
         is_read_here = path.suffix in (".json", ".tmp")
-        return found.st_mtime if is_read_here else max(found.st_mtime, found.st_atime)
+        return stat.st_mtime if is_read_here else max(stat.st_mtime, stat.st_atime)
     except FileNotFoundError:
         return inf
 
@@ -230,8 +230,8 @@ def _freed_nbytes(paths: Sequence[Path]) -> int:
     for path in paths:
         for file in path.rglob("*") if path.is_dir() else [path]:
             with suppress(FileNotFoundError):
-                found = file.lstat()
-                if S_ISREG(found.st_mode):
-                    inode = found.st_dev, found.st_ino
-                    removed[*inode, found.st_nlink, found.st_size] += 1
+                stat = file.lstat()
+                if S_ISREG(stat.st_mode):
+                    inode = stat.st_dev, stat.st_ino
+                    removed[*inode, stat.st_nlink, stat.st_size] += 1
     return sum(size for (*_, links, size), n in removed.items() if n >= links)

@@ -15,8 +15,8 @@ def commit_snapshot(staged: Path, snapshots: Path, aside: Path | None = None) ->
     """The snapshot of a staged folder, which is named by its id.
 
     If the snapshot exists already, it is returned: CorruptionError if someone damaged it since.
-    With `aside`, a place where nothing is, the staged one takes its place, and it lies there then;
-    readers see the one or the other. Publishing verifies every byte.
+    With `aside`, a free path, the staged one takes its place and the old one moves there; readers
+    see the one or the other. Publishing verifies every byte.
     """
     final = snapshots / staged.name
     if aside is not None:

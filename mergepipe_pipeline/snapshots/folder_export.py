@@ -107,12 +107,12 @@ def recipe_of(provenance: Mapping[str, Any]) -> bytes:
 def _copy(source: Path, target: Path, sha256: str) -> None:
     # The copy is hashed, not the source: the kernel may copy without a byte passing through here.
     copy_file(_present(source), target)
-    if (found := file_sha256(target)) != sha256:
+    if (digest := file_sha256(target)) != sha256:
         raise CorruptionError(
             "A file of the snapshot is damaged, and nothing was written",
             where=str(source),
             expected=f"sha256 {sha256[:16]}",
-            found=f"sha256 {found[:16]}",
+            found=f"sha256 {digest[:16]}",
             next_step="run `mergepipe verify` on the snapshot to see where; remove its folder and "
             "the object that the file links to, then merge again",
         )
@@ -159,16 +159,16 @@ def _differences(snapshot: Snapshot, out: Path) -> Iterator[str]:
     except CorruptionError:  # then the recipe has nothing to be compared with
         if (out / PROVENANCE).is_file():
             yield f"{PROVENANCE} is edited"
-    known = {*expected, PROVENANCE, RECIPE_FILE}
-    found = {entry.name: entry for entry in os.scandir(out)}
-    for name in sorted(known):
-        if name not in found:
+    names = {*expected, PROVENANCE, RECIPE_FILE}
+    entries = {entry.name: entry for entry in os.scandir(out)}
+    for name in sorted(names):
+        if name not in entries:
             yield f"{name} is missing"
-        elif not found[name].is_file(follow_symlinks=False):
+        elif not entries[name].is_file(follow_symlinks=False):
             yield f"{name} is no file of its own"
         elif name in expected and file_sha256(out / name) != expected[name]:
             yield f"{name} is edited"
-    yield from (f"{name} is not of it" for name in sorted({*found} - known))
+    yield from (f"{name} is not of it" for name in sorted({*entries} - names))
 
 
 def _present(path: Path) -> Path:

@@ -81,8 +81,8 @@ class Leases:
         return self._gate(shared=False)
 
     def watched(self) -> AbstractContextManager[None]:
-        """The same for who only looks, and may write nothing: where no lease was ever taken, or
-        the lock cannot be had so, others go on meanwhile.
+        """As `alone`, for readers, who may write nothing: without a lock that they can take, others
+        go on meanwhile.
         """
         return locked_there(self._gate_path)
 
@@ -92,17 +92,17 @@ class Leases:
         unreadable, dead, judged_by_age = [], [], False
         for path in sorted(self._folder.glob("*.json")):
             try:
-                found, held = path.stat(), is_held(path)
+                stat, held = path.stat(), is_held(path)
                 data = path.read_bytes()
             except FileNotFoundError:  # its process has just ended
                 continue
             judged_by_age |= held is None
-            young = time.time() - found.st_mtime < older_than_s
+            young = time.time() - stat.st_mtime < older_than_s
             if not (young if held is None else held):
                 dead.append(path)
                 continue
             names.add(path.stem)
-            since_ns = min(found.st_ctime_ns, since_ns or found.st_ctime_ns)
+            since_ns = min(stat.st_ctime_ns, since_ns or stat.st_ctime_ns)
             try:
                 need |= _need(data, path)
             except (CorruptionError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Which snapshots somebody asked for: a property of requests, so it is told beside the snapshots.
+"""Which snapshots somebody asked for: a property of requests, so it is kept beside the snapshots.
 
 A snapshot without a mark is a result. `stage` is written once, for a snapshot that a stage has just
 made; `result` replaces it when somebody merges the same as a result, and stays. A result keeps its

@@ -101,18 +101,18 @@ class Mirror:
 
     def _put_object(self, snapshot: Snapshot, shard: ShardEntry) -> None:
         key = object_key(shard.sha256)
-        found = self.bucket.find(key)
-        if found is None or (found.nbytes, found.sha256) != (shard.nbytes, shard.sha256):
+        stored = self.bucket.find(key)
+        if stored is None or (stored.nbytes, stored.sha256) != (shard.nbytes, shard.sha256):
             self.bucket.put_file(key, Path(snapshot.path) / shard.file, shard.sha256)
 
     def _put_folder(self, snapshot: Snapshot) -> None:
         """Side files and provenance, the manifest last."""
         folder = Path(snapshot.path)
-        known = {e.key: e.nbytes for e in self.bucket.entries(_folder(snapshot.snapshot_id))}
+        present = {e.key: e.nbytes for e in self.bucket.entries(_folder(snapshot.snapshot_id))}
         sides = [(s.file, s.sha256) for s in snapshot.manifest.side_files]
         for name, sha256 in (*sides, (PROVENANCE, file_sha256(folder / PROVENANCE))):
             key = f"{_folder(snapshot.snapshot_id)}/{name}"
-            if key not in known:
+            if key not in present:
                 self.bucket.put_file(key, folder / name, sha256)
         # Put again though it may be there: a collection leaves what is young.
         data = seal(snapshot.manifest.to_json())
@@ -145,11 +145,11 @@ class Mirror:
 
     def versions(self, ref: str | None = None) -> Mapping[str, list[int]]:
         """The version numbers of one ref or of all, by name, ascending."""
-        found: dict[str, list[int]] = {}
+        by_ref: dict[str, list[int]] = {}
         for entry in self.bucket.entries(REFS if ref is None else f"{REFS}/{ref}"):
             if version := _VERSION.fullmatch(entry.key):
-                found.setdefault(version["name"], []).append(int(version["number"]))
-        return {name: sorted(numbers) for name, numbers in found.items()}
+                by_ref.setdefault(version["name"], []).append(int(version["number"]))
+        return {name: sorted(numbers) for name, numbers in by_ref.items()}
 
     def current(self, ref: str) -> Ref | None:
         """What a ref stands for; None if nobody has published it. Raises CorruptionError."""
@@ -178,10 +178,10 @@ class Mirror:
     def manifest(self, snapshot_id: str) -> Manifest:
         """The manifest of a snapshot. Raises NotFoundError, CorruptionError."""
         key = manifest_key(snapshot_id)
-        found = manifest_of(self._present(key, "No such snapshot"), self.bucket.where(key))
-        if found.snapshot_id != snapshot_id:
-            raise _changed(self.bucket.where(key), snapshot_id, found.snapshot_id)
-        return found
+        manifest = manifest_of(self._present(key, "No such snapshot"), self.bucket.where(key))
+        if manifest.snapshot_id != snapshot_id:
+            raise _changed(self.bucket.where(key), snapshot_id, manifest.snapshot_id)
+        return manifest
 
     def side_files(self, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
         """Name and content of each side file, then of the provenance. Raises CorruptionError."""
@@ -196,9 +196,9 @@ class Mirror:
 
     def actions(self, shard: ShardEntry) -> Iterator[tuple[str, StoredObject]]:
         """The actions that gave a shard's object, by key."""
-        below = f"{ACTIONS}/{shard.layer_key[:2]}"
-        for entry in self.bucket.entries(below):
-            action_key = entry.key.removeprefix(f"{below}/").removesuffix(".json")
+        prefix = f"{ACTIONS}/{shard.layer_key[:2]}"
+        for entry in self.bucket.entries(prefix):
+            action_key = entry.key.removeprefix(f"{prefix}/").removesuffix(".json")
             stored = self._action(action_key) if action_key.startswith(shard.layer_key) else None
             if stored is not None and stored.sha256 == shard.sha256:
                 yield action_key, stored
@@ -217,8 +217,8 @@ class Mirror:
 
 def mirror_at(address: str, where: str) -> Mirror:
     """The mirror at a bucket's address. Raises RemoteError for another, which `where` gave."""
-    found = parse_address(address)
-    if found.scheme not in BUCKETS:
+    place = parse_address(address)
+    if place.scheme not in BUCKETS:
         raise RemoteError(
             "Results cannot be kept there",
             where=where,
@@ -226,7 +226,7 @@ def mirror_at(address: str, where: str) -> Mirror:
             found=address,
             next_step="correct it, or leave it out",
         )
-    return Mirror(Bucket(found))
+    return Mirror(Bucket(place))
 
 
 def is_collecting(marker: Entry | None) -> bool:

@@ -104,7 +104,7 @@ def tool_card(verb: str, parameters: Mapping[str, Any], inputs: Sequence[Lineage
     library = "peft" if verb == "extract-lora" else "transformers"
     front = ["---", f"library_name: {library}", "tags:", "- mergepipe", "---", ""]
     rows = [f"| {i.role} | {markdown(i.name)} | `{i.content_sha256[:16]}` |" for i in inputs]
-    told = [f"- {key}: `{json.dumps(value)}`" for key, value in sorted(parameters.items())]
+    settings = [f"- {key}: `{json.dumps(value)}`" for key, value in sorted(parameters.items())]
     body = [
         f"# Made by `mergepipe {verb}`",
         "",
@@ -112,7 +112,7 @@ def tool_card(verb: str, parameters: Mapping[str, Any], inputs: Sequence[Lineage
         "|---|---|---|",
         *rows,
         "",
-        *told,
+        *settings,
         "",
         "`manifest.json` names every byte of this folder; `provenance.json` says how it was made.",
         "",

@@ -66,11 +66,11 @@ class ObjectStore:
             stored = stored_of(path.read_bytes(), action_key, str(path))
             if stored is None:
                 return None
-            found = self.path_of(stored.sha256).stat()
-            whole = found.st_size == stored.nbytes
+            stat = self.path_of(stored.sha256).stat()
+            whole = stat.st_size == stored.nbytes
             # Touched, so that a collection running meanwhile sees both as in use; of the object
             # only the time of access, since snapshots link to it and may be models themselves.
-            os.utime(self.path_of(stored.sha256), ns=(time.time_ns(), found.st_mtime_ns))
+            os.utime(self.path_of(stored.sha256), ns=(time.time_ns(), stat.st_mtime_ns))
             os.utime(path)
         except FileNotFoundError:
             return None
@@ -97,19 +97,19 @@ class ObjectStore:
     def record(self, action_key: str, stored: StoredObject) -> None:
         """Remember that an action gives this object, which must be there already.
 
-        Says it if one with the same layer key gave another: they obeyed different facts, and one of
-        these was wrong.
+        Warns if an action with the same layer key gave another object: they obeyed different facts,
+        one of which was wrong.
         """
-        for other in self._actions.glob(f"{action_key[:2]}/{layer_key_of(action_key)}.*.json"):
-            found = object_of(other)
-            if found not in (None, stored.sha256):
+        for path in self._actions.glob(f"{action_key[:2]}/{layer_key_of(action_key)}.*.json"):
+            digest = object_of(path)
+            if digest not in (None, stored.sha256):
                 _LOG.warning(
                     "Two executions of one layer differ. Where: %s. Expected object %s, found %s. "
                     "Next: `mergepipe verify --all --scope lineage` names the snapshots that have "
                     "either.",
-                    other,
+                    path,
                     stored.sha256[:16],
-                    str(found)[:16],
+                    str(digest)[:16],
                 )
         value = {
             "action_key": action_key,
@@ -123,8 +123,8 @@ class ObjectStore:
     def actions_of(self, shard: ShardEntry) -> list[Path]:
         """The files of the actions that gave a shard's object."""
         key = shard.layer_key
-        found = sorted(self._actions.glob(f"{key[:2]}/{key}*.json"))
-        return [path for path in found if object_of(path) == shard.sha256]
+        paths = sorted(self._actions.glob(f"{key[:2]}/{key}*.json"))
+        return [path for path in paths if object_of(path) == shard.sha256]
 
     def all_actions(self) -> list[Path]:
         """Every action file."""

@@ -28,10 +28,10 @@ def check_out(out: str | Path, warehouse: Path) -> Path:
     if not str(out):
         raise _refused(str(out), "an empty name")
     try:
-        given = Path(out).expanduser()
-        if given.is_symlink():
-            raise _refused(str(given), "a link")
-        chosen, home = given.resolve(), warehouse.resolve()
+        path = Path(out).expanduser()
+        if path.is_symlink():
+            raise _refused(str(path), "a link")
+        chosen, home = path.resolve(), warehouse.resolve()
         if chosen == Path.cwd():
             raise _refused(str(chosen), "the current folder")
         if chosen.is_relative_to(home) or home.is_relative_to(chosen):

@@ -27,9 +27,9 @@ def outgoing_files(
     The card tells what was measured, as that of `--out`. Provenance and recipe, which name folders
     of this machine, go only `with_provenance`. Raises CorruptionError.
     """
-    found = {file.name: file for file in _files(snapshot, evaluations, with_provenance)}
-    last = [found.pop(name) for name in FIRST_OPENED if name in found]
-    return (found.pop(MANIFEST), *found.values(), *last)
+    files = {file.name: file for file in _files(snapshot, evaluations, with_provenance)}
+    last = [files.pop(name) for name in FIRST_OPENED if name in files]
+    return (files.pop(MANIFEST), *files.values(), *last)
 
 
 def files_named(manifest: Manifest) -> list[str]:

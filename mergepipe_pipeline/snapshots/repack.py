@@ -32,12 +32,12 @@ def repack(snapshot: Snapshot, folder: Path, shard_nbytes: int | None) -> Manife
     """
     checkpoint = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12], probes=False)
     for shard in snapshot.manifest.shards:
-        if (found := file_sha256(Path(snapshot.path) / shard.file)) != shard.sha256:
+        if (digest := file_sha256(Path(snapshot.path) / shard.file)) != shard.sha256:
             raise CorruptionError(
                 "A file of the snapshot is damaged, and nothing was written",
                 where=f"{snapshot.path}/{shard.file}",
                 expected=f"sha256 {shard.sha256[:16]}",
-                found=f"sha256 {found[:16]}",
+                found=f"sha256 {digest[:16]}",
                 next_step="run `mergepipe repair`, or merge its recipe again",
             )
     groups = list(_groups(checkpoint.tensors, shard_nbytes))

@@ -19,7 +19,7 @@ PROVENANCE = "provenance.json"
 
 
 def made_here() -> dict[str, Any]:
-    """What every provenance says, which no id covers: by what, when and where it is made."""
+    """The part of every provenance: by what, when and where it is made, which no id covers."""
     return {
         "engine_version": ENGINE_VERSION,
         "created": now(),
