@@ -32,7 +32,7 @@ def convert(console: Console, path: str, out: str | None) -> None:
     from mergepipe_pipeline.verbs.convert import convert as run
 
     done = run(console.place, path, out, console.progress)
-    told = done.told
+    told = done.details
     lines = [f"{counted(told['tensors'], 'tensor')} from {counted(len(told['files']), 'file')}"]
     lines += [f"  tied to the embedding, not stored: {name}" for name in told["tied"]]
     lines += [f"  same memory as {a}, stored too: {b}" for b, a in told["shared"].items()]
@@ -76,7 +76,7 @@ def extract_lora(console: Console, dtype: str, **given: Any) -> None:
 
     code = code_from_name(dtype, "--dtype")
     done = run(console.place, **given, dtype=code, progress=console.progress)
-    tensors = done.told["tensors"]
+    tensors = done.details["tensors"]
     rows = [
         (t["tensor"], t["kept"], t["rank"] or "-", _short(t["norm"]), f"{t['error']:.4f}")
         for t in tensors
@@ -86,7 +86,8 @@ def extract_lora(console: Console, dtype: str, **given: Any) -> None:
         done,
         *table(("tensor", "kept as", "rank", "|change|", "error"), rows),
         "",
-        f"error of all changes together: {_short(done.told['error'])} (‖change − kept‖ / ‖change‖)",
+        f"error of all changes together: {_short(done.details['error'])} "
+        "(‖change − kept‖ / ‖change‖)",
         *_left_out(tensors),
     )
 
@@ -101,7 +102,7 @@ def moe(console: Console, config: str, out: str | None, seed: int) -> None:
     from mergepipe_pipeline.verbs.moe import moe as run
 
     done = run(console.place, config, out, seed=seed, progress=console.progress)
-    _show(console, done, counted(done.told["experts"], "expert"))
+    _show(console, done, counted(done.details["experts"], "expert"))
 
 
 #: What is told of each side of a transplanted vocabulary.
@@ -155,10 +156,10 @@ def transplant_tokenizer(console: Console, **given: Any) -> None:
     rows = [
         (place, *(_short(t[key]) for key in _TRANSPLANTED))
         for place in ("embed", "lm_head")
-        if (t := done.told.get(place))
+        if (t := done.details.get(place))
     ]
     headers = ("rows of", *(key.replace("_", " ") for key in _TRANSPLANTED))
-    _show(console, done, f"{done.told['tokens']} tokens", *table(headers, rows))
+    _show(console, done, f"{done.details['tokens']} tokens", *table(headers, rows))
 
 
 def _short(value: float | None) -> str:

@@ -30,7 +30,7 @@ from mergepipe_pipeline.storage.header import Described
 from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS
 from mergepipe_pipeline.tools.low_rank import (
     Factors,
-    Wanted,
+    RankChoice,
     factorize,
     squared_error,
     squared_norm,
@@ -51,7 +51,7 @@ class Extraction:
     which modules whole, in which type, with which seed.
     """
 
-    wanted: Wanted
+    rank_choice: RankChoice
     modules: tuple[str, ...] = ()
     save: tuple[str, ...] = ()
     dtype: str = "F32"
@@ -145,10 +145,10 @@ class Extractor:
                 found="others",
                 next_step="get the checkpoint again",
             )
-        if not self._is_wanted(name):
+        if not self._is_target(name):
             return TensorError(name, "no", 0, total**0.5, 1.0), None
         matrix = np.ascontiguousarray(delta.T) if self._is_conv1d else delta
-        factors = factorize(matrix, self._asked.wanted, self._asked.seed, name)
+        factors = factorize(matrix, self._asked.rank_choice, self._asked.seed, name)
         factors = Factors(self._rounded(factors.b), self._rounded(factors.a))
         error = (squared_error(matrix, factors) / total) ** 0.5
         return TensorError(name, "factors", len(factors.a), total**0.5, error), factors
@@ -161,7 +161,7 @@ class Extractor:
         delta = self._tuned.floats(name) - self._base.floats(name)
         return TensorError(name, "whole", 0, squared_norm(np.atleast_1d(delta)) ** 0.5, 0.0)
 
-    def _is_wanted(self, name: str) -> bool:
+    def _is_target(self, name: str) -> bool:
         """Whether a tensor is the weight of a linear layer that is to be adapted."""
         module, modules = _module(name), self._asked.modules
         if len(self._tuned.tensors[name].shape) != 2 or not name.endswith(".weight"):
@@ -183,12 +183,12 @@ class Extractor:
         return rounded
 
     def _described(self, name: str, factors: Factors) -> dict[str, tuple[Described, bytes]]:
-        found: dict[str, tuple[Described, bytes]] = {}
+        tensors: dict[str, tuple[Described, bytes]] = {}
         for letter, values in (("A", factors.a), ("B", factors.b)):
             key = f"{PREFIX}{_module(self._adapted(name))}.lora_{letter}.weight"
             shape = (values.shape[0], values.shape[1])
-            found[key] = ((key, self._asked.dtype, shape), stored(values, self._asked.dtype))
-        return found
+            tensors[key] = ((key, self._asked.dtype, shape), stored(values, self._asked.dtype))
+        return tensors
 
     def _adapted(self, name: str) -> str:
         """The name of a tensor in the model that PEFT adapts; hub GPT-2 lacks its first part."""
@@ -198,8 +198,10 @@ class Extractor:
     def _config(self, ranks: Mapping[str, int]) -> bytes:
         """adapter_config.json: scale 1, the commonest rank, and the others by module."""
         rank = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
-        others = {_module(self._adapted(f"{m}.weight")): r for m, r in sorted(ranks.items())}
-        others = {m: r for m, r in others.items() if r != rank}
+        rank_by_module = {
+            _module(self._adapted(f"{m}.weight")): r for m, r in sorted(ranks.items())
+        }
+        rank_by_module = {m: r for m, r in rank_by_module.items() if r != rank}
         saved = sorted({_module(n).rpartition(".")[2] for n in self._saved})
         config: dict[str, Any] = {
             "base_model_name_or_path": self._base.checkpoint.name,
@@ -208,11 +210,11 @@ class Extractor:
             "inference_mode": True,
             "lora_alpha": rank,
             "lora_dropout": 0.0,
-            "alpha_pattern": others,
+            "alpha_pattern": rank_by_module,
             "modules_to_save": saved or None,
             "peft_type": "LORA",
             "r": rank,
-            "rank_pattern": others,
+            "rank_pattern": rank_by_module,
             "target_modules": self._targets(list(ranks)),
             "task_type": "CAUSAL_LM",
             "use_rslora": False,
@@ -244,28 +246,28 @@ class Extractor:
     def _refuse_other_shapes(self) -> None:
         """Tensors but the vocabulary's must fit; the fine-tune must have what the base has."""
         for name, entry in self._base.tensors.items():
-            other = self._tuned.tensors.get(name)
+            tuned = self._tuned.tensors.get(name)
             if embedding_like(name) or is_buffer(name):
                 continue
-            if other is None or other.shape != entry.shape:
+            if tuned is None or tuned.shape != entry.shape:
                 raise IncompatibleCheckpointsError(
                     "The fine-tune is not one of this base",
                     where=f"{self._tuned.checkpoint.root}, tensor {name}",
                     expected=f"shape {list(entry.shape)}",
-                    found="no such tensor" if other is None else f"shape {list(other.shape)}",
+                    found="no such tensor" if tuned is None else f"shape {list(tuned.shape)}",
                     next_step="give the base that it was trained from",
                 )
 
 
 def total_error(rows: Collection[TensorError]) -> float | None:
     """‖change − kept‖ / ‖change‖ over all tensors that can be compared; None if none can."""
-    known = [r for r in rows if np.isfinite(r.norm)]
-    whole = sum(r.norm**2 for r in known)
-    lost = sum((r.error * r.norm) ** 2 for r in known)
+    comparable = [r for r in rows if np.isfinite(r.norm)]
+    whole = sum(r.norm**2 for r in comparable)
+    lost = sum((r.error * r.norm) ** 2 for r in comparable)
     return float((lost / whole) ** 0.5) if whole else None
 
 
-def told(rows: Sequence[TensorError]) -> dict[str, Any]:
+def details_of(rows: Sequence[TensorError]) -> dict[str, Any]:
     """What provenance and `--json` say of an extraction."""
     listed = [
         {**asdict(r), "norm": r.norm if np.isfinite(r.norm) else None}

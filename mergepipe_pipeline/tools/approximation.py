@@ -39,8 +39,8 @@ class Combination:
     def of(self, rows: F32Array) -> F64Array:
         """The sums over other rows of the shared tokens: [n, ...]."""
         picked = rows[self.places].astype(np.float64)
-        found: F64Array = np.einsum("nk,nk...->n...", self.coefficients, picked)
-        return found
+        sums: F64Array = np.einsum("nk,nk...->n...", self.coefficients, picked)
+        return sums
 
 
 def combine(
@@ -48,14 +48,14 @@ def combine(
 ) -> Combination:
     """Each of `tokens` [n, d] as a sum of at most k of `shared` [m, d]; advances by tokens."""
     k = min(k, len(shared), shared.shape[1] if method == "omp" else k)
-    one: Callable[[F32Array], tuple[I64Array, F64Array]]
-    one = _Pursuit(shared, k) if method == "omp" else _Nearest(shared, k)
+    approximate: Callable[[F32Array], tuple[I64Array, F64Array]]
+    approximate = _Pursuit(shared, k) if method == "omp" else _Nearest(shared, k)
     parts: list[tuple[I64Array, F64Array]] = []
     batches = [tokens[i : i + _BATCH] for i in range(0, len(tokens), _BATCH)]
     # Threads inside a product would change its last bits with their number.
     with threadpool_limits(1, "blas"), Workers(threads.cores()) as workers:
         for batch, part in zip(
-            batches, workers.map(one, batches, depth=threads.cores() + 1), strict=True
+            batches, workers.map(approximate, batches, depth=threads.cores() + 1), strict=True
         ):
             parts.append(part)
             advance(len(batch))
@@ -64,8 +64,8 @@ def combine(
     coefficients = np.concatenate([c for _, c in parts] or [empty])
     made = Combination(places, coefficients, np.zeros(len(places)))
     norms = np.linalg.norm(tokens.astype(np.float64), axis=1)
-    left = np.linalg.norm(tokens - made.of(shared), axis=1)
-    return Combination(places, coefficients, left / np.where(norms > 0, norms, 1.0))
+    residual = np.linalg.norm(tokens - made.of(shared), axis=1)
+    return Combination(places, coefficients, residual / np.where(norms > 0, norms, 1.0))
 
 
 class _Nearest:
@@ -98,13 +98,13 @@ class _Pursuit:
     def __call__(self, tokens: F32Array) -> tuple[I64Array, F64Array]:
         """An orthonormal basis of what was taken grows by one a step; a triangle remembers how."""
         n, (k, d) = len(tokens), (self._k, self._shared.shape[1])
-        left = tokens.astype(np.float64)
+        residual = tokens.astype(np.float64)
         basis, triangle = np.zeros((n, k, d)), np.zeros((n, k, k))
         along = np.zeros((n, k))
         places = np.zeros((n, k), np.int64)
         rows = np.arange(n)
         for step in range(k):
-            scores = np.abs(left.astype(np.float32) @ self._shared.T)
+            scores = np.abs(residual.astype(np.float32) @ self._shared.T)
             scores[rows[:, None], places[:, :step]] = -1.0
             places[:, step] = chosen = scores.argmax(axis=1)
             atom = self._shared[chosen].astype(np.float64)
@@ -119,7 +119,7 @@ class _Pursuit:
                 is_new[:, None], new / np.where(is_new, norm, 1.0)[:, None], 0
             )
             triangle[:, step, step] = np.where(is_new, norm, 1.0)
-            along[:, step] = np.einsum("nd,nd->n", basis[:, step], left)
-            left -= along[:, step, None] * basis[:, step]
+            along[:, step] = np.einsum("nd,nd->n", basis[:, step], residual)
+            residual -= along[:, step, None] * basis[:, step]
         solved = np.linalg.solve(triangle, along[..., None])[..., 0]
         return places, solved.astype(np.float64)

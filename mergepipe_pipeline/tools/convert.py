@@ -77,4 +77,8 @@ def _tied_heads(pickled: Pickled) -> list[str]:
     """Heads with the memory of the embedding: the config ties them, so that they are not stored."""
     pairs = pickled.shared.items()
     both = [sorted(pair, key=is_post) for pair in pairs]
-    return [head for one, head in both if is_post(head) and tied_partner(head, [one]) == one]
+    return [
+        head
+        for embedding, head in both
+        if is_post(head) and tied_partner(head, [embedding]) == embedding
+    ]

@@ -28,7 +28,7 @@ _ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RankChoice:
     """How good an approximation is to be: a rank, or a share of the squared norm; never above
     `max_rank`.
     """
@@ -46,18 +46,18 @@ class Factors:
     a: F32Array
 
 
-def factorize(matrix: F32Array, wanted: Wanted, seed: int, name: str) -> Factors:
+def factorize(matrix: F32Array, choice: RankChoice, seed: int, name: str) -> Factors:
     """Factors of a matrix [m, n] that is not zero, by singular value decomposition."""
-    most = min(matrix.shape if wanted.max_rank is None else (*matrix.shape, wanted.max_rank))
-    if wanted.energy is None:
-        rank = min(most, wanted.rank or most)
+    most = min(matrix.shape if choice.max_rank is None else (*matrix.shape, choice.max_rank))
+    if choice.energy is None:
+        rank = min(most, choice.rank or most)
         u, s, vt = _decomposed(matrix, rank, seed, name)
     else:
         total, tried = squared_norm(matrix), _FIRST_RANK
         while True:
             u, s, vt = _decomposed(matrix, min(tried, most), seed, name)
             caught = np.cumsum(s.astype(np.float64) ** 2)
-            enough = np.flatnonzero(caught >= wanted.energy * total)
+            enough = np.flatnonzero(caught >= choice.energy * total)
             if enough.size or tried >= most:
                 break
             tried *= 2

@@ -70,8 +70,8 @@ class Input:
 
     def side_files(self) -> dict[str, bytes]:
         """Config, tokenizer and the like, by name. Raises CheckpointError."""
-        found = side_files(self._source, self.checkpoint.root)
-        return {name: self._source.read_range(name, 0, n) for name, n in found.items()}
+        sizes = side_files(self._source, self.checkpoint.root)
+        return {name: self._source.read_range(name, 0, n) for name, n in sizes.items()}
 
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if a weight file is not the one that was opened."""

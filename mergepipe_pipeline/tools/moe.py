@@ -118,23 +118,23 @@ class Mixture:
     def _layer(self, layer: int, made: F32Array, gate_dtype: str) -> dict[str, _Made]:
         """A layer's tensors: the base's but its MLP, the experts' MLPs, and the gates."""
         own = (n for n in self._base.tensors if layer_index(n) == layer and not _MLP.fullmatch(n))
-        found = dict(self._copied(self._base, name, name) for name in own)
+        tensors = dict(self._copied(self._base, name, name) for name in own)
         stem, n_experts = f"model.layers.{layer}.", len(self._config.experts)
         for number, (source, asked) in enumerate(zip(self._experts, self._asked, strict=True)):
             is_shared = number >= n_experts
             place = "shared_expert" if is_shared else f"experts.{number}"
             for kind, new in zip(_KINDS, self._arch.kinds, strict=True):
                 name = f"{stem}{self._arch.part}.{place}.{new}.weight"
-                key, one = self._copied(source, f"{stem}mlp.{kind}.weight", name, asked)
-                found[key] = one
+                key, copy = self._copied(source, f"{stem}mlp.{kind}.weight", name, asked)
+                tensors[key] = copy
         for name, rows in (
             (f"{stem}{self._arch.part}.gate.weight", made[:n_experts]),
             (f"{stem}mlp.shared_expert_gate.weight", made[n_experts:]),
         ):
             if len(rows):
                 described = (name, gate_dtype, (len(rows), rows.shape[1]))
-                found[name] = described, partial(stored, rows, gate_dtype)
-        return found
+                tensors[name] = described, partial(stored, rows, gate_dtype)
+        return tensors
 
     def _copied(
         self, source: Input, name: str, new: str, asked: ExpertConfig | None = None
@@ -169,7 +169,7 @@ class Mixture:
         ]
         if fitting:
             return fitting[0][1]
-        known = [
+        supported = [
             f"{name} (of {' and '.join(sorted(a.sources))}, "
             f"{'with' if a.has_shared else 'without'} shared_experts)"
             for name, a in ARCHITECTURES.items()
@@ -177,7 +177,7 @@ class Mixture:
         raise RecipeError(
             "These models give no mixture that is known",
             where="base_model, experts, shared_experts, architecture",
-            expected=", ".join(known),
+            expected=", ".join(supported),
             found=f"{', '.join(dict.fromkeys(types))}, {'with' if shared else 'without'} "
             f"shared_experts, architecture {named or 'open'}",
             next_step="give models of one kind; qwen2 needs one entry in shared_experts",
@@ -185,15 +185,15 @@ class Mixture:
 
     def _refuse_misfits(self) -> None:
         """Every MLP must have the base's shapes; the mixture has no place for other biases."""
-        wanted = {n: t.shape for n, t in self._base.tensors.items() if _MLP.fullmatch(n)}
+        shapes = {n: t.shape for n, t in self._base.tensors.items() if _MLP.fullmatch(n)}
         for source in self._experts:
-            for name, shape in wanted.items():
-                other = source.tensors.get(name)
-                if other is None or other.shape != shape:
+            for name, shape in shapes.items():
+                entry = source.tensors.get(name)
+                if entry is None or entry.shape != shape:
                     raise _misfit(
-                        source, name, f"shape {list(shape)}", other.shape if other else None
+                        source, name, f"shape {list(shape)}", entry.shape if entry else None
                     )
-        if len(wanted) != len(_KINDS) * self._layers:
+        if len(shapes) != len(_KINDS) * self._layers:
             raise _misfit(self._base, "model.layers.*.mlp", "three projections per layer", None)
         has_bias = self._arch.model_type == "qwen2_moe"
         for name in self._base.tensors:
@@ -240,13 +240,13 @@ def _nbytes(described: Described) -> int:
 
 
 def _misfit(
-    source: Input, name: str, expected: str, found: Sequence[int] | None
+    source: Input, name: str, expected: str, shape: Sequence[int] | None
 ) -> IncompatibleCheckpointsError:
     return IncompatibleCheckpointsError(
         "A model does not fit into the mixture",
         where=f"{source.checkpoint.root}, tensor {name}",
         expected=expected,
-        found="no such tensor" if found is None else f"shape {list(found)}",
+        found="no such tensor" if shape is None else f"shape {list(shape)}",
         next_step="give models of one size and kind",
     )
 

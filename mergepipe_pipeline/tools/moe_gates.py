@@ -61,8 +61,8 @@ def _gate(expert: ExpertConfig, of: _Of, is_unit: bool) -> F32Array:
     """[layers, hidden] of one expert; with `is_unit`, both means count the same."""
     gate = _mean(expert.positive_prompts, of)
     if expert.negative_prompts:
-        other = _mean(expert.negative_prompts, of)
-        gate = _unit(gate, expert) - _unit(other, expert) if is_unit else gate - other
+        negative = _mean(expert.negative_prompts, of)
+        gate = _unit(gate, expert) - _unit(negative, expert) if is_unit else gate - negative
     return _unit(gate, expert)
 
 
@@ -101,8 +101,8 @@ def _hidden(base: Input, shape: tuple[int, int]) -> _Of:
             states = _run(
                 base, lambda: model.base_model(ids, output_hidden_states=True, use_cache=False)
             ).hidden_states
-        found: F32Array = torch.stack([s[0, -1].float() for s in states[: shape[0]]]).numpy()
-        return found
+        hidden: F32Array = torch.stack([s[0, -1].float() for s in states[: shape[0]]]).numpy()
+        return hidden
 
     return of
 
@@ -170,5 +170,5 @@ def _run(base: Input, call: Callable[[], Any]) -> Any:
             where=base.checkpoint.root,
             expected="a model and a tokenizer that it loads from a local folder",
             found=f"{type(error).__name__}: {error}"[:300],
-            next_step="mend its config or tokenizer, or use `gate_mode: random`",
+            next_step="correct its config or tokenizer, or use `gate_mode: random`",
         ) from error

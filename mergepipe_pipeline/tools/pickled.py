@@ -90,16 +90,18 @@ def pickled_files(source: CheckpointSource, uri: str) -> tuple[list[str], frozen
     whole = [f for f in _WHOLE if f in present]
     if whole:
         return whole[:1], frozenset()
-    found = [f for f in present if f.endswith(_SUFFIXES) and not _OTHERS.match(f)]
-    if len(found) == 1:
-        return found, frozenset()
+    candidates = [f for f in present if f.endswith(_SUFFIXES) and not _OTHERS.match(f)]
+    if len(candidates) == 1:
+        return candidates, frozenset()
     raise CheckpointError(
-        "Which pickled weights are meant cannot be told" if found else "No pickled weights here",
+        "Which pickled weights are meant cannot be told"
+        if candidates
+        else "No pickled weights here",
         where=uri,
         expected=f"{_INDEX}, {' or '.join(_WHOLE)}, or one file that ends in "
         + ", ".join(_SUFFIXES),
-        found=text_of(", ".join((found or present)[:5])) or "an empty folder",
-        next_step="give the file itself" if found else "give the folder with the weight files",
+        found=text_of(", ".join((candidates or present)[:5])) or "an empty folder",
+        next_step="give the file itself" if candidates else "give the folder with the weight files",
     )
 
 
@@ -161,10 +163,10 @@ def _stdout(child: subprocess.Popen[bytes]) -> IO[bytes]:
     return child.stdout
 
 
-def _refused(path: Path, told: str) -> CheckpointError:
-    named = _REFUSED.search(told)
-    parts = [part.strip() for part in told.split("\n\n") if part.strip()]
-    cause = parts[1] if len(parts) > 1 else told  # torch's first advice is to run the pickle
+def _refused(path: Path, message: str) -> CheckpointError:
+    named = _REFUSED.search(message)
+    parts = [part.strip() for part in message.split("\n\n") if part.strip()]
+    cause = parts[1] if len(parts) > 1 else message  # torch's first advice is to run the pickle
     return CheckpointError(
         "A pickled file asks for code, and nothing of it was run"
         if named

@@ -68,12 +68,12 @@ class Made:
     snapshot_id: str
     path: str
     nbytes: int
-    told: Mapping[str, Any]
+    details: Mapping[str, Any]
 
     def summary(self) -> dict[str, Any]:
         """The figures of `--json`."""
         named = {"snapshot_id": self.snapshot_id, "path": self.path, "nbytes": self.nbytes}
-        return {**named, **self.told}
+        return {**named, **self.details}
 
 
 class Draft:
@@ -109,8 +109,8 @@ class Draft:
         self.objects.append((file, StoredObject(sha256, nbytes, writer.prefix_digests)))
         self._n_tensors += len(tensors)
 
-    def finish(self, origin: Origin, told: Mapping[str, Any]) -> Made:
-        """Give the whole result its place by one rename; `told` goes to its provenance.
+    def finish(self, origin: Origin, details: Mapping[str, Any]) -> Made:
+        """Give the whole result its place by one rename; `details` go to its provenance.
 
         Raises StorageFullError, MergePipeError if something has come into its place.
         """
@@ -139,9 +139,9 @@ class Draft:
             shards=shards,
             side_files=tuple(SideFile(name, sha256_hex(d), len(d)) for name, d in side),
         )
-        path = self._publish(self, manifest, _provenance(origin, told))
+        path = self._publish(self, manifest, _provenance(origin, details))
         nbytes = sum(s.nbytes for s in shards)
-        return Made(manifest.snapshot_id, str(path), nbytes, told)
+        return Made(manifest.snapshot_id, str(path), nbytes, details)
 
 
 def check_place(out: str | Path, warehouse: Path) -> Path:
@@ -209,11 +209,15 @@ def _refuse_result(out: Path) -> None:
         )
 
 
-def _provenance(origin: Origin, told: Mapping[str, Any]) -> dict[str, Any]:
+def _provenance(origin: Origin, details: Mapping[str, Any]) -> dict[str, Any]:
     """What no id covers: who, when, where, and what the verb says of its result."""
     return {
         "recipe_name": origin.verb,
-        "made_by": {"verb": origin.verb, "parameters": dict(origin.parameters), "told": dict(told)},
+        "made_by": {
+            "verb": origin.verb,
+            "parameters": dict(origin.parameters),
+            "told": dict(details),
+        },
         "sources": [asdict(s) for s in origin.sources],
         **made_here(),
     }

@@ -1,5 +1,4 @@
-"""Which token of one vocabulary is which of another: by their bytes, by their part, by what they
-begin with.
+"""Matches the tokens of two vocabularies: by their bytes, by their part, by their first bytes.
 
 Byte-level BPE writes bytes as letters (` hello` is `Ġhello`), sentencepiece writes a blank as `▁`
 and single bytes as `<0x0A>`; both are compared as the bytes that they mean.
@@ -40,18 +39,34 @@ class Matches:
 
 def match(donor: ModelTokenizer, recipient: ModelTokenizer) -> Matches:
     """Every token of the donor with a row, as far as the recipient has it in a row."""
-    ours, theirs = _Forms(recipient), _Forms(donor)
-    same = {i: ours.plain[f] for f, i in theirs.plain.items() if f in ours.plain}
-    same |= {i: ours.special[t] for t, i in theirs.special.items() if t in ours.special}
-    for part, i in theirs.parts.items():
-        if i not in same and part in ours.parts:
-            same[i] = ours.parts[part]
-    bytes_ = {i: ours.fallback[f] for f, i in theirs.plain.items() if f in ours.fallback}
-    for form, i in theirs.fallback.items():
-        found = ours.fallback.get(form, ours.plain.get(form))
-        if found is not None:
-            bytes_[i] = found
-    prefixes = {i: p for f, i in theirs.plain.items() if (p := ours.longest_prefix(f)) is not None}
+    recipient_forms, donor_forms = _Forms(recipient), _Forms(donor)
+    same = {
+        i: recipient_forms.plain[f]
+        for f, i in donor_forms.plain.items()
+        if f in recipient_forms.plain
+    }
+    same |= {
+        i: recipient_forms.special[t]
+        for t, i in donor_forms.special.items()
+        if t in recipient_forms.special
+    }
+    for part, i in donor_forms.parts.items():
+        if i not in same and part in recipient_forms.parts:
+            same[i] = recipient_forms.parts[part]
+    bytes_ = {
+        i: recipient_forms.fallback[f]
+        for f, i in donor_forms.plain.items()
+        if f in recipient_forms.fallback
+    }
+    for form, i in donor_forms.fallback.items():
+        row = recipient_forms.fallback.get(form, recipient_forms.plain.get(form))
+        if row is not None:
+            bytes_[i] = row
+    prefixes = {
+        i: p
+        for f, i in donor_forms.plain.items()
+        if (p := recipient_forms.longest_prefix(f)) is not None
+    }
     return Matches(
         same,
         {i: j for i, j in bytes_.items() if i not in same},
@@ -71,8 +86,8 @@ class _Forms:
         for token, i in vocab.items():
             if token in self.special:
                 continue
-            if found := _FALLBACK.fullmatch(token):
-                self.fallback[bytes.fromhex(found[1])] = i
+            if hex_match := _FALLBACK.fullmatch(token):
+                self.fallback[bytes.fromhex(hex_match[1])] = i
             elif token not in added and letters is not None:
                 self.plain.setdefault(_from_letters(token, letters), i)
             else:
@@ -92,8 +107,8 @@ def _parts(tokenizer: ModelTokenizer) -> dict[str, str]:
         **json_object(tokenizer.files, SPECIAL_MAP, tokenizer.name),
         **json_object(tokenizer.files, CONFIG, tokenizer.name),
     }
-    found = {part: named.get(part) for part in _PARTS}
-    texts = {p: v.get("content") if isinstance(v, dict) else v for p, v in found.items()}
+    tokens = {part: named.get(part) for part in _PARTS}
+    texts = {p: v.get("content") if isinstance(v, dict) else v for p, v in tokens.items()}
     return {part: text for part, text in texts.items() if isinstance(text, str)}
 
 
@@ -116,8 +131,8 @@ def _is_byte_level(tokenizer: ModelTokenizer) -> bool:
 def _byte_letters() -> dict[str, int]:
     """Letter to byte, as GPT-2 writes them: printable ones as themselves, the rest from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    unprintable = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(unprintable)}
 
 
 def _from_letters(token: str, letters: Mapping[str, int]) -> bytes:

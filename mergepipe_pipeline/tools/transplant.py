@@ -59,9 +59,11 @@ class Transplant:
         """
         self._recipient, self._donor, self._wish = recipient, donor, wish
         self._files = {n: data for n, data in donor.side_files().items() if n in FILE_NAMES}
-        theirs = _tokenizer(donor, self._files)
-        self._matches: Matches = match(theirs, _tokenizer(recipient, recipient.side_files()))
-        self._ids = sorted(theirs.vocab.values())
+        donor_tokenizer = _tokenizer(donor, self._files)
+        self._matches: Matches = match(
+            donor_tokenizer, _tokenizer(recipient, recipient.side_files())
+        )
+        self._ids = sorted(donor_tokenizer.vocab.values())
         if not self._matches.same:
             raise IncompatibleCheckpointsError(
                 "The two vocabularies share no token",
@@ -75,9 +77,9 @@ class Transplant:
         """Write all weights, the donor's tokenizer and the config; what became of the tokens."""
         tensors = self._recipient.tensors
         made: dict[str, F32Array] = {}
-        told: dict[str, Any] = {}
+        details: dict[str, Any] = {}
         for place, names in self._sides().items():
-            rows, told[place] = self._rows(names, place, progress)
+            rows, details[place] = self._rows(names, place, progress)
             made |= rows
         groups: dict[int | None, list[str]] = {}
         for name in tensors:
@@ -88,45 +90,45 @@ class Transplant:
                 file = shard_name(number, len(groups)) if len(groups) > 1 else "model.safetensors"
                 draft.shard(file, described, partial(self._bytes, made), advance)
         draft.side_files |= self._side_files()
-        return {"tokens": len(self._ids), "rows": self._ids[-1] + 1, **told}
+        return {"tokens": len(self._ids), "rows": self._ids[-1] + 1, **details}
 
     def _sides(self) -> dict[str, list[str]]:
         """The matrices of embedding and head; those of a tie are one side."""
-        found = sorted(filter(embedding_like, self._recipient.tensors), key=is_post)
+        matrices = sorted(filter(embedding_like, self._recipient.tensors), key=is_post)
         if self._recipient.config.get("tie_word_embeddings") is True:
-            return {"embed": found}
-        sides = {"embed": [n for n in found if not is_post(n)]}
-        sides["lm_head"] = [n for n in found if is_post(n)]
+            return {"embed": matrices}
+        sides = {"embed": [n for n in matrices if not is_post(n)]}
+        sides["lm_head"] = [n for n in matrices if is_post(n)]
         return {place: names for place, names in sides.items() if names}
 
     def _rows(
         self, names: list[str], place: str, progress: Progress
     ) -> tuple[dict[str, F32Array], dict[str, Any]]:
         """The new matrices of one side, and how many of their rows came from where."""
-        theirs = self._donor.floats(_partner(self._donor, names[0]))
-        ours = {name: self._recipient.floats(name) for name in names}
-        most = min(len(rows) for rows in ours.values())
-        same = {i: j for i, j in self._matches.same.items() if i < len(theirs) and j < most}
+        donor_rows = self._donor.floats(_partner(self._donor, names[0]))
+        matrices = {name: self._recipient.floats(name) for name in names}
+        most = min(len(rows) for rows in matrices.values())
+        same = {i: j for i, j in self._matches.same.items() if i < len(donor_rows) and j < most}
         fixed = dict(same)
-        for where, found in (
+        for where, pairs in (
             (self._wish.bytes_, self._matches.bytes_),
             (self._wish.prefixes, self._matches.prefixes),
         ):
-            fixed |= {i: j for i, j in found.items() if where in ("yes", place) and j < most}
-        missing = [i for i in self._ids if i not in fixed and i < len(theirs)]
+            fixed |= {i: j for i, j in pairs.items() if where in ("yes", place) and j < most}
+        missing = [i for i in self._ids if i not in fixed and i < len(donor_rows)]
         shared = sorted(same)
         with progress.task(f"approximate {place}", len(missing)) as advance:
-            found_rows = combine(
-                theirs[missing], theirs[shared], self._wish.method, self._wish.k, advance
+            combination = combine(
+                donor_rows[missing], donor_rows[shared], self._wish.method, self._wish.k, advance
             )
         n_rows, anchors = self._ids[-1] + 1, [same[i] for i in shared]
         made = {}
-        for name, rows in ours.items():
+        for name, rows in matrices.items():
             new = np.broadcast_to(rows.mean(axis=0), (n_rows, *rows.shape[1:])).copy()
             new[list(fixed)] = rows[list(fixed.values())]
-            new[missing] = found_rows.of(rows[anchors])
+            new[missing] = combination.of(rows[anchors])
             made[name] = new
-        residual = found_rows.residual
+        residual = combination.residual
         return made, {
             "same": len(same),
             "bytes_and_prefixes": len(fixed) - len(same),
@@ -162,10 +164,10 @@ class Transplant:
 def _with_ids(config: dict[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the donor's special ids, in the parts that have such."""
     inner = donor.get("text_config")
-    known = {**(inner if isinstance(inner, dict) else {}), **donor}
+    ids = {**(inner if isinstance(inner, dict) else {}), **donor}
     own = config.get("text_config")
     for part in (config, *([own] if isinstance(own, dict) else [])):
-        part |= {key: known.get(key) for key in _TOKEN_IDS if key in part}
+        part |= {key: ids.get(key) for key in _TOKEN_IDS if key in part}
     return config
 
 
@@ -174,8 +176,8 @@ def _partner(model: Input, name: str) -> str:
     weights = [n for n in model.tensors if embedding_like(n) and n.endswith(".weight")]
     here = [n for n in weights if is_post(n) == is_post(name)]
     tied = tied_partner(weights[0], weights) or weights[0] if weights else None
-    found = here[0] if here else tied
-    if found is None or model.tensors[found].dtype not in FLOATING:
+    matrix = here[0] if here else tied
+    if matrix is None or model.tensors[matrix].dtype not in FLOATING:
         raise CheckpointError(
             "A model has no embedding that is known",
             where=model.checkpoint.root,
@@ -183,13 +185,13 @@ def _partner(model: Input, name: str) -> str:
             found=", ".join(list(model.tensors)[:3]),
             next_step="give a language model",
         )
-    return found
+    return matrix
 
 
 def _tokenizer(model: Input, files: Mapping[str, bytes]) -> ModelTokenizer:
     n_rows = model.tensors[_partner(model, "model.embed_tokens.weight")].shape[0]
-    found = read_tokenizer(model.checkpoint.name, files, n_rows)
-    if not found.vocab:
+    tokenizer = read_tokenizer(model.checkpoint.name, files, n_rows)
+    if not tokenizer.vocab:
         raise CheckpointError(
             "A model has no tokenizer",
             where=model.checkpoint.root,
@@ -197,4 +199,4 @@ def _tokenizer(model: Input, files: Mapping[str, bytes]) -> ModelTokenizer:
             found="no file with a vocabulary",
             next_step="put the tokenizer's files beside the weights",
         )
-    return found
+    return tokenizer

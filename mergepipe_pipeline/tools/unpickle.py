@@ -28,7 +28,7 @@ def main(path: str, cpu_s: str) -> None:
     """Describe the file's tensors on stdout, then serve them until stdin ends."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints must not look like an answer
     import torch
 
     _limit(os.stat(path).st_size, int(cpu_s))
@@ -69,10 +69,10 @@ def _tensors(state: Any) -> tuple[dict[str, Any], list[str]]:
     if not any(isinstance(v, torch.Tensor) for v in state.values()):
         inner = (state[key] for key in _WRAPPERS if isinstance(state.get(key), Mapping))
         state = next(inner, state)
-    found = {str(k): v.detach() for k, v in state.items() if isinstance(v, torch.Tensor)}
-    if not found:
+    tensors = {str(k): v.detach() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    if not tensors:
         raise TypeError("it holds no tensors by name")
-    return found, [str(k) for k in state if str(k) not in found]
+    return tensors, [str(k) for k in state if str(k) not in tensors]
 
 
 def _described(tensors: Mapping[str, Any]) -> Iterator[list[Any]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.tools.adapter import Extraction, Extractor, told
-from mergepipe_pipeline.tools.low_rank import Wanted
+from mergepipe_pipeline.tools.adapter import Extraction, Extractor, details_of
+from mergepipe_pipeline.tools.low_rank import RankChoice
 from mergepipe_pipeline.tools.models import open_input
 from mergepipe_pipeline.tools.result import Made, Origin, check_place, drafted
 from mergepipe_pipeline.warehouse import Warehouse
@@ -58,10 +58,10 @@ def extract_lora(
         parameters = {**asdict(wanted), "modules": list(modules), "save": list(save)}
         parameters |= {"dtype": dtype, "seed": seed}
         lineage, sources = (one.lineage, other.lineage), (one.source, other.source)
-        return draft.finish(Origin(VERB, parameters, lineage, sources), told(rows))
+        return draft.finish(Origin(VERB, parameters, lineage, sources), details_of(rows))
 
 
-def _wanted(rank: int | None, energy: float | None, max_rank: int | None) -> Wanted:
+def _wanted(rank: int | None, energy: float | None, max_rank: int | None) -> RankChoice:
     if rank is not None and energy is not None:
         raise MergePipeError(
             "A rank and an energy are asked for, and each decides the other",
@@ -72,7 +72,7 @@ def _wanted(rank: int | None, energy: float | None, max_rank: int | None) -> Wan
         )
     if energy is None and rank is None:
         rank = DEFAULT_RANK
-    return Wanted(rank, energy, max_rank)
+    return RankChoice(rank, energy, max_rank)
 
 
 def _refuse_patterns(modules: Sequence[str]) -> None:

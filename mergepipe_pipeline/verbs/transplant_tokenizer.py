@@ -40,8 +40,8 @@ def transplant_tokenizer(
         other = stack.enter_context(open_input(warehouse, "donor", donor, progress))
         transplant = Transplant(one, other, wish)
         draft = stack.enter_context(drafted(warehouse, VERB, place))
-        told = transplant.write(draft, progress)
+        details = transplant.write(draft, progress)
         for source in (one, other):
             source.verify_unchanged()
         lineage, sources = (one.lineage, other.lineage), (one.source, other.source)
-        return draft.finish(Origin(VERB, asdict(wish), lineage, sources), told)
+        return draft.finish(Origin(VERB, asdict(wish), lineage, sources), details)

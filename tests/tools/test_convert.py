@@ -105,9 +105,9 @@ def test_shards_of_shared_tied_and_strided_tensors_become_shards_with_each_as_it
     expected = {k: v.detach().contiguous() for k, v in tensors.items() if k != "lm_head.weight"}
     same(read(made.path), {**expected, **torch.load(two, weights_only=True)})
     assert len(open_checkpoint(made.path, "new").files) == 2
-    assert made.told["tied"] == ("lm_head.weight",)
-    assert made.told["shared"] == {"z": "model.embed_tokens.weight"}
-    assert made.told["left_out"] == ("step",)
+    assert made.details["tied"] == ("lm_head.weight",)
+    assert made.details["shared"] == {"z": "model.embed_tokens.weight"}
+    assert made.details["left_out"] == ("step",)
     with pytest.raises(MergePipeError, match="holds a result already"):
         convert(home, str(source), tmp_path / "new")
     two.unlink()

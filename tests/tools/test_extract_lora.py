@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 from mergepipe_pipeline.cli.main import main
 from mergepipe_pipeline.concurrency import threads
 from mergepipe_pipeline.errors import IncompatibleCheckpointsError, MergePipeError
-from mergepipe_pipeline.tools.low_rank import Wanted, factorize, squared_error, squared_norm
+from mergepipe_pipeline.tools.low_rank import RankChoice, factorize, squared_error, squared_norm
 from mergepipe_pipeline.verbs.extract_lora import extract_lora
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.verify import verify
@@ -67,7 +67,7 @@ def test_the_error_is_within_a_percent_of_the_best(
     matrix = (rng.standard_normal(shape) * scale).astype(np.float32)
     values = np.linalg.svd(matrix, compute_uv=False)
     best = float(np.sqrt(np.square(values[rank:], dtype=np.float64).sum()))
-    found = squared_error(matrix, factorize(matrix, Wanted(rank, None, None), seed, "x")) ** 0.5
+    found = squared_error(matrix, factorize(matrix, RankChoice(rank, None, None), seed, "x")) ** 0.5
     assert best * 0.99 - 1e-3 <= found <= best * 1.01 + 1e-5 * float(values[0])
 
 
@@ -76,12 +76,12 @@ def test_energy_takes_the_least_rank_that_catches_it(seed: int, energy: float) -
     matrix = np.random.default_rng(seed).standard_normal((60, 90)).astype(np.float32)
     matrix *= 0.9 ** np.arange(90, dtype=np.float32)
     total = squared_norm(matrix)
-    factors = factorize(matrix, Wanted(None, energy, None), 0, "x")
+    factors = factorize(matrix, RankChoice(None, energy, None), 0, "x")
     values = np.square(np.linalg.svd(matrix, compute_uv=False), dtype=np.float64)
     needed = int(np.searchsorted(np.cumsum(values), energy * total)) + 1
     assert abs(len(factors.a) - needed) <= 1
     assert squared_error(matrix, factors) <= (1 - energy) * total * 1.0001
-    assert len(factorize(matrix, Wanted(None, energy, 3), 0, "x").a) <= 3
+    assert len(factorize(matrix, RankChoice(None, energy, 3), 0, "x").a) <= 3
 
 
 def test_the_errors_are_those_of_the_files_and_as_small_as_mergekits(
@@ -90,13 +90,13 @@ def test_the_errors_are_those_of_the_files_and_as_small_as_mergekits(
     base, tuned = family / "base", family / "expert_01"
     made = extract_lora(home, str(tuned), str(base), tmp_path / "out", rank=RANK)
     found = lora_errors(tmp_path / "out", base, tuned)
-    stated = {t["tensor"]: t["error"] for t in made.told["tensors"] if t["kept"] == "factors"}
+    stated = {t["tensor"]: t["error"] for t in made.details["tensors"] if t["kept"] == "factors"}
     assert stated == pytest.approx(found, rel=1e-5)
     of_mergekit = json.loads(RECORD.read_text())["extract-lora"]
     assert found.keys() == of_mergekit.keys()
     assert all(found[name] <= 1.0001 * error for name, error in of_mergekit.items())
     one, other = read(base), read(tuned)
-    norms = {t["tensor"]: t["norm"] for t in made.told["tensors"]}
+    norms = {t["tensor"]: t["norm"] for t in made.details["tensors"]}
     assert norms == pytest.approx(
         {k: float((other[k].double() - one[k].double()).norm()) for k in one}, rel=1e-5
     )
@@ -122,7 +122,7 @@ def test_peft_and_our_merge_give_back_the_fine_tune_within_the_stated_error(
     of_peft = peft.PeftModel.from_pretrained(model, made.path).merge_and_unload().state_dict()
     base, tuned = read(pair / "base"), read(pair / "tuned")
     lost = 0.0
-    for told in made.told["tensors"]:
+    for told in made.details["tensors"]:
         name = told["tensor"]
         change = tuned[name].double() - base[name].double()
         residual = float((tuned[name].double() - merged[name].double()).norm())
@@ -130,7 +130,7 @@ def test_peft_and_our_merge_give_back_the_fine_tune_within_the_stated_error(
         assert torch.allclose(of_peft[name], merged[name], atol=1e-6)
         lost += residual**2
     whole = sum(float((tuned[k].double() - base[k].double()).norm()) ** 2 for k in base)
-    assert made.told["error"] == pytest.approx((lost / whole) ** 0.5, rel=1e-3)
+    assert made.details["error"] == pytest.approx((lost / whole) ** 0.5, rel=1e-3)
     config = json.loads((Path(made.path) / "adapter_config.json").read_text())
     assert len({config["r"], *config["rank_pattern"].values()}) > 1
 
@@ -167,7 +167,7 @@ def test_layers_that_store_their_weight_transposed_load_in_peft_by_either_name(
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = peft.PeftModel.from_pretrained(model, tmp_path / "out").merge_and_unload()
     values, other = merged.state_dict(), read(tuned)
-    kept = [t for t in made.told["tensors"] if t["kept"] == "factors"]
+    kept = [t for t in made.details["tensors"] if t["kept"] == "factors"]
     assert kept
     for told in kept:
         name = told["tensor"]
@@ -185,8 +185,8 @@ def test_modules_are_chosen_and_what_cannot_be_is_refused_before_anything_is_wri
     head = {"lm_head.weight": values["model.embed_tokens.weight"].clone()}
     save_file(values | head, tmp_path / "untied" / "model.safetensors")
     made = extract_lora(home, str(tmp_path / "untied"), base, rank=2, modules=["q_proj$"])
-    assert "lm_head.weight" in {t["tensor"] for t in made.told["tensors"] if t["kept"] == "no"}
-    kept = {t["tensor"] for t in made.told["tensors"] if t["kept"] == "factors"}
+    assert "lm_head.weight" in {t["tensor"] for t in made.details["tensors"] if t["kept"] == "no"}
+    kept = {t["tensor"] for t in made.details["tensors"] if t["kept"] == "factors"}
     assert kept == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
     out = tmp_path / "out"
     with pytest.raises(MergePipeError, match="--save other"):

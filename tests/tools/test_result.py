@@ -62,7 +62,7 @@ def test_a_snapshot_of_a_tool_is_published_listed_and_explained_with_its_inputs(
 
     made_by = told("explain", "snapshot", "adapter")["made_by"]
     assert made_by["parameters"]["rank"] == 2
-    assert made_by["told"]["error"] == made.told["error"]
+    assert made_by["told"]["error"] == made.details["error"]
     (row,) = told("ls")["snapshots"]
     assert (row["method"], row["inputs"]) == ("extract-lora", ["base", "expert_00"])
     query = "select role, name from snapshot_inputs order by role"

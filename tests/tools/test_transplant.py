@@ -32,7 +32,7 @@ def test_rows_of_new_tokens_are_mergekits_and_all_else_is_as_it_was(
     found, own = read(made.path), read(recipient)
     expected = json.loads(RECORD.read_text())["transplant-tokenizer"][method][str(tied)]
     new = new_tokens(recipient, donor)
-    assert len(new) == made.told["embed"]["approximated"] == 9
+    assert len(new) == made.details["embed"]["approximated"] == 9
     assert found.keys() == own.keys()
     for name, value in found.items():
         if name not in SIDES:
