@@ -83,13 +83,13 @@ def _engine_pace(file: Path, folder: Path) -> EnginePace:
         for _ in range(REPEATS)
     ]
     (folder / "family").mkdir()
-    found = measure_engine(folder / "family")
+    benchmark = measure_engine(folder / "family")
     return EnginePace(
         cores=cores(),
         read_bytes_per_s=max(nbytes / s for nbytes, s in streamed),  # what disturbs only slows
-        start_s=found.start_s,
-        plan_input_s=found.plan_input_s,
-        methods=found.methods,
+        start_s=benchmark.start_s,
+        plan_input_s=benchmark.plan_input_s,
+        methods=benchmark.methods,
     )
 
 
@@ -98,8 +98,8 @@ def _file_to_read(warehouse: Warehouse, path: str | Path | None) -> Path | None:
     if path is None:
         return _largest(_registered_files(warehouse))
     root = Path(path).expanduser().resolve()
-    found = _largest([root] if root.is_file() else root.rglob("*"))
-    if found is None:
+    file = _largest([root] if root.is_file() else root.rglob("*"))
+    if file is None:
         raise MergePipeError(
             "There is no file to measure storage on",
             where=str(root),
@@ -107,7 +107,7 @@ def _file_to_read(warehouse: Warehouse, path: str | Path | None) -> Path | None:
             found="none",
             next_step="name a checkpoint's folder: `mergepipe calibrate PATH`",
         )
-    return found
+    return file
 
 
 def _registered_files(warehouse: Warehouse) -> Iterator[Path]:

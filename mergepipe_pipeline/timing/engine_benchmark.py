@@ -133,8 +133,8 @@ def _wall_s(function: Callable[[], object]) -> float:
 def _recipe(method: str, base: Path, experts: Sequence[Path]) -> str:
     """A recipe of as many experts as the method takes."""
     schema = OPERATORS[method].schema
-    given = {"weight": 0.5, "density": 0.5, "t": 0.5, "select_topk": 0.5}
-    own = {p.name: given[p.name] for p in schema.parameters if p.name in given}
+    defaults = {"weight": 0.5, "density": 0.5, "t": 0.5, "select_topk": 0.5}
+    own = {p.name: defaults[p.name] for p in schema.parameters if p.name in defaults}
     based = [f"base_model: {base}"] if schema.base == "required" else []
     models = [f"- {{model: {expert}}}" for expert in experts[: schema.experts[1]]]
     head = [f"merge_method: {method}", *based, f"parameters: {own}", "models:"]
@@ -146,7 +146,7 @@ def _family(folder: Path) -> list[Path]:
     random = np.random.default_rng(0)
     values = random.normal(0, 0.02, (TENSORS, _ROWS * _COLUMNS)).astype(np.float32)
     base = (values.view(np.uint32) >> 16).astype(np.uint16)
-    found = []
+    folders = []
     for number in range(EXPERTS + 1):
         model = folder / f"model{number}"
         model.mkdir()
@@ -158,5 +158,5 @@ def _family(folder: Path) -> list[Path]:
                 low = random.integers(0, 8, len(bits), np.uint16) if number else np.uint16(0)
                 writer.write((bits ^ low).data)
             writer.finish()
-        found.append(model)
-    return found
+        folders.append(model)
+    return folders

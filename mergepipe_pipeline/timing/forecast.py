@@ -58,10 +58,10 @@ def packed_of(warehouse: Warehouse, resolved: ResolvedRecipe) -> PackedCost | No
 
 def forecast_plan(warehouse: Warehouse, plan: MergePlan) -> Forecast:
     """How long a plan that is there will take to merge, in a process that runs already."""
-    found = _forecast(warehouse, [work_of_plan(plan)])
-    if found.seconds is None:
-        return found
-    return Forecast(replace(found.seconds, start_s=0.0))
+    forecast = _forecast(warehouse, [work_of_plan(plan)])
+    if forecast.seconds is None:
+        return forecast
+    return Forecast(replace(forecast.seconds, start_s=0.0))
 
 
 def _forecast(warehouse: Warehouse, works: Sequence[Work]) -> Forecast:
@@ -168,16 +168,16 @@ def _files(plan: MergePlan, views: Sequence[TensorView]) -> set[Path]:
 def _cold_shares(resolved: ResolvedRecipe) -> tuple[float, float]:
     """Shares of the base's bytes, and of the experts', that are not in the page cache."""
     base = [resolved.base] if resolved.base else []
-    others = [m for m in resolved.experts if m not in base]
+    experts = [m for m in resolved.experts if m not in base]
 
     def files(models: Sequence[Model]) -> set[Path]:
-        found = (c for model in models for c in model.checkpoints)
-        return {Path(c.root) / file.path for c in found for file in c.files}
+        checkpoints = (c for model in models for c in model.checkpoints)
+        return {Path(c.root) / file.path for c in checkpoints for file in c.files}
 
-    return _cold_share(files(base)), _cold_share(files(others))
+    return _cold_share(files(base)), _cold_share(files(experts))
 
 
 def _cold_share(paths: Collection[Path]) -> float:
-    found = [cached_of_file(path) for path in paths]
-    nbytes = sum(n for _, n in found)
-    return 1 - min(1.0, sum(cached for cached, _ in found) / nbytes) if nbytes else 1.0
+    sizes = [cached_of_file(path) for path in paths]
+    nbytes = sum(n for _, n in sizes)
+    return 1 - min(1.0, sum(cached for cached, _ in sizes) / nbytes) if nbytes else 1.0

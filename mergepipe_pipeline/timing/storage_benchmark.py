@@ -78,10 +78,10 @@ def fit(observations: Sequence[Observation]) -> tuple[float, float]:
     """
     table = np.array([(o.seeks, o.nbytes) for o in observations], np.float64)
     rows = table / np.array([[max(o.seconds, 1e-9)] for o in observations])
-    wanted = np.ones(len(rows))
+    target = np.ones(len(rows))
     # Columns of like size: seeks and bytes differ by orders of magnitude.
     scale = np.linalg.norm(rows, axis=0)
-    seek_s, byte_s = np.linalg.lstsq(rows / scale, wanted, rcond=None)[0] / scale
+    seek_s, byte_s = np.linalg.lstsq(rows / scale, target, rcond=None)[0] / scale
     if seek_s < 0 or byte_s <= 0:
         seek_s, byte_s = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
     return float(seek_s), float(1 / byte_s)

@@ -89,8 +89,8 @@ class ColdFile:
 
 def is_stored(path: Path) -> bool:
     """Whether a file has at least half its bytes on a disk; the rest are holes, read as zeros."""
-    found = path.stat()
-    return found.st_blocks * 512 >= found.st_size // 2
+    stat = path.stat()
+    return stat.st_blocks * 512 >= stat.st_size // 2
 
 
 def resident_share(handle: int, nbytes: int) -> float:

@@ -48,7 +48,7 @@ def build_tokenizer(
 
     A model without tokenizer files is taken to have the base's (the first model's without a base).
     Tokens whose id is beyond their model's embedding are left out. Raises RecipeError for a rule
-    that cannot be followed and CheckpointError for a tokenizer that cannot be had or written.
+    that cannot be followed and CheckpointError for a tokenizer that cannot be read or written.
     Source: mergekit 0.1.5 (SEMANTICS.md 3.1, Tokenizer).
     """
     lead = base or 0
@@ -59,21 +59,21 @@ def build_tokenizer(
             expected="tokenizer.json in its folder",
             next_step="put the tokenizer's files into its folder, or name another base_model",
         )
-    given = tuple(m if m.plain else _borrowed(m, models[lead]) for m in models)
-    source = given[lead if recipe.source == "union" else recipe.source]
+    tokenizers = tuple(m if m.plain else _borrowed(m, models[lead]) for m in models)
+    source = tokenizers[lead if recipe.source == "union" else recipe.source]
     plain = {t: i for t, i in source.plain.items() if i < source.n_rows}
     added = {t.content: t for t in source.added if t.id < source.n_rows}
     if recipe.source == "union":
-        _add_union(plain, added, [source, *(m for i, m in enumerate(given) if i != lead)])
+        _add_union(plain, added, [source, *(m for i, m in enumerate(tokenizers) if i != lead)])
     _append(plain, added, [AddedToken(r.token, -1) for r in recipe.tokens])
     vocab = {**plain, **{t.content: t.id for t in added.values()}}
     n_rows = _padded(max(vocab.values(), default=-1) + 1, recipe.pad_to_multiple_of)
     vocabulary = Vocabulary(
         vocab,
         n_rows,
-        tuple(m.vocab_in_rows for m in given),
-        tuple(m.n_rows for m in given),
-        tuple(m.name for m in given),
+        tuple(m.vocab_in_rows for m in tokenizers),
+        tuple(m.n_rows for m in tokenizers),
+        tuple(m.name for m in tokenizers),
         base,
         _by_token(recipe.tokens),
     )
@@ -81,7 +81,7 @@ def build_tokenizer(
         output_files(source, plain, tuple(added.values())),
         vocab,
         n_rows,
-        model_rows(vocabulary, range(len(given))),
+        model_rows(vocabulary, range(len(tokenizers))),
         tuple(_warnings(models, models[lead].name)),
         vocabulary,
     )

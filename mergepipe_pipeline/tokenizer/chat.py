@@ -30,8 +30,8 @@ def chat_template(text: str, models: Sequence[ModelTokenizer]) -> str | None:
     Source: mergekit 0.1.5 (SEMANTICS.md 3.1).
     """
     if text == "auto":
-        found = [t.strip() for m in models if (t := template_of(m))]
-        return Counter(found).most_common(1)[0][0] if found else None
+        templates = [t.strip() for m in models if (t := template_of(m))]
+        return Counter(templates).most_common(1)[0][0] if templates else None
     if text in BUILT_IN:
         return BUILT_IN[text]
     if len(text) < _MIN_CHARACTERS or "{" not in text:

@@ -113,12 +113,12 @@ def _explicit(vocabulary: Vocabulary, rule: TokenRule, among: Sequence[int]) -> 
     token = rule.token if rule.kind == "model" or rule.of_token is None else rule.of_token
     row = vocabulary.models[rule.model].get(token)
     if row is None:
-        others = [n for n, v in zip(vocabulary.names, vocabulary.models, strict=True) if token in v]
+        owners = [n for n, v in zip(vocabulary.names, vocabulary.models, strict=True) if token in v]
         raise RecipeError(
             "A token's row is to come from a model that lacks the token",
             where=where,
             expected=f"{token!r} with a row in {name}",
-            found="it in " + ", ".join(others) if others else "it in no model",
+            found="it in " + ", ".join(owners) if owners else "it in no model",
             next_step="name another model, a token that it has, or {kind: zero}",
         )
     return ((rule.model, row),)
