@@ -61,7 +61,7 @@ def _gate(file: RecipeFile) -> dg.AssetChecksDefinition:
         """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
         verdict = judge_recipe(mergepipe.warehouse, file).verdict
         assert verdict is not None
-        told = [verdict.told, verdict.since, "" if verdict.passed else _next(file)]
+        told = [verdict.summary, verdict.since, "" if verdict.passed else _next(file)]
         return dg.AssetCheckResult(
             passed=verdict.passed,
             description=description("; ".join(filter(None, told))),
@@ -89,7 +89,7 @@ def _thresholds(verdict: Verdict) -> dg.MarkdownMetadataValue:
             f.threshold.metric,
             figure(f.value),
             "-" if f.live is None else figure(f.live),
-            f.threshold.told,
+            f.threshold.summary,
             "yes" if f.passed else "NO",
         )
         for f in verdict.findings

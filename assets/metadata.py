@@ -278,7 +278,7 @@ def _budgets_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
 def _selected_metadata(plan: MergePlan) -> Mapping[str, Any]:
     """What each selector of the recipe took, and what it left out and why."""
     chosen = plan.request.selected
-    rows = [(s.told, plain_name(name), why) for s in chosen for name, why in s.answers]
+    rows = [(s.label, plain_name(name), why) for s in chosen for name, why in s.answers]
     headers = ("selector", "expert", "taken, or why not")
     return {"selected": markdown_table(headers, rows)} if rows else {}
 

@@ -44,7 +44,7 @@ def bisect(console: Console, what: str, metric: str | None, most: int, yes: bool
         if not console.as_json:
             click.echo(visible(line), err=True)
 
-    tell(f"{changes.told}\nat most {cost.told}")
+    tell(f"{changes.summary}\nat most {cost.summary}")
     if not yes:
         click.confirm("Begin?", abort=True, err=True)
     done = run(console.warehouse, prepared, progress=console.progress, tell=tell)

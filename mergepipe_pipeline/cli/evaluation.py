@@ -136,7 +136,7 @@ def promote(
         recipe=None if recipe is None else Path(recipe),
         force=force,
     )
-    told = done.judged and done.judged.verdict and done.judged.verdict.told
+    told = done.judged and done.judged.verdict and done.judged.verdict.summary
     console.show(
         {**asdict(done.ref), "gate": told},
         *([f"the gate passes: {told}"] if told else []),

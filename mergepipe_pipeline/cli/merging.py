@@ -325,7 +325,7 @@ def merge(
     if merged.judged is not None:
         lines.append(f"  metrics       {metrics_text(merged.judged.evaluation.metrics)}")
     if merged.judged is not None and merged.judged.verdict is not None:
-        lines.append(f"  gate          passed: {merged.judged.verdict.told}")
+        lines.append(f"  gate          passed: {merged.judged.verdict.summary}")
     if merged.folder is not None:
         lines.append(f"  folder        {merged.folder}")
     if merged.ref is not None:

@@ -15,5 +15,5 @@ def selected_lines(selected: Sequence[Selected]) -> list[str]:
     """Which experts each selector takes, and which it leaves and why; nothing without selectors."""
     if not selected:
         return []
-    rows = [(s.told, name, why) for s in selected for name, why in s.answers]
+    rows = [(s.label, name, why) for s in selected for name, why in s.answers]
     return ["", *table(("selector", "expert", "taken, or why not"), rows)]

@@ -51,7 +51,7 @@ def command_of(evaluator: Evaluator, folder: Path) -> list[str]:
         if find_spec("transformers") is None:
             raise EvaluationError(
                 "The built-in evaluator needs transformers",
-                where=evaluator.told,
+                where=evaluator.label,
                 expected="the package transformers",
                 found="none",
                 next_step=_EXTRA,
@@ -107,7 +107,7 @@ def _is_file(path: Path) -> bool:
 def _lost(evaluator: Evaluator, path: Path, found: str) -> EvaluationError:
     return EvaluationError(
         "A file of an evaluator cannot be used",
-        where=f"{path} of {evaluator.told}",
+        where=f"{path} of {evaluator.label}",
         expected="a file beside the recipe, or its whole path",
         found=found,
         next_step="correct `evaluate:` in the recipe, or bring the file",

@@ -47,7 +47,7 @@ def evaluate(
     found = Evaluation(
         snapshot.snapshot_id,
         digest,
-        evaluator.told,
+        evaluator.label,
         metrics,
         round(seconds, 3),
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -77,7 +77,7 @@ def _tries(
             timeout_s=evaluator.timeout_s,
             stop=stop,
         )
-        log += f"== attempt {attempt} of {most}: {evaluator.told}\n".encode() + ended.output
+        log += f"== attempt {attempt} of {most}: {evaluator.label}\n".encode() + ended.output
         try:
             return _metrics(ended, evaluator), log, time.monotonic() - began_s
         except NoMetricsError as error:
@@ -87,7 +87,7 @@ def _tries(
     write_atomic(path, log)
     raise EvaluationError(
         f"An evaluator fails: {problem}",
-        where=f"{evaluator.told}, of snapshot {snapshot.snapshot_id}",
+        where=f"{evaluator.label}, of snapshot {snapshot.snapshot_id}",
         expected="exit code 0, and as the last line of standard output a JSON object of numbers",
         found=f"after {most} attempt{'s' if most > 1 else ''}:\n{_end(ended.output)}",
         next_step=f"mend it; all that it wrote is in {path}",

@@ -77,7 +77,7 @@ class Auditor:
         """
         try:
             _refuse_odd(path)
-            found = act()
+            outcome = act()
         except MergePipeError as error:
             self.report(scope, path, error, is_derivable=is_derivable, remade=remade)
             return None
@@ -95,7 +95,7 @@ class Auditor:
         finally:
             with self._lock:
                 self.files += 1
-        return found
+        return outcome
 
     def report(
         self,
@@ -108,7 +108,7 @@ class Auditor:
     ) -> None:
         """Add a finding about the file at `path`; `remade` as for `check`."""
         next_step = f"`mergepipe repair` takes it away; {remade}"
-        found = Finding(
+        finding = Finding(
             scope,
             error.what,
             str(path),
@@ -119,7 +119,7 @@ class Auditor:
             is_derivable,
         )
         with self._lock:
-            self.findings.append(found)
+            self.findings.append(finding)
 
     def is_done(self, path: Path) -> bool:
         """Whether a verification that was interrupted found this file right, as it is now."""
@@ -137,7 +137,7 @@ def _refuse_odd(path: Path) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return  # who reads it will tell
+        return  # whoever reads it reports that
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise CorruptionError(
             "What should be a file is none",
@@ -151,7 +151,7 @@ def _refuse_odd(path: Path) -> None:
 def _state(path: Path) -> str:
     """What tells a file from one that took its place or was written to."""
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except OSError:
         return "gone"
-    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"

@@ -45,17 +45,17 @@ def verify_inputs(
     inputs = _where_they_are(warehouse, recorded, audit)
     if of is None:
         inputs = _present(warehouse, inputs, audit)
-    found = [(c, catalog.digests(c.checkpoint_id)) for c in _opened(catalog, inputs, audit)]
-    for checkpoint, _ in found:
+    contents = [(c, catalog.digests(c.checkpoint_id)) for c in _opened(catalog, inputs, audit)]
+    for checkpoint, _ in contents:
         root = _root(checkpoint)
         audit.check("inputs", root, partial(_verify_side_files, warehouse, checkpoint, audit))
-    unknown = [c.name for c, digests in found if digests is None]
+    unknown = [c.name for c, digests in contents if digests is None]
     if unknown:
         names = ", ".join(unknown)
         audit.notes.append(f"no content is known of {names}: `mergepipe analyze` finds it")
-    known = [(c, digests) for c, digests in found if digests is not None]
-    with progress.task("verify inputs", sum(c.nbytes for c, _ in known)) as advance:
-        for checkpoint, digests in known:
+    analysed = [(c, digests) for c, digests in contents if digests is not None]
+    with progress.task("verify inputs", sum(c.nbytes for c, _ in analysed)) as advance:
+        for checkpoint, digests in analysed:
             _verify(warehouse, checkpoint, digests, audit, advance)
 
 
@@ -68,33 +68,33 @@ def _registered(catalog: Catalog) -> Iterator[_Input]:
 
 
 def _where_they_are(warehouse: Warehouse, inputs: Sequence[_Input], audit: Auditor) -> list[_Input]:
-    """The inputs with their roots of now; those that are away are told."""
-    found: list[_Input] = []
+    """The inputs with their present roots; a note names those in cold storage."""
+    present: list[_Input] = []
     for name, root, checkpoint_id in inputs:
         record = warehouse.replaced.path(checkpoint_id)
         now = audit.check("inputs", record, partial(present_root, warehouse, checkpoint_id, root))
         if now is not None:
-            found.append((name, now, checkpoint_id))
-    if away := dict.fromkeys(name for name, root, _ in found if root.startswith(AWAY)):
-        audit.notes.append(_AWAY_NOTE + ", ".join(away))
-    return found
+            present.append((name, now, checkpoint_id))
+    if moved := dict.fromkeys(name for name, root, _ in present if root.startswith(AWAY)):
+        audit.notes.append(_AWAY_NOTE + ", ".join(moved))
+    return present
 
 
 def _present(warehouse: Warehouse, inputs: Sequence[_Input], audit: Auditor) -> list[_Input]:
     """The inputs but those that left the inbox, which anyone may take theirs from."""
-    found: list[_Input] = []
+    present: list[_Input] = []
     gone: list[str] = []
     for recorded in inputs:
         name, root, _ = recorded
         if Path(root).is_relative_to(warehouse.inbox) and not os.path.lexists(root):
             gone.append(name)
         else:
-            found.append(recorded)
+            present.append(recorded)
     if gone:
         audit.notes.append(
             f"left the inbox, so that no merge of them can be replayed: {', '.join(gone)}"
         )
-    return found
+    return present
 
 
 def _sources(snapshot: Snapshot) -> list[_Input]:
@@ -114,19 +114,19 @@ def _opened(catalog: Catalog, inputs: list[_Input], audit: Auditor) -> Iterator[
 @damaged_rest_named()
 def _as_recorded(catalog: Catalog, name: str, root: str, checkpoint_id: str) -> Checkpoint:
     """The checkpoint as it was recorded, if its files have the sizes, times and headers of then."""
-    found = open_checkpoint(root, name)
-    if found.checkpoint_id != checkpoint_id:
+    checkpoint = open_checkpoint(root, name)
+    if checkpoint.checkpoint_id != checkpoint_id:
         recorded = catalog.checkpoint(checkpoint_id, name, root)
-        if recorded is not None and recorded.stamp == found.stamp:
+        if recorded is not None and recorded.stamp == checkpoint.stamp:
             return recorded
         raise CheckpointChangedError(
             "An input's files are not those that were recorded",
             where=f"{name}, {root}",
             expected=f"checkpoint {checkpoint_id[:8]}",
-            found=f"checkpoint {found.checkpoint_id[:8]}",
+            found=f"checkpoint {checkpoint.checkpoint_id[:8]}",
             next_step=f"if the change is meant: `mergepipe register {root} --name {name}`",
         )
-    return found
+    return checkpoint
 
 
 def _verify(
@@ -146,10 +146,10 @@ def _verify(
             advance(sum(t.nbytes for t in tensors))
             continue
         part = replace(checkpoint, tensors=tensors, files=(file,))
-        found = audit.check("inputs", path, partial(digest_checkpoint, part, advance))
-        if found is None:
+        by_tensor = audit.check("inputs", path, partial(digest_checkpoint, part, advance))
+        if by_tensor is None:
             continue
-        wrong = {t: s for t, (s,) in found.items() if s.content != digests.get(t)}
+        wrong = {t: s for t, (s,) in by_tensor.items() if s.content != digests.get(t)}
         if wrong and checkpoint.is_away and _is_of_rest(root, audit):
             continue
         for tensor, segments in wrong.items():
@@ -206,15 +206,15 @@ def _is_of_rest(folder: Path, audit: Auditor) -> bool:
     return False
 
 
-def _elements(warehouse: Warehouse, checkpoint: Checkpoint, tensor: str, found: Segments) -> str:
+def _elements(warehouse: Warehouse, checkpoint: Checkpoint, tensor: str, segments: Segments) -> str:
     """Which elements are not what they were, where the catalog knows it."""
-    n = found.segment_elems
-    known = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, n)
-    if tensor not in known:
+    n = segments.segment_elems
+    recorded = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, n)
+    if tensor not in recorded:
         return ""
-    old = Segments(n, known[tensor])
-    count = len(found.digests) // SEGMENT_DIGEST_NBYTES
-    wrong = [i for i in range(count) if found.of(i, i + 1) != old.of(i, i + 1)]
+    old = Segments(n, recorded[tensor])
+    count = len(segments.digests) // SEGMENT_DIGEST_NBYTES
+    wrong = [i for i in range(count) if segments.of(i, i + 1) != old.of(i, i + 1)]
     stop = min((wrong[-1] + 1) * n, checkpoint.by_name[tensor].numel) if wrong else 0
     return f", elements {wrong[0] * n} to {stop}" if wrong else ""
 

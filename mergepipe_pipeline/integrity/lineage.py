@@ -70,7 +70,7 @@ def _check_plan(warehouse: Warehouse, snapshot: Snapshot) -> None:
 
 
 def _check_inputs(warehouse: Warehouse, snapshot: Snapshot) -> None:
-    """The contents that the manifest tells of are those that the catalog knows now."""
+    """The contents in the manifest are those that the catalog knows now."""
     catalog = warehouse.catalog
     try:
         provenance = provenance_of(snapshot)
@@ -80,14 +80,14 @@ def _check_inputs(warehouse: Warehouse, snapshot: Snapshot) -> None:
         return
     for source, entry in zip(provenance["sources"], snapshot.manifest.inputs, strict=False):
         try:
-            known = catalog.content_sha256(source["checkpoint_id"])
+            content = catalog.content_sha256(source["checkpoint_id"])
         except NotFoundError:
             continue
-        if known != entry.content_sha256:
+        if content != entry.content_sha256:
             raise CorruptionError(
                 "A snapshot tells another content of an input than the catalog",
                 where=f"{snapshot.path}, input {entry.name}",
-                expected=f"content {known[:16]}",
+                expected=f"content {content[:16]}",
                 found=f"content {entry.content_sha256[:16]}",
                 next_step="`mergepipe verify --all --scope inputs` tells whether the catalog is "
                 "right, `mergepipe replay` whether the snapshot is",
@@ -100,13 +100,13 @@ def _check_actions(
     """The actions of its layer keys give the objects of the manifest."""
     pairs = ((s, path) for s in snapshot.manifest.shards for path in actions.get(s.layer_key, ()))
     for shard, path in pairs:
-        known = action_of(path)
-        if known and known.sha256 != shard.sha256:
+        action = action_of(path)
+        if action and action.sha256 != shard.sha256:
             error = CorruptionError(
                 "An action gives another object than a snapshot has for the same layer key",
                 where=f"{path}, layer {shard.layer} of {snapshot.snapshot_id}",
                 expected=f"object {shard.sha256[:16]}",
-                found=f"object {known.sha256[:16]}",
+                found=f"object {action.sha256[:16]}",
             )
             audit.report("lineage", path, error, is_derivable=True)
 

@@ -22,7 +22,7 @@ _PIECE_NBYTES = 4 << 20
 def non_finite_inputs(plan: MergePlan, tensors: Collection[str]) -> list[str]:
     """The names of a plan's sources that hold NaN or infinity in these output tensors' inputs.
 
-    Reads them, but nothing from an address, and no source that is not to be had any more.
+    Reads them, but nothing from an address; sources that are gone are left out.
     """
     parts = {
         (part.source, part.entry): None
@@ -31,14 +31,14 @@ def non_finite_inputs(plan: MergePlan, tensors: Collection[str]) -> list[str]:
         if task.name in tensors
         for part in _parts(task)
     }
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for number, entry in parts:
         source = plan.sources[number]
-        if source.name not in found and not is_address(source.root):
+        if source.name not in names and not is_address(source.root):
             with suppress(MergePipeError, OSError):
                 if _holds(source.root, entry):
-                    found[source.name] = None
-    return list(found)
+                    names[source.name] = None
+    return list(names)
 
 
 def _parts(task: TensorTask) -> Iterator[Part]:

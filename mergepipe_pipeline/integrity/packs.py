@@ -36,24 +36,24 @@ _REMADE = "`mergepipe pack` makes it again"
 
 
 def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
-    """Look at what tells of packs, and of experts that they stand for; reads no frame."""
-    away, records = irreplaceable_packs(warehouse), _records(warehouse)
-    store, others = warehouse.packs, warehouse.packs.others()
-    idle = [pack_id[:16] for pack_id in others if pack_id not in away]
+    """Check the records of packs and of the experts that they stand for; reads no frame."""
+    irreplaceable, records = irreplaceable_packs(warehouse), _records(warehouse)
+    store, other_versions = warehouse.packs, warehouse.packs.others()
+    idle = [pack_id[:16] for pack_id in other_versions if pack_id not in irreplaceable]
     if idle:
         audit.notes.append(
             f"of another version of the codec, so that no merge reads them: packs "
             f"{', '.join(idle)}; `mergepipe pack` writes them again, and `gc` removes these"
         )
     for pack_id in store.ids():
-        if pack_id in others and pack_id not in away:
+        if pack_id in other_versions and pack_id not in irreplaceable:
             continue
         path = store.path(pack_id)
         audit.check(
             "structure",
             path,
             partial(_named, records.get(pack_id), path, partial(_read_all, warehouse, pack_id)),
-            is_derivable=pack_id not in away,
+            is_derivable=pack_id not in irreplaceable,
             remade=_REMADE,
         )
     for checkpoint_id in warehouse.replaced.ids():
@@ -66,7 +66,7 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
     for checkpoint_id in warehouse.replaced.ids():
         path = warehouse.replaced.path(checkpoint_id)
         audit.check("digests", path, partial(_check_rest, warehouse, checkpoint_id))
-    away, records = irreplaceable_packs(warehouse), _records(warehouse)
+    irreplaceable, records = irreplaceable_packs(warehouse), _records(warehouse)
     for pack_id in warehouse.packs.ids():
         try:
             pack = warehouse.packs.open(pack_id)
@@ -85,7 +85,7 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
                     "digests",
                     pack.root,
                     partial(_named, records.get(pack.pack_id), pack.root, act),
-                    is_derivable=pack.pack_id not in away,
+                    is_derivable=pack.pack_id not in irreplaceable,
                     remade=_REMADE,
                 )
                 if nbytes is not None:
@@ -98,17 +98,17 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
 
 def _records(warehouse: Warehouse) -> dict[str, Replaced]:
     """The experts that packs stand for, by pack id, as far as their records can be read."""
-    found = {}
+    records = {}
     for checkpoint_id in warehouse.replaced.ids():
         with suppress(MergePipeError):
             record = warehouse.replaced.find(checkpoint_id)
             if record is not None and not record.is_back:
-                found[record.pack_id] = record
-    return found
+                records[record.pack_id] = record
+    return records
 
 
 def _named(record: Replaced | None, root: Path, act: Callable[[], T]) -> T:
-    """What `act` gives; what it raises says where the original is that a pack stands for."""
+    """What `act` gives; its errors say where the original is that a pack stands for."""
     if record is None:
         return act()
     with original_named(record, root):

@@ -143,7 +143,7 @@ def _is_older_plan(path: Path) -> bool:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """What has the names that writers give files, at any depth; who reads a folder says so."""
+    """Entries named as writers name files, at any depth; a folder fails when it is read."""
     return sorted(p for p in folder.rglob(pattern) if not p.name.startswith("."))
 
 
@@ -160,10 +160,10 @@ def _verify_chains(folder: Path, keys: Collection[str], audit: Auditor) -> None:
                 "`mergepipe repair` tells of names what can be done"
             )
         if aside:
-            told = ", ".join(map(str, aside))
-            audit.notes.append(f"set aside by repair: version {told} of {chain}")
-        known = {*versions, *aside}
-        missing = sorted(set(range(1, max(known, default=0) + 1)) - known)
+            numbers = ", ".join(map(str, aside))
+            audit.notes.append(f"set aside by repair: version {numbers} of {chain}")
+        present = {*versions, *aside}
+        missing = sorted(set(range(1, max(present, default=0) + 1)) - present)
         if missing:
             error = CorruptionError(
                 "A version of a name is missing",
@@ -194,10 +194,10 @@ def _check_files(snapshot: Snapshot, audit: Auditor) -> None:
     """Provenance is sealed, and the folder holds what the manifest names and nothing else."""
     folder, manifest = Path(snapshot.path), snapshot.manifest
     audit.check("structure", folder / PROVENANCE, partial(provenance_of, snapshot))
-    known = {s.file for s in manifest.shards} | {f.file for f in manifest.side_files}
+    named = {s.file for s in manifest.shards} | {f.file for f in manifest.side_files}
     there = {p.name for p in folder.iterdir()} - {MANIFEST, PROVENANCE}
-    for name in sorted(known ^ there):
-        is_missing = name in known
+    for name in sorted(named ^ there):
+        is_missing = name in named
         error = CorruptionError(
             "A file of a snapshot is missing"
             if is_missing

@@ -32,8 +32,8 @@ def verify_digests(warehouse: Warehouse, audit: Auditor, progress: Progress) -> 
     total = sum(_nbytes(path) for path, _, _ in work)
     with progress.task("verify", total) as advance, Workers(threads.FILES) as workers:
 
-        def run(one: _Work) -> None:
-            path, check, is_derivable = one
+        def run(check_of_file: _Work) -> None:
+            path, check, is_derivable = check_of_file
 
             def act() -> None:
                 check(advance)
@@ -53,7 +53,7 @@ def verify_digests(warehouse: Warehouse, audit: Auditor, progress: Progress) -> 
 
 
 def _objects(warehouse: Warehouse) -> Iterator[_Work]:
-    """All objects; which tensor is wrong can be told of those that a record describes.
+    """All objects; a finding names the tensor where a record describes the object.
 
     Taking away the name of a damaged one harms no snapshot, which has a name of its own for it, and
     keeps later merges from taking it for a layer.
@@ -73,8 +73,8 @@ def _described(warehouse: Warehouse) -> Iterator[tuple[str, ShardEntry]]:
 
 
 def _check_object(path: Path, entry: ShardEntry | None, advance: Advance) -> None:
-    found = file_sha256(path, advance)
-    if found == path.name:
+    digest = file_sha256(path, advance)
+    if digest == path.name:
         return
     if entry is not None:
         verify_shard(path, entry)
@@ -82,7 +82,7 @@ def _check_object(path: Path, entry: ShardEntry | None, advance: Advance) -> Non
         "An object's bytes are not the bytes that were written",
         where=str(path),
         expected=f"sha256 {path.name[:16]}",
-        found=f"sha256 {found[:16]}",
+        found=f"sha256 {digest[:16]}",
         next_step="merge again: the layer is made anew",
     )
 
@@ -141,13 +141,13 @@ def _report(snapshot: Snapshot, shard: ShardEntry, audit: Auditor) -> None:
 
 
 def _check_side(path: Path, sha256: str) -> None:
-    found = sha256_hex(path.read_bytes())
-    if found != sha256:
+    digest = sha256_hex(path.read_bytes())
+    if digest != sha256:
         raise CorruptionError(
             "A file's bytes are not the bytes that were written",
             where=str(path),
             expected=f"sha256 {sha256[:16]}",
-            found=f"sha256 {found[:16]}",
+            found=f"sha256 {digest[:16]}",
             next_step="merge its recipe again: it is made anew, and layers are reused",
         )
 

@@ -38,7 +38,7 @@ class Audit:
     non_finite: Mapping[str, int]
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Which tensors hold what no model should, the first of them by name; "" for none."""
         return _named(self.non_finite)
 
@@ -52,14 +52,14 @@ def audit_snapshot(
     `anew`. Raises CorruptionError with the file and tensor that is wrong.
     """
     folder = warehouse.snapshots / snapshot.snapshot_id
-    known = None if anew else _audited(warehouse, recipe)
-    if known is not None and known.snapshot_id == snapshot.snapshot_id:
+    last = None if anew else _audited(warehouse, recipe)
+    if last is not None and last.snapshot_id == snapshot.snapshot_id:
         verify_snapshot(folder, only_touched=True)
-        return known
+        return last
     done = verify_snapshot(folder)
-    found = Audit(snapshot.snapshot_id, done.files, done.nbytes, non_finite(snapshot))
-    write_atomic(warehouse.audit_path(recipe), seal(asdict(found)))
-    return found
+    audit = Audit(snapshot.snapshot_id, done.files, done.nbytes, non_finite(snapshot))
+    write_atomic(warehouse.audit_path(recipe), seal(asdict(audit)))
+    return audit
 
 
 def _audited(warehouse: Warehouse, recipe: str) -> Audit | None:
@@ -78,7 +78,7 @@ def refuse_unfit(audit: Audit, plan: MergePlan) -> None:
             "A merged model holds NaN or infinity and is not released",
             where=f"snapshot {audit.snapshot_id[:16]}",
             expected="finite weights",
-            found=audit.told,
+            found=audit.summary,
             next_step=MEND,
         )
     if is_over_budget(plan):
@@ -103,10 +103,10 @@ def non_finite(snapshot: Snapshot) -> dict[str, int]:
     Opens the snapshot as any other checkpoint, so headers and index are audited on the way.
     """
     checkpoint = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12])
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for file in checkpoint.files:
-        found |= non_finite_of_file(Path(checkpoint.root) / file.path)
-    return found
+        counts |= non_finite_of_file(Path(checkpoint.root) / file.path)
+    return counts
 
 
 def merged_non_finite(warehouse: Warehouse, plan: MergePlan) -> dict[str, int]:
@@ -115,29 +115,29 @@ def merged_non_finite(warehouse: Warehouse, plan: MergePlan) -> dict[str, int]:
     Elements that F8_E4M3 cut off at its end are among them.
     """
     store = warehouse.objects
-    known = [store.lookup(layer.action_key) for layer in plan.layers]
-    return {name: n for stored in known if stored for name, n in stored.non_finite}
+    objects = [store.lookup(layer.action_key) for layer in plan.layers]
+    return {name: n for stored in objects if stored for name, n in stored.non_finite}
 
 
-def non_finite_warning(found: dict[str, int], plan: MergePlan) -> tuple[str, ...]:
+def non_finite_warning(counts: dict[str, int], plan: MergePlan) -> tuple[str, ...]:
     """What to tell a user of such tensors: which, how many elements, and why that may be."""
-    if not found:
+    if not counts:
         return ()
     tasks = (task for layer in plan.layers for task in layer.tasks)
-    dtypes = sorted({task.out_dtype for task in tasks if task.name in found})
+    dtypes = sorted({task.out_dtype for task in tasks if task.name in counts})
     ends = " or ".join(f"{TORCH_NAME[d]}, which ends at ±{LARGEST[d]:g}" for d in dtypes)
     what = "NaN, infinity or values cut off" if "F8_E4M3" in dtypes else "NaN or infinity"
-    held = non_finite_inputs(plan, list(found)[:MOST_NAMED])
+    held = non_finite_inputs(plan, list(counts)[:MOST_NAMED])
     why = (
         f"such values are in {' and '.join(held)}"
         if held
         else "no model was found to hold such values: they may be too large for "
         f"{ends} (see out_dtype)"
     )
-    return (f"the result holds {what}: {_named(found)}; {why}",)
+    return (f"the result holds {what}: {_named(counts)}; {why}",)
 
 
-def _named(found: Mapping[str, int]) -> str:
+def _named(counts: Mapping[str, int]) -> str:
     """How many elements of which tensors, the first of them by name."""
-    named = [f"{n} in {name}" for name, n in found.items()]
+    named = [f"{n} in {name}" for name, n in counts.items()]
     return listed(named, MOST_NAMED, "tensors more")

@@ -120,7 +120,7 @@ def refuse_changed(warehouse: Warehouse, search: Search, progress: Progress | No
     if found != search.evaluator_id:
         raise EvaluationError(
             "The evaluator of a search is not what it was when the search began",
-            where=f"{search.file.evaluator.told}, of the search {search.name}",
+            where=f"{search.file.evaluator.label}, of the search {search.name}",
             expected=f"evaluator {search.evaluator_id[:8]}",
             found=f"evaluator {found[:8]}: a file that it names has changed",
             next_step="bring back what was there, or begin a search of another name",

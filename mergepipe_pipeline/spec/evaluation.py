@@ -42,7 +42,7 @@ class Evaluator:
     retries: int = 1
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """The evaluator in a few words."""
         if self.perplexity is not None:
             return f"perplexity of {self.perplexity.text}"
@@ -76,7 +76,7 @@ class Threshold:
     is_share: bool = False
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The threshold in words: `at least 0.6`, `a rise of at most 2 %`."""
         number = figure(100 * self.value) + " %" if self.is_share else figure(self.value)
         lead = {"min": "at least", "max": "at most"}
@@ -107,16 +107,16 @@ class Finding:
     passed: bool
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The metric, its value, the threshold and the live value, in one sentence."""
         head = f"{self.threshold.metric} is {figure(self.value)}"
         if self.live is not None:
             head += f", {figure(self.live)} live"
         if not self.passed:
-            return f"{head}; the gate asks for {self.threshold.told}"
+            return f"{head}; the gate asks for {self.threshold.summary}"
         if self.threshold.comparison in RELATIVE and self.live is None:
-            return f"{head} ({self.threshold.told} passes: nothing is live yet)"
-        return f"{head} ({self.threshold.told})"
+            return f"{head} ({self.threshold.summary} passes: nothing is live yet)"
+        return f"{head} ({self.threshold.summary})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class Verdict:
         return all(f.passed for f in self.findings)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What is wrong, or that nothing is, in one sentence."""
-        return "; ".join(f.told for f in self.findings if f.passed == self.passed)
+        return "; ".join(f.summary for f in self.findings if f.passed == self.passed)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Verdict:

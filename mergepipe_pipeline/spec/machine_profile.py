@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 #: Raised when the engine's figures come to mean something else; those of other versions are not
-#: used. The storage's have kept their meaning since the first version, which told no number.
+#: used. The storage's have kept their meaning since the first version, which had no number.
 PROFILE_VERSION = 2
 #: What a disk is taken to read where nobody has measured it.
 DEFAULT_READ_BYTES_PER_S = 1e9
@@ -80,6 +80,6 @@ class MachineProfile:
 
         Raises KeyError, TypeError.
         """
-        given = {f.name: value[f.name] for f in fields(MachineProfile) if f.name != "engine"}
+        values = {f.name: value[f.name] for f in fields(MachineProfile) if f.name != "engine"}
         engine = value.get("engine") if value.get("version") == PROFILE_VERSION else None
-        return MachineProfile(**given, engine=engine and EnginePace.from_json(engine))
+        return MachineProfile(**values, engine=engine and EnginePace.from_json(engine))

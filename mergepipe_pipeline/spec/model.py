@@ -46,7 +46,7 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read all of it once."""
+        """Bytes of one full read."""
         return sum(v.nbytes for v in self.views.values())
 
 

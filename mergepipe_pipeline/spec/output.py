@@ -21,8 +21,8 @@ def promoted_dtype(
     """
     first = t.base or t.inputs[0]
     like = tables[first.model][first.tensor]
-    found = [tables[i.model].get(i.tensor) for i in t.inputs]
-    stored = [e.dtype for e in found if e and (isinstance(e, TensorEntry) or e.stored)]
+    entries = [tables[i.model].get(i.tensor) for i in t.inputs]
+    stored = [e.dtype for e in entries if e and (isinstance(e, TensorEntry) or e.stored)]
     if t.base or not stored:
         stored.append(like.dtype)
     return promoted(stored) if like.dtype in FLOATING else like.dtype

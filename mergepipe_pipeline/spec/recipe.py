@@ -1,4 +1,4 @@
-"""What is wanted: a recipe after every precedence, default, filter and gradient was applied.
+"""A recipe after every precedence, default, filter and gradient was applied.
 
 Made by `recipe`, read by the verbs. One `TensorRecipe` per output tensor holds plain numbers.
 """
@@ -71,7 +71,7 @@ class ModelRef:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What patterns are held against: the text, and the name without path and revision."""
+        """What patterns are compared with: the text, and the name without path and revision."""
         last = PurePosixPath(self.model).name
         adapter = f"{last}+{PurePosixPath(self.lora).name}" if self.lora else last
         return (self.text, adapter)

@@ -45,7 +45,7 @@ class Selected:
     left: tuple[tuple[str, str], ...] = ()
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """The selector and where it stands: `models[0]: match chat-*`."""
         return f"{self.place}: {self.selector}"
 
@@ -68,8 +68,8 @@ class Selected:
 
 def by_expert(selected: Iterable[Selected]) -> dict[str, str]:
     """Name of each expert that was taken to the selector that took it first."""
-    found: dict[str, str] = {}
-    for one in selected:
-        for name in one.taken:
-            found.setdefault(name, one.told)
-    return found
+    selectors: dict[str, str] = {}
+    for selection in selected:
+        for name in selection.taken:
+            selectors.setdefault(name, selection.label)
+    return selectors

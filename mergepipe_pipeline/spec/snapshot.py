@@ -128,5 +128,5 @@ class Ref:
 
 def operator_counts(plan: MergePlan) -> tuple[OperatorCount, ...]:
     """How many output tensors each operator makes, by name and variant (empty: none)."""
-    found = Counter((task.operator, task.variant) for layer in plan.layers for task in layer.tasks)
-    return tuple((*which, n) for which, n in sorted(found.items()))
+    counts = Counter((task.operator, task.variant) for layer in plan.layers for task in layer.tasks)
+    return tuple((*which, n) for which, n in sorted(counts.items()))

@@ -1,4 +1,4 @@
-"""How a tensor of a model is had from stored bytes: whole, in runs, as a delta, as low rank.
+"""How a tensor of a model follows from stored bytes: whole, in runs, as a delta, as low rank.
 
 A model is one checkpoint, or a checkpoint with an adapter on it, or an adapter or a delta alone;
 whatever it is, analysis and engine see tensors of one name, shape and dtype. Pure description:
@@ -138,7 +138,7 @@ class TensorView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes read to have all of it once."""
+        """Bytes of one full read."""
         return self.stored_nbytes + self.low_rank_nbytes
 
     @property

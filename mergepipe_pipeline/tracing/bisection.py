@@ -101,12 +101,12 @@ def bisect(
         if not regression.suspects or not bench.repairs(regression.suspects):
             bench.refuse_unmeasured()
             return _ended(bench, verdict, Narrowed((), True), (), _nothing_helps(regression))
-        found = narrow(regression.suspects, bench.repairs, most - bench.spent)
+        narrowed = narrow(regression.suspects, bench.repairs, most - bench.spent)
         fewest: tuple[str, ...] = ()
-        if layers and len(found.part) == 1:
-            fewest = bench.fewest_layers(found.part, most - bench.spent)
+        if layers and len(narrowed.part) == 1:
+            fewest = bench.fewest_layers(narrowed.part, most - bench.spent)
         bench.refuse_unmeasured()
-        return _ended(bench, verdict, found, fewest, _told(regression, found, fewest))
+        return _ended(bench, verdict, narrowed, fewest, _conclusion(regression, narrowed, fewest))
 
 
 class _Bench:
@@ -143,11 +143,11 @@ class _Bench:
     def judged(self, snapshot: Snapshot) -> tuple[Metrics, Verdict]:
         """What a snapshot measures, and what the gate says of it beside the live one."""
         folder = self.regression.folder
-        found, live = (
+        measured, live = (
             evaluate(self._warehouse, which, self._evaluator, folder)
             for which in (snapshot, self.regression.live)
         )
-        return found.metrics, judge(self._gate, found, live)
+        return measured.metrics, judge(self._gate, measured, live)
 
     def repairs(self, undone: tuple[Suspect, ...]) -> bool:
         """Whether the gate lets the recipe pass with these changes undone."""
@@ -157,12 +157,12 @@ class _Bench:
     def fewest_layers(self, undone: tuple[Suspect, ...], most: int) -> tuple[str, ...]:
         """The fewest layers found in which undoing these changes is enough."""
         plan = load_plan(self._warehouse, self.regression.refused.manifest.plan_id)
-        other, names = self._plan(undone), tuple(s.name for s in undone)
+        undone_plan, names = self._plan(undone), tuple(s.name for s in undone)
 
         def repairs(layers: tuple[str, ...]) -> bool:
-            return self._try(lambda: stitched(plan, other, layers), names, layers)
+            return self._try(lambda: stitched(plan, undone_plan, layers), names, layers)
 
-        apart = layers_apart(plan, other)
+        apart = layers_apart(plan, undone_plan)
         return narrow(apart, repairs, most).part if apart else ()
 
     def refuse_unmeasured(self) -> None:
@@ -182,7 +182,7 @@ class _Bench:
             snapshot = self._merged(plan())
             snapshot_id = snapshot.snapshot_id
             metrics, verdict = self.judged(snapshot)
-            passed, told = verdict.passed, verdict.told
+            passed, told = verdict.passed, verdict.summary
         except EvaluationError as error:
             self._failed.append(error)
             told = str(error)
@@ -207,23 +207,23 @@ class _Bench:
 def _ended(
     bench: _Bench,
     verdict: Verdict,
-    found: Narrowed[Suspect],
+    narrowed: Narrowed[Suspect],
     layers: tuple[str, ...],
-    told: str,
+    conclusion: str,
 ) -> Bisection:
     r = bench.regression
-    is_live = r.is_live(found.part)
+    is_live = r.is_live(narrowed.part)
     return Bisection(
         recipe=r.parsed.name,
         live=r.live.snapshot_id,
         refused=r.refused.snapshot_id,
-        verdict=verdict.told,
-        guilty=tuple(s.name for s in found.part),
-        undoing=tuple("as it is live" if is_live else s.undoing for s in found.part),
+        verdict=verdict.summary,
+        guilty=tuple(s.name for s in narrowed.part),
+        undoing=tuple("as it is live" if is_live else s.undoing for s in narrowed.part),
         layers=layers,
-        is_smallest=found.is_smallest,
+        is_smallest=narrowed.is_smallest,
         candidates=tuple(bench.candidates),
-        told=told,
+        told=conclusion,
     )
 
 
@@ -232,25 +232,27 @@ def _nothing_helps(regression: Regression) -> str:
         return "the live snapshot does not pass either, so that no change is to blame"
     names = ", ".join(s.name for s in regression.suspects)
     tried = f"undoing {names} does not help" if names else "no expert came or changed"
-    others = "; ".join(regression.unmovable)
-    return f"{tried}; what else differs: {others}" if others else tried
+    unmovable = "; ".join(regression.unmovable)
+    return f"{tried}; what else differs: {unmovable}" if unmovable else tried
 
 
-def _told(regression: Regression, found: Narrowed[Suspect], layers: tuple[str, ...]) -> str:
-    told = ", ".join(f"{s.name} ({s.undoing})" for s in found.part)
-    gone = ", ".join(s.name for s in found.part if s.previous is None)
-    is_live = regression.is_live(found.part)
-    if not found.is_smallest:
-        return f"the candidates ran out; the gate passes with all of these undone: {told}"
-    if len(found.part) > 1 and is_live and gone:
-        names = ", ".join(s.name for s in found.part)
+def _conclusion(
+    regression: Regression, narrowed: Narrowed[Suspect], layers: tuple[str, ...]
+) -> str:
+    undone = ", ".join(f"{s.name} ({s.undoing})" for s in narrowed.part)
+    gone = ", ".join(s.name for s in narrowed.part if s.previous is None)
+    is_live = regression.is_live(narrowed.part)
+    if not narrowed.is_smallest:
+        return f"the candidates ran out; the gate passes with all of these undone: {undone}"
+    if len(narrowed.part) > 1 and is_live and gone:
+        names = ", ".join(s.name for s in narrowed.part)
         return (
             f"it cannot be told which of {names} is guilty: the gate does not pass without {gone} "
             "either, and what is live of them is gone; keep each version in a folder of its own"
         )
-    if len(found.part) > 1:
-        return f"no single expert is guilty; the gate passes with all of these undone: {told}"
-    (guilty,) = found.part
+    if len(narrowed.part) > 1:
+        return f"no single expert is guilty; the gate passes with all of these undone: {undone}"
+    (guilty,) = narrowed.part
     of = len(regression.refused.manifest.shards)
     named = "every layer" if len(layers) == of else f"{', '.join(layers)} (of {of} layers)"
     where = f" in {named}" if layers else ""

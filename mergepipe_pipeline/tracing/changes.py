@@ -37,7 +37,7 @@ class InputChange:
     after: str | None
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The change in a few words."""
         what = self.name if self.role == "expert" else f"the base {self.name}"
         if self.before is None:
@@ -62,9 +62,9 @@ class Changes:
     layers_total: int
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """All of it in one sentence."""
-        parts = [change.told for change in self.inputs[:_MOST_SHOWN]]
+        parts = [change.summary for change in self.inputs[:_MOST_SHOWN]]
         if len(self.inputs) > _MOST_SHOWN:
             parts.append(f"{len(self.inputs) - _MOST_SHOWN} more")
         parts += ["the recipe says something else"] if self.asks_otherwise else []
@@ -75,19 +75,21 @@ class Changes:
 
 def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Changes:
     """What differs from `live` to `other`. Raises CorruptionError for a damaged provenance."""
-    said = [provenance_of(s) for s in (live, other)]
-    before, after = (Request.from_json(p["request"]) for p in said)
+    records = [provenance_of(s) for s in (live, other)]
+    before, after = (Request.from_json(p["request"]) for p in records)
     shards = {s.layer: s.sha256 for s in live.manifest.shards}
-    theirs = {s.layer: s.sha256 for s in other.manifest.shards}
-    differ = {n for n in shards.keys() | theirs.keys() if shards.get(n) != theirs.get(n)}
+    other_shards = {s.layer: s.sha256 for s in other.manifest.shards}
+    differ = {
+        n for n in shards.keys() | other_shards.keys() if shards.get(n) != other_shards.get(n)
+    }
     asked = [(r.budget, r.strategy, r.block_elems, r.no_packs, r.left_out) for r in (before, after)]
     return Changes(
         live.snapshot_id,
         other.snapshot_id,
         tuple(_inputs(warehouse, (live, before), (other, after))),
-        asked[0] != asked[1] or _said(said[0]["recipe"]) != _said(said[1]["recipe"]),
+        asked[0] != asked[1] or _said(records[0]["recipe"]) != _said(records[1]["recipe"]),
         tuple(sorted(differ, key=layer_order)),
-        len(theirs),
+        len(other_shards),
     )
 
 
@@ -110,15 +112,15 @@ def contents_of(
     """
     catalog, models = warehouse.catalog, {m.name: m for m in request.models}
     last = {e.name: (e.role, e.content_sha256) for e in snapshot.manifest.inputs}
-    found = {}
+    contents = {}
     for name, model in models.items():
         role, content = last.get(name, ("expert", model.content_sha256))
         if model.content_sha256 == content:
             with suppress(NotFoundError):
                 checkpoint = catalog.checkpoint(model.checkpoint_id, model.name, model.root)
                 content = content_of(catalog, checkpoint) if checkpoint else content
-        found[role, name] = content
-    return found
+        contents[role, name] = content
+    return contents
 
 
 def _inputs(
@@ -142,8 +144,8 @@ def _version(warehouse: Warehouse, name: str, request: Request, content: str | N
     if content is None:
         return None
     ids = {m.checkpoint_id for m in request.models if m.name == name}
-    known: list[Registration] = []
+    versions: list[Registration] = []
     with suppress(MergePipeError):
-        known = warehouse.catalog.history(name)
-    numbers = [r.version for r in known if r.checkpoint.checkpoint_id in ids]
+        versions = warehouse.catalog.history(name)
+    numbers = [r.version for r in versions if r.checkpoint.checkpoint_id in ids]
     return f"version {numbers[-1]}" if numbers else f"content {content[:8]}"

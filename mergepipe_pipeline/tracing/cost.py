@@ -1,4 +1,4 @@
-"""What a bisection costs at most, told before it begins."""
+"""What a bisection costs at most, known before it begins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cost:
     reason: str = ""
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The worst case in one sentence."""
         time = f"not predicted: {self.reason}" if self.seconds is None else f"{self.seconds:.0f} s"
         return (
@@ -76,10 +76,10 @@ def cost_of(
 
 def _stages(warehouse: Warehouse, plan: MergePlan) -> Iterator[MergePlan]:
     """The plans of the stages whose results a plan merges, and of the stages before those."""
-    given = {model.root for model in plan.request.models}
+    input_roots = {model.root for model in plan.request.models}
     for source in plan.sources:
         folder = Path(source.root)
-        if source.root not in given and folder.parent == warehouse.snapshots:
+        if source.root not in input_roots and folder.parent == warehouse.snapshots:
             made = load_snapshot(warehouse.snapshots, folder.name)
             stage = load_plan(warehouse, made.manifest.plan_id)
             yield stage

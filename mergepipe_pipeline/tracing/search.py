@@ -30,33 +30,35 @@ def most_questions(n: int) -> int:
 def narrow(items: Sequence[T], repairs: Callable[[tuple[T, ...]], bool], most: int) -> Narrowed[T]:
     """A small part of `items` for which `repairs` is true, as it is of all of them.
 
-    Asks at most `most` different questions; then the smallest part known is the result.
+    Asks at most `most` different questions; then the smallest part found is the result.
     """
-    known: dict[tuple[T, ...], bool] = {}
+    answered: dict[tuple[T, ...], bool] = {}
 
     def ask(part: tuple[T, ...]) -> bool | None:
-        if part not in known:
-            if len(known) >= most:
+        if part not in answered:
+            if len(answered) >= most:
                 return None
-            known[part] = repairs(part)
-        return known[part]
+            answered[part] = repairs(part)
+        return answered[part]
 
-    found, n_parts = tuple(items), 2
-    while len(found) > 1:
-        parts = _parts(found, n_parts)
-        others = [tuple(i for i in found if i not in part) for part in parts] if n_parts > 2 else []
-        answers = ((part, ask(part)) for part in (*parts, *others))
-        part, answer = next(((p, a) for p, a in answers if a is not False), (found, False))
+    smallest, n_parts = tuple(items), 2
+    while len(smallest) > 1:
+        parts = _parts(smallest, n_parts)
+        complements = (
+            [tuple(i for i in smallest if i not in part) for part in parts] if n_parts > 2 else []
+        )
+        answers = ((part, ask(part)) for part in (*parts, *complements))
+        part, answer = next(((p, a) for p, a in answers if a is not False), (smallest, False))
         if answer is None:
-            return Narrowed(found, is_smallest=False)
+            return Narrowed(smallest, is_smallest=False)
         if answer:
             n_parts = 2 if part in parts else max(n_parts - 1, 2)
-            found = part
-        elif n_parts == len(found):
+            smallest = part
+        elif n_parts == len(smallest):
             break
         else:
-            n_parts = min(2 * n_parts, len(found))
-    return Narrowed(found, is_smallest=True)
+            n_parts = min(2 * n_parts, len(smallest))
+    return Narrowed(smallest, is_smallest=True)
 
 
 def _parts(items: tuple[T, ...], n_parts: int) -> list[tuple[T, ...]]:

@@ -25,31 +25,33 @@ def layers_apart(plan: MergePlan, other: MergePlan) -> tuple[str, ...]:
     )
 
 
-def stitched(plan: MergePlan, other: MergePlan, layers: Collection[str]) -> MergePlan:
+def stitched(plan: MergePlan, donor: MergePlan, layers: Collection[str]) -> MergePlan:
     """The plan with these layers as the other one has them; the rest, files included, stays."""
-    sources, numbers = _joined(plan.sources, other.sources)
-    packs, pack_numbers = _joined(plan.packs, other.packs)
-    theirs = {layer.name: layer for layer in other.layers if layer.name in layers}
+    sources, numbers = _joined(plan.sources, donor.sources)
+    packs, pack_numbers = _joined(plan.packs, donor.packs)
+    replacements = {layer.name: layer for layer in donor.layers if layer.name in layers}
     return replace(
         plan,
-        recipe_text=f"# layers {', '.join(layers)} are those of plan {other.plan_id[:16]}\n"
+        recipe_text=f"# layers {', '.join(layers)} are those of plan {donor.plan_id[:16]}\n"
         + plan.recipe_text,
         sources=sources,
-        roles=(*plan.roles, *(other.roles[i] for i, n in numbers.items() if n >= len(plan.roles))),
+        roles=(*plan.roles, *(donor.roles[i] for i, n in numbers.items() if n >= len(plan.roles))),
         packs=packs,
         layers=tuple(
-            _moved(theirs[layer.name], numbers, pack_numbers) if layer.name in theirs else layer
+            _moved(replacements[layer.name], numbers, pack_numbers)
+            if layer.name in replacements
+            else layer
             for layer in plan.layers
         ),
     )
 
 
-def _joined(ours: Sequence[T], theirs: Sequence[T]) -> tuple[tuple[T, ...], dict[int, int]]:
-    """All of both, each once, ours first; and where each of theirs is among them."""
-    joined = tuple(dict.fromkeys((*ours, *theirs)))
-    # A sequence of ours that names one twice keeps its numbers.
-    joined = (*ours, *(x for x in joined if x not in ours))
-    return joined, {i: joined.index(x) for i, x in enumerate(theirs)}
+def _joined(first: Sequence[T], second: Sequence[T]) -> tuple[tuple[T, ...], dict[int, int]]:
+    """The items of both, each once; and the place of each item of `second` among them."""
+    joined = tuple(dict.fromkeys((*first, *second)))
+    # If `first` has an item twice, the numbers of its items stay.
+    joined = (*first, *(x for x in joined if x not in first))
+    return joined, {i: joined.index(x) for i, x in enumerate(second)}
 
 
 def _moved(layer: LayerTask, numbers: Mapping[int, int], packs: Mapping[int, int]) -> LayerTask:

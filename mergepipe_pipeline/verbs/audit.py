@@ -69,7 +69,7 @@ def _finite_told(warehouse: Warehouse, found: Audit, snapshot: Snapshot) -> str:
     entries = open_checkpoint(snapshot.path, snapshot.snapshot_id[:12]).by_name
     files = sorted({entries[name].file for name in found.non_finite})
     return (
-        f"NaN or infinity: {found.told}; file {listed(files, MOST_NAMED, 'files more')} of "
+        f"NaN or infinity: {found.summary}; file {listed(files, MOST_NAMED, 'files more')} of "
         f"{snapshot.path}{_inputs_told(warehouse, found, snapshot)}. Next: {MEND}"
     )
 

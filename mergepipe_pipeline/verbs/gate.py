@@ -127,7 +127,7 @@ def _since(warehouse: Warehouse, live: Ref, snapshot: Snapshot) -> str:
 
     with suppress(MergePipeError):
         named = load_snapshot(warehouse.snapshots, live.snapshot_id)
-        return changes_between(warehouse, named, snapshot).told
+        return changes_between(warehouse, named, snapshot).summary
     return ""
 
 
@@ -148,7 +148,7 @@ def mark(warehouse: Warehouse, recipe: str, judged: Judged) -> None:
     if verdict is not None and verdict.passed:
         marks.accept(verdict.snapshot_id)
     elif verdict is not None:
-        marks.refuse(verdict.snapshot_id, recipe, verdict.told)
+        marks.refuse(verdict.snapshot_id, recipe, verdict.summary)
 
 
 def refuse(judged: Judged, recipe: str, ref: str) -> None:
@@ -171,7 +171,9 @@ def refuse(judged: Judged, recipe: str, ref: str) -> None:
 def _told(verdict: Verdict, ref: str) -> str:
     stays = "has no version yet" if verdict.live_snapshot_id is None else "stays as it is"
     since = f"; {verdict.since}" if verdict.since else ""
-    return f"snapshot {verdict.snapshot_id[:16]} is refused: {verdict.told}{since}; {ref} {stays}"
+    return (
+        f"snapshot {verdict.snapshot_id[:16]} is refused: {verdict.summary}{since}; {ref} {stays}"
+    )
 
 
 def judge_candidate(

@@ -60,7 +60,7 @@ class Merged:
             found["ref"], found["ref_version"] = self.ref.name, self.ref.number
         if self.judged is not None:
             found["metrics"] = dict(self.judged.evaluation.metrics)
-            found["gate"] = self.judged.verdict and self.judged.verdict.told
+            found["gate"] = self.judged.verdict and self.judged.verdict.summary
         return found
 
 

@@ -75,7 +75,7 @@ def trace_refusal(
         most=MOST,
         layers=False,
     )
-    tell(f"at most {prepared.cost.told}")
+    tell(f"at most {prepared.cost.summary}")
     done = bisect(warehouse, prepared, options=options, tell=tell)
     kept_out = _keep_out(warehouse, prepared, done)
     record = {"token": _token(found), "bisection": done.to_json()}

@@ -57,15 +57,15 @@ def test_the_sentence_says_metric_value_threshold_and_live_value() -> None:
     )
     assert not verdict.passed
     told = "accuracy is 0.52, 0.6 live; the gate asks for a drop of at most 0.01"
-    assert verdict.told == told
-    assert verdict.findings[1].told == "p is 12.1, 12 live (a rise of at most 2 %)"
+    assert verdict.summary == told
+    assert verdict.findings[1].summary == "p is 12.1, 12 live (a rise of at most 2 %)"
     assert verdict.live_snapshot_id == "old"
 
 
 def test_relative_thresholds_pass_and_say_so_while_nothing_is_live() -> None:
     verdict = judge(Gate((Threshold("a", "max_drop", 0.0),)), measured({"a": -5.0}), None)
     assert verdict.passed
-    assert verdict.told == "a is -5 (a drop of at most 0 passes: nothing is live yet)"
+    assert verdict.summary == "a is -5 (a drop of at most 0 passes: nothing is live yet)"
 
 
 def test_a_metric_that_an_evaluator_does_not_give_is_an_error_that_names_those_it_does() -> None:

@@ -87,7 +87,7 @@ def test_a_recipe_with_selectors_means_what_it_means_with_the_models_written_out
 def test_a_selection_says_which_selector_took_whom_and_survives_json() -> None:
     parsed = parse([{"match": "*-a", "exclude": ["code-*"]}, {"model": "math"}, {"tag": "new"}])
     first, second = parsed.selected
-    assert first.told == "models[0]: match *-a, exclude code-*"
+    assert first.label == "models[0]: match *-a, exclude code-*"
     assert (second.taken, second.left) == (("chat-b",), (("math", "the recipe names it"),))
     assert by_expert(parsed.selected)["chat-b"] == "models[2]: tag new"
     assert [Selected.from_json(asdict(s)) for s in parsed.selected] == [first, second]
@@ -146,7 +146,7 @@ models: [{model: chat-a}, {match: chat-*}]
 parameters: {weight: 1}
 """
     first, last = parse_recipes(text, name="r", where="r.yml", methods=METHODS, choose=choose)
-    assert [s.told for s in last.all_selected] == [
+    assert [s.label for s in last.all_selected] == [
         "chat-a: models[0]: match code-*",
         "models[1]: match chat-*",
     ]
