@@ -1,6 +1,6 @@
 """Turns a plan whose layers are all merged into a snapshot: the last step of the verb `merge`.
 
-Decides what stands beside the weights (config, tokenizer, index, card) and what is told of the
+Decides what stands beside the weights (config, tokenizer, index, card) and what is recorded of the
 merge: in the manifest what determines the result, in the provenance the rest. Computes no weight.
 """
 

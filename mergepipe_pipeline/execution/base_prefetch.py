@@ -49,7 +49,7 @@ def prefetch_base(resolved: ResolvedRecipe) -> Iterator[None]:
 
 def _base_tensors(resolved: ResolvedRecipe) -> _Places:
     """What is stored of the tensors that experts are merged on."""
-    found: dict[str, dict[TensorEntry, None]] = {}
+    by_root: dict[str, dict[TensorEntry, None]] = {}
     for t in resolved.recipe.tensors:
         if t.base is None:
             continue
@@ -57,8 +57,8 @@ def _base_tensors(resolved: ResolvedRecipe) -> _Places:
         for part in model.views[t.base.tensor].stored:
             checkpoint = model.checkpoints[part.source]
             if not checkpoint.is_away:  # decoding would take the cores that planning needs
-                found.setdefault(checkpoint.root, {})[part.entry] = None
-    return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in found.items()]
+                by_root.setdefault(checkpoint.root, {})[part.entry] = None
+    return [(root, sorted(e, key=lambda e: (e.file, e.start_byte))) for root, e in by_root.items()]
 
 
 def _read(places: _Places, over: threading.Event) -> None:

@@ -27,31 +27,31 @@ def egress_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple[Eg
     """
     base = set(resolved.base.checkpoints) if resolved.base else set()
     all_of_them = {c: None for m in resolved.models for c in m.checkpoints if is_address(c.root)}
-    found = (_of_checkpoint(warehouse, resolved, c, c in base) for c in all_of_them)
-    return tuple(found)
+    egresses = (_of_checkpoint(warehouse, resolved, c, c in base) for c in all_of_them)
+    return tuple(egresses)
 
 
 def _of_checkpoint(
     warehouse: Warehouse, resolved: ResolvedRecipe, checkpoint: Checkpoint, is_base: bool
 ) -> Egress:
-    from mergepipe_pipeline.remote.egress import egress_of  # few read from elsewhere
+    from mergepipe_pipeline.remote.egress import egress_of  # imported late: few merges need it
 
     is_read = warehouse.catalog.digests(checkpoint.checkpoint_id) is not None
     # Statistics may be missing of what was read before, against another base.
     is_known = is_read and resolved.cost.analysis_bytes == 0
     why = "merged on" if is_base else "merged" if is_known else "read whole to learn what it holds"
     ranges = (FileRange(t.file, t.start_byte, t.start_byte + t.nbytes) for t in checkpoint.tensors)
-    found = egress_of(checkpoint.root, ranges, why)
+    egress = egress_of(checkpoint.root, ranges, why)
     budget = resolved.cost.budget_bytes
     if is_read and not is_known and not is_base:
-        return replace(found, at_most=True)
-    if is_base or not is_known or budget is None or budget >= found.nbytes:
-        return found
-    share = budget / max(1, found.nbytes)
-    seconds = None if found.seconds is None else found.seconds * share
+        return replace(egress, at_most=True)
+    if is_base or not is_known or budget is None or budget >= egress.nbytes:
+        return egress
+    share = budget / max(1, egress.nbytes)
+    seconds = None if egress.seconds is None else egress.seconds * share
     return replace(
-        found,
-        requests=round(found.requests * share),
+        egress,
+        requests=round(egress.requests * share),
         nbytes=budget,
         at_most=True,
         seconds=seconds,
@@ -62,16 +62,16 @@ def egress_of_plan(
     plan: MergePlan, layers: Sequence[LayerTask] | None = None
 ) -> tuple[Egress, ...]:
     """What merging a plan's layers (default: all) fetches, per address."""
-    found: list[Egress] = []
+    egresses: list[Egress] = []
     for number, source in enumerate(plan.sources):
         if is_address(source.root):
             from mergepipe_pipeline.engine.access_sets import file_ranges
             from mergepipe_pipeline.remote.egress import egress_of
 
-            wanted = plan.layers if layers is None else layers
-            read = [r for g in (False, True) for r in file_ranges(wanted, number, gated=g)]
-            found.append(egress_of(source.root, read, "merged"))
-    return tuple(found)
+            chosen = plan.layers if layers is None else layers
+            read = [r for g in (False, True) for r in file_ranges(chosen, number, gated=g)]
+            egresses.append(egress_of(source.root, read, "merged"))
+    return tuple(egresses)
 
 
 @contextmanager
@@ -94,5 +94,5 @@ def traffic() -> dict[str, Traffic]:
 
 def traffic_since(before: Mapping[str, Traffic]) -> dict[str, Any]:
     """What came over the wire since `traffic` was asked, by address, as JSON."""
-    found = METER.since(before)
-    return {a: {"requests": t.requests, "nbytes": t.nbytes} for a, t in found.items()}
+    traffic = METER.since(before)
+    return {a: {"requests": t.requests, "nbytes": t.nbytes} for a, t in traffic.items()}

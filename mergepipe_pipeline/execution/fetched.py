@@ -22,26 +22,26 @@ def fetch_layers(
 ) -> dict[str, StoredObject]:
     """Put those layers that the bucket has into the object store; what they are, by name.
 
-    Nothing without a bucket. Every byte is compared with its digest; what is damaged there, or
-    cannot be had, is said and left out: it is merged here.
+    Nothing without a bucket. Every byte is compared with its digest; a layer that is damaged there,
+    or cannot be fetched, is logged, left out and merged here.
     """
     mirror = warehouse.mirror
     if mirror is None or not layers:
         return {}
-    found: dict[str, StoredObject] = {}
+    fetched: dict[str, StoredObject] = {}
     try:
-        known = list(zip(layers, mirror.lookup([w.action_key for w in layers]), strict=True))
-        total = sum(stored.nbytes for _, stored in known if stored)
+        looked_up = list(zip(layers, mirror.lookup([w.action_key for w in layers]), strict=True))
+        total = sum(stored.nbytes for _, stored in looked_up if stored)
         with (
             staging_of(warehouse, "fetch") as staging,
             progress.task(f"fetch from {mirror.bucket.address.text}", total) as advance,
         ):
-            for layer, stored in known:
+            for layer, stored in looked_up:
                 if stored and _fetched(warehouse, mirror, layer, stored, staging, advance):
-                    found[layer.name] = stored
+                    fetched[layer.name] = stored
     except RemoteError as error:
         _LOG.warning("Layers are merged here that a bucket may have. %s", error)
-    return found
+    return fetched
 
 
 def _fetched(

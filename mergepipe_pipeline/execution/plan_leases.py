@@ -60,13 +60,13 @@ def run_lives(warehouse: Warehouse, run_id: str) -> bool | None:
 
     True where the file system has no locks: nobody can know.
     """
-    found = None
+    lives = None
     for path in warehouse.leases_dir.glob(f"run-{run_id}-*.json"):
         if is_held(path) is not False:
             return True
         if path.exists():  # else it has just ended well
-            found = False
-    return found
+            lives = False
+    return lives
 
 
 @contextmanager
@@ -92,12 +92,12 @@ def lease_recipe(warehouse: Warehouse, recipe: str, *, shared: bool = False) -> 
     works on it alone already: to wait would take a place from a run that can work. It says who.
     """
     path = warehouse.leases_dir / f"recipe-{recipe}.lock"
-    with claimed(path, _myself(warehouse).encode(), shared=shared) as other:
-        if other is not None:
+    with claimed(path, _myself(warehouse).encode(), shared=shared) as holder:
+        if holder is not None:
             raise BusyError(
                 "Somebody else works on this recipe",
                 where=recipe,
-                found=other.decode(errors="replace"),
+                found=holder.decode(errors="replace"),
                 next_step="let it end; then run this again, if the release is not current yet",
             )
         yield

@@ -56,13 +56,13 @@ def load_working_plan(
 
 def refuse_other_plan(path: Path, sha256: str) -> None:
     """Raise CorruptionError for a recipe's plan whose SHA-256 does not begin like this."""
-    found = sha256_hex(path.read_bytes()) if path.is_file() else "no file"
-    if not found.startswith(sha256):
+    digest = sha256_hex(path.read_bytes()) if path.is_file() else "no file"
+    if not digest.startswith(sha256):
         raise CorruptionError(
             "A recipe's plan is not the one that it works on",
             where=str(path),
             expected=f"sha256 {sha256[:16]}",
-            found=found[:16],
+            found=digest[:16],
             next_step="plan the recipe anew: materialize its asset `plan`",
         )
 
@@ -104,7 +104,7 @@ def load_plan(warehouse: Warehouse, plan_id: str) -> MergePlan:
 def stored_plans(warehouse: Warehouse, read: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
     """What `read` makes of each plan's id and JSON value, by id.
 
-    Damaged plans, and those of other versions of this program, are said and left out.
+    Damaged plans, and those of other versions of this program, are logged and left out.
     """
     for path in sorted(warehouse.plans.glob("*.json")):
         try:
@@ -126,11 +126,11 @@ def _read(path: Path, read: Callable[[str, Any], T]) -> T:
     try:
         return read(path.stem, json.loads(unseal_line(path.read_bytes(), str(path))))
     except (CorruptionError, AttributeError, TypeError, LookupError, ValueError) as error:
-        found = error.what if isinstance(error, CorruptionError) else str(error)
+        cause = error.what if isinstance(error, CorruptionError) else str(error)
         raise CorruptionError(
             "A plan is damaged, or has another form than this version writes",
             where=str(path),
             expected="what `mergepipe plan` stored under this name",
-            found=found,
+            found=cause,
             next_step="make it again with `mergepipe plan RECIPE`",
         ) from error

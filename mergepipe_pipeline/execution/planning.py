@@ -43,12 +43,12 @@ def make_plan(
 ) -> MergePlan:
     """Resolve the recipe, gather what the planner needs, select blocks, store the plan.
 
-    Checkpoints that are `known` are registered already, and stay so. Raises what `resolve` raises,
+    The `checkpoints` are registered already, and stay so. Raises what `resolve` raises,
     and BudgetError for a budget that the strategy cannot meet.
     """
     resolved, results = resolve_after_stages(warehouse, parsed, progress=progress, **planning)
     return plan_resolved(
-        warehouse, resolved, progress, unnamed=results, known=planning.get("known")
+        warehouse, resolved, progress, unnamed=results, checkpoints=planning.get("checkpoints")
     )
 
 
@@ -61,7 +61,7 @@ def resolve_after_stages(
 ) -> tuple[ResolvedRecipe, Mapping[str, Checkpoint]]:
     """The last stage, checked, and the results of those before it, which are merged now.
 
-    What there is to warn of these is among its warnings.
+    Their warnings are among those of the last stage.
     """
 
     models: list[RequestedModel] = []
@@ -73,7 +73,7 @@ def resolve_after_stages(
         resolved = resolve_stage(warehouse, stage, pending, **planning)
         resolved = replace(resolved, inexact=tuple(inexact))
         plan = plan_resolved(
-            warehouse, resolved, progress, unnamed=pending, known=planning.get("known")
+            warehouse, resolved, progress, unnamed=pending, checkpoints=planning.get("checkpoints")
         )
         models.extend(plan.request.models)
         packs.extend(plan.request.packs)
@@ -91,8 +91,8 @@ def resolve_after_stages(
     if inexact:
         warnings[f"{_merged_in_part(inexact)}: an error is of the last stage alone"] = None
     recipe = replace(resolved.recipe, warnings=tuple(warnings))
-    found = replace(resolved, request=request, recipe=recipe, inexact=tuple(inexact))
-    return found, results
+    resolved = replace(resolved, request=request, recipe=recipe, inexact=tuple(inexact))
+    return resolved, results
 
 
 def _merged_in_part(stages: Sequence[str]) -> str:
@@ -107,20 +107,22 @@ def plan_resolved(
     progress: Progress | None = None,
     *,
     unnamed: Mapping[str, Checkpoint] | None = None,
-    known: Mapping[str, Checkpoint] | None = None,
+    checkpoints: Mapping[str, Checkpoint] | None = None,
 ) -> MergePlan:
-    """The plan of a checked recipe, stored. Stages' results in `unnamed` are not registered, nor
-    what is `known`. Raises PackVersionError for an expert that only a pack gives which this release
+    """The plan of a checked recipe, stored. Neither `unnamed` results of stages nor `checkpoints`
+    are registered. Raises PackVersionError for an expert that only a pack gives which this release
     does not read.
     """
     _refuse_other_codecs(warehouse, resolved)
-    inputs = gather(warehouse, resolved, progress, unnamed={**(known or {}), **(unnamed or {})})
+    inputs = gather(
+        warehouse, resolved, progress, unnamed={**(checkpoints or {}), **(unnamed or {})}
+    )
     digests = [
         [ensure_digests(warehouse, c, progress) for c in m.checkpoints] for m in inputs.models
     ]
     request = requested(resolved, inputs.models, digests, unnamed or {})
     plan = inputs.builder(digests).build()
-    if resolved.inexact:  # what they are off by is in what this one is merged from
+    if resolved.inexact:  # their errors are in this stage's inputs
         unknown = replace(
             plan.estimates,
             error_bound=None,

@@ -1,7 +1,7 @@
 """The planning problem of a recipe, or of a plan made earlier, and its solution; reads no weight.
 
-For the verbs that tell and change nothing: `curve` and `explain`. A plan is asked about from the
-catalog alone; its checkpoints need not be there any more.
+For the verbs that only report: `curve` and `explain`. A plan is asked about from the catalog alone;
+its checkpoints need not be there any more.
 """
 
 from __future__ import annotations
@@ -137,19 +137,19 @@ def solve_plan(
     weights only if the catalog lost what it knew. `with_blocks`: see `gather`.
     """
     parsed = parse_plan(plan)
-    known = _checkpoints(warehouse, plan, parsed)
+    checkpoints = _checkpoints(warehouse, plan, parsed)
     e = plan.estimates
     budget = "none" if e.budget_bytes is None else str(e.budget_bytes)
     resolved = resolve_stage(
         warehouse,
         parsed,
-        known,
+        checkpoints,
         budget=budget,
         strategy=e.strategy,
         block_elems=e.block_elems,
         no_packs=plan.request.no_packs,
     )
-    inputs = gather(warehouse, resolved, progress, unnamed=known, with_blocks=with_blocks)
+    inputs = gather(warehouse, resolved, progress, unnamed=checkpoints, with_blocks=with_blocks)
     builder = inputs.builder()
     problem, packed = builder.problem(), builder.level_problem()
     selection: BlockSelection | LevelSelection
@@ -166,10 +166,10 @@ def solve_plan(
 
 def _experts(inputs: PlanInputs) -> tuple[str, ...]:
     """Models' names by the positions of the recipe's inputs."""
-    found = {
+    names = {
         i.position: inputs.models[i.model].name for t in inputs.recipe.tensors for i in t.inputs
     }
-    return tuple(found.get(n, "") for n in range(max(found, default=-1) + 1))
+    return tuple(names.get(n, "") for n in range(max(names, default=-1) + 1))
 
 
 def _checkpoints(
@@ -178,28 +178,28 @@ def _checkpoints(
     """By the text that names them in the recipe, the checkpoints that the plan reads."""
     made = str(warehouse.token_rows)
     sources = (_checkpoint(warehouse, s) for s in plan.sources if not s.root.startswith(made))
-    found: dict[str, Checkpoint] = {}
+    by_text: dict[str, Checkpoint] = {}
     on_base: list[str] = []
     for ref in parsed.references:
         first = next(sources)
         if ref.lora is None:
-            found[ref.text] = first
+            by_text[ref.text] = first
         elif first.kind == "adapter":
             # An adapter on the recipe's base is a source by itself.
-            found[ref.lora] = first
+            by_text[ref.lora] = first
             on_base.append(ref.model)
         else:
-            found[ref.model], found[ref.lora] = first, next(sources)
+            by_text[ref.model], by_text[ref.lora] = first, next(sources)
     if on_base and parsed.base is not None:
-        base = found[parsed.references[parsed.base].text]
-        found = dict.fromkeys(on_base, base) | found
-    return found
+        base = by_text[parsed.references[parsed.base].text]
+        by_text = dict.fromkeys(on_base, base) | by_text
+    return by_text
 
 
 def _checkpoint(warehouse: Warehouse, source: Source) -> Checkpoint:
     root = present_root(warehouse, source.checkpoint_id, source.root)
-    known = warehouse.catalog.checkpoint(source.checkpoint_id, source.name, root)
-    return known or open_checkpoint(root, source.name)
+    recorded = warehouse.catalog.checkpoint(source.checkpoint_id, source.name, root)
+    return recorded or open_checkpoint(root, source.name)
 
 
 def _levels(c: Candidates, tensors: Sequence[str], plan: MergePlan) -> Levels:

@@ -100,9 +100,9 @@ def run_plan(
 ) -> MergeOutcome:
     """Execute a plan and commit its snapshot; publishes nothing. `start`: when the verb began.
 
-    `is_stage`: nobody asked for the result but a later stage, so that `gc` may remove it. `fresh`:
-    run all layers, those that the action cache knows, too. A stored layer that turns out to be
-    damaged is made again.
+    `is_stage`: only a later stage needs the result, so that `gc` may remove it. `fresh`: run all
+    layers, those that the action cache knows, too. A stored layer that turns out to be damaged is
+    made again.
 
     Raises CheckpointChangedError when an input is not the planned one any more, StorageFullError on
     a full disk; staging is removed, finished layers stay for the next try.
@@ -142,13 +142,13 @@ def run_layers(
     `fresh` ones are all run. Raises DamagedPackError for a pack that is set aside by then.
     """
     progress = progress or Silent()
-    wanted = [layer for layer in plan.layers if names is None or layer.name in names]
+    chosen = [layer for layer in plan.layers if names is None or layer.name in names]
     store = warehouse.objects
-    known = {w.name: None if fresh else store.lookup(w.action_key) for w in wanted}
+    reusable = {w.name: None if fresh else store.lookup(w.action_key) for w in chosen}
     if not fresh:
-        unknown = [layer for layer in wanted if known[layer.name] is None]
-        known |= fetch_layers(warehouse, unknown, progress)
-    unknown = [layer for layer in wanted if known[layer.name] is None]
+        unknown = [layer for layer in chosen if reusable[layer.name] is None]
+        reusable |= fetch_layers(warehouse, unknown, progress)
+    unknown = [layer for layer in chosen if reusable[layer.name] is None]
     total = sum(task.out_nbytes for layer in unknown for task in layer.tasks)
     refuse_full_disk(warehouse, total)
     with (
@@ -158,7 +158,7 @@ def run_layers(
         _LayerMerger(warehouse, plan, options or EngineOptions(), advance) as merger,
     ):
         try:
-            yield from merger.merge(wanted, known)
+            yield from merger.merge(chosen, reusable)
         except DamagedPackError as error:
             set_aside(warehouse, experts_of(plan, error.pack_id), error)
             raise
@@ -208,18 +208,18 @@ class _LayerMerger:
         self._stack.close()
 
     def merge(
-        self, layers: Sequence[LayerTask], known: Mapping[str, StoredObject | None]
+        self, layers: Sequence[LayerTask], reusable: Mapping[str, StoredObject | None]
     ) -> Iterator[LayerOutcome]:
-        """Layers in order, as `known` or by the engine, each when it is durable.
+        """Layers in order, `reusable` ones or by the engine, each when it is durable.
 
         If one fails, those before it are given first.
         """
         outcomes: TaskQueue[LayerOutcome] = self._keeper.queue()
-        missing = [layer for layer in layers if known[layer.name] is None]
+        missing = [layer for layer in layers if reusable[layer.name] is None]
         with closing(self._made(missing)) as made:
             try:
                 for layer in layers:
-                    stored = known[layer.name]
+                    stored = reusable[layer.name]
                     if stored is None:
                         outcomes.put(next(made))
                     else:
@@ -263,8 +263,8 @@ class _LayerMerger:
 
         release_freed()
         staging = self._stack.enter_context(staging_of(self._warehouse, "merge"))
-        known = plan_inputs(self._warehouse, self._plan, layers)
-        runner = LayerRunner(self._plan, self._options, known)
+        inputs = plan_inputs(self._warehouse, self._plan, layers)
+        runner = LayerRunner(self._plan, self._options, inputs)
         return self._stack.enter_context(runner), staging
 
 

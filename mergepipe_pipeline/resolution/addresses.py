@@ -20,12 +20,12 @@ def at_address(catalog: Catalog, address: Address, taken: Mapping[str, str]) -> 
     A model of the hub that lies whole in the hub's cache on this machine is read there. Raises
     RemoteError for what cannot be reached, and as `open_checkpoint`.
     """
-    from mergepipe_pipeline.remote.sites import PINS  # few read from elsewhere
+    from mergepipe_pipeline.remote.sites import PINS  # imported late: few merges need it
 
     if address.scheme == HUB and is_offline():
-        found = cached_model(address.place, address.revision)
-        if found is not None:
-            return open_checkpoint(str(found), free_name(catalog, found, taken, address.name))
+        folder = cached_model(address.place, address.revision)
+        if folder is not None:
+            return open_checkpoint(str(folder), free_name(catalog, folder, taken, address.name))
     root = PINS.renewed(address).listing.root
     if address.scheme == HUB:
         cached = cached_model(address.place, root.rpartition("@")[2])
@@ -37,7 +37,7 @@ def at_address(catalog: Catalog, address: Address, taken: Mapping[str, str]) -> 
 def on_hub(
     catalog: Catalog, text: str, revision: str | None, taken: Mapping[str, str]
 ) -> Checkpoint:
-    """The checkpoint of a plain hub name. Raises CheckpointError that tells what else it may be."""
+    """The checkpoint of a plain hub name. The CheckpointError says what else it may be."""
     try:
         return at_address(catalog, Address(HUB, text, revision), taken)
     except RemoteError as error:
@@ -52,7 +52,7 @@ def on_hub(
 
 
 def look_again(root: str) -> None:
-    """See what is at an address now; nothing for a folder, and for commits, which never change.
+    """List an address anew; does nothing for folders, and for commits, which never change.
 
     Raises RemoteError.
     """

@@ -1,4 +1,4 @@
-"""What a merge will read and write, told from headers and from what the catalog knows.
+"""What a merge will read and write, from headers and from what the catalog knows.
 
 This is an estimate before planning: the planner decides what is read under a budget, and the
 outcome of a run says what was read.
@@ -104,12 +104,12 @@ def _unknown(
         return catalog.missing_pairs(base, expert, grid.block_elems, pairs[numbers])
 
     with Workers(threads.CATALOG) as workers:
-        for (expert, base), found in zip(pairs, workers.map(missing, pairs), strict=True):
-            for mine, theirs in found:
-                view = models[expert].views[mine]
+        for (expert, base), tensor_pairs in zip(pairs, workers.map(missing, pairs), strict=True):
+            for tensor, base_tensor in tensor_pairs:
+                view = models[expert].views[tensor]
                 nbytes, elems = nbytes + view.nbytes, elems + view.numel
                 if view.delta_needs_base:
-                    base_nbytes[base, theirs] = models[base].views[theirs].nbytes
+                    base_nbytes[base, base_tensor] = models[base].views[base_tensor].nbytes
     for number, model in enumerate(models):
         if number not in paired and not any(base == number for _, base in pairs):
             unknown = [c for c in model.checkpoints if catalog.digests(c.checkpoint_id) is None]

@@ -64,20 +64,20 @@ def in_one_layout(models: Sequence[Model], lead: int) -> list[Model]:
     Raises IncompatibleCheckpointsError for a model whose experts cannot be laid out so.
     """
     layouts = [layout_of(m.views) for m in models]
-    wanted = layouts[lead]
+    layout = layouts[lead]
     if any(_has_fused_update(m) for m in models):
-        wanted = FUSED
-    if wanted is None:
+        layout = FUSED
+    if layout is None:
         return list(models)
-    return [laid_out(m, wanted) for m in models]
+    return [laid_out(m, layout) for m in models]
 
 
-def laid_out(model: Model, wanted: Layout) -> Model:
+def laid_out(model: Model, layout: Layout) -> Model:
     """The model with its experts in another layout; as it is where it has that already."""
-    if layout_of(model.views) in (None, wanted):
+    if layout_of(model.views) in (None, layout):
         return model
-    views = dict(_fused(model)) if wanted.fused else dict(_apart(model, wanted.block))
-    return replace(model, views=views, variant=f"{model.variant}; experts {wanted}")
+    views = dict(_fused(model)) if layout.fused else dict(_apart(model, layout.block))
+    return replace(model, views=views, variant=f"{model.variant}; experts {layout}")
 
 
 def _has_fused_update(model: Model) -> bool:

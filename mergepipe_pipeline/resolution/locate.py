@@ -68,9 +68,9 @@ def locate_checkpoint(
     for folder in (Path.cwd(), relative_to):
         if folder is not None and os.path.exists(folder / expanded(place)):
             root = (folder / expanded(place)).resolve()
-            found = open_checkpoint(str(root), free_name(catalog, root, taken or {}))
-            _refuse_revision(found, revision)
-            return found
+            checkpoint = open_checkpoint(str(root), free_name(catalog, root, taken or {}))
+            _refuse_revision(checkpoint, revision)
+            return checkpoint
     if why_unmounted(place):
         refuse_unmounted(place)
     cached = _cached(catalog, text, revision, taken or {})
@@ -137,7 +137,7 @@ def _open_registered(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
 def _cached(
     catalog: Catalog, text: str, revision: str | None, taken: Mapping[str, str]
 ) -> Checkpoint | None:
-    """A model in the hub's cache; None if it is not there, or a part of it that the hub has whole.
+    """A model in the hub's cache; None if it is absent, or incomplete while the hub has all of it.
 
     Raises CheckpointError.
     """
@@ -176,8 +176,8 @@ def names_here(warehouse: Warehouse) -> list[str]:
 def has_left(warehouse: Warehouse, name: str, root: str) -> bool:
     """Whether the files of a registered name were taken away, and are in no pack.
 
-    Nobody knows of a place beside which nothing lies, as on a disk that is not mounted, nor of an
-    address.
+    False where nobody can know: for an address, and in an empty or missing folder, as of a disk
+    that is not mounted.
     """
     places = (warehouse.inbox / name, Path(root))
     if "://" in root or any(p.exists() for p in places):
@@ -198,22 +198,22 @@ def _moved(warehouse: Warehouse, text: str, relative_to: Path | None) -> Checkpo
     return None
 
 
-def _as_registered(warehouse: Warehouse, known: Checkpoint, revision: str) -> Checkpoint:
+def _as_registered(warehouse: Warehouse, registered: Checkpoint, revision: str) -> Checkpoint:
     """The checkpoint, if its files are still those of that revision."""
-    found = _open_registered(warehouse, known.root, known.name)
-    if found.checkpoint_id != known.checkpoint_id:
-        pinned = f"{known.name}@{revision}"
-        is_moved = warehouse.replaced.find(known.checkpoint_id) is not None
+    present = _open_registered(warehouse, registered.root, registered.name)
+    if present.checkpoint_id != registered.checkpoint_id:
+        pinned = f"{registered.name}@{revision}"
+        is_moved = warehouse.replaced.find(registered.checkpoint_id) is not None
         raise CheckpointChangedError(
             "The files of a revision have been replaced",
-            where=f"{pinned}, {known.root}",
-            expected=f"checkpoint {known.checkpoint_id[:8]}",
-            found=f"checkpoint {found.checkpoint_id[:8]}",
+            where=f"{pinned}, {registered.root}",
+            expected=f"checkpoint {registered.checkpoint_id[:8]}",
+            found=f"checkpoint {present.checkpoint_id[:8]}",
             next_step=f"name the folder that `mergepipe unpack {pinned} --to FOLDER` makes"
             if is_moved
             else "put the old files back, or leave the revision out for what is there now",
         )
-    return found
+    return present
 
 
 def _revision(catalog: Catalog, name: str, revision: str) -> Checkpoint:

@@ -76,7 +76,7 @@ def side_of(
 def _refuse_cut_files(checkpoint: Checkpoint, made: Collection[str]) -> None:
     """Raise IncompleteCheckpointError for a JSON file of the folder, but those `made`, without end.
 
-    The end shows what a copy left out; all of it is parsed by who uses the model.
+    A cut copy shows at its end; whoever uses the model parses all of it.
     """
     if checkpoint.tokenizer_files is not None or is_address(checkpoint.root):
         return
@@ -97,13 +97,13 @@ def _refuse_cut_files(checkpoint: Checkpoint, made: Collection[str]) -> None:
 
 
 def depth_of(model: Model) -> int | None:
-    """The number of layers that a model's config tells; None where it tells none."""
+    """The number of layers that a model's config states; None where it states none."""
     try:
         config = _parsed(model)
     except CheckpointError:  # it is refused where it is used
         return None
-    told = [_at(config, place) for place in _places(config, _LAYER_KEYS)]
-    return next((n for n in told if isinstance(n, int) and n > 0), None)
+    depths = [_at(config, place) for place in _places(config, _LAYER_KEYS)]
+    return next((n for n in depths if isinstance(n, int) and n > 0), None)
 
 
 def without_tokenizer(side: Side, models: Sequence[Model]) -> tuple[str, ...]:
@@ -111,11 +111,11 @@ def without_tokenizer(side: Side, models: Sequence[Model]) -> tuple[str, ...]:
     if side.files is not None or _has_tokenizer(models[side.template]):
         return ()
     lacking = models[side.template]
-    other = next((m.name for m in models if m is not lacking and _has_tokenizer(m)), None)
-    if other is None:
+    owner = next((m.name for m in models if m is not lacking and _has_tokenizer(m)), None)
+    if owner is None:
         return ()
     return (
-        f"{lacking.name!r} has no tokenizer, so the result has none; {other!r} has one: "
+        f"{lacking.name!r} has no tokenizer, so the result has none; {owner!r} has one: "
         "`tokenizer_source:` takes it",
     )
 
@@ -124,7 +124,7 @@ def _has_tokenizer(model: Model) -> bool:
     checkpoint = model.checkpoint
     if checkpoint.tokenizer_files is not None:
         return bool(checkpoint.tokenizer_files)
-    if is_address(checkpoint.root):  # it is not asked for a warning's sake
+    if is_address(checkpoint.root):  # a warning is not worth a request
         return False
     with open_source(checkpoint.root) as source:
         return any(name in _VOCABULARIES for name in side_files(source, checkpoint.root))
@@ -136,8 +136,8 @@ def tokenizer_files_of(model: Model) -> dict[str, bytes]:
         return dict(model.checkpoint.tokenizer_files)
     root = model.checkpoint.root
     with open_source(root) as source:
-        found = side_files(source, root)
-        return {n: source.read_range(n, 0, found[n]) for n in found if n in FILE_NAMES}
+        sizes = side_files(source, root)
+        return {n: source.read_range(n, 0, sizes[n]) for n in sizes if n in FILE_NAMES}
 
 
 def tokenizer_of(model: Model, n_rows: int) -> ModelTokenizer:
@@ -187,17 +187,17 @@ def _per_layer_lists(
     config: Mapping[str, Any], recipe: Recipe, models: Sequence[Model]
 ) -> list[tuple[str, ConfigValue]]:
     """`layer_types` has one entry per layer: each is that of the layer it was made from."""
-    found: dict[int, str] = {}
+    type_by_layer: dict[int, str] = {}
     for t in recipe.tensors:
-        here = layer_index(t.name)
+        layer = layer_index(t.name)
         source = t.base or (t.inputs[0] if t.inputs else None)
-        if here is None or here in found or source is None:
+        if layer is None or layer in type_by_layer or source is None:
             continue
         kinds = _layer_types(models[source.model])
-        there = layer_index(source.tensor)
-        if there is not None and there < len(kinds):
-            found[here] = kinds[there]
-    types = tuple(found[k] for k in sorted(found))
+        source_layer = layer_index(source.tensor)
+        if source_layer is not None and source_layer < len(kinds):
+            type_by_layer[layer] = kinds[source_layer]
+    types = tuple(type_by_layer[k] for k in sorted(type_by_layer))
     return [(place, types) for place in _places(config, ("layer_types",)) if types]
 
 
@@ -211,7 +211,7 @@ def _layer_types(model: Model) -> list[str]:
                 where=f"{model.checkpoint.root}/config.json, {place}",
                 expected="a list of texts, one per layer",
                 found=repr(kinds)[:80],
-                next_step="mend config.json, or get the model again",
+                next_step="correct config.json, or get the model again",
             )
         return kinds
     return []

@@ -41,7 +41,7 @@ def several(problems: Sequence[MergePipeError], parsed: ParsedRecipe) -> MergePi
         "A recipe has several problems",
         where=parsed.where,
         problems=tuple(flat),
-        next_step="mend them all; nothing was read or written",
+        next_step="correct them all; nothing was read or written",
     )
 
 

@@ -25,10 +25,10 @@ def free_name(
     path = Path(root)
     stem = text or (path.stem if os.path.isfile(path) else path.name)
     plain = _plain(stem)
-    owner, mine = taken.get(plain), str(root)
+    owner, own_root = taken.get(plain), str(root)
     if owner is None and plain in catalog:
-        owner, mine = _unpinned(catalog.root(plain)), _unpinned(mine)
-    if owner not in (None, mine):
+        owner, own_root = _unpinned(catalog.root(plain)), _unpinned(own_root)
+    if owner not in (None, own_root):
         return f"{plain}-{sha256_hex(catalog.roots.recorded(str(root)).encode())[:6]}"
     return plain
 

@@ -34,10 +34,10 @@ from mergepipe_pipeline.spec.view import LowRank, TensorView, moved, view_of
 from mergepipe_pipeline.storage.adapter import Tied, adapter_views, delta_views
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: Models that nobody is to look for, by the text (`model@revision` with one) that names them:
-#: results of earlier stages, which are not there yet, and inputs of a merge that is replayed.
+#: Models that need no look-up, by the text (`model@revision` with one) that names them: results of
+#: earlier stages, which are not there yet, and inputs of a merge that is replayed.
 Pending = Mapping[str, Checkpoint]
-#: Says of an error with which model it is one.
+#: Adds to an error which model it is about.
 Placed = Callable[[MergePipeError, ModelRef], MergePipeError]
 #: Architectures with a head that may be the embedding (config.json, `architectures`).
 _PREDICTS = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
@@ -66,14 +66,14 @@ def open_models(
             opened.append(None)
     if problems:
         return []
-    found = [c for c in opened if c is not None]
+    groups = [c for c in opened if c is not None]
     models: list[Model] = []
     try:
-        base_model = None if base is None else _base_model(references[base].text, found[base])
+        base_model = None if base is None else _base_model(references[base].text, groups[base])
     except MergePipeError as error:
         problems.append(error)
         return []
-    for number, checkpoints in enumerate(found):
+    for number, checkpoints in enumerate(groups):
         try:
             models.append(
                 base_model if base_model and number == base else _model(checkpoints, base_model)
@@ -120,14 +120,16 @@ class _Opener:
         return (model, adapter)
 
     def _look(self, text: str, revision: str | None) -> Checkpoint:
-        given = self._pending.get(text if revision is None else f"{text}@{revision}")
-        if given is not None:
-            return given
+        pending = self._pending.get(text if revision is None else f"{text}@{revision}")
+        if pending is not None:
+            return pending
         if text in self._pending:
             raise _no_revision(text, revision)
-        found = locate_checkpoint(self._warehouse, text, self._relative_to, self._taken, revision)
-        self._taken[found.name] = found.root
-        return found
+        checkpoint = locate_checkpoint(
+            self._warehouse, text, self._relative_to, self._taken, revision
+        )
+        self._taken[checkpoint.name] = checkpoint.root
+        return checkpoint
 
 
 def _no_revision(stage: str, revision: str | None) -> CheckpointError:
@@ -221,17 +223,17 @@ def _tied(model: Model) -> Tied | None:
 
 def tied_updates(models: Sequence[Model], base: int | None) -> tuple[str, ...]:
     """A warning per low-rank update of a matrix that is embedding and head in one."""
-    found = []
+    warnings = []
     for model in models:
         whole = models[base] if model.is_partial and base is not None else model
         tied = _tied(whole)
         view = model.views.get(tied.embedding.name) if tied is not None else None
         if view is not None and view.low_rank and not model.unties:
-            found.append(
+            warnings.append(
                 f"{model.name} updates {view.name}, which is the head too: both change, as PEFT "
                 "merges it and mergekit does, but the adapter was trained with one of them changed"
             )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def _adapted(model: Model, adapter: Checkpoint) -> Model:
@@ -315,15 +317,17 @@ def _needs_base(checkpoint: Checkpoint) -> IncompatibleCheckpointsError:
 
 
 def packable(expert: Model, base: Model) -> tuple[Model, Model]:
-    """The pair that packs of an expert against a base are of: as `open_pair` opens both.
+    """The pair that a pack is made of: expert and base as `open_pair` opens them.
 
     Without adapters on them, and with the names and the layout of this base, whatever a recipe
     with other models gives them. Of adapters and deltas there are no packs: they stay as they are.
     """
     if any(m.checkpoint.kind != "full" for m in (expert, base)):
         return expert, base
-    mine, theirs = in_one_layout(with_names_of((_as_stored(expert), _as_stored(base)), 1), 1)
-    return mine, theirs
+    expert_model, base_model = in_one_layout(
+        with_names_of((_as_stored(expert), _as_stored(base)), 1), 1
+    )
+    return expert_model, base_model
 
 
 def _as_stored(model: Model) -> Model:

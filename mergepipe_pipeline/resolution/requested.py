@@ -1,4 +1,4 @@
-"""What a plan tells of how it was asked for: which checkpoint each model text stood for."""
+"""How a plan was requested: which checkpoint each model text stood for."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ def requested(
     `digests` are by tensor, per model and checkpoint; the results of `stages` are no inputs.
     """
     contents = {
-        c.checkpoint_id: digest_json(dict(found))
-        for model, known in zip(models, digests, strict=True)
-        for c, found in zip(model.checkpoints, known, strict=True)
+        c.checkpoint_id: digest_json(dict(by_tensor))
+        for model, by_checkpoint in zip(models, digests, strict=True)
+        for c, by_tensor in zip(model.checkpoints, by_checkpoint, strict=True)
     }
-    found = {m.text: m for m in resolved.request.models}
+    models_by_text = {m.text: m for m in resolved.request.models}
     for ref, model in zip(resolved.recipe.models, resolved.originals, strict=True):
         for text, c in zip(_texts(ref, len(model.checkpoints)), model.checkpoints, strict=True):
             if text not in stages:
                 content = contents[c.checkpoint_id]
-                found[text] = RequestedModel(text, c.name, c.root, c.checkpoint_id, content)
-    return replace(resolved.request, models=tuple(found.values()))
+                models_by_text[text] = RequestedModel(
+                    text, c.name, c.root, c.checkpoint_id, content
+                )
+    return replace(resolved.request, models=tuple(models_by_text.values()))
 
 
 def _texts(ref: ModelRef, count: int) -> Iterator[str]:

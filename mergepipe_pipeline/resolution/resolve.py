@@ -85,7 +85,7 @@ class Planning(TypedDict, total=False):
     """What a caller may say of a recipe's planning, in place of the recipe's own or the default.
 
     `relative_to` is the folder that relative paths start from; `budget` an amount as in recipes;
-    `block_elems` elements of a block; `known` are checkpoints by name, which are not opened anew.
+    `block_elems` elements of a block; `checkpoints` (by name) are not opened anew.
     `no_packs`: experts are read although they have packs. `leave_out`: checkpoints by name, whose
     models take no part.
     """
@@ -94,7 +94,7 @@ class Planning(TypedDict, total=False):
     budget: str | None
     strategy: str | None
     block_elems: int | None
-    known: Mapping[str, Checkpoint] | None
+    checkpoints: Mapping[str, Checkpoint] | None
     no_packs: bool
     leave_out: Collection[str]
 
@@ -141,12 +141,12 @@ def resolve_stage(
     budget: str | None = None,
     strategy: str | None = None,
     block_elems: int | None = None,
-    known: Mapping[str, Checkpoint] | None = None,
+    checkpoints: Mapping[str, Checkpoint] | None = None,
     no_packs: bool = False,
     leave_out: Collection[str] = (),
 ) -> ResolvedRecipe:
     """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
-    recipe, models = open_stage(warehouse, parsed, {**(known or {}), **pending}, relative_to)
+    recipe, models = open_stage(warehouse, parsed, {**(checkpoints or {}), **pending}, relative_to)
     recipe, models = without(recipe, models, leave_out)
     fitted = _fit(warehouse, parsed, recipe, models)
     if no_packs:
@@ -272,8 +272,8 @@ def _kept_out(
     """Why models are in quarantine, so far as their contents are known. They are merged all the
     same for who asks for it by hand; a standing recipe waits (`deploy.recorded`).
     """
-    found = {c.name: c for m in models for c in m.checkpoints if c.name not in pending}
-    decided = (quarantine_of(warehouse, name, checkpoint) for name, checkpoint in found.items())
+    by_name = {c.name: c for m in models for c in m.checkpoints if c.name not in pending}
+    decided = (quarantine_of(warehouse, name, c) for name, c in by_name.items())
     return [str(decision) for decision in decided if decision is not None]
 
 
@@ -328,25 +328,25 @@ def _lost_models(
     relative_to: Path | None,
 ) -> list[MergePipeError]:
     """What is wrong with the models of a stage that waits for one that has failed."""
-    found: list[MergePipeError] = []
+    problems: list[MergePipeError] = []
     there = [r for r in stage.references if r.model not in failed]
-    open_models(warehouse, there, None, relative_to, pending, found, partial(placed_in, stage))
-    return [problem for problem in found if isinstance(problem, CheckpointError)]
+    open_models(warehouse, there, None, relative_to, pending, problems, partial(placed_in, stage))
+    return [problem for problem in problems if isinstance(problem, CheckpointError)]
 
 
 def _refuse_away(models: Sequence[Model], pending: Mapping[str, Checkpoint]) -> None:
     """Raise CheckpointError for models but `pending` ones that only packs give the bytes of."""
-    given = {c.root for c in pending.values()}
-    found = (c for m in models for c in m.checkpoints)
-    away = dict.fromkeys(c.name for c in found if c.is_away and c.root not in given)
-    if away:
+    pending_roots = {c.root for c in pending.values()}
+    checkpoints = (c for m in models for c in m.checkpoints)
+    names = dict.fromkeys(c.name for c in checkpoints if c.is_away and c.root not in pending_roots)
+    if names:
         raise CheckpointError(
             "Files were moved to cold storage, and a merge without packs needs them",
-            where=", ".join(away),
+            where=", ".join(names),
             expected="the files, where they were",
             found="packs alone: `pack --replace` moved the files away",
             next_step="leave out --no-packs, or run "
-            + " and ".join(f"`mergepipe unpack {name}`" for name in away),
+            + " and ".join(f"`mergepipe unpack {name}`" for name in names),
         )
 
 

@@ -56,18 +56,20 @@ class Registered:
         """What a selector takes, in the order of names. Raises NothingSelectedError."""
         kept_out = {self._name_of(text): why for text, why in reserved.items()}
         taken: list[str] = []
-        left: list[tuple[str, str]] = []
+        omitted: list[tuple[str, str]] = []
         for name, expert in sorted(self._experts.items()):
             if not fits(selector, name, self._warehouse.catalog.tags):
                 continue
-            why = self._why_left(selector, expert) or kept_out.get(name) or self._why_never(expert)
+            why = (
+                self._why_omitted(selector, expert) or kept_out.get(name) or self._why_never(expert)
+            )
             if why is None:
                 taken.append(name)
             else:
-                left.append((name, why))
+                omitted.append((name, why))
         if not taken:
-            raise NothingSelectedError(self._why_nothing(selector, left))
-        return Selected(place, selector, tuple(taken), tuple(left))
+            raise NothingSelectedError(self._why_nothing(selector, omitted))
+        return Selected(place, selector, tuple(taken), tuple(omitted))
 
     @cached_property
     def _experts(self) -> dict[str, _Expert]:
@@ -99,7 +101,7 @@ class Registered:
                     return name
         return text
 
-    def _why_left(self, selector: Selector, expert: _Expert) -> str | None:
+    def _why_omitted(self, selector: Selector, expert: _Expert) -> str | None:
         """Why this selector does not take an expert of its names and tags."""
         pattern = excluded(selector, expert.name)
         if pattern is not None:
@@ -122,10 +124,10 @@ class Registered:
         snapshot = _merged_here(self._warehouse, Path(expert.root))
         return snapshot and f"it is a result of this warehouse, snapshot {snapshot[:16]}"
 
-    def _why_nothing(self, selector: Selector, left: list[tuple[str, str]]) -> str:
-        if left:
-            told = [f"{name} ({why})" for name, why in left]
-            return f"all that it fits are left out: {_listed(told)}"
+    def _why_nothing(self, selector: Selector, omitted: list[tuple[str, str]]) -> str:
+        if omitted:
+            reasons = [f"{name} ({why})" for name, why in omitted]
+            return f"all that it fits are left out: {_listed(reasons)}"
         names, match = list(self._experts), selector.match
         by_name = [n for n in names if match is None or fnmatchcase(n, match)]
         if not by_name:
@@ -158,7 +160,7 @@ def _merged_here(warehouse: Warehouse, root: Path) -> str | None:
     if not (root / MANIFEST).is_file():
         return None
     try:
-        found = read_manifest(root).snapshot_id
+        snapshot_id = read_manifest(root).snapshot_id
     except MergePipeError:
         return None
-    return found if (warehouse.snapshots / found).is_dir() else None
+    return snapshot_id if (warehouse.snapshots / snapshot_id).is_dir() else None

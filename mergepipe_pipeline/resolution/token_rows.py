@@ -1,8 +1,8 @@
 """Re-indexes the vocabulary matrices of all models to the output's tokenizer.
 
 A matrix becomes runs of its own rows; rows that a model lacks (means of others', zeros) are written
-once as a small checkpoint in the warehouse and read like any other. Says where rows come from by
-`tokenizer`; reads weights only for the rows that are made.
+once as a small checkpoint in the warehouse and read like any other. `tokenizer` says where rows
+come from; weights are read only for the rows that are made.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def build_for(recipe: Recipe, models: Sequence[Model]) -> TokenizerBuild | None:
 
 def _embedding_rows(model: Model) -> int:
     """Rows of the input embedding; without one (an adapter) no token is beyond them."""
-    found = [v for n, v in model.views.items() if embedding_like(n) and not is_post(n)]
-    return found[0].shape[0] if found else 1 << 62
+    embeddings = [v for n, v in model.views.items() if embedding_like(n) and not is_post(n)]
+    return embeddings[0].shape[0] if embeddings else 1 << 62
 
 
 class Reindexer:
@@ -151,7 +151,7 @@ class Reindexer:
         view = self._original[m].views[name]
         patches = {str(r): rows.patches.get(int(r)) for r in made}
         identity = [
-            # Sources are said by the models' numbers: these, too, tell whose rows they are.
+            # Patches name models by number: this says which models they are.
             [[k, self._original[k].model_id, names[k]] for k in sorted(names)],
             m,
             name,
@@ -269,9 +269,9 @@ class _RowReader:
         key = (model, part.entry)
         if key not in self._verifiers:
             checkpoints = self._models[model].checkpoints
-            known = checkpoint_inputs(self._warehouse, checkpoints).of_part(part)
+            inputs = checkpoint_inputs(self._warehouse, checkpoints).of_part(part)
             whole = view_of(part.entry, part.source)
-            self._verifiers[key] = whole, Verifier(whole, known)
+            self._verifiers[key] = whole, Verifier(whole, inputs)
         return self._verifiers[key]
 
     def _reader(self, model: int, source: int) -> BlockReader:

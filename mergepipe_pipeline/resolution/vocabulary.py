@@ -34,15 +34,15 @@ def fit_rows(
     for t in recipe.tensors:
         sites = [(i.model, i.tensor) for i in t.inputs]
         base = (t.base.model, t.base.tensor) if t.base else None
-        found = [views[m][n] for m, n in ([base] if base else []) + sites]
-        if len({v.shape for v in found}) < 2:
+        matrices = [views[m][n] for m, n in ([base] if base else []) + sites]
+        if len({v.shape for v in matrices}) < 2:
             continue
-        if not _only_rows_differ(t, found):
+        if not _only_rows_differ(t, matrices):
             owners = [m for m, _ in ([base] if base else []) + sites]
-            problems.append(_misfit(t, models, found, owners))
+            problems.append(_misfit(t, models, matrices, owners))
             continue
-        shortest = min(v.shape[0] for v in found)
-        rows = found[0].shape[0] if base and not truncate else shortest
+        shortest = min(v.shape[0] for v in matrices)
+        rows = matrices[0].shape[0] if base and not truncate else shortest
         for m, name in dict.fromkeys((([base] if base else []) + sites) if truncate else sites):
             view = views[m][name]
             if view.shape[0] > rows:

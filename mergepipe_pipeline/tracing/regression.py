@@ -34,8 +34,8 @@ from mergepipe_pipeline.warehouse import Warehouse
 class Suspect:
     """An input that came or changed, and how that is undone.
 
-    By its version in the live snapshot where `previous` can be had, else it is left out. `undoing`
-    says in words which, and why not the other way.
+    Its live version, `previous`, takes its place where that still exists, else it is left out.
+    `undoing` says in words which of the two, and why.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Regression:
         if self.is_live(undone):
             return load_plan(warehouse, self.live.manifest.plan_id)
         previous = {s.name: s.previous for s in undone if s.previous is not None}
-        known: dict[str, Checkpoint] = {}
+        checkpoints: dict[str, Checkpoint] = {}
         for model in self.request.models:
             checkpoint = previous.get(model.name) or _as_merged(warehouse, model)
-            # A name is known beside its text: what is known is not registered as the newest.
-            known |= {model.text: checkpoint, model.name: checkpoint}
+            # By name as well as by text, so that none of them is registered as the newest.
+            checkpoints |= {model.text: checkpoint, model.name: checkpoint}
         return make_plan(
             warehouse,
             self.parsed,
@@ -90,7 +90,7 @@ class Regression:
             strategy=self.request.strategy,
             block_elems=self.request.block_elems,
             no_packs=self.request.no_packs,
-            known=known,
+            checkpoints=checkpoints,
             leave_out=[s.name for s in undone if s.previous is None],
         )
 
@@ -111,7 +111,7 @@ def regression_of(
             content = was[change.role, change.name]
             previous, why_not = _previous(warehouse, models[change.name], content)
         if change.after is None or (previous is None and change.role == "base"):
-            unmovable.append(change.told)
+            unmovable.append(change.summary)
             continue
         undoing = f"with {change.before}" if previous else f"without it{why_not}"
         suspects.append(Suspect(change.name, now[change.role, change.name], previous, undoing))
@@ -125,16 +125,16 @@ def _previous(
     warehouse: Warehouse, model: RequestedModel, content: str
 ) -> tuple[Checkpoint | None, str]:
     """A checkpoint with the content that is live, or why there is none."""
-    told: dict[str, None] = {}
+    reasons: dict[str, None] = {}
     for place, look in _places(warehouse, model):
         try:
-            found = look()
-            if content_of(warehouse.catalog, found) == content:
-                return found, ""
-            told[f"{place} holds another version"] = None
+            checkpoint = look()
+            if content_of(warehouse.catalog, checkpoint) == content:
+                return checkpoint, ""
+            reasons[f"{place} holds another version"] = None
         except MergePipeError as error:  # it is gone, or nobody knows what it holds
-            told[f"{place}: {error.what}"] = None
-    return None, f" (its live version is gone: {'; '.join(told)})"
+            reasons[f"{place}: {error.what}"] = None
+    return None, f" (its live version is gone: {'; '.join(reasons)})"
 
 
 def _places(
@@ -155,13 +155,13 @@ def _places(
 def _as_merged(warehouse: Warehouse, model: RequestedModel) -> Checkpoint:
     """An input as it was merged. Raises CheckpointChangedError if that is not there any more."""
     root = present_root(warehouse, model.checkpoint_id, model.root)
-    found = open_root(warehouse, root, model.name)
-    if found.checkpoint_id != model.checkpoint_id:
+    checkpoint = open_root(warehouse, root, model.name)
+    if checkpoint.checkpoint_id != model.checkpoint_id:
         raise CheckpointChangedError(
             "An input of the refused snapshot is not what it was",
             where=f"{model.name}, {model.root}",
             expected=f"checkpoint {model.checkpoint_id[:8]}",
-            found=f"checkpoint {found.checkpoint_id[:8]}",
+            found=f"checkpoint {checkpoint.checkpoint_id[:8]}",
             next_step="merge and judge the recipe again: what is there now may pass",
         )
-    return found
+    return checkpoint

@@ -136,7 +136,10 @@ def conflicts_of_recipe(warehouse: Warehouse, file: RecipeFile) -> ConflictRepor
     inputs = recorded_inputs(warehouse, file.members)
     with blaming_inputs(warehouse, states_of(warehouse, inputs)):
         return conflicts(
-            warehouse, file.recipe, relative_to=warehouse.recipes, known=_unpinned(inputs, file)
+            warehouse,
+            file.recipe,
+            relative_to=warehouse.recipes,
+            known=_unpinned(inputs, file),
         )
 
 
@@ -163,7 +166,7 @@ def plan_recipe(warehouse: Warehouse, file: RecipeFile, *, budget: str | None = 
                 warehouse,
                 file.recipe,
                 relative_to=warehouse.recipes,
-                known=_unpinned(inputs, file),
+                checkpoints=_unpinned(inputs, file),
                 budget=budget,
             )
         sha256 = store_working_plan(warehouse, file.name, plan)
