@@ -60,8 +60,8 @@ def heat_maps(maps: Sequence[HeatMap], *, dots_per_inch: int = 90) -> bytes:
     canvas: Any = FigureCanvasAgg(figure)
     ratios = [w + b for w, b in zip(widths, beside, strict=True)]
     axes = figure.subplots(1, len(maps), squeeze=False, width_ratios=ratios)[0]
-    for axis, one in zip(axes, maps, strict=True):
-        _draw(axis, one)
+    for axis, heat_map in zip(axes, maps, strict=True):
+        _draw(axis, heat_map)
     return _png(canvas)
 
 

@@ -268,7 +268,7 @@ STALLED = Setting[float](
     "",
     "seconds",
     3600.0,
-    "A recipe that cannot be used, or waits for an input, is told of after so long.",
+    "A recipe that cannot be used, or waits for an input, is reported after so long.",
     _number,
 )
 WEBHOOK = Setting[str | None](

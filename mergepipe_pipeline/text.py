@@ -88,9 +88,9 @@ def plain(data: Any) -> Any:
 
 
 def listed(words: Collection[str], most: int, more: str = "more") -> str:
-    """The first words, and how many are left: `a, b and 3 more`."""
-    told = ", ".join(islice(words, most))
-    return told if len(words) <= most else f"{told} and {len(words) - most} {more}"
+    """The first words, and how many more there are: `a, b and 3 more`."""
+    shown = ", ".join(islice(words, most))
+    return shown if len(words) <= most else f"{shown} and {len(words) - most} {more}"
 
 
 def now() -> str:
