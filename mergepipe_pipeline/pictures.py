@@ -53,12 +53,12 @@ def heat_maps(maps: Sequence[HeatMap], *, dots_per_inch: int = 90) -> bytes:
     from matplotlib.figure import Figure
 
     widths, heights = zip(*(m.inches() for m in maps), strict=True)
-    beside = [_CHARACTER * max(map(len, m.rows), default=0) + 1.1 for m in maps]
-    below = max(_CHARACTER * max(map(len, m.columns), default=0) for m in maps)
-    size = (sum(widths) + sum(beside), max(heights) + below + _TITLE)
+    label_widths = [_CHARACTER * max(map(len, m.rows), default=0) + 1.1 for m in maps]
+    label_height = max(_CHARACTER * max(map(len, m.columns), default=0) for m in maps)
+    size = (sum(widths) + sum(label_widths), max(heights) + label_height + _TITLE)
     figure = Figure(figsize=size, dpi=dots_per_inch, layout="constrained")
     canvas: Any = FigureCanvasAgg(figure)
-    ratios = [w + b for w, b in zip(widths, beside, strict=True)]
+    ratios = [w + b for w, b in zip(widths, label_widths, strict=True)]
     axes = figure.subplots(1, len(maps), squeeze=False, width_ratios=ratios)[0]
     for axis, heat_map in zip(axes, maps, strict=True):
         _draw(axis, heat_map)

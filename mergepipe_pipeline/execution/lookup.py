@@ -15,16 +15,16 @@ from mergepipe_pipeline.spec.snapshot import MANIFEST, Snapshot
 from mergepipe_pipeline.warehouse import Warehouse
 
 
-def snapshot_named(warehouse: Warehouse, what: str) -> Snapshot:
+def snapshot_named(warehouse: Warehouse, text: str) -> Snapshot:
     """The snapshot of a ref, `REF@VERSION`, an id, a unique prefix, or a snapshot's folder.
 
     The folder may be an exported one. Raises NotFoundError, CorruptionError (manifest).
     """
     try:
-        return load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
+        return load_snapshot(warehouse.snapshots, snapshot_of(warehouse, text))
     except NotFoundError:
-        folder = Path(what).expanduser()
-        if not what or not folder.is_dir():
+        folder = Path(text).expanduser()
+        if not text or not folder.is_dir():
             raise
         if not (folder / MANIFEST).is_file():
             raise NotFoundError(
@@ -52,34 +52,34 @@ def provenance_of(snapshot: Snapshot) -> dict[str, Any]:
     return unseal(path.read_bytes(), str(path))
 
 
-def snapshot_of(warehouse: Warehouse, what: str) -> str:
+def snapshot_of(warehouse: Warehouse, text: str) -> str:
     """The id that a ref, `REF@VERSION`, an id or a unique prefix means. Raises NotFoundError."""
     refs = warehouse.refs
-    if what in refs:
-        return refs.current(what).snapshot_id
-    ref, _, number = what.rpartition("@")
+    if text in refs:
+        return refs.current(text).snapshot_id
+    ref, _, number = text.rpartition("@")
     if ref in refs and number.isdecimal():
         return refs.target(ref, int(number)).snapshot_id
-    return load_snapshot(warehouse.snapshots, what).snapshot_id
+    return load_snapshot(warehouse.snapshots, text).snapshot_id
 
 
-def plan_of(warehouse: Warehouse, what: str) -> MergePlan:
+def plan_of(warehouse: Warehouse, text: str) -> MergePlan:
     """The plan that an id, a unique prefix, a snapshot or a ref means. Raises NotFoundError."""
-    return load_plan(warehouse, _plan_id(warehouse, what))
+    return load_plan(warehouse, _plan_id(warehouse, text))
 
 
-def _plan_id(warehouse: Warehouse, what: str) -> str:
+def _plan_id(warehouse: Warehouse, text: str) -> str:
     plans = sorted(p.stem for p in warehouse.plans.glob("*.json"))
-    stored = [p for p in plans if what and p.startswith(what)]
+    stored = [p for p in plans if text and p.startswith(text)]
     if len(stored) == 1:
         return stored[0]
     try:
-        return load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what)).manifest.plan_id
+        return load_snapshot(warehouse.snapshots, snapshot_of(warehouse, text)).manifest.plan_id
     except NotFoundError as error:
         raise NotFoundError(
             "Neither a plan, a snapshot nor a ref",
             where=str(warehouse.root),
-            found=repr(what),
+            found=repr(text),
             expected="an id, a unique prefix of one, or a ref",
             next_step="see `mergepipe ls`, or make a plan with `mergepipe plan RECIPE`",
         ) from error

@@ -69,9 +69,9 @@ def refuse_other_plan(path: Path, sha256: str) -> None:
 
 def forget_other_plans(warehouse: Warehouse, recipe: str, sha256: str) -> None:
     """Remove the plans that a standing recipe has worked on before."""
-    kept = warehouse.working_plan_path(recipe, sha256)
+    current = warehouse.working_plan_path(recipe, sha256)
     for path in working_plans(warehouse):
-        if path.name.rsplit(".", 2)[0] == recipe and path != kept:
+        if path.name.rsplit(".", 2)[0] == recipe and path != current:
             remove_tree(path)
 
 

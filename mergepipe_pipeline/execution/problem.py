@@ -176,8 +176,8 @@ def _checkpoints(
     warehouse: Warehouse, plan: MergePlan, parsed: ParsedRecipe
 ) -> dict[str, Checkpoint]:
     """By the text that names them in the recipe, the checkpoints that the plan reads."""
-    made = str(warehouse.token_rows)
-    sources = (_checkpoint(warehouse, s) for s in plan.sources if not s.root.startswith(made))
+    token_rows = str(warehouse.token_rows)
+    sources = (_checkpoint(warehouse, s) for s in plan.sources if not s.root.startswith(token_rows))
     by_text: dict[str, Checkpoint] = {}
     on_base: list[str] = []
     for ref in parsed.references:

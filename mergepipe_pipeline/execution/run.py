@@ -111,10 +111,12 @@ def run_plan(
     start = start or RunStart(started, downloaded=partial(traffic_since, traffic()))
 
     def run(*, fresh: bool) -> tuple[Snapshot, Realised, Times]:
-        done = list(run_layers(warehouse, plan, options=options, progress=progress, fresh=fresh))
-        realised, merging_s = Realised.of(done), time.monotonic() - started
+        outcomes = list(
+            run_layers(warehouse, plan, options=options, progress=progress, fresh=fresh)
+        )
+        realised, merging_s = Realised.of(outcomes), time.monotonic() - started
         times = Times(start.predicted, started - start.at_s, merging_s, start.downloaded)
-        made = {layer.name for layer in done if not layer.reused}
+        made = {layer.name for layer in outcomes if not layer.reused}
         snapshot = commit(warehouse, plan, realised, times, is_stage=is_stage, made=made)
         downloads = start.downloaded()  # what this process fetches later is not of this merge
         return snapshot, realised, replace(times, downloaded=lambda: downloads)

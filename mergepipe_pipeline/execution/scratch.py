@@ -26,9 +26,9 @@ def scratch(warehouse: Warehouse, keep: Path | None, nbytes: int) -> Iterator[Wa
     """
     if keep is not None:
         _refuse(warehouse, keep)
-        made = Warehouse.at(keep).ensure()
-        _refuse_full_disk(made.root, nbytes, "free space, or choose another --keep")
-        yield made
+        kept_warehouse = Warehouse.at(keep).ensure()
+        _refuse_full_disk(kept_warehouse.root, nbytes, "free space, or choose another --keep")
+        yield kept_warehouse
     elif _may_write(warehouse):
         with staging(warehouse, "replay") as folder:
             _refuse_full_disk(folder, nbytes, "free space, or say with --keep where there is room")
@@ -52,7 +52,9 @@ def _may_write(warehouse: Warehouse) -> bool:
 @contextmanager
 def _temporary() -> Iterator[Path]:
     try:
-        made = tempfile.TemporaryDirectory(prefix="mergepipe-replay-", ignore_cleanup_errors=True)
+        temporary = tempfile.TemporaryDirectory(
+            prefix="mergepipe-replay-", ignore_cleanup_errors=True
+        )
     except OSError as error:
         raise MergePipeError(
             "There is no place for a replay",
@@ -61,7 +63,7 @@ def _temporary() -> Iterator[Path]:
             found=error.strerror or str(error),
             next_step="set TMPDIR to a folder with room, or say with --keep where there is some",
         ) from error
-    with made as folder:
+    with temporary as folder:
         yield Path(folder)
 
 

@@ -83,16 +83,16 @@ def _where_they_are(warehouse: Warehouse, inputs: Sequence[_Input], audit: Audit
 def _present(warehouse: Warehouse, inputs: Sequence[_Input], audit: Auditor) -> list[_Input]:
     """The inputs but those that left the inbox, which anyone may take theirs from."""
     present: list[_Input] = []
-    gone: list[str] = []
+    left_inbox: list[str] = []
     for recorded in inputs:
         name, root, _ = recorded
         if Path(root).is_relative_to(warehouse.inbox) and not os.path.lexists(root):
-            gone.append(name)
+            left_inbox.append(name)
         else:
             present.append(recorded)
-    if gone:
+    if left_inbox:
         audit.notes.append(
-            f"left the inbox, so that no merge of them can be replayed: {', '.join(gone)}"
+            f"left the inbox, so that no merge of them can be replayed: {', '.join(left_inbox)}"
         )
     return present
 
@@ -168,11 +168,11 @@ def _verify_side_files(warehouse: Warehouse, checkpoint: Checkpoint, audit: Audi
     """Compare the files beside the weights with what was registered; a file each is a check."""
     root = _root(checkpoint)
     with open_source(checkpoint.root) as source:
-        there = side_stamps(source, checkpoint.root)
-        for stamp in there:
+        stamps = side_stamps(source, checkpoint.root)
+        for stamp in stamps:
             act = partial(_verify_side_file, warehouse, checkpoint, source, stamp)
             audit.check("inputs", root / stamp.file, act)
-    for name in missing_files(warehouse, checkpoint.checkpoint_id, (s.file for s in there)):
+    for name in missing_files(warehouse, checkpoint.checkpoint_id, (s.file for s in stamps)):
         error = CorruptionError(
             "A file beside an input's weights is missing",
             where=str(root / name),

@@ -35,7 +35,7 @@ def verify_lineage(warehouse: Warehouse, audit: Auditor) -> None:
         audit.check("lineage", manifest, partial(_check_plan, warehouse, snapshot))
         audit.check("lineage", manifest, partial(_check_inputs, warehouse, snapshot))
         _check_actions(actions, snapshot, audit)
-    there = {folder.name for folder in snapshot_folders(warehouse)}
+    snapshot_ids = {folder.name for folder in snapshot_folders(warehouse)}
     marks = Marks(warehouse.stages)
     versions = list(read_chains(warehouse.refs_dir))
     newest = {name: number for name, number, _ in versions}
@@ -44,11 +44,11 @@ def verify_lineage(warehouse: Warehouse, audit: Auditor) -> None:
             path = warehouse.refs_dir / name / f"{number:08d}.json"
             snapshot_id = str(value.get("snapshot_id"))
             if number == newest[name] or not marks.is_collected(snapshot_id):
-                _check_named(snapshot_id, there, path, audit)
+                _check_named(snapshot_id, snapshot_ids, path, audit)
     for path in sorted(warehouse.releases.glob("*.released.json")):
         with suppress(MergePipeError, OSError):
             released = unseal(path.read_bytes(), str(path)).get("snapshot_id", "")
-            _check_named(str(released), there, path, audit)
+            _check_named(str(released), snapshot_ids, path, audit)
 
 
 def _check_plan(warehouse: Warehouse, snapshot: Snapshot) -> None:
@@ -111,8 +111,8 @@ def _check_actions(
             audit.report("lineage", path, error, is_derivable=True)
 
 
-def _check_named(snapshot_id: str, there: set[str], path: Path, audit: Auditor) -> None:
-    if snapshot_id not in there:
+def _check_named(snapshot_id: str, snapshot_ids: set[str], path: Path, audit: Auditor) -> None:
+    if snapshot_id not in snapshot_ids:
         error = CorruptionError(
             "A name stands for a snapshot that is not there",
             where=str(path),

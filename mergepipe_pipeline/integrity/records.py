@@ -195,8 +195,8 @@ def _check_files(snapshot: Snapshot, audit: Auditor) -> None:
     folder, manifest = Path(snapshot.path), snapshot.manifest
     audit.check("structure", folder / PROVENANCE, partial(provenance_of, snapshot))
     named = {s.file for s in manifest.shards} | {f.file for f in manifest.side_files}
-    there = {p.name for p in folder.iterdir()} - {MANIFEST, PROVENANCE}
-    for name in sorted(named ^ there):
+    on_disk = {p.name for p in folder.iterdir()} - {MANIFEST, PROVENANCE}
+    for name in sorted(named ^ on_disk):
         is_missing = name in named
         error = CorruptionError(
             "A file of a snapshot is missing"

@@ -56,8 +56,10 @@ def audit_snapshot(
     if last is not None and last.snapshot_id == snapshot.snapshot_id:
         verify_snapshot(folder, only_touched=True)
         return last
-    done = verify_snapshot(folder)
-    audit = Audit(snapshot.snapshot_id, done.files, done.nbytes, non_finite(snapshot))
+    verification = verify_snapshot(folder)
+    audit = Audit(
+        snapshot.snapshot_id, verification.files, verification.nbytes, non_finite(snapshot)
+    )
     write_atomic(warehouse.audit_path(recipe), seal(asdict(audit)))
     return audit
 

@@ -95,12 +95,14 @@ def _shares(value: object, path: KeyPath, problems: Problems) -> tuple[Share, ..
         return ()
     shares = []
     for pattern, share in value.items():
-        here = (*path, pattern)
-        if not _is_pattern(pattern, here, problems):
+        share_path = (*path, pattern)
+        if not _is_pattern(pattern, share_path, problems):
             continue
-        amount = _read(parse_amount, share, here, problems)
+        amount = _read(parse_amount, share, share_path, problems)
         if amount == Budget():
-            problems.add(here, "expected a share of the budget like 50%, or a size, found no limit")
+            problems.add(
+                share_path, "expected a share of the budget like 50%, or a size, found no limit"
+            )
         elif amount is not None:
             shares.append(Share(pattern, amount.nbytes, amount.fraction))
     return tuple(shares)

@@ -154,8 +154,8 @@ def _perplexity(value: object, path: KeyPath, problems: Problems) -> Perplexity 
     for key in ("text", "field"):
         text = texts.get(key)
         if not isinstance(text, str) or not text or "\0" in text:
-            what = "a file of text or JSON Lines" if key == "text" else "the name of a field"
-            problems.add((*path, key), f"expected {what}, {_found_clause(text)}")
+            expected = "a file of text or JSON Lines" if key == "text" else "the name of a field"
+            problems.add((*path, key), f"expected {expected}, {_found_clause(text)}")
     most = _between(keys, "max_tokens", 20_000, (2, _MOST_TOKENS), path, problems, whole=True)
     return Perplexity(str(texts.get("text")), str(texts["field"]), int(most))
 

@@ -146,7 +146,7 @@ class Outputs:
         def in_model(name: str, model: int) -> str:
             return with_layer_index(name, starts.get(model, default) + k)
 
-        def here(name: str) -> bool:
+        def is_in_layer(name: str) -> bool:
             return belongs(name) and layer_index(name) is not None
 
         lead = self._lead(part)
@@ -156,7 +156,7 @@ class Outputs:
         for model in dict.fromkeys((lead, *(e.model for e in part.entries))):
             want = starts.get(model, default) + k
             for name in self.tables.in_layer(model, want):
-                if here(name) and self._counts(name, lead, model, in_model, out):
+                if is_in_layer(name) and self._counts(name, lead, model, in_model, out):
                     names[with_layer_index(name, out)] = None
         for name in names:
             yield self._slot(part, name, t, in_model, levels)

@@ -104,13 +104,13 @@ def parse_settings(
         return {}
     settings: dict[str, Setting] = {}
     for name, value in raw.items():
-        here = (*path, str(name))
+        key_path = (*path, str(name))
         if value == []:
-            warnings.append(f"{shown_path(here)} is an empty list, which gives no value")
+            warnings.append(f"{shown_path(key_path)} is an empty list, which gives no value")
             continue
         n_before = len(problems)
-        setting = _parse_setting(value, here, problems, warnings)
-        _check_share(str(name), setting, here, problems)
+        setting = _parse_setting(value, key_path, problems, warnings)
+        _check_share(str(name), setting, key_path, problems)
         if len(problems) == n_before:
             settings[str(name)] = setting
     return settings

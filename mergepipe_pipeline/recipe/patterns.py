@@ -66,8 +66,8 @@ class _Names:
         for i, pattern in enumerate(budget.keep):
             path = ("budget", "keep", i)
             if self._is_tensor(pattern, path):
-                kept = (t for name, t in self._tensors.items() if fnmatchcase(name, pattern))
-                self._check_base(kept, path)
+                tensors = (t for name, t in self._tensors.items() if fnmatchcase(name, pattern))
+                self._check_base(tensors, path)
         for share in budget.shares:
             self._is_expert(share.experts, ("budget", "shares", share.experts))
 

@@ -287,13 +287,13 @@ class _Resolver:
             lacking = [self.tables.refs[m] for m in dict.fromkeys(tied)]
             self.warnings.append(untied(output.name, lacking))
 
-    def _leftovers(self, made: set[str]) -> list[TensorRecipe]:
+    def _leftovers(self, output_names: set[str]) -> list[TensorRecipe]:
         """Copies of the tensors that are in no named module."""
         if all(module.name is None for module in self.parsed.modules):
             return []
         first = self.parsed.modules[0].slices[0].entries[0].model
         owner = first if self.parsed.base is None else self.parsed.base
-        names = [name for name in self.tables[owner] if name not in made]
+        names = [name for name in self.tables[owner] if name not in output_names]
         if names:
             self.warnings.append(
                 f"modules: {len(names)} tensors are in none of them, first {names[0]}: they are "

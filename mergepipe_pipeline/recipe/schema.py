@@ -268,16 +268,18 @@ def _check_entries(value: Mapping[str, object], path: KeyPath, problems: Problem
         if not isinstance(entry, dict):
             continue
         selecting = [k for k in (*SELECTING, *NARROWING) if entry.get(k) is not None]
-        here = (*path, "models", i)
+        entry_path = (*path, "models", i)
         if entry.get("model") is not None and selecting:
-            problems.add((*here, selecting[0]), "give either `model:` or a selector, not both")
+            problems.add(
+                (*entry_path, selecting[0]), "give either `model:` or a selector, not both"
+            )
         elif selecting and not set(selecting) & set(SELECTING):
-            problems.add((*here, selecting[0]), "a selector needs `match:` or `tag:`")
+            problems.add((*entry_path, selecting[0]), "a selector needs `match:` or `tag:`")
         elif entry.get("model") is None and not (
-            selecting or _is_misspelt((*here, "model"), entry, problems)
+            selecting or _is_misspelt((*entry_path, "model"), entry, problems)
         ):
             problems.add(
-                (*here, "model"),
+                (*entry_path, "model"),
                 "this key is required and missing; `match:` or `tag:` may replace it",
             )
 

@@ -37,13 +37,13 @@ def link_stages(
     for i, (document, stage) in enumerate(zip(documents, stages, strict=True)):
         used: dict[str, None] = {}
         for path, model in _references(document.value):
-            made = names.get(model)
-            if made is None:
+            stage_number = names.get(model)
+            if stage_number is None:
                 continue
-            if made < i:
+            if stage_number < i:
                 used[model] = None
             else:
-                target = "itself" if made == i else f"the later stage {shown(model)}"
+                target = "itself" if stage_number == i else f"the later stage {shown(model)}"
                 document.problems.add(path, f"a stage can use earlier stages only, found {target}")
         if stage is not None:
             before = tuple(made_of[name] for name in used if name in made_of)
@@ -98,16 +98,16 @@ def _references(value: object, path: KeyPath = ()) -> list[tuple[KeyPath, str]]:
     if not isinstance(value, Mapping):
         return references
     for key, item in value.items():
-        here = (*path, key)
+        key_path = (*path, key)
         if key == "parameters" or item in ("base", "union"):
             continue
         if key in _REFERENCE_KEYS and not (isinstance(item, Mapping) and "kind" in item):
             try:
-                references.append((here, parse_reference(item).model))
+                references.append((key_path, parse_reference(item).model))
             except UnreadableReference:
                 continue
         else:
-            references += _references(item, here)
+            references += _references(item, key_path)
     return references
 
 

@@ -170,16 +170,16 @@ class _Outliner:
         for i, item in enumerate(slices if isinstance(slices, list) else []):
             if not isinstance(item, dict):
                 continue
-            here = (*path, "slices", i)
+            slice_path = (*path, "slices", i)
             sources = item.get("sources")
             listed = enumerate(sources if isinstance(sources, list) else [])
-            entries = tuple(self._entries(listed, (*here, "sources")))
+            entries = tuple(self._entries(listed, (*slice_path, "sources")))
             if item.get("residual_weight") is not None:
                 self.warnings.append(
                     f"slices[{i}].residual_weight has no effect, as in mergekit, which declares it "
                     "and never reads it"
                 )
-            yield Slice(entries, self._base(item.get("base_model")), self._level(item, here))
+            yield Slice(entries, self._base(item.get("base_model")), self._level(item, slice_path))
 
     def _base(self, own: object) -> int | None:
         value = self.base_model if own is None else own

@@ -111,12 +111,12 @@ def _rule(
     if not isinstance(force, bool):
         problems.add((*path, "force"), f"expected true or false, found {shown(force)}")
         return None
-    here = (*path, "source")
+    source_path = (*path, "source")
     if source is None:
         return TokenRule(token, "default", force=force)
     if isinstance(source, dict) and "kind" in source:
-        return _kind(token, source, force, here, number_of, problems)
-    model = number_of(source, here)
+        return _kind(token, source, force, source_path, number_of, problems)
+    model = number_of(source, source_path)
     return None if model is None else TokenRule(token, "model", model, force=force)
 
 

@@ -114,9 +114,9 @@ def _add_syntax(problems: Problems, error: Exception) -> None:
         problems.add((), "the YAML is nested too deeply")
         return
     mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    hint = "; indent with blanks, not tabs" if "\\t" in what else ""
-    problems.add((), f"not valid YAML: {what}{hint}", mark.line + 1 if mark else 0)
+    message = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    hint = "; indent with blanks, not tabs" if "\\t" in message else ""
+    problems.add((), f"not valid YAML: {message}{hint}", mark.line + 1 if mark else 0)
 
 
 class _Reader:
@@ -175,7 +175,7 @@ class _Reader:
         merged_nodes: list[Node] = []
         for key_node, value_node in node.value:
             key = key_node.value
-            here = (*path, key)
+            key_path = (*path, key)
             self._n_nodes += level > 0  # counts even if it is not taken over
             if key_node.tag == _MERGE and not merged_nodes:
                 merged_nodes = (
@@ -189,12 +189,14 @@ class _Reader:
                 self._add(key_node, path, f"the key {shown(key)} is no Unicode text")
             elif key in own:
                 self._add(
-                    key_node, here, f"the key stands twice, first in line {self._lines[here]}"
+                    key_node,
+                    key_path,
+                    f"the key stands twice, first in line {self._lines[key_path]}",
                 )
             elif key not in value:
                 own.add(key)
-                self._lines[here] = key_node.start_mark.line + 1
-                value[key] = self.read(value_node, here)
+                self._lines[key_path] = key_node.start_mark.line + 1
+                value[key] = self.read(value_node, key_path)
             if self._n_nodes > MAX_NODES:
                 return
         for merged in merged_nodes:
@@ -206,9 +208,9 @@ class _Reader:
     def _sequence(self, node: SequenceNode, path: KeyPath) -> list[Any]:
         value: list[Any] = []
         for i, item in enumerate(node.value):
-            here = (*path, i)
-            self._lines[here] = item.start_mark.line + 1
-            value.append(self.read(item, here))
+            key_path = (*path, i)
+            self._lines[key_path] = item.start_mark.line + 1
+            value.append(self.read(item, key_path))
             if self._n_nodes > MAX_NODES:
                 break
         return value

@@ -64,5 +64,5 @@ def look_again(root: str) -> None:
 
 def is_offline() -> bool:
     """Whether the hub is not to be asked, as huggingface_hub understands it."""
-    said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return said.upper() in ("1", "ON", "YES", "TRUE")
+    setting = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return setting.upper() in ("1", "ON", "YES", "TRUE")

@@ -91,12 +91,12 @@ def _fused(model: Model) -> Iterator[tuple[str, TensorView]]:
         if match := _APART.fullmatch(name):
             fused = f"{match['stem']}mlp.experts.{_FUSES[match['kind']]}"
             groups.setdefault(fused, {})[int(match["number"]), match["kind"]] = view
-    done = set()
+    yielded = set()
     for name, view in model.views.items():
         if match := _APART.fullmatch(name):
             fused = f"{match['stem']}mlp.experts.{_FUSES[match['kind']]}"
-            if fused not in done:
-                done.add(fused)
+            if fused not in yielded:
+                yielded.add(fused)
                 kinds = _KINDS[match["block"]][fused.rpartition(".")[2]]
                 yield fused, _stacked(fused, groups[fused], kinds, model)
         else:

@@ -22,37 +22,39 @@ def without(
     A tensor without any remaining input is the base's. Raises RecipeError where the recipe needs
     one of them: as a base, for the tokenizer, or because its method merges no fewer models.
     """
-    gone = {n for n, m in enumerate(models) if any(c.name in names for c in m.checkpoints)}
-    if not gone:
+    removed = {n for n, m in enumerate(models) if any(c.name in names for c in m.checkpoints)}
+    if not removed:
         return recipe, list(models)
-    remaining = [n for n in range(len(models)) if n not in gone]
+    remaining = [n for n in range(len(models)) if n not in removed]
     numbers = {n: i for i, n in enumerate(remaining)}
-    omitted = ", ".join(models[n].name for n in sorted(gone))
-    if recipe.base in gone or any(t.base and t.base.model in gone for t in recipe.tensors):
+    omitted = ", ".join(models[n].name for n in sorted(removed))
+    if recipe.base in removed or any(t.base and t.base.model in removed for t in recipe.tensors):
         raise _needed(recipe, omitted, "another base model, since others are merged into it")
     tokenizer = recipe.tokenizer
     if tokenizer is not None:
-        if _models_of(tokenizer) & gone:
+        if _models_of(tokenizer) & removed:
             raise _needed(recipe, omitted, "another model for the tokenizer")
         tokenizer = _renumbered(tokenizer, numbers)
     fewest = OPERATORS[recipe.method].schema.experts[0]
-    tensors = tuple(_without(t, gone, numbers) for t in recipe.tensors)
+    tensors = tuple(_without(t, removed, numbers) for t in recipe.tensors)
     for before, after in zip(recipe.tensors, tensors, strict=True):
-        kept = len(after.inputs)
-        if kept < len(before.inputs) and kept < (fewest if kept or after.base is None else 0):
+        n_inputs = len(after.inputs)
+        if n_inputs < len(before.inputs) and n_inputs < (
+            fewest if n_inputs or after.base is None else 0
+        ):
             raise _needed(recipe, omitted, f"at least {fewest} models besides the base")
-    made = replace(
+    reduced = replace(
         recipe,
         models=tuple(recipe.models[n] for n in remaining),
         base=None if recipe.base is None else numbers[recipe.base],
         tensors=tensors,
         tokenizer=tokenizer,
     )
-    return made, [models[n] for n in remaining]
+    return reduced, [models[n] for n in remaining]
 
 
-def _without(t: TensorRecipe, gone: Collection[int], numbers: Mapping[int, int]) -> TensorRecipe:
-    inputs = tuple(replace(i, model=numbers[i.model]) for i in t.inputs if i.model not in gone)
+def _without(t: TensorRecipe, removed: Collection[int], numbers: Mapping[int, int]) -> TensorRecipe:
+    inputs = tuple(replace(i, model=numbers[i.model]) for i in t.inputs if i.model not in removed)
     base = t.base and BaseTensor(numbers[t.base.model], t.base.tensor)
     return replace(t, base=base, inputs=inputs)
 

@@ -155,8 +155,8 @@ def _cached(
 def exists(warehouse: Warehouse, text: str, relative_to: Path | None = None) -> bool:
     """Whether a text as it stands is a registered name or a path."""
     folders = [f for f in (Path.cwd(), relative_to) if f is not None]
-    here = any(os.path.exists(folder / expanded(text)) for folder in folders)
-    return here or text in warehouse.catalog
+    is_path = any(os.path.exists(folder / expanded(text)) for folder in folders)
+    return is_path or text in warehouse.catalog
 
 
 def expanded(path: str | Path) -> Path:

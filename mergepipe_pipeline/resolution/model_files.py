@@ -73,8 +73,8 @@ def side_of(
     return Side(template, tuple(_config(recipe, models, template)), packed)
 
 
-def _refuse_cut_files(checkpoint: Checkpoint, made: Collection[str]) -> None:
-    """Raise IncompleteCheckpointError for a JSON file of the folder, but those `made`, without end.
+def _refuse_cut_files(checkpoint: Checkpoint, replaced_names: Collection[str]) -> None:
+    """Raise IncompleteCheckpointError for a JSON file without end, but for `replaced_names`.
 
     A cut copy shows at its end; whoever uses the model parses all of it.
     """
@@ -82,7 +82,7 @@ def _refuse_cut_files(checkpoint: Checkpoint, made: Collection[str]) -> None:
         return
     with open_source(checkpoint.root) as source:
         for name, nbytes in side_files(source, checkpoint.root).items():
-            if name in made or not name.endswith(".json"):
+            if name in replaced_names or not name.endswith(".json"):
                 continue
             start = max(0, nbytes - _END_NBYTES)
             end = source.read_range(name, start, nbytes - start).rstrip()

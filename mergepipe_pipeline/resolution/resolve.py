@@ -177,10 +177,10 @@ def resolve_stage(
     )
 
 
-def _request(parsed: ParsedRecipe, asked: Request, leave_out: Collection[str]) -> Request:
-    """What a caller `asked` for, with how the recipe was read."""
+def _request(parsed: ParsedRecipe, request: Request, leave_out: Collection[str]) -> Request:
+    """The `request` of a caller, with how the recipe was read."""
     return replace(
-        asked,
+        request,
         selected=parsed.all_selected,
         left_out=tuple(sorted(leave_out)),
         lenient=parsed.lenient,
@@ -329,8 +329,8 @@ def _lost_models(
 ) -> list[MergePipeError]:
     """What is wrong with the models of a stage that waits for one that has failed."""
     problems: list[MergePipeError] = []
-    there = [r for r in stage.references if r.model not in failed]
-    open_models(warehouse, there, None, relative_to, pending, problems, partial(placed_in, stage))
+    refs = [r for r in stage.references if r.model not in failed]
+    open_models(warehouse, refs, None, relative_to, pending, problems, partial(placed_in, stage))
     return [problem for problem in problems if isinstance(problem, CheckpointError)]
 
 

@@ -80,7 +80,7 @@ class Reindexer:
 
     def models(self) -> list[Model]:
         """All models, re-indexed. Raises IncompatibleCheckpointsError for one that cannot be."""
-        done: set[tuple[int, str]] = set()
+        reindexed: set[tuple[int, str]] = set()
         for t in self._recipe.tensors:
             if not embedding_like(t.name):
                 continue
@@ -90,8 +90,8 @@ class Reindexer:
             rows = dict(zip(among, self._build.rows_among(among), strict=True))
             names = dict(sites)
             for m, name in sites:
-                if (m, name) not in done:
-                    done.add((m, name))
+                if (m, name) not in reindexed:
+                    reindexed.add((m, name))
                     self._replace(m, name, rows[m], names)
         return self._models
 
@@ -113,13 +113,13 @@ class Reindexer:
             self._models[m] = replace(model, views=views, variant=variant)
             return
         self._refuse_partial_sources(rows, names)
-        made = np.flatnonzero(rows.own < 0)
+        made_rows = np.flatnonzero(rows.own < 0)
         checkpoints, parts = list(model.checkpoints), list(view.stored)
-        if len(made) and self._warehouse is not None:
-            checkpoint = self._made_rows(m, name, rows, made, names)
+        if len(made_rows) and self._warehouse is not None:
+            checkpoint = self._made_rows(m, name, rows, made_rows, names)
             parts.append(Part(len(checkpoints), checkpoint.by_name[name]))
             checkpoints.append(checkpoint)
-        runs = _runs(rows.own, made if len(parts) > 1 else made[:0], view.shape[1:])
+        runs = _runs(rows.own, made_rows if len(parts) > 1 else made_rows[:0], view.shape[1:])
         new = replace(view, shape=shape, stored=tuple(parts), runs=runs)
         views = {**model.views, name: new}
         self._models[m] = replace(
@@ -143,13 +143,13 @@ class Reindexer:
         m: int,
         name: str,
         rows: ModelRows,
-        made: I64Array,
+        made_rows: I64Array,
         names: Mapping[int, str],
     ) -> Checkpoint:
         """A checkpoint with the rows that the model lacks, in order; written if it is not there."""
         assert self._warehouse is not None
         view = self._original[m].views[name]
-        patches = {str(r): rows.patches.get(int(r)) for r in made}
+        patches = {str(r): rows.patches.get(int(r)) for r in made_rows}
         identity = [
             # Patches name models by number: this says which models they are.
             [[k, self._original[k].model_id, names[k]] for k in sorted(names)],
@@ -162,21 +162,21 @@ class Reindexer:
         folder, stem = self._warehouse.token_rows, digest_json(identity)[:24]
         path = next((p for p in find_sealed(folder, stem) if known(p, len)), None)
         if path is None:
-            values = _row_values(self._warehouse, self._original, m, name, rows, made, names)
-            shape = (len(made), *view.shape[1:])
+            values = _row_values(self._warehouse, self._original, m, name, rows, made_rows, names)
+            shape = (len(made_rows), *view.shape[1:])
             header = build_header([(name, view.dtype, shape)], {"format": "pt"})
             path = write_sealed(folder, stem, header + values, suffix="safetensors")
         # The name enters snapshots' lineage, where only content may.
         return open_checkpoint(str(path), f"token-rows-{sha256_hex(path.read_bytes())[:16]}")
 
 
-def _runs(own: I64Array, made: I64Array, rest: tuple[int, ...]) -> tuple[Run, ...]:
+def _runs(own: I64Array, made_rows: I64Array, rest: tuple[int, ...]) -> tuple[Run, ...]:
     """Runs of rows that follow each other in the model's matrix (part 0) or the made rows (1)."""
     width = int(np.prod(rest, dtype=np.int64))
     part = np.zeros(len(own), dtype=np.int64)
     at = own.copy()
-    part[made] = 1
-    at[made] = np.arange(len(made))
+    part[made_rows] = 1
+    at[made_rows] = np.arange(len(made_rows))
     present = (own >= 0) | (part == 1)
     breaks = np.ones(len(own), dtype=np.bool_)
     breaks[1:] = (part[1:] != part[:-1]) | (at[1:] != at[:-1] + 1) | (present[1:] != present[:-1])
@@ -195,7 +195,7 @@ def _row_values(
     m: int,
     name: str,
     rows: ModelRows,
-    made: I64Array,
+    made_rows: I64Array,
     names: Mapping[int, str],
 ) -> bytes:
     """The bytes of the made rows in the model's dtype; means are taken in float32."""
@@ -204,21 +204,25 @@ def _row_values(
     view = models[m].views[name]
     width = view.shape[1:]
     with _RowReader(warehouse, models) as reader:
-        values = torch.zeros((len(made), *width))
-        place = {int(r): i for i, r in enumerate(made)}
+        values = torch.zeros((len(made_rows), *width))
+        index_by_row = {int(r): i for i, r in enumerate(made_rows)}
         # Rows that a delta's model lacks its base lacks, too: they do not differ.
         for r, sources in () if view.is_delta else rows.patches.items():
             for k, at in sources:
-                values[place[r]] += reader.row(models[k].views[names[k]], k, at)
+                values[index_by_row[r]] += reader.row(models[k].views[names[k]], k, at)
             if sources:
-                values[place[r]] /= len(sources)
+                values[index_by_row[r]] /= len(sources)
         means = [int(r) for r in rows.mean_rows]
         if means:
-            total = values[[i for r, i in place.items() if r not in set(means)]].double().sum(0)
+            total = (
+                values[[i for r, i in index_by_row.items() if r not in set(means)]].double().sum(0)
+            )
             used = rows.own[rows.own >= 0]
             for at in used.tolist():
                 total += reader.row(view, m, at)
-            values[[place[r] for r in means]] = (total / (len(rows.own) - len(means))).float()
+            values[[index_by_row[r] for r in means]] = (
+                total / (len(rows.own) - len(means))
+            ).float()
     raw: bytes = values.to(torch_dtype(view.dtype)).view(torch.uint8).numpy().tobytes()
     return raw
 

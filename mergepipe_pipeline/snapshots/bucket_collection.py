@@ -71,24 +71,24 @@ def collect_bucket(mirror: Mirror, *, older_than_s: float, dry_run: bool) -> GcR
             mirror.bucket.remove([entry.key])
             done += 1
     remaining = len(idle.entries) - done
-    kept = _Idle(idle.snapshot_ids, idle.entries[:done])
-    return _report(kept, (_NOTE,) if remaining else ())
+    removed = _Idle(idle.snapshot_ids, idle.entries[:done])
+    return _report(removed, (_NOTE,) if remaining else ())
 
 
 @contextmanager
 def _marked(mirror: Mirror) -> Iterator[float]:
     """Let the marker be there until the context ends; when it came, by the server's clock."""
-    bucket, seen = mirror.bucket, mirror.bucket.find(COLLECTING)
+    bucket, marker = mirror.bucket, mirror.bucket.find(COLLECTING)
     data = seal({"by": "mergepipe gc --bucket", "began_s": time.time()})
-    if is_collecting(seen) or not bucket.put_if(COLLECTING, data, "", seen):
+    if is_collecting(marker) or not bucket.put_if(COLLECTING, data, "", marker):
         raise BusyError(
             "Another collection runs in the bucket",
             where=bucket.where(COLLECTING),
             next_step="let it end; the marker of one that was killed counts for two hours",
         )
     try:
-        made = bucket.find(COLLECTING)
-        yield made.modified_s if made else time.time()
+        own_marker = bucket.find(COLLECTING)
+        yield own_marker.modified_s if own_marker else time.time()
     finally:
         bucket.remove([COLLECTING])
 

@@ -55,9 +55,9 @@ class Mirror:
         A damaged record is as none. A bucket that cannot be reached is given up soon: who asks can
         merge instead.
         """
-        asked = Mirror(replace(self.bucket, max_retries=_LOOKUP_RETRIES))
+        impatient = Mirror(replace(self.bucket, max_retries=_LOOKUP_RETRIES))
         with Workers(_AT_ONCE) as workers:
-            yield from workers.map(asked._action, action_keys)
+            yield from workers.map(impatient._action, action_keys)
 
     def _action(self, action_key: str) -> StoredObject | None:
         data = self.bucket.read(_action_key(action_key))
@@ -82,7 +82,7 @@ class Mirror:
         Raises CommitConflictError if another publisher let the ref name another snapshot meanwhile:
         then this snapshot is in the bucket, too. Raises BusyError while a collection runs there.
         """
-        seen = self.current(ref)
+        current = self.current(ref)
         for shard in snapshot.manifest.shards:
             self._put_object(snapshot, shard)
             advance(shard.nbytes)
@@ -95,9 +95,9 @@ class Mirror:
         self._refuse_collecting()
         for shard in snapshot.manifest.shards:
             self._put_object(snapshot, shard)
-        if seen is not None and seen.snapshot_id == snapshot.snapshot_id:
-            return seen
-        return self._name(ref, snapshot.snapshot_id, reason, seen.number if seen else 0)
+        if current is not None and current.snapshot_id == snapshot.snapshot_id:
+            return current
+        return self._name(ref, snapshot.snapshot_id, reason, current.number if current else 0)
 
     def _put_object(self, snapshot: Snapshot, shard: ShardEntry) -> None:
         key = object_key(shard.sha256)

@@ -77,7 +77,7 @@ def model_card(
     """README.md with the lineage: which contents, by which method and operators, which plan."""
     front = ["---", "library_name: transformers", "tags:", "- merge", "- mergepipe", "---", ""]
     rows = [f"| {i.role} | {markdown(i.name)} | `{i.content_sha256[:16]}` |" for i in inputs]
-    made = [f"| `{name}` | {variant or '–'} | {n} |" for name, variant, n in operators]
+    operator_rows = [f"| `{name}` | {variant or '–'} | {n} |" for name, variant, n in operators]
     body = [
         f"# Merged model ({method})",
         "",
@@ -90,7 +90,7 @@ def model_card(
         "",
         "| operator | variant | tensors |",
         "|---|---|---|",
-        *made,
+        *operator_rows,
         "",
         "`manifest.json` names every byte of this folder; `provenance.json` holds the recipe, "
         "its budget, the predicted error with its bound, and what was read.",

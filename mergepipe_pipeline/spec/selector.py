@@ -24,8 +24,8 @@ class Selector:
 
     def __str__(self) -> str:
         """As a person would say it: `match chat-*, base b`."""
-        said = (("match", self.match), ("tag", self.tag), ("base", self.base))
-        parts = [f"{key} {value}" for key, value in said if value is not None]
+        criteria = (("match", self.match), ("tag", self.tag), ("base", self.base))
+        parts = [f"{key} {value}" for key, value in criteria if value is not None]
         parts += [] if self.min_version is None else [f"min_version {self.min_version}"]
         parts += [f"exclude {', '.join(self.exclude)}"] if self.exclude else []
         return ", ".join(parts)

@@ -200,7 +200,7 @@ def cropped(view: TensorView, n_rows: int) -> TensorView:
     shape = (n_rows, *view.shape[1:])
     runs = view.runs or (Run(0, 0, 0, view.numel),)
     stop = prod(shape)
-    kept = tuple(
+    cropped_runs = tuple(
         replace(r, n_elems=min(r.n_elems, stop - r.start_elem)) for r in runs if r.start_elem < stop
     )
-    return replace(view, shape=shape, runs=kept)
+    return replace(view, shape=shape, runs=cropped_runs)

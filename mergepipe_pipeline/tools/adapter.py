@@ -75,15 +75,15 @@ class TensorError:
 class Extractor:
     """Reads base and fine-tune a tensor at a time, and writes the adapter to a draft."""
 
-    def __init__(self, base: Input, tuned: Input, asked: Extraction) -> None:
+    def __init__(self, base: Input, tuned: Input, extraction: Extraction) -> None:
         """Raises IncompatibleCheckpointsError for models of other shapes, MergePipeError for a
         module that nothing has.
         """
-        self._base, self._tuned, self._asked = base, tuned, asked
+        self._base, self._tuned, self._extraction = base, tuned, extraction
         self._model_type = str(base.config.get("model_type", ""))
         self._is_conv1d = self._model_type in _CONV1D
         self._is_tied = base.config.get("tie_word_embeddings") is True
-        self._saved = {n for n in tuned.tensors if _is_of(_module(n), asked.save)}
+        self._saved = {n for n in tuned.tensors if _is_of(_module(n), extraction.save)}
         self._names = [n for n in tuned.tensors if n in base.tensors and n not in self._saved]
         self._refuse_unknown()
         self._refuse_other_shapes()
@@ -148,7 +148,7 @@ class Extractor:
         if not self._is_target(name):
             return TensorError(name, "no", 0, total**0.5, 1.0), None
         matrix = np.ascontiguousarray(delta.T) if self._is_conv1d else delta
-        factors = factorize(matrix, self._asked.rank_choice, self._asked.seed, name)
+        factors = factorize(matrix, self._extraction.rank_choice, self._extraction.seed, name)
         factors = Factors(self._rounded(factors.b), self._rounded(factors.a))
         error = (squared_error(matrix, factors) / total) ** 0.5
         return TensorError(name, "factors", len(factors.a), total**0.5, error), factors
@@ -163,7 +163,7 @@ class Extractor:
 
     def _is_target(self, name: str) -> bool:
         """Whether a tensor is the weight of a linear layer that is to be adapted."""
-        module, modules = _module(name), self._asked.modules
+        module, modules = _module(name), self._extraction.modules
         if len(self._tuned.tensors[name].shape) != 2 or not name.endswith(".weight"):
             return False
         if modules:
@@ -173,9 +173,9 @@ class Extractor:
 
     def _rounded(self, values: F32Array) -> F32Array:
         """The values that the factors' type can hold."""
-        if self._asked.dtype == "F32":
+        if self._extraction.dtype == "F32":
             return values
-        if self._asked.dtype == "F16":
+        if self._extraction.dtype == "F16":
             return values.astype(np.float16).astype(np.float32)
         rounded: F32Array = (bfloat16.nearest(values.view(np.uint32)) << np.uint32(16)).view(
             np.float32
@@ -187,7 +187,10 @@ class Extractor:
         for letter, values in (("A", factors.a), ("B", factors.b)):
             key = f"{PREFIX}{_module(self._adapted(name))}.lora_{letter}.weight"
             shape = (values.shape[0], values.shape[1])
-            tensors[key] = ((key, self._asked.dtype, shape), stored(values, self._asked.dtype))
+            tensors[key] = (
+                (key, self._extraction.dtype, shape),
+                stored(values, self._extraction.dtype),
+            )
         return tensors
 
     def _adapted(self, name: str) -> str:
@@ -233,11 +236,11 @@ class Extractor:
 
     def _refuse_unknown(self) -> None:
         every = {_module(n) for n in self._tuned.tensors}
-        for asked in self._asked.save:
-            if not any(_is_of(module, (asked,)) for module in every):
+        for name in self._extraction.save:
+            if not any(_is_of(module, (name,)) for module in every):
                 raise MergePipeError(
                     "No module has the name that is to be saved whole",
-                    where=f"--save {asked}",
+                    where=f"--save {name}",
                     expected="the end of a module's name, as embed_tokens or lm_head",
                     found=", ".join(sorted({m.rpartition(".")[2] for m in every})[:12]),
                     next_step="correct the name",

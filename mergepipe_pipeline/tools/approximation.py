@@ -62,9 +62,9 @@ def combine(
     empty = np.zeros((0, k))
     places = np.concatenate([p for p, _ in parts] or [empty.astype(np.int64)])
     coefficients = np.concatenate([c for _, c in parts] or [empty])
-    made = Combination(places, coefficients, np.zeros(len(places)))
+    combination = Combination(places, coefficients, np.zeros(len(places)))
     norms = np.linalg.norm(tokens.astype(np.float64), axis=1)
-    residual = np.linalg.norm(tokens - made.of(shared), axis=1)
+    residual = np.linalg.norm(tokens - combination.of(shared), axis=1)
     return Combination(places, coefficients, residual / np.where(norms > 0, norms, 1.0))
 
 

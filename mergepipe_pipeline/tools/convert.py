@@ -76,9 +76,9 @@ def _config(draft: Draft) -> dict[str, Any]:
 def _tied_heads(pickled: Pickled) -> list[str]:
     """Heads with the memory of the embedding: the config ties them, so that they are not stored."""
     pairs = pickled.shared.items()
-    both = [sorted(pair, key=is_post) for pair in pairs]
+    embedding_first = [sorted(pair, key=is_post) for pair in pairs]
     return [
         head
-        for embedding, head in both
+        for embedding, head in embedding_first
         if is_post(head) and tied_partner(head, [embedding]) == embedding
     ]

@@ -87,7 +87,7 @@ class Mixture:
         that do not fit together.
         """
         self._config, self._base, self._seed = config, base, seed
-        self._asked = [*config.experts, *config.shared_experts]
+        self._expert_configs = [*config.experts, *config.shared_experts]
         self._experts = experts
         self._layers = layer_count(base.tensors)
         self._arch = self._architecture()
@@ -98,10 +98,12 @@ class Mixture:
         """Write a weight file for what is outside the layers, and one for each layer."""
         embedding = next(t for n, t in self._base.tensors.items() if embedding_like(n))
         shape = (self._layers, embedding.shape[1])
-        made = gates(self._config.gate_mode, self._base, self._asked, shape, self._seed, progress)
+        gate_rows = gates(
+            self._config.gate_mode, self._base, self._expert_configs, shape, self._seed, progress
+        )
         gate_dtype = self._dtype or embedding.dtype
         parts = [self._outside()]
-        parts += [self._layer(i, made[i], gate_dtype) for i in range(self._layers)]
+        parts += [self._layer(i, gate_rows[i], gate_dtype) for i in range(self._layers)]
         total = sum(_nbytes(d) for part in parts for d, _ in part.values())
         with progress.task("write the mixture", total) as advance:
             for number, part in enumerate(parts, 1):
@@ -115,21 +117,23 @@ class Mixture:
         names = [n for n in self._base.tensors if layer_index(n) is None]
         return dict(self._copied(self._base, name, name) for name in names)
 
-    def _layer(self, layer: int, made: F32Array, gate_dtype: str) -> dict[str, _Made]:
+    def _layer(self, layer: int, gate_rows: F32Array, gate_dtype: str) -> dict[str, _Made]:
         """A layer's tensors: the base's but its MLP, the experts' MLPs, and the gates."""
         own = (n for n in self._base.tensors if layer_index(n) == layer and not _MLP.fullmatch(n))
         tensors = dict(self._copied(self._base, name, name) for name in own)
         stem, n_experts = f"model.layers.{layer}.", len(self._config.experts)
-        for number, (source, asked) in enumerate(zip(self._experts, self._asked, strict=True)):
+        for number, (source, expert) in enumerate(
+            zip(self._experts, self._expert_configs, strict=True)
+        ):
             is_shared = number >= n_experts
             place = "shared_expert" if is_shared else f"experts.{number}"
             for kind, new in zip(_KINDS, self._arch.kinds, strict=True):
                 name = f"{stem}{self._arch.part}.{place}.{new}.weight"
-                key, copy = self._copied(source, f"{stem}mlp.{kind}.weight", name, asked)
+                key, copy = self._copied(source, f"{stem}mlp.{kind}.weight", name, expert)
                 tensors[key] = copy
         for name, rows in (
-            (f"{stem}{self._arch.part}.gate.weight", made[:n_experts]),
-            (f"{stem}mlp.shared_expert_gate.weight", made[n_experts:]),
+            (f"{stem}{self._arch.part}.gate.weight", gate_rows[:n_experts]),
+            (f"{stem}mlp.shared_expert_gate.weight", gate_rows[n_experts:]),
         ):
             if len(rows):
                 described = (name, gate_dtype, (len(rows), rows.shape[1]))
@@ -137,14 +141,14 @@ class Mixture:
         return tensors
 
     def _copied(
-        self, source: Input, name: str, new: str, asked: ExpertConfig | None = None
+        self, source: Input, name: str, new: str, expert: ExpertConfig | None = None
     ) -> tuple[str, _Made]:
         entry = source.tensors[name]
         is_float = entry.dtype in FLOATING
         dtype = (self._dtype if is_float else None) or entry.dtype
         described: Described = (new, dtype, entry.shape)
-        scale = 1.0 if asked is None else _scale(asked, name)
-        spread = 0.0 if asked is None else asked.noise_scale or 0.0
+        scale = 1.0 if expert is None else _scale(expert, name)
+        spread = 0.0 if expert is None else expert.noise_scale or 0.0
         if dtype == entry.dtype and scale == 1 and not spread:
             return new, (described, partial(source.raw, name))
         return new, (described, partial(self._changed, source, name, new, dtype, scale, spread))
@@ -229,9 +233,9 @@ def _read(part: Mapping[str, _Made], name: str) -> bytes | bytearray:
     return part[name][1]()
 
 
-def _scale(asked: ExpertConfig, name: str) -> float:
+def _scale(expert: ExpertConfig, name: str) -> float:
     is_down = name.endswith("down_proj.weight")
-    return asked.residual_scale if is_down and asked.residual_scale is not None else 1.0
+    return expert.residual_scale if is_down and expert.residual_scale is not None else 1.0
 
 
 def _nbytes(described: Described) -> int:
@@ -253,7 +257,7 @@ def _misfit(
 
 def parameters_of(config: MoeConfig, seed: int) -> Mapping[str, Any]:
     """What decides a mixture beside its inputs, as plain JSON; models stand by their order."""
-    asked = config.model_dump(exclude={"base_model"})
-    for expert in (*asked["experts"], *asked["shared_experts"]):
+    parameters = config.model_dump(exclude={"base_model"})
+    for expert in (*parameters["experts"], *parameters["shared_experts"]):
         del expert["source_model"]
-    return {**asked, "seed": seed}
+    return {**parameters, "seed": seed}

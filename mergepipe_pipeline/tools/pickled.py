@@ -113,13 +113,13 @@ def unpickled(path: Path) -> Iterator[Pickled]:
     """
     nbytes = path.stat().st_size
     limit_s = _START_S + nbytes // _SLOWEST
-    kept = {k: os.environ[k] for k in ("PATH", "LD_LIBRARY_PATH") if k in os.environ}
+    environment = {k: os.environ[k] for k in ("PATH", "LD_LIBRARY_PATH") if k in os.environ}
     child = subprocess.Popen(
         [sys.executable, "-I", str(_SCRIPT), str(path), str(limit_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**kept, "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1"},
         cwd="/",
         start_new_session=True,
     )

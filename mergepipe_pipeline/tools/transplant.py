@@ -76,19 +76,19 @@ class Transplant:
     def write(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Write all weights, the donor's tokenizer and the config; what became of the tokens."""
         tensors = self._recipient.tensors
-        made: dict[str, F32Array] = {}
+        new_rows: dict[str, F32Array] = {}
         details: dict[str, Any] = {}
         for place, names in self._sides().items():
             rows, details[place] = self._rows(names, place, progress)
-            made |= rows
+            new_rows |= rows
         groups: dict[int | None, list[str]] = {}
         for name in tensors:
             groups.setdefault(layer_index(name), []).append(name)
         with progress.task("write the model", self._recipient.checkpoint.nbytes) as advance:
             for number, names in enumerate(groups.values(), 1):
-                described = [self._described(name, made) for name in names]
+                described = [self._described(name, new_rows) for name in names]
                 file = shard_name(number, len(groups)) if len(groups) > 1 else "model.safetensors"
-                draft.shard(file, described, partial(self._bytes, made), advance)
+                draft.shard(file, described, partial(self._bytes, new_rows), advance)
         draft.side_files |= self._side_files()
         return {"tokens": len(self._ids), "rows": self._ids[-1] + 1, **details}
 
@@ -122,14 +122,14 @@ class Transplant:
                 donor_rows[missing], donor_rows[shared], self._wish.method, self._wish.k, advance
             )
         n_rows, anchors = self._ids[-1] + 1, [same[i] for i in shared]
-        made = {}
+        new_rows = {}
         for name, rows in matrices.items():
             new = np.broadcast_to(rows.mean(axis=0), (n_rows, *rows.shape[1:])).copy()
             new[list(fixed)] = rows[list(fixed.values())]
             new[missing] = combination.of(rows[anchors])
-            made[name] = new
+            new_rows[name] = new
         residual = combination.residual
-        return made, {
+        return new_rows, {
             "same": len(same),
             "bytes_and_prefixes": len(fixed) - len(same),
             "approximated": len(missing),
@@ -138,13 +138,13 @@ class Transplant:
             "residual_most": float(residual.max()) if len(missing) else 0.0,
         }
 
-    def _described(self, name: str, made: Mapping[str, F32Array]) -> Described:
+    def _described(self, name: str, new_rows: Mapping[str, F32Array]) -> Described:
         entry = self._recipient.tensors[name]
-        return name, entry.dtype, made[name].shape if name in made else entry.shape
+        return name, entry.dtype, new_rows[name].shape if name in new_rows else entry.shape
 
-    def _bytes(self, made: Mapping[str, F32Array], name: str) -> bytes | bytearray:
-        if name in made:
-            return stored(made[name], self._recipient.tensors[name].dtype)
+    def _bytes(self, new_rows: Mapping[str, F32Array], name: str) -> bytes | bytearray:
+        if name in new_rows:
+            return stored(new_rows[name], self._recipient.tensors[name].dtype)
         return self._recipient.raw(name)
 
     def _side_files(self) -> dict[str, bytes]:
@@ -174,9 +174,9 @@ def _with_ids(config: dict[str, Any], donor: Mapping[str, Any]) -> dict[str, Any
 def _partner(model: Input, name: str) -> str:
     """The model's matrix for the side of a tensor's name: its own, or what it is tied to."""
     weights = [n for n in model.tensors if embedding_like(n) and n.endswith(".weight")]
-    here = [n for n in weights if is_post(n) == is_post(name)]
+    same_side = [n for n in weights if is_post(n) == is_post(name)]
     tied = tied_partner(weights[0], weights) or weights[0] if weights else None
-    matrix = here[0] if here else tied
+    matrix = same_side[0] if same_side else tied
     if matrix is None or model.tensors[matrix].dtype not in FLOATING:
         raise CheckpointError(
             "A model has no embedding that is known",

@@ -51,13 +51,13 @@ def _limit(file_nbytes: int, cpu_s: int) -> None:
     """Bound memory by what the file may need twice over, time, and written files to none."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    for what, most in (
+    for resource_id, most in (
         (resource.RLIMIT_AS, now + 3 * file_nbytes + _SPARE_NBYTES),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(resource_id, (most, most))
 
 
 def _tensors(state: Any) -> tuple[dict[str, Any], list[str]]:

@@ -198,10 +198,10 @@ class _Bench:
         if plan.plan_id == self.regression.live.manifest.plan_id:
             return self.regression.live
         store_plan(self._warehouse, plan)
-        done = run_plan(
+        outcome = run_plan(
             self._warehouse, plan, options=self._options, progress=self._progress, is_stage=True
         )
-        return done.snapshot
+        return outcome.snapshot
 
 
 def _ended(
@@ -240,14 +240,14 @@ def _conclusion(
     regression: Regression, narrowed: Narrowed[Suspect], layers: tuple[str, ...]
 ) -> str:
     undone = ", ".join(f"{s.name} ({s.undoing})" for s in narrowed.part)
-    gone = ", ".join(s.name for s in narrowed.part if s.previous is None)
+    lost = ", ".join(s.name for s in narrowed.part if s.previous is None)
     is_live = regression.is_live(narrowed.part)
     if not narrowed.is_smallest:
         return f"the candidates ran out; the gate passes with all of these undone: {undone}"
-    if len(narrowed.part) > 1 and is_live and gone:
+    if len(narrowed.part) > 1 and is_live and lost:
         names = ", ".join(s.name for s in narrowed.part)
         return (
-            f"it cannot be told which of {names} is guilty: the gate does not pass without {gone} "
+            f"it cannot be told which of {names} is guilty: the gate does not pass without {lost} "
             "either, and what is live of them is gone; keep each version in a folder of its own"
         )
     if len(narrowed.part) > 1:

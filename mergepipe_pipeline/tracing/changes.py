@@ -82,12 +82,14 @@ def changes_between(warehouse: Warehouse, live: Snapshot, other: Snapshot) -> Ch
     differ = {
         n for n in shards.keys() | other_shards.keys() if shards.get(n) != other_shards.get(n)
     }
-    asked = [(r.budget, r.strategy, r.block_elems, r.no_packs, r.left_out) for r in (before, after)]
+    requests = [
+        (r.budget, r.strategy, r.block_elems, r.no_packs, r.left_out) for r in (before, after)
+    ]
     return Changes(
         live.snapshot_id,
         other.snapshot_id,
         tuple(_inputs(warehouse, (live, before), (other, after))),
-        asked[0] != asked[1] or _said(records[0]["recipe"]) != _said(records[1]["recipe"]),
+        requests[0] != requests[1] or _said(records[0]["recipe"]) != _said(records[1]["recipe"]),
         tuple(sorted(differ, key=layer_order)),
         len(other_shards),
     )

@@ -80,7 +80,7 @@ def _stages(warehouse: Warehouse, plan: MergePlan) -> Iterator[MergePlan]:
     for source in plan.sources:
         folder = Path(source.root)
         if source.root not in input_roots and folder.parent == warehouse.snapshots:
-            made = load_snapshot(warehouse.snapshots, folder.name)
-            stage = load_plan(warehouse, made.manifest.plan_id)
+            snapshot = load_snapshot(warehouse.snapshots, folder.name)
+            stage = load_plan(warehouse, snapshot.manifest.plan_id)
             yield stage
             yield from _stages(warehouse, stage)
