@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS
 
 if TYPE_CHECKING:  # commands that read plans start without NumPy
     import numpy as np
     import numpy.typing as npt
+
+    from mergepipe_pipeline.arrays import F32Array, I64Array, U32Array
 
 #: Part of every pack's id: raised when an encoder or a decoder changes its bits.
 CODEC_VERSION = "2"
