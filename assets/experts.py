@@ -149,6 +149,6 @@ def _metadata(done: IndexedExpert, started: float) -> dict[str, Any]:
         "used by": dependents_link(done.registration.name),
         "path": dg.MetadataValue.path(checkpoint.root),
         "seconds to index": round(time.monotonic() - started, 3),
-        **{f"pack against {p.base}": p.told for p in done.packs},
+        **{f"pack against {p.base}": p.summary for p in done.packs},
         **({"packing failed": done.pack_error} if done.pack_error else {}),
     }

@@ -160,7 +160,7 @@ def _within_budget(file: RecipeFile) -> dg.AssetChecksDefinition:
         e, found = plan.estimates, audit_budget(plan)
         return dg.AssetCheckResult(
             passed=found.is_kept,
-            description=description(found.told),
+            description=description(found.summary),
             metadata={
                 "expert GiB planned": gib(e.expert_bytes_planned),
                 "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
@@ -247,7 +247,7 @@ def _audit(file: RecipeFile) -> dg.AssetChecksDefinition:
         yield dg.AssetCheckResult(
             check_name=finite,
             passed=not found.non_finite,
-            description=description(found.told),
+            description=description(found.summary),
             metadata={"tensors": in_one_line(", ".join(found.non_finite)) or "none"},
         )
 

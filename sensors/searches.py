@@ -86,7 +86,7 @@ class _Look:
         waits = [*self._evaluate(due, doing)]
         if not doing and not self.requests:
             waits += [*self._begin_or_show(due)]
-        return "; ".join([due.told, *waits])
+        return "; ".join([due.status, *waits])
 
     def _evaluate(self, due: SearchDue, doing: list[str]) -> Iterator[str]:
         """Candidates that nobody evaluates, as long as there are free workers."""

@@ -55,8 +55,8 @@ def analyze(
         else:
             out[registration.name] = _digested(warehouse, registration, progress)
     for base_name, members in by_base.items():
-        for found in _against(warehouse, members, base_name, block_elems, progress):
-            out[found.name] = found
+        for analysis in _against(warehouse, members, base_name, block_elems, progress):
+            out[analysis.name] = analysis
     return tuple(out.values())
 
 
@@ -89,10 +89,10 @@ def _against(
         ids = base_model.model_id, expert.model_id, grid.block_elems
         new = catalog.digests(expert.checkpoint.checkpoint_id) is None
         fresh.append(new or bool(catalog.missing_pairs(*ids, pairs)))
-    found = ensure_stats(
+    every_stats = ensure_stats(
         warehouse, wanted, base_model, grid, progress, without=("sketch", "sample", "hist")
     )
-    for number, stats in enumerate(found):
+    for number, stats in enumerate(every_stats):
         ensure_digests(warehouse, wanted[number][0].checkpoint, progress)
         yield Analysis(
             names[number],

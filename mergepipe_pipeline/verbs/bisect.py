@@ -129,8 +129,10 @@ def _subject(warehouse: Warehouse, what: str) -> tuple[ParsedRecipe, Path, Snaps
         return parsed, folder, _merged(warehouse, parsed, folder)
     wanted = path.stem if path.suffix in {".yml", ".yaml"} else what
     files = [file for file in recipe_files(warehouse) if file.parsed is not None]
-    found = [c for c in files if c.name == wanted] or [c for c in files if c.recipe.ref == wanted]
-    if not found:
+    matching = [c for c in files if c.name == wanted] or [
+        c for c in files if c.recipe.ref == wanted
+    ]
+    if not matching:
         raise NotFoundError(
             "No standing recipe has this name or publishes under this ref",
             where=str(warehouse.recipes),
@@ -138,7 +140,7 @@ def _subject(warehouse: Warehouse, what: str) -> tuple[ParsedRecipe, Path, Snaps
             found=repr(what),
             next_step="give the file of the recipe",
         )
-    return found[0].recipe, warehouse.recipes, current_snapshot(warehouse, found[0].name)
+    return matching[0].recipe, warehouse.recipes, current_snapshot(warehouse, matching[0].name)
 
 
 def _merged(warehouse: Warehouse, parsed: ParsedRecipe, folder: Path) -> Snapshot:
@@ -158,7 +160,7 @@ def _merged(warehouse: Warehouse, parsed: ParsedRecipe, folder: Path) -> Snapsho
 
 def _live(warehouse: Warehouse, ref: str, refused: Snapshot) -> Snapshot:
     """What a ref names; what it named before, if that is the snapshot in question."""
-    found = warehouse.refs.current(ref)
-    if found.snapshot_id == refused.snapshot_id:
-        found = warehouse.refs.target(ref, None)
-    return load_snapshot(warehouse.snapshots, found.snapshot_id)
+    version = warehouse.refs.current(ref)
+    if version.snapshot_id == refused.snapshot_id:
+        version = warehouse.refs.target(ref, None)
+    return load_snapshot(warehouse.snapshots, version.snapshot_id)

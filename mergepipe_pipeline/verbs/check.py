@@ -1,6 +1,6 @@
 """The verb `check`: every problem of a recipe and its full cost, from headers alone.
 
-What packs of analysed experts would take is told besides, from some chunks of their weights.
+What packs of analysed experts would take is estimated besides, from some chunks of their weights.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Check:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Those of all stages, each once."""
-        found = (w for stage in self.stages for w in stage.recipe.warnings)
-        return tuple(dict.fromkeys(found))
+        all_warnings = (w for stage in self.stages for w in stage.recipe.warnings)
+        return tuple(dict.fromkeys(all_warnings))
 
 
 def check(warehouse: Warehouse, parsed: ParsedRecipe, **planning: Unpack[Planning]) -> Check:

@@ -93,10 +93,10 @@ def refuse_other_files(record: Replaced) -> None:
     root, target = Path(record.root), Path(record.cold)
     expected = {file.path: file.sha256 for file in record.files}
     paths = [p for p in target.rglob("*") if p.is_symlink() or not p.is_dir()]
-    found = {p.relative_to(target).as_posix() for p in paths}
+    copied = {p.relative_to(target).as_posix() for p in paths}
     if any(p.is_symlink() or not p.is_file() for p in paths):
         problem = "links or special files"
-    elif found != expected.keys():
+    elif copied != expected.keys():
         problem = "other files"
     elif any((target / path).samefile(root / path) for path in expected):
         problem = "the expert's own files under another path"

@@ -88,10 +88,10 @@ def _measure(
         )
     nbytes = sum(v.nbytes for t in triples for v in (t.part, t.full, t.base) if v)
     with (progress or Silent()).task(f"compare {part.snapshot_id[:12]}", nbytes) as advance:
-        found = squared_distances([*opened, *bases], triples, advance)
+        distances = squared_distances([*opened, *bases], triples, advance)
         return {
             name: (error,) if update is None else (error, update)
-            for name, (error, update) in zip(names, found, strict=True)
+            for name, (error, update) in zip(names, distances, strict=True)
         }
 
 
@@ -149,7 +149,7 @@ def _unchanged(warehouse: Warehouse, source: Source) -> Checkpoint | None:
     """A plan's source, or None if it is gone or is not what it was."""
     root = present_root(warehouse, source.checkpoint_id, source.root)
     try:
-        found = open_checkpoint(root, source.name, probes=False)
+        checkpoint = open_checkpoint(root, source.name, probes=False)
     except MergePipeError:
         return None
-    return found if found.stamp == source.stamp else None
+    return checkpoint if checkpoint.stamp == source.stamp else None

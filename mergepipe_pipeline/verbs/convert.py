@@ -49,14 +49,14 @@ def convert(
         digests = {file: file_sha256(folder / file, advance) for file in files}
     with drafted(warehouse, VERB, place) as draft:
         draft.side_files |= copies
-        found = convert_files(draft, folder, files, named, progress)
+        conversion = convert_files(draft, folder, files, named, progress)
         origin = Origin(
             VERB,
             {},
             (LineageEntry("pickled", given.name, digest_json(digests)),),
             (Source(given.name, str(given), "", ""),),
         )
-        return draft.finish(origin, {"files": digests, **asdict(found)})
+        return draft.finish(origin, {"files": digests, **asdict(conversion)})
 
 
 def _refuse_other(given: Path) -> None:

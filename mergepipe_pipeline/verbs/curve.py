@@ -1,4 +1,4 @@
-"""The verb `curve`: what every budget would lose, told before any expert is read for a merge."""
+"""The verb `curve`: what every budget would lose, known before any expert is read for a merge."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def curve(
     **planning: Unpack[Planning],
 ) -> RecipeCurve:
     """The curve of a recipe. Raises what planning raises, and BudgetError without a base."""
-    return _told(
+    return _recipe_curve(
         solve_recipe(warehouse, parsed, progress=progress, for_parts=True, **planning), shares
     )
 
@@ -64,17 +64,17 @@ def curve_of_plan(warehouse: Warehouse, plan: MergePlan) -> RecipeCurve | None:
     e = plan.estimates
     if e.predicted_error is None and e.update_norm is None:
         return None
-    return _told(solve_plan(warehouse, plan, with_blocks=True), SHARES)
+    return _recipe_curve(solve_plan(warehouse, plan, with_blocks=True), SHARES)
 
 
-def _told(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
+def _recipe_curve(solved: SolvedProblem, shares: Sequence[float]) -> RecipeCurve:
     recipe = solved.recipe
     packed = solved.level_problem
-    found = budget_curve(solved.problem, recipe.budget, solved.selection, shares, packed)
-    asked = [f"{100 * s:g} %" for s in found.left_out if s in shares and shares is not SHARES]
+    curve = budget_curve(solved.problem, recipe.budget, solved.selection, shares, packed)
+    asked = [f"{100 * s:g} %" for s in curve.left_out if s in shares and shares is not SHARES]
     pinned = f"the recipe pins more than {', '.join(asked)} of the bytes: no budget is that small"
     warnings = (*recipe.warnings, *([pinned] if asked else []))
-    return RecipeCurve(recipe.name, found, solved.bound.note, solved.read, solved.egress, warnings)
+    return RecipeCurve(recipe.name, curve, solved.bound.note, solved.read, solved.egress, warnings)
 
 
 def records(curve: BudgetCurve) -> list[dict[str, Any]]:
@@ -131,34 +131,35 @@ def bound_percent(curve: BudgetCurve, p: Point) -> str:
     return "none" if bound is None else f"{100 * bound:.1f} %"
 
 
-def small_picture(told: RecipeCurve) -> str:
+def small_picture(of_recipe: RecipeCurve) -> str:
     """SVG: predicted error of the best strategy over bytes, the recipe's own budget marked."""
-    found = told.curve
+    curve = of_recipe.curve
 
     def place(p: Point) -> tuple[float, float]:
-        return p.nbytes / max(1, found.nbytes_total), found.relative(p.error) or 0.0
+        return p.nbytes / max(1, curve.nbytes_total), curve.relative(p.error) or 0.0
 
-    return sketch([*map(place, found.of(found.best))], place(found.chosen), "predicted error")
+    return sketch([*map(place, curve.of(curve.best))], place(curve.chosen), "predicted error")
 
 
-def picture(told: RecipeCurve) -> bytes:
+def picture(of_recipe: RecipeCurve) -> bytes:
     """PNG: predicted error over bytes for all strategies, the knee, the recipe's own budget."""
-    found = told.curve
-    total = max(1, found.nbytes_total)
+    curve = of_recipe.curve
+    total = max(1, curve.nbytes_total)
 
     def place(p: Point) -> tuple[float, float]:
-        error = nan if told.unknown else found.relative(p.error) or 0.0
+        error = nan if of_recipe.unknown else curve.relative(p.error) or 0.0
         return 100 * p.nbytes / total, 100 * error
 
-    names = dict.fromkeys(p.strategy for p in found.points)
-    lines = [Line(name, *zip(*map(place, found.of(name)), strict=True)) for name in names]
-    marks = [Mark(f"chosen: {found.chosen.strategy}", *place(found.chosen), "o")]
-    if found.knee:
-        marks.append(Mark("knee", *place(found.knee), "D"))
+    names = dict.fromkeys(p.strategy for p in curve.points)
+    lines = [Line(name, *zip(*map(place, curve.of(name)), strict=True)) for name in names]
+    marks = [Mark(f"chosen: {curve.chosen.strategy}", *place(curve.chosen), "o")]
+    if curve.knee:
+        marks.append(Mark("knee", *place(curve.knee), "D"))
     return curve_picture(
         lines,
         marks,
-        f"{told.recipe}: what a budget loses" + (f", {told.unknown}" if told.unknown else ""),
+        f"{of_recipe.recipe}: what a budget loses"
+        + (f", {of_recipe.unknown}" if of_recipe.unknown else ""),
         "expert bytes read, %",
         "predicted error, % of the full update",
     )

@@ -111,7 +111,7 @@ def due(warehouse: Warehouse, file: RecipeFile) -> Due | Postponed | str:
         return CURRENT
     refused = refused_before(warehouse, file, state)
     if refused is not None:
-        return refused.told
+        return refused.summary
     refuse_unready(file.recipe.evaluator, warehouse.recipes)
     versions = [warehouse.catalog.get(member).version for member in file.members]
     return Due(state, last.sequence if last else 0, digest_json(versions)[:8])
@@ -215,8 +215,8 @@ def _inputs(state: Mapping[str, Any]) -> dict[str, str]:
 
 def seconds_to_merge(warehouse: Warehouse, plan: MergePlan) -> float | str:
     """The seconds that merging a plan is predicted to take here, or why nobody can say."""
-    found = forecast_plan(warehouse, plan)
-    return found.reason if found.seconds is None else found.seconds.total_s
+    prediction = forecast_plan(warehouse, plan)
+    return prediction.reason if prediction.seconds is None else prediction.seconds.total_s
 
 
 def refuse_other_budget(plan: MergePlan, budget: str | None) -> None:

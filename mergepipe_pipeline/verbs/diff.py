@@ -223,10 +223,10 @@ def _tensors(
         if name not in pairs:
             state = "added" if ours is None else "removed" if theirs is None else "reshaped"
             yield TensorChange(name, layers[name], state, numel, numel)
-        elif found := measured.get(name):
-            figures = (math.sqrt(found.l2sq), math.sqrt(found.before_l2sq), found.max_abs)
+        elif change := measured.get(name):
+            figures = (math.sqrt(change.l2sq), math.sqrt(change.before_l2sq), change.max_abs)
             finite = [x if math.isfinite(x) else None for x in figures]
-            yield _tensor(name, layers[name], numel, found.changed, *finite)
+            yield _tensor(name, layers[name], numel, change.changed, *finite)
         else:
             changed = changed_elements(before, after, name)
             yield _tensor(name, layers[name], numel, changed)
@@ -245,8 +245,8 @@ def _measured(
     }
     nbytes = sum(v.nbytes for pair in views.values() for v in pair)
     with progress.task(f"diff {before.name} {after.name}", nbytes) as advance:
-        found = changes(before, after, list(views.values()), advance)
-        return dict(zip(views, found, strict=True))
+        measured = changes(before, after, list(views.values()), advance)
+        return dict(zip(views, measured, strict=True))
 
 
 def _tensor(
@@ -260,11 +260,11 @@ def _tensor_layers(one: Manifest, other: Manifest) -> dict[str, str]:
     of some size.
     """
     ours, theirs = _in_shards(one), _in_shards(other)
-    found = ours | theirs
-    if all(found[name] == layer for name, layer in ours.items()):
-        return found
-    count = layer_count(found)
-    return {name: layer_name(name, count) for name in found}
+    layers = ours | theirs
+    if all(layers[name] == layer for name, layer in ours.items()):
+        return layers
+    count = layer_count(layers)
+    return {name: layer_name(name, count) for name in layers}
 
 
 def _in_shards(manifest: Manifest) -> dict[str, str]:

@@ -64,10 +64,10 @@ class Refusal:
     verdict: Verdict
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Why nothing is released, in one sentence."""
-        told = _told(self.verdict, self.ref)
-        return f"{told}, until the recipe, its evaluator or an input changes"
+        refused = _refusal_text(self.verdict, self.ref)
+        return f"{refused}, until the recipe, its evaluator or an input changes"
 
 
 def require_evaluator(parsed: ParsedRecipe) -> Evaluator:
@@ -161,14 +161,14 @@ def refuse(judged: Judged, recipe: str, ref: str) -> None:
         return
     shown = verdict.snapshot_id[:16]
     raise GateError(
-        _told(verdict, ref),
+        _refusal_text(verdict, ref),
         where=f"gate of {recipe}",
         next_step=f"`mergepipe bisect {recipe}` finds the guilty expert: mend it; "
         f"`mergepipe promote {shown} --ref {ref} --force REASON` publishes it all the same",
     )
 
 
-def _told(verdict: Verdict, ref: str) -> str:
+def _refusal_text(verdict: Verdict, ref: str) -> str:
     stays = "has no version yet" if verdict.live_snapshot_id is None else "stays as it is"
     since = f"; {verdict.since}" if verdict.since else ""
     return (
@@ -190,8 +190,8 @@ def judge_candidate(
         remove_tree(warehouse.refusal_path(file.name))
     elif wanted is not None:
         by = judged.evaluation.evaluator_id
-        found = Refusal(file.name, ref, wanted, by, judged.verdict)
-        write_atomic(warehouse.refusal_path(file.name), seal(asdict(found)))
+        refusal_now = Refusal(file.name, ref, wanted, by, judged.verdict)
+        write_atomic(warehouse.refusal_path(file.name), seal(asdict(refusal_now)))
     return judged
 
 
@@ -200,15 +200,15 @@ def refused_before(warehouse: Warehouse, file: RecipeFile, wanted: str) -> Refus
 
     Raises EvaluationError.
     """
-    found, evaluator = refusal(warehouse, file.name), file.recipe.evaluator
-    if found is None or found.wanted != wanted or evaluator is None:
+    refusal_before, evaluator = refusal(warehouse, file.name), file.recipe.evaluator
+    if refusal_before is None or refusal_before.wanted != wanted or evaluator is None:
         return None
-    verdict = found.verdict
+    verdict = refusal_before.verdict
     measured = kept(warehouse, verdict.snapshot_id, evaluator_id(evaluator, warehouse.recipes))
     is_same = measured is not None and all(
         measured.metrics.get(f.threshold.metric) == f.value for f in verdict.findings
     )
-    return found if is_same else None
+    return refusal_before if is_same else None
 
 
 def refusal(warehouse: Warehouse, recipe: str) -> Refusal | None:

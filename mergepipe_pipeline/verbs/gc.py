@@ -73,7 +73,7 @@ def collect(
         outdated = named if keep_versions else frozenset()
         outdated |= _all_snapshots(warehouse) - named if unpublished else frozenset()
         expired = tuple(_expired(warehouse, roots, named, older_than_s))
-        found = run(
+        report = run(
             warehouse.objects,
             warehouse.snapshots,
             warehouse.staging,
@@ -82,10 +82,10 @@ def collect(
             older_than_s=older_than_s,
             dry_run=dry_run,
         )
-        for snapshot_id in () if dry_run else found.snapshots:
+        for snapshot_id in () if dry_run else report.snapshots:
             remove_tree(warehouse.evaluations / snapshot_id)
     return replace(
-        found, paths=tuple(map(escaped, found.paths)), notes=tuple(map(escaped, found.notes))
+        report, paths=tuple(map(escaped, report.paths)), notes=tuple(map(escaped, report.notes))
     )
 
 
@@ -161,11 +161,11 @@ def _roots(
     need, doubts = Need(), []
     others = (find(warehouse) for find in (_registered, _released, _planned, _searched))
     for part in (_published(warehouse, published, keep_versions), *others):
-        for found in part:
-            if isinstance(found, Need):
-                need |= found
+        for named in part:
+            if isinstance(named, Need):
+                need |= named
             else:
-                doubts.append(f"stages stay, since this may name one: {found}")
+                doubts.append(f"stages stay, since this may name one: {named}")
     notes = [
         f"all layers stay, since a lease in use cannot be read: {p}" for p in living.unreadable
     ]
@@ -215,8 +215,8 @@ def _searched(warehouse: Warehouse) -> Iterator[Need | MergePipeError]:
     """What lies on the front of each search; what another one dominates is never on it again."""
     for name in searches(warehouse):
         try:
-            found = front(warehouse, Ledger(warehouse, name).search()).best
-            yield Need(snapshot_ids=frozenset(t.snapshot_id for t in found if t.snapshot_id))
+            best = front(warehouse, Ledger(warehouse, name).search()).best
+            yield Need(snapshot_ids=frozenset(t.snapshot_id for t in best if t.snapshot_id))
         except MergePipeError as error:
             yield error
 

@@ -39,14 +39,14 @@ def refuse_kept_out(
     warehouse: Warehouse, snapshot: Snapshot, ref: str, *, is_guarded: bool = False
 ) -> None:
     """Raise GateError for a snapshot with a quarantined content under a ref that a gate guards."""
-    found = kept_out_in(warehouse, snapshot)
-    if not found or not (is_guarded or _is_guarded(warehouse, ref)):
+    kept_out = kept_out_in(warehouse, snapshot)
+    if not kept_out or not (is_guarded or _is_guarded(warehouse, ref)):
         return
     raise GateError(
         "A snapshot was merged from what is in quarantine",
         where=f"snapshot {snapshot.snapshot_id[:16]}",
         expected=f"no such content under the ref {ref}, which a gate guards",
-        found="; ".join(map(str, found)),
+        found="; ".join(map(str, kept_out)),
         next_step="merge without it, or let it in; `mergepipe promote SNAPSHOT --ref REF --force "
         "REASON` publishes all the same",
     )

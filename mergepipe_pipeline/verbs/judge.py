@@ -23,9 +23,9 @@ def evaluate_recipe(warehouse: Warehouse, file: RecipeFile) -> tuple[Evaluation,
     evaluator = require_evaluator(file.recipe)
     with lease_recipe(warehouse, file.name):
         snapshot, _ = candidate(warehouse, file)
-        found = evaluate(warehouse, snapshot, evaluator, warehouse.recipes)
-    path = warehouse.evaluation_path(found.snapshot_id, found.evaluator_id)
-    return found, path.with_suffix(".log")
+        evaluation = evaluate(warehouse, snapshot, evaluator, warehouse.recipes)
+    path = warehouse.evaluation_path(evaluation.snapshot_id, evaluation.evaluator_id)
+    return evaluation, path.with_suffix(".log")
 
 
 def judge_recipe(warehouse: Warehouse, file: RecipeFile) -> Judged:

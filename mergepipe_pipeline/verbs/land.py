@@ -69,20 +69,20 @@ def land(
     MergePipeError for a name that cannot be one or a folder of the inbox itself, CheckpointError
     for what is not whole, RemoteError for an address that cannot be read, StorageFullError.
     """
-    found = locate_checkpoint(warehouse, path) if is_address(path) else None
-    source = Path(path if found is None else found.root).resolve()
-    chosen = name or (source.name if found is None else found.name)
+    remote = locate_checkpoint(warehouse, path) if is_address(path) else None
+    source = Path(path if remote is None else remote.root).resolve()
+    chosen = name or (source.name if remote is None else remote.name)
     final = warehouse.inbox / chosen
     check_tags(tags)
-    if found is None or not is_address(found.root):
+    if remote is None or not is_address(remote.root):
         _refuse_wrong_places(warehouse, source, chosen)
         open_checkpoint(str(source), chosen, probes=False)
     elif not NAME.fullmatch(chosen):
         raise _misplaced(path, f"the name {chosen!r}")
     replaced = final.exists()
     with _staged(warehouse, chosen) as staged:
-        if found is not None and is_address(found.root):
-            _download(found, staged, progress or Silent())
+        if remote is not None and is_address(remote.root):
+            _download(remote, staged, progress or Silent())
         else:
             _copy(source, staged, link=link)
         open_checkpoint(str(staged), chosen, probes=False)
@@ -113,8 +113,8 @@ def _download(checkpoint: Checkpoint, staged: Path, progress: Progress) -> None:
         label = f"download {checkpoint.name}"
         with progress.task(label, sum(sizes.values())) as advance:
             for name, nbytes in sizes.items():
-                told = partial(_tell, advance)
-                write_atomic(staged / name, pieces(source, name, nbytes, told))
+                advanced = partial(_tell, advance)
+                write_atomic(staged / name, pieces(source, name, nbytes, advanced))
 
 
 def _tell(advance: Advance, piece: bytes) -> None:
@@ -139,23 +139,23 @@ def half_landed(warehouse: Warehouse, living: Collection[str]) -> Iterator[Path]
     The older version that a killed landing put aside stays while nothing is in its place.
     """
     for path in sorted(warehouse.inbox.glob(".*")):
-        found = _LEFT.fullmatch(path.name)
-        if found is None or found["lease"] in living:
+        leftover = _LEFT.fullmatch(path.name)
+        if leftover is None or leftover["lease"] in living:
             continue
-        if found["lease"] or (warehouse.inbox / found["name"]).exists():
+        if leftover["lease"] or (warehouse.inbox / leftover["name"]).exists():
             yield path
 
 
 def _refuse_wrong_places(warehouse: Warehouse, source: Path, name: str) -> None:
     if not source.is_dir():
-        found = f"{source}, which is no folder"
+        problem = f"{source}, which is no folder"
     elif warehouse.inbox in source.parents:
-        found = f"{source}, which lies in the inbox"
+        problem = f"{source}, which lies in the inbox"
     elif not NAME.fullmatch(name):
-        found = f"the name {name!r}"
+        problem = f"the name {name!r}"
     else:
         return
-    raise _misplaced(str(source), found)
+    raise _misplaced(str(source), problem)
 
 
 def _misplaced(where: str, found: str) -> MergePipeError:

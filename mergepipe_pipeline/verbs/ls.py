@@ -60,21 +60,21 @@ def ls(warehouse: Warehouse) -> Listing:
         damaged.rows("checkpoint", catalog.names(), partial(_checkpoint_row, warehouse, packs)),
         tuple(sorted(snapshots, key=lambda row: str(row["created"]))),
         damaged.rows("ref", refs.names(), partial(_ref_row, refs)),
-        tuple(damaged.found),
+        tuple(damaged.listed),
         tuple(row for row in decided if row["contents"]),
     )
 
 
 class _Damaged:
-    """Collects what cannot be told, so that it hides nothing else."""
+    """Collects what cannot be listed, so that it hides nothing else."""
 
     def __init__(self) -> None:
-        self.found: list[dict[str, Any]] = []
+        self.listed: list[dict[str, Any]] = []
 
     def add(self, kind: str, name: str, error: MergePipeError) -> None:
         """Remember one."""
-        told = {"kind": kind, "name": name, "reason": str(error)}
-        self.found.append({k: escaped(v) for k, v in told.items()})
+        row = {"kind": kind, "name": name, "reason": str(error)}
+        self.listed.append({k: escaped(v) for k, v in row.items()})
 
     def rows(
         self, kind: str, names: Iterable[str], row_of: Callable[[str], Row]

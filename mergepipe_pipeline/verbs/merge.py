@@ -53,15 +53,15 @@ class Merged:
 
     def summary(self) -> dict[str, Any]:
         """The figures of `merge --json`."""
-        found = {**self.outcome.summary(), "non_finite": self.non_finite}
+        figures = {**self.outcome.summary(), "non_finite": self.non_finite}
         if self.folder is not None:
-            found["path"] = found["out"] = str(self.folder)
+            figures["path"] = figures["out"] = str(self.folder)
         if self.ref is not None:
-            found["ref"], found["ref_version"] = self.ref.name, self.ref.number
+            figures["ref"], figures["ref_version"] = self.ref.name, self.ref.number
         if self.judged is not None:
-            found["metrics"] = dict(self.judged.evaluation.metrics)
-            found["gate"] = self.judged.verdict and self.judged.verdict.summary
-        return found
+            figures["metrics"] = dict(self.judged.evaluation.metrics)
+            figures["gate"] = self.judged.verdict and self.judged.verdict.summary
+        return figures
 
 
 def merge(
@@ -86,7 +86,7 @@ def merge(
         publish_ref: also publish under the recipe's ref.
         fresh: merge layers that are in the action cache, too.
         progress: draws the work and shows warnings.
-        began_s: when the caller began (`time.monotonic`), for the time that is told.
+        began_s: when the caller began (`time.monotonic`), for the time that is reported.
         planning: what stands for the recipe's own budget, strategy and block size.
 
     Raises what `check` raises, BudgetError, DeviceError, CheckpointChangedError, StorageFullError,
@@ -124,12 +124,12 @@ def _planned_and_run(
     run: Callable[[Warehouse, MergePlan], MergeOutcome],
 ) -> tuple[MergePlan, MergeOutcome]:
     """Plan and run; once more for each pack that turns out to be damaged, without it."""
-    told: set[str] = set()
+    warned: set[str] = set()
     while True:
         with prefetch_base(resolved):
             plan = plan_resolved(warehouse, resolved, progress, unnamed=stages)
-        progress.warn(*(warning for warning in plan.warnings if warning not in told))
-        told.update(plan.warnings)
+        progress.warn(*(warning for warning in plan.warnings if warning not in warned))
+        warned.update(plan.warnings)
         try:
             return plan, run(warehouse, plan)
         except DamagedPackError as error:

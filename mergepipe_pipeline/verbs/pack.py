@@ -65,7 +65,7 @@ class Packed:
         return sum(self.tier_nbytes.values())
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Sizes and pay-back in a sentence."""
         sizes = ", ".join(
             f"{tier} {percent(nbytes / self.expert_nbytes)}"
@@ -85,7 +85,7 @@ def pack(
 ) -> tuple[Packed, ...]:
     """Pack the named experts (default: all with a base); analyses first what is not known.
 
-    A pack that is there is told of and left; tensors that an older pack has are taken over. Raises
+    A pack that is there is reported and left; tensors that an older pack has are taken over. Raises
     MergePipeError for tiers that do not go together or an expert without tensors to pack, and what
     opening and reading the checkpoints raise.
     """
@@ -171,8 +171,8 @@ def _mismatch(expert: Model, base: Model) -> str:
     for name, mine in expert.views.items():
         if name in base.views:
             theirs = base.views[name]
-            told = (f"{v.dtype} {list(v.shape)}" for v in (mine, theirs))
-            return f"{name} of {' against '.join(told)}"
+            layouts = (f"{v.dtype} {list(v.shape)}" for v in (mine, theirs))
+            return f"{name} of {' against '.join(layouts)}"
     return "no name that both have"
 
 
@@ -250,7 +250,7 @@ def _make(
         for reader in readers:
             reader.verify_unchanged()
         replace_dir(staged, final)
-    return len(older.found)
+    return len(older.by_content)
 
 
 class _Older:
@@ -263,7 +263,7 @@ class _Older:
         packings: Sequence[Packing],
         stack: ExitStack,
     ) -> None:
-        self.found: dict[TensorContent, tuple[FrameFiles, PackedTensor]] = {}
+        self.by_content: dict[TensorContent, tuple[FrameFiles, PackedTensor]] = {}
         store = warehouse.packs
         wanted = {_key(p.content): p for p in packings}
         for known in filter(None, map(store.find, store.ids())):
@@ -276,11 +276,11 @@ class _Older:
                 for key in shared:
                     packing, tensor = wanted[key], known.tensors[names[key]]
                     if _steps(packing) == _steps(tensor):
-                        self.found[packing.content] = files, tensor
+                        self.by_content[packing.content] = files, tensor
 
     def of(self, packing: Packing) -> tuple[FrameFiles, PackedTensor] | None:
         """The tensor in an older pack, with its files."""
-        return self.found.get(packing.content)
+        return self.by_content.get(packing.content)
 
 
 def _key(content: TensorContent) -> tuple[object, ...]:

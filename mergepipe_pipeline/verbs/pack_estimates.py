@@ -24,8 +24,8 @@ def estimates_of_recipe(warehouse: Warehouse, resolved: ResolvedRecipe) -> tuple
     pairs = [packable(originals[n], originals[recipe.base]) for n in sorted(used)]
     experts = {e.name: (e, base) for e, base in pairs if e.checkpoint.kind == "full"}
     samples = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(experts)))
-    found = (estimate_pack(warehouse, *pair, samples) for pair in experts.values())
-    return tuple(one for one in found if one is not None)
+    estimates = (estimate_pack(warehouse, *pair, samples) for pair in experts.values())
+    return tuple(estimate for estimate in estimates if estimate is not None)
 
 
 def estimates_of_expert(
@@ -36,6 +36,6 @@ def estimates_of_expert(
         return ()
     base = plan.sources[plan.roles.index("base")].name
     with suppress(MergePipeError):
-        found = estimate_pack(warehouse, *open_pair(warehouse, name, base))
-        return () if found is None else (found,)
+        estimate = estimate_pack(warehouse, *open_pair(warehouse, name, base))
+        return () if estimate is None else (estimate,)
     return ()

@@ -42,8 +42,8 @@ def promote(
     """
     snapshot = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
     if force is not None:
-        told = f"forced past the gate: {force}"
-        done = publish(warehouse, snapshot.snapshot_id, ref, reason=told, is_forced=True)
+        reason = f"forced past the gate: {force}"
+        done = publish(warehouse, snapshot.snapshot_id, ref, reason=reason, is_forced=True)
         return Promoted(done, None)
     parsed = _gated(warehouse, ref, recipe)
     refuse_kept_out(warehouse, snapshot, ref, is_guarded=True)
@@ -64,16 +64,16 @@ def promote(
 def _gated(warehouse: Warehouse, ref: str, recipe: Path | None) -> ParsedRecipe:
     """The recipe whose gate counts. Raises GateError where it is not one, or has none."""
     if recipe is not None:
-        found = [load_recipe(recipe, warehouse)]
+        recipes = [load_recipe(recipe, warehouse)]
     else:
-        found = [p for p in standing_recipes(warehouse) if p.ref == ref and p.gate is not None]
-    if len(found) == 1 and found[0].gate is not None:
-        return found[0]
+        recipes = [p for p in standing_recipes(warehouse) if p.ref == ref and p.gate is not None]
+    if len(recipes) == 1 and recipes[0].gate is not None:
+        return recipes[0]
     raise GateError(
         "There is no gate to pass",
         where=str(recipe or warehouse.recipes),
         expected="`gate:` in it" if recipe else f"one recipe with `gate:` and the ref {ref}",
-        found="none" if recipe else ", ".join(p.where for p in found) or "none",
+        found="none" if recipe else ", ".join(p.where for p in recipes) or "none",
         next_step="name a recipe with --recipe FILE, or publish without a gate: "
         "`mergepipe publish`",
     )

@@ -93,11 +93,13 @@ def _snapshot_id(mirror: Mirror, what: str) -> str:
         return mirror.version(what, versions[what][-1]).snapshot_id
     if name in versions and number.isdecimal():
         return mirror.version(name, int(number)).snapshot_id
-    found = [i for i in mirror.snapshot_ids() if what and i.startswith(what)]
-    if len(found) == 1:
-        return found[0]
+    matching = [i for i in mirror.snapshot_ids() if what and i.startswith(what)]
+    if len(matching) == 1:
+        return matching[0]
     raise NotFoundError(
-        "No such ref or snapshot in the bucket" if not found else "More than one starts like this",
+        "No such ref or snapshot in the bucket"
+        if not matching
+        else "More than one starts like this",
         where=mirror.bucket.address.text,
         expected=", ".join(sorted(versions)) or "a ref or a snapshot's id",
         found=repr(what),

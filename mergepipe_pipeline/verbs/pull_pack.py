@@ -79,21 +79,22 @@ def pull_packs(
     """
     progress = progress or Silent()
     folder = folder_at(parse_address(source))
-    found: dict[str, tuple[str, Travelling]] = {}
+    by_name: dict[str, tuple[str, Travelling]] = {}
     for place, travelling in _travelling(folder, source):
         name = travelling.record.name
-        if name in found and (name in names or not names):
-            raise _several(source, name, found[name][0], place)
-        found[name] = place, travelling
-    if missing := [name for name in names if name not in found] or not found:
+        if name in by_name and (name in names or not names):
+            raise _several(source, name, by_name[name][0], place)
+        by_name[name] = place, travelling
+    if missing := [name for name in names if name not in by_name] or not by_name:
         raise NotFoundError(
             "There is no such pack at the address",
             where=source,
-            expected=", ".join(sorted(found)) or f"{PACKS}/ID/{EXPERT}, as `push --pack` makes it",
+            expected=", ".join(sorted(by_name))
+            or f"{PACKS}/ID/{EXPERT}, as `push --pack` makes it",
             found=", ".join(missing) if isinstance(missing, list) else "none",
             next_step="choose one that is there, or push it with `mergepipe push --pack`",
         )
-    chosen = [found[name] for name in names or sorted(found)]
+    chosen = [by_name[name] for name in names or sorted(by_name)]
     return tuple(
         _pulled(warehouse, folder, place, t, source, base or t.record.base, progress)
         for place, t in chosen
@@ -112,12 +113,12 @@ def _several(source: str, name: str, *places: str) -> MergePipeError:
 
 def _travelling(folder: Folder, source: str) -> list[tuple[str, Travelling]]:
     """The folders at an address that have packs, and what each tells."""
-    found = []
+    travelling = []
     for name in folder.names(PACKS):
         place, _, file = name.rpartition("/")
         if file == EXPERT and (data := folder.read(name)) is not None:
-            found.append((place, from_bytes(data, f"{source}/{name}")))
-    return found
+            travelling.append((place, from_bytes(data, f"{source}/{name}")))
+    return travelling
 
 
 def _pulled(

@@ -60,8 +60,8 @@ def push_pack(
         _record_of(warehouse, registration, pack) as (record, rest),
     ):
         files = [*_beside(pack.root), *_beside(rest)]
-        told = [TravellingFile(f.name, f.nbytes, f.sha256) for f in files if f.name != RECORD]
-        data = to_bytes(record, told)
+        listed = [TravellingFile(f.name, f.nbytes, f.sha256) for f in files if f.name != RECORD]
+        data = to_bytes(record, listed)
         claim = OutgoingFile(EXPERT, sha256_hex(data), len(data), data)
         outgoing = (claim, *(f for f in files if f.name != RECORD))
         total = 0 if dry_run else sum(f.nbytes for f in outgoing)
@@ -93,7 +93,7 @@ def packed_experts(warehouse: Warehouse, what: str, progress: Progress) -> list[
 
     Raises NotFoundError where the plan is not here.
     """
-    plan, found = plan_of(warehouse, what), []
+    plan, packed = plan_of(warehouse, what), []
     for role, source in zip(plan.roles, plan.sources, strict=True):
         if role != "expert":
             continue
@@ -102,10 +102,10 @@ def packed_experts(warehouse: Warehouse, what: str, progress: Progress) -> list[
             _refuse_other_version(warehouse, registration, source.checkpoint_id)
             if registration.checkpoint.kind == "full":  # of adapters and deltas there are no packs
                 _exact_pack(warehouse, registration, progress)
-                found.append(source.name)
+                packed.append(source.name)
         except MergePipeError as error:
             progress.warn(f"the pack of an expert is not sent: {error}")
-    return found
+    return packed
 
 
 def _refuse_other_version(
@@ -132,19 +132,19 @@ def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Prog
     if registration.checkpoint.is_away and record is not None:
         refuse_other_codec(warehouse, record.pack_id)
         return warehouse.packs.open(record.pack_id)
-    found = None
+    pack = None
     if registration.base is not None and registration.checkpoint.kind == "full":
         models = open_pair(warehouse, registration.name, registration.base)
-        found = warehouse.packs.best(contents_of(warehouse, *models, progress))
-    if found is None or "X" not in found.tiers:
+        pack = warehouse.packs.best(contents_of(warehouse, *models, progress))
+    if pack is None or "X" not in pack.tiers:
         raise MergePipeError(
             "An expert has no pack that gives it back",
             where=registration.name,
             expected="a pack with the tiers X20 and X",
-            found="none" if found is None else f"one of {', '.join(found.tiers)}",
+            found="none" if pack is None else f"one of {', '.join(pack.tiers)}",
             next_step=f"make it: `mergepipe pack {registration.name}`",
         )
-    return found
+    return pack
 
 
 @contextmanager

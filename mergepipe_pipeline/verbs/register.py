@@ -27,8 +27,10 @@ def register(
     if base is not None:
         base = locate_registered(warehouse, base).name
     if is_address(str(path)):
-        found = locate_checkpoint(warehouse, str(path))
-        return catalog.register(replace(found, name=name or found.name), base, is_meant=True)
+        checkpoint = locate_checkpoint(warehouse, str(path))
+        return catalog.register(
+            replace(checkpoint, name=name or checkpoint.name), base, is_meant=True
+        )
     root = Path(os.path.realpath(expanded(path)))
     if is_hub_name(str(path)) and not root.exists():
         raise CheckpointError(

@@ -60,21 +60,21 @@ def repair(
     """Verify records and results, take away what is derivable and wrong, learn it again."""
     findings = verify_all(warehouse, _SCOPES, fresh=True, progress=progress).findings
     aside = set_aside(warehouse, dry_run=dry_run)
-    told, files = tuple(a.told for a in aside), {file for a in aside for file in a.files}
+    damaged, files = tuple(a.summary for a in aside), {file for a in aside for file in a.files}
     left = tuple(f for f in findings if not f.is_derivable and f.file not in files)
     wrong = {Path(f.file) for f in findings if f.is_derivable}
     wrong |= set(_actions_of(warehouse, {p.name for p in wrong}))
     taken = sorted(p for p in wrong if p.is_relative_to(warehouse.root))
     names = tuple(map(str, taken))
     if dry_run:
-        return Repair(names, None, (), (), left, told)
+        return Repair(names, None, (), (), left, damaged)
     packs = tuple(_packs_to_make(warehouse, taken))
     folder = warehouse.new_quarantine()
     for path in taken:
         adopt_file(path, folder / path.relative_to(warehouse.root))
     made, not_made = _learn_again(warehouse, list(_lacking(warehouse)), progress)
     where = str(folder) if taken else None
-    return Repair(names, where, made, (*not_made, *packs), left, told)
+    return Repair(names, where, made, (*not_made, *packs), left, damaged)
 
 
 def _packs_to_make(warehouse: Warehouse, taken: Collection[Path]) -> Iterator[str]:
@@ -137,11 +137,11 @@ def _learn_again(
 
 def _names(warehouse: Warehouse) -> dict[str, str]:
     """Checkpoint id to a name that stands for it now."""
-    catalog, found = warehouse.catalog, {}
+    catalog, names = warehouse.catalog, {}
     for name in catalog.names():
         with suppress(MergePipeError):  # a damaged name is left for a person
-            found[catalog.get(name).checkpoint.checkpoint_id] = name
-    return found
+            names[catalog.get(name).checkpoint.checkpoint_id] = name
+    return names
 
 
 def _lessons(
@@ -162,9 +162,9 @@ def _lessons(
         checkpoint = catalog.get(name).checkpoint
         yield f"digests of {name}", partial(ensure_digests, warehouse, checkpoint, progress)
     elif path.is_relative_to(warehouse.catalog_dir / BLOCK_STATS):
-        found, base = _STATS.match(path.name), names.get(path.parent.name)
-        if found and base:
-            n = int(found["block_elems"])
+        match, base = _STATS.match(path.name), names.get(path.parent.name)
+        if match and base:
+            n = int(match["block_elems"])
             again = partial(
                 analyze, warehouse, (name,), base=base, block_elems=n, progress=progress
             )

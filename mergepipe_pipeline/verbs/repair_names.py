@@ -28,18 +28,18 @@ Kind = Literal["name", "ref", "tags of", "quarantine of"]
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """The damaged versions (their files) of one chain; `told` says what counts now."""
+    """The damaged versions (their files) of one chain; `summary` says what counts now."""
 
     files: tuple[str, ...]
-    told: str
+    summary: str
 
 
 def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> tuple[SetAside, ...]:
     """Set the damaged versions of every chain of the warehouse aside, each chain's at once.
 
-    A name without any version, whose files somebody removed, is told of as well.
+    A name without any version, whose files somebody removed, is named as well.
     """
-    found = []
+    aside = []
     folders: tuple[tuple[Kind, Path], ...] = (
         ("name", warehouse.catalog_dir / "names"),
         ("tags of", warehouse.catalog_dir / "tags"),
@@ -61,15 +61,15 @@ def set_aside(warehouse: Warehouse, *, dry_run: bool = False) -> tuple[SetAside,
                     )
                     versions = ", ".join(map(str, damaged))
                     what = f"version {versions} damaged, set aside; " if damaged else ""
-                    told = f"{kind} {name}: {what}{counts}"
-                    found.append(SetAside(files, told))
-    return tuple(found)
+                    sentence = f"{kind} {name}: {what}{counts}"
+                    aside.append(SetAside(files, sentence))
+    return tuple(aside)
 
 
 def _empty(kind: Kind, folder: Path) -> list[str]:
     """The names of checkpoints that have a folder and no version that counts."""
-    found = folder.iterdir() if kind == "name" and folder.is_dir() else ()
-    return [p.name for p in found if p.is_dir() and not is_chain(p)]
+    folders = folder.iterdir() if kind == "name" and folder.is_dir() else ()
+    return [p.name for p in folders if p.is_dir() and not is_chain(p)]
 
 
 def _counts(chain: VersionChain, kind: Kind, number: int) -> str:
@@ -97,8 +97,8 @@ def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str
     if folder.is_dir():
         with suppress(MergePipeError):
             if not dry_run:
-                found = open_checkpoint(str(folder), name)
-                register(warehouse, folder, name, _base_of(warehouse, found.checkpoint_id))
+                there = open_checkpoint(str(folder), name)
+                register(warehouse, folder, name, _base_of(warehouse, there.checkpoint_id))
             return f"registered again: {folder}"
     record = _record_of(warehouse, name)
     if record is not None and record.is_away:
@@ -114,12 +114,12 @@ def _again(warehouse: Warehouse, kind: Kind, name: str, *, dry_run: bool) -> str
 
 def _record_of(warehouse: Warehouse, name: str) -> Replaced | None:
     """The record of what was moved to cold storage under a name last."""
-    store, found = warehouse.replaced, None
+    store, newest = warehouse.replaced, None
     for checkpoint_id in sorted(store.ids(), key=lambda i: store.path(i).stat().st_mtime):
         with suppress(MergePipeError):
             record = store.find(checkpoint_id)
-            found = record if record is not None and record.name == name else found
-    return found
+            newest = record if record is not None and record.name == name else newest
+    return newest
 
 
 def _merged(warehouse: Warehouse, name: str) -> tuple[str, str | None]:
@@ -141,4 +141,4 @@ def _base_of(warehouse: Warehouse, checkpoint_id: str) -> str | None:
     stats = (warehouse.catalog_dir / BLOCK_STATS).glob(f"*/{checkpoint_id}.*")
     bases = {path.parent.name for path in stats if checkpoint_id}
     registered = warehouse.catalog.registrations()
-    return next((name for name, _, found, *_ in registered if found in bases), None)
+    return next((name for name, _, checkpoint, *_ in registered if checkpoint in bases), None)

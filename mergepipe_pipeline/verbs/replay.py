@@ -91,8 +91,8 @@ def replay(
     with scratch(warehouse, keep, sum(s.nbytes for s in shards)) as anew:
         if seek_nbytes := provenance["estimates"].get("seek_nbytes"):
             store_seek(anew.profile_path, int(seek_nbytes))
-        found = _inputs(warehouse, anew, request, inputs or {}, progress)
-        plan = _plan(anew, parsed, request, found, progress)
+        inputs_by_text = _inputs(warehouse, anew, request, inputs or {}, progress)
+        plan = _plan(anew, parsed, request, inputs_by_text, progress)
         made = run_plan(anew, plan, options=options, progress=progress).snapshot
         _compare(anew, snapshot, made, str(provenance.get("engine_version", ENGINE_VERSION)))
     return Replayed(
@@ -100,7 +100,7 @@ def replay(
         len(shards),
         sum(len(s.tensors) for s in shards),
         sum(s.nbytes for s in shards),
-        tuple({c.name: c.root for c in found.values()}.items()),
+        tuple({c.name: c.root for c in inputs_by_text.values()}.items()),
     )
 
 
@@ -183,15 +183,15 @@ def _inputs(
     progress: Progress | None,
 ) -> dict[str, Checkpoint]:
     """The inputs by the text that the recipe names them by. Says all that are missing at once."""
-    found: dict[str, Checkpoint] = {}
+    inputs: dict[str, Checkpoint] = {}
     missing: dict[str, CheckpointChangedError] = {}
     for model in request.models:
         try:
-            found[model.text] = _input(warehouse, anew, model, given, progress)
+            inputs[model.text] = _input(warehouse, anew, model, given, progress)
         except CheckpointChangedError as error:
             missing[model.name] = error
     if not missing:
-        return found
+        return inputs
     first, *others = missing.values()
     if not others:
         raise first
@@ -211,22 +211,22 @@ def _input(
     progress: Progress | None,
 ) -> Checkpoint:
     """The checkpoint with the content that was merged, under the name that it had then."""
-    told = []
+    looked_at = []
     for place in _places(warehouse, wanted, given):
         try:
             checkpoint = open_checkpoint(place, wanted.name)
         except MergePipeError as error:
-            told.append(f"{place}: {error.what}")
+            looked_at.append(f"{place}: {error.what}")
             continue
         content = digest_json(dict(ensure_digests(anew, checkpoint, progress)))
         if content == wanted.content_sha256:
             return checkpoint
-        told.append(f"{place}: content {content[:16]}")
+        looked_at.append(f"{place}: content {content[:16]}")
     raise CheckpointChangedError(
         "An input is not to be had as it was merged",
         where=f"input {wanted.name}",
         expected=f"content {wanted.content_sha256[:16]}",
-        found="; ".join(told) or "no place to look at",
+        found="; ".join(looked_at) or "no place to look at",
         next_step=f"say where it is: --input {wanted.name}=PATH",
     )
 
@@ -247,12 +247,12 @@ def _compare(anew: Warehouse, old: Snapshot, new: Snapshot, engine_version: str)
     """Raise CorruptionError for the first thing that the second merge gave otherwise."""
     layers, again = ({s.layer for s in x.manifest.shards} for x in (old, new))
     if layers == again:
-        found = next(_differences(old.manifest, new.manifest), None)
+        difference = next(_differences(old.manifest, new.manifest), None)
     else:  # a folder that was written in shards of another size
-        found = next(_other_tensors(anew, old, new), None)
-    if found is None:
+        difference = next(_other_tensors(anew, old, new), None)
+    if difference is None:
         return
-    where, expected, came = found
+    where, expected, came = difference
     next_step = (
         "check the snapshot with `mergepipe verify` and the machine's memory; then report it"
     )
@@ -274,9 +274,9 @@ def _other_tensors(anew: Warehouse, old: Snapshot, new: Snapshot) -> Iterator[tu
         dict(ensure_digests(anew, open_checkpoint(x.path, "result"))) for x in (old, new)
     )
     for name in sorted(before.keys() | after.keys()):
-        expected, found = (d.get(name, "no such tensor") for d in (before, after))
-        if expected != found:
-            yield f"tensor {name}", expected[:16], found[:16]
+        expected, made = (d.get(name, "no such tensor") for d in (before, after))
+        if expected != made:
+            yield f"tensor {name}", expected[:16], made[:16]
 
 
 def _differences(old: Manifest, new: Manifest) -> Iterator[tuple[str, str, str]]:

@@ -71,7 +71,7 @@ class SearchDue:
 
     `begins`: that its prior is made and candidates are proposed, as none is pending. `waiting` are
     candidates that nobody evaluates, `known` all that are proposed. `results` changes with every
-    result, "" while there is none; `has_all` of them. `told` says where the search is.
+    result, "" while there is none; `has_all` of them. `status` says where the search is.
     """
 
     begins: bool
@@ -79,7 +79,7 @@ class SearchDue:
     known: tuple[int, ...]
     results: str
     has_all: bool
-    told: str
+    status: str
 
 
 def standing_searches(
@@ -90,14 +90,14 @@ def standing_searches(
     One that has the name of a recipe cannot be used: assets and refs of both would be alike.
     """
     taken = {r.identifier: f"the recipe {r.name}" for r in recipes}
-    found = []
+    searches_read = []
     for path in yaml_files(warehouse.searches):
         problem = name_problem(path, taken)
         name = escaped(path.stem if problem is None else path.name)
         standing = StandingSearch(name, path, None, (), problem and escaped(problem))
-        found.append(standing if problem else _read(warehouse, standing))
+        searches_read.append(standing if problem else _read(warehouse, standing))
         taken.setdefault(identifier_of(path.stem), path.name)
-    return tuple(found)
+    return tuple(searches_read)
 
 
 def due_of(warehouse: Warehouse, standing: StandingSearch) -> SearchDue:
@@ -123,7 +123,7 @@ def due_of(warehouse: Warehouse, standing: StandingSearch) -> SearchDue:
         known=tuple(sorted(ledger.proposals())),
         results=results_token(warehouse, standing),
         has_all=state.done >= state.evaluations,
-        told=f"{state.told}; {state.ended}" if state.ended else state.told,
+        status=f"{state.told}; {state.ended}" if state.ended else state.told,
     )
 
 

@@ -37,12 +37,12 @@ def trace_due(warehouse: Warehouse, file: RecipeFile) -> str | None:
 
     Raises MergePipeError for a record that cannot be read.
     """
-    found = _refusal(warehouse, file)
-    if found is None or found.verdict.live_snapshot_id is None:
+    refusal = _refusal(warehouse, file)
+    if refusal is None or refusal.verdict.live_snapshot_id is None:
         return None
     if reason_to_wait_for(warehouse, file.members) is not None:
         return None  # an input is newer than the refusal, or its expert is kept out already
-    token = _token(found)
+    token = _token(refusal)
     return None if _traced(warehouse, file.name) == token else token
 
 
@@ -59,12 +59,12 @@ def trace_refusal(
     version waits for the end. None where nothing is refused at present. Raises what bisecting
     raises.
     """
-    found = _refusal(warehouse, file)
-    if found is None or found.verdict.live_snapshot_id is None:
+    refusal = _refusal(warehouse, file)
+    if refusal is None or refusal.verdict.live_snapshot_id is None:
         return None
     refused, live = (
         load_snapshot(warehouse.snapshots, snapshot_id)
-        for snapshot_id in (found.verdict.snapshot_id, found.verdict.live_snapshot_id)
+        for snapshot_id in (refusal.verdict.snapshot_id, refusal.verdict.live_snapshot_id)
     )
     prepared = prepare_snapshots(
         warehouse,
@@ -78,7 +78,7 @@ def trace_refusal(
     tell(f"at most {prepared.cost.summary}")
     done = bisect(warehouse, prepared, options=options, tell=tell)
     kept_out = _keep_out(warehouse, prepared, done)
-    record = {"token": _token(found), "bisection": done.to_json()}
+    record = {"token": _token(refusal), "bisection": done.to_json()}
     write_atomic(warehouse.bisection_path(file.name), seal(record))
     return Traced(prepared, done, kept_out)
 
@@ -99,9 +99,9 @@ def _refusal(warehouse: Warehouse, file: RecipeFile) -> Refusal | None:
     return None if state is None else refused_before(warehouse, file, state)
 
 
-def _token(found: Refusal) -> str:
-    verdict = found.verdict
-    return digest_json([verdict.snapshot_id, verdict.live_snapshot_id, found.evaluator_id])[:16]
+def _token(refusal: Refusal) -> str:
+    verdict = refusal.verdict
+    return digest_json([verdict.snapshot_id, verdict.live_snapshot_id, refusal.evaluator_id])[:16]
 
 
 def _traced(warehouse: Warehouse, recipe: str) -> str | None:

@@ -138,7 +138,7 @@ def test_an_expert_leads_to_its_recipes_and_a_snapshot_to_its_manifest_and_input
     found = audit_budget(over)
     assert not found.is_kept
     file = f"from expert expert_00, file model.safetensors of {home.inbox / 'expert_00'}, tensor "
-    assert file in found.told
+    assert file in found.summary
     assert {word for words in shown_keys(instance) for word in words if "_" in word} == set()
     assert {("seconds", "to", step) for step in ("index", "compare", "plan", "merge")} <= (
         measured := {words for words in shown_keys(instance) if "seconds" in words}

@@ -49,5 +49,5 @@ def test_an_unknown_name_has_no_tags_and_damaged_ones_are_found_and_set_aside(
     file.write_bytes(file.read_bytes().replace(b"new", b"odd"))
     assert not verify_all(home).ok
     (done,) = set_aside(home)
-    assert done.told == "tags of math: version 2 damaged, set aside; version 1 counts: prod"
+    assert done.summary == "tags of math: version 2 damaged, set aside; version 1 counts: prod"
     assert tag(home, "math") == {"prod"}
