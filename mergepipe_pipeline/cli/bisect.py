@@ -64,7 +64,7 @@ def _lines(done: Bisection) -> Sequence[str]:
         )
         for c in done.candidates
     ]
-    found = [done.told]
+    conclusion = [done.told]
     if done.culprit is not None:
-        found.append(f"keep it out until it changes: mergepipe quarantine {done.culprit}")
-    return [*table(("undone", "in layers", "passes", "snapshot", "metrics"), rows), "", *found]
+        conclusion.append(f"keep it out until it changes: mergepipe quarantine {done.culprit}")
+    return [*table(("undone", "in layers", "passes", "snapshot", "metrics"), rows), "", *conclusion]

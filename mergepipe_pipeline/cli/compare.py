@@ -28,18 +28,22 @@ def compare(console: Console, snapshot: str, full: str | None, csv_file: str | N
     from mergepipe_pipeline.report.explain_tables import layer_records
     from mergepipe_pipeline.verbs.compare import compare as run
 
-    found = run(console.existing, snapshot, full, console.progress)
-    records = layer_records(found)
+    comparison = run(console.existing, snapshot, full, console.progress)
+    records = layer_records(comparison)
     if csv_file:
         write_csv(csv_file, records)
     *layers, whole = records
     console.show(
-        {**asdict(found), "layers": layers, **{k: v for k, v in whole.items() if k != "layer"}},
-        *comparison_lines(found),
+        {
+            **asdict(comparison),
+            "layers": layers,
+            **{k: v for k, v in whole.items() if k != "layer"},
+        },
+        *comparison_lines(comparison),
     )
 
 
-def comparison_lines(found: Comparison) -> list[str]:
+def comparison_lines(comparison: Comparison) -> list[str]:
     """A table with a row per layer, and one for all."""
     rows = [
         (
@@ -48,7 +52,7 @@ def comparison_lines(found: Comparison) -> list[str]:
             "-" if x.update is None else f"{x.update:.4g}",
             percent(x.relative),
         )
-        for x in (*found.layers, found.whole)
+        for x in (*comparison.layers, comparison.whole)
     ]
     return [
         "distance (L2) from the full merge, as written",

@@ -42,7 +42,7 @@ def conflicts(
     from mergepipe_pipeline.resolution.recipe_text import load_recipe
     from mergepipe_pipeline.verbs.conflicts import conflicts as run
 
-    found = run(
+    reports = run(
         console.warehouse,
         load_recipe(recipe, console.warehouse),
         relative_to=recipe_folder(recipe),
@@ -51,13 +51,13 @@ def conflicts(
     if csv_file:
         write_csv(
             csv_file,
-            [row for stage, report in found.items() for row in pair_records(stage, report, by)],
+            [row for stage, report in reports.items() for row in pair_records(stage, report, by)],
         )
     if png_file:
-        _write_pictures(Path(png_file), found, by)
-    lines = [line for stage, report in found.items() for line in _lines(stage, report, by, most)]
+        _write_pictures(Path(png_file), reports, by)
+    lines = [line for stage, report in reports.items() for line in _lines(stage, report, by, most)]
     console.show(
-        {"stages": [record(stage, report, by, most) for stage, report in found.items()]},
+        {"stages": [record(stage, report, by, most) for stage, report in reports.items()]},
         *(lines or ["nothing to compare: no model is merged into a checkpoint as its base"]),
     )
 
@@ -91,10 +91,12 @@ def _lines(stage: str, report: ConflictReport, by: str, most: int) -> list[str]:
     return [*lines, ""]
 
 
-def _write_pictures(target: Path, found: Mapping[str, ConflictReport], by: str) -> None:
+def _write_pictures(target: Path, reports: Mapping[str, ConflictReport], by: str) -> None:
     """One file; of several stages one each, with the stage before the suffix."""
     from mergepipe_pipeline.report.conflict_tables import picture
 
-    for stage, report in found.items():
-        file = target if len(found) == 1 else target.with_stem(f"{target.stem}-{Path(stage).name}")
+    for stage, report in reports.items():
+        file = (
+            target if len(reports) == 1 else target.with_stem(f"{target.stem}-{Path(stage).name}")
+        )
         write_file(file, picture(report, by, stage))

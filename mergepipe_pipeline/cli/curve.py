@@ -62,7 +62,7 @@ def curve(
     from mergepipe_pipeline.verbs.curve import curve as run
     from mergepipe_pipeline.verbs.curve import picture, records
 
-    told = run(
+    of_recipe = run(
         console.warehouse,
         load_recipe(recipe, console.warehouse, **reading(planning)),
         relative_to=recipe_folder(recipe),
@@ -70,49 +70,49 @@ def curve(
         shares=shares or SHARES,
         **planning,
     )
-    console.warn(told.warnings)
-    found = records(told.curve)
+    console.warn(of_recipe.warnings)
+    rows = records(of_recipe.curve)
     if csv_file:
-        write_csv(csv_file, found)
+        write_csv(csv_file, rows)
     if png_file:
-        write_file(png_file, picture(told))
-    *points, chosen = found
+        write_file(png_file, picture(of_recipe))
+    *points, chosen = rows
     console.show(
         {
-            "recipe": told.recipe,
-            "expert_bytes_total": told.curve.nbytes_total,
-            "update_norm": told.curve.update_norm,
-            "analysed": list(told.read),
+            "recipe": of_recipe.recipe,
+            "expert_bytes_total": of_recipe.curve.nbytes_total,
+            "update_norm": of_recipe.curve.update_norm,
+            "analysed": list(of_recipe.read),
             "knee": next((p for p in points if p["is_knee"]), None),
-            "chosen": {**chosen, "bound_note": told.bound_note},
+            "chosen": {**chosen, "bound_note": of_recipe.bound_note},
             "points": points,
-            "egress": [asdict(e) for e in told.egress],
+            "egress": [asdict(e) for e in of_recipe.egress],
         },
-        *_lines(told),
-        *egress_lines(told.egress, "download  "),
+        *_lines(of_recipe),
+        *egress_lines(of_recipe.egress, "download  "),
     )
 
 
-def _lines(told: RecipeCurve) -> list[str]:
+def _lines(of_recipe: RecipeCurve) -> list[str]:
     from mergepipe_pipeline.verbs.curve import bound_percent, percent, rows_of
 
-    found = told.curve
-    own, knee = found.chosen, found.knee
-    analysed = [f"analysed first: {', '.join(told.read)}"] if told.read else []
-    if told.unknown:
-        return [*analysed, f"{told.recipe}: predicted error of a budget: {told.unknown}"]
-    headers, rows = rows_of(found)
+    curve = of_recipe.curve
+    own, knee = curve.chosen, curve.knee
+    analysed = [f"analysed first: {', '.join(of_recipe.read)}"] if of_recipe.read else []
+    if of_recipe.unknown:
+        return [*analysed, f"{of_recipe.recipe}: predicted error of a budget: {of_recipe.unknown}"]
+    headers, rows = rows_of(curve)
     allowed = "" if own.budget_bytes is None else f" of {size(own.budget_bytes)} allowed"
     return [
         *analysed,
-        f"{told.recipe}: predicted error of a budget, in percent of the full update "
-        f"({found.update_norm:.4g} in L2, {size(found.nbytes_total)} of expert bytes)",
+        f"{of_recipe.recipe}: predicted error of a budget, in percent of the full update "
+        f"({curve.update_norm:.4g} in L2, {size(curve.nbytes_total)} of expert bytes)",
         "",
         *table(headers, rows),
         "",
-        f"knee    {size(knee.nbytes)} read, {percent(found, knee)}"
+        f"knee    {size(knee.nbytes)} read, {percent(curve, knee)}"
         if knee
         else "knee    none: the curve is nearly straight",
         f"chosen  {own.strategy}, {size(own.nbytes)} read{allowed}, "
-        f"{percent(found, own)}, bound {bound_percent(found, own)} ({told.bound_note})",
+        f"{percent(curve, own)}, bound {bound_percent(curve, own)} ({of_recipe.bound_note})",
     ]

@@ -31,41 +31,44 @@ def diff(console: Console, before: str, after: str, by: str, csv_file: str | Non
     """
     from mergepipe_pipeline.verbs.diff import diff as run
 
-    found = run(console.existing, before, after, console.progress)
-    tensors = [_record(t) for t in found.tensors]
+    difference = run(console.existing, before, after, console.progress)
+    tensors = [_record(t) for t in difference.tensors]
     if csv_file:
         write_csv(csv_file, tensors)
     shown = {
-        **asdict(found),
+        **asdict(difference),
         **{
-            kind: [{**asdict(c), "state": c.state} for c in getattr(found, kind)]
+            kind: [{**asdict(c), "state": c.state} for c in getattr(difference, kind)]
             for kind in ("inputs", "settings", "files")
         },
-        "layers": [_record(x) for x in found.layers],
+        "layers": [_record(x) for x in difference.layers],
         "tensors": tensors,
-        "whole": _record(found.whole),
+        "whole": _record(difference.whole),
     }
-    console.show(shown, *_lines(found, by))
+    console.show(shown, *_lines(difference, by))
 
 
 def _record(row: LayerChange | TensorChange) -> dict[str, Any]:
     return {**asdict(row), "relative": row.relative}
 
 
-def _lines(found: Difference, by: str) -> list[str]:
-    rows: list[Any] = list(found.layers)
+def _lines(difference: Difference, by: str) -> list[str]:
+    rows: list[Any] = list(difference.layers)
     if by == "tensor":
-        rows = [t for t in found.tensors if t.state != "same"]
-    same = sum(x.state == "same" for x in found.layers)
+        rows = [t for t in difference.tensors if t.state != "same"]
+    same = sum(x.state == "same" for x in difference.layers)
     return [
-        f"{found.before[:16]} -> {found.after[:16]}: {same} of {len(found.layers)} layers are the "
-        "same bytes",
-        *_changed(found.inputs, 16),
-        *_changed(found.settings, 40),
-        *_changed(found.files, 16),
-        *(f"  {line}" for line in found.recipe),
+        f"{difference.before[:16]} -> {difference.after[:16]}: {same} of "
+        f"{len(difference.layers)} layers are the same bytes",
+        *_changed(difference.inputs, 16),
+        *_changed(difference.settings, 40),
+        *_changed(difference.files, 16),
+        *(f"  {line}" for line in difference.recipe),
         "",
-        *table((by, *_COLUMNS), [_row(x) for x in (*rows, *[found.whole] * bool(found.tensors))]),
+        *table(
+            (by, *_COLUMNS),
+            [_row(x) for x in (*rows, *[difference.whole] * bool(difference.tensors))],
+        ),
     ]
 
 

@@ -93,7 +93,7 @@ def as_error(error: Exception) -> MergePipeError:
         raise Stopped(_received[0]) from error
     if isinstance(error, MergePipeError):
         return error
-    told = str(error)
+    message = str(error)
     if any(map(_is_short, causes(error, besides=True))):
         return ResourceError(
             "The system gives no more memory or threads",
@@ -104,22 +104,24 @@ def as_error(error: Exception) -> MergePipeError:
     if isinstance(error, OSError):
         return from_os_error(error)
     if isinstance(error, UnicodeError):
-        text = error.object if isinstance(error, UnicodeEncodeError | UnicodeDecodeError) else told
+        text = (
+            error.object if isinstance(error, UnicodeEncodeError | UnicodeDecodeError) else message
+        )
         return MergePipeError(
             "A text is not Unicode",
             where=repr(text[:60]),
             expected="text, or a file name, in UTF-8",
-            found=told,
+            found=message,
             next_step="rename the file, or write the text in UTF-8",
         )
     if isinstance(error, RecursionError):
         return MergePipeError(
-            "A file is nested too deeply", found=told, next_step="look at JSON and YAML files"
+            "A file is nested too deeply", found=message, next_step="look at JSON and YAML files"
         )
     return DefectError(
         "An unexpected error ended the command",
         where=_place(error),
-        found=f"{type(error).__name__}: {told}" if told else type(error).__name__,
+        found=f"{type(error).__name__}: {message}" if message else type(error).__name__,
         next_step=f"this is a defect of mergepipe: run again with {TRACEBACK}=1, and report what "
         "is printed",
     )
@@ -164,8 +166,8 @@ def _is_short(error: BaseException) -> bool:
     return _tells_shortage(str(error))
 
 
-def _tells_shortage(told: str) -> bool:
-    return any(text in told.lower() for text in _SHORT_TEXTS)
+def _tells_shortage(message: str) -> bool:
+    return any(text in message.lower() for text in _SHORT_TEXTS)
 
 
 def _place(error: Exception) -> str | None:

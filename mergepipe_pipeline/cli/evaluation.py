@@ -37,9 +37,9 @@ def evaluation_lines(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _record(warehouse: Warehouse, found: Evaluation) -> dict[str, Any]:
-    path = warehouse.evaluation_path(found.snapshot_id, found.evaluator_id)
-    return {**asdict(found), "log": str(path.with_suffix(".log"))}
+def _record(warehouse: Warehouse, evaluation: Evaluation) -> dict[str, Any]:
+    path = warehouse.evaluation_path(evaluation.snapshot_id, evaluation.evaluator_id)
+    return {**asdict(evaluation), "log": str(path.with_suffix(".log"))}
 
 
 @click.command()
@@ -76,13 +76,13 @@ def evaluate(
     if sum(given is not None for given in (recipe, command, text)) != 1:
         raise click.UsageError("give one of --recipe, --command and --perplexity")
     evaluator, folder = _evaluator(console.warehouse, recipe, command, text, timeout_s)
-    found = run(console.warehouse, snapshot, evaluator, folder, fresh=fresh)
-    record = _record(console.warehouse, found)
+    evaluation = run(console.warehouse, snapshot, evaluator, folder, fresh=fresh)
+    record = _record(console.warehouse, evaluation)
     console.show(
         record,
-        f"snapshot {found.snapshot_id}",
-        *(f"  {name}  {value:.10g}" for name, value in found.metrics.items()),
-        f"  by {found.evaluator}, {found.created}, in {found.seconds:.1f} s",
+        f"snapshot {evaluation.snapshot_id}",
+        *(f"  {name}  {value:.10g}" for name, value in evaluation.metrics.items()),
+        f"  by {evaluation.evaluator}, {evaluation.created}, in {evaluation.seconds:.1f} s",
         f"  log {record['log']}",
     )
 
@@ -136,9 +136,9 @@ def promote(
         recipe=None if recipe is None else Path(recipe),
         force=force,
     )
-    told = done.judged and done.judged.verdict and done.judged.verdict.summary
+    verdict = done.judged and done.judged.verdict and done.judged.verdict.summary
     console.show(
-        {**asdict(done.ref), "gate": told},
-        *([f"the gate passes: {told}"] if told else []),
+        {**asdict(done.ref), "gate": verdict},
+        *([f"the gate passes: {verdict}"] if verdict else []),
         f"{done.ref.name} is version {done.ref.number}: {done.ref.snapshot_id}",
     )

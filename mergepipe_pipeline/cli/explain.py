@@ -157,7 +157,7 @@ def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
     story = explain_tensor(console.existing, what, tensor, console.progress)
     if not story.is_current:
         console.warn(["planned by other statistics or another version; the list is today's"])
-    blocks, told = block_records(story), story.account
+    blocks, account = block_records(story), story.account
     shown = {
         "plan_id": story.plan.plan_id,
         "tensor": tensor,
@@ -167,9 +167,9 @@ def _tensor(console: Console, what: str, tensor: str, most: int) -> Answer:
         "reason": story.task.reason,
         "strategy": story.plan.estimates.strategy,
         "ranking": _ranking(story),
-        "offers": told.items,
-        "cut": told.cut,
-        "cut_worth": told.cut_worth,
+        "offers": account.items,
+        "cut": account.cut,
+        "cut_worth": account.cut_worth,
         "is_current": story.is_current,
         "experts": expert_records(story),
         "blocks": blocks,
@@ -181,10 +181,10 @@ def _tensor_lines(story: TensorStory, most: int) -> list[str]:
     from mergepipe_pipeline.planner.reasons import MEANING
     from mergepipe_pipeline.report.explain_tables import expert_records
 
-    task, told = story.task, story.account
+    task, account = story.task, story.account
     because = f" ({task.reason})" if task.reason else ""
-    cut = f"cut after purchase {told.cut} of {told.items} on the list of {_ranking(story)}"
-    worth = "" if told.cut_worth is None else f", worth {told.cut_worth:.3g} per byte"
+    cut = f"cut after purchase {account.cut} of {account.items} on the list of {_ranking(story)}"
+    worth = "" if account.cut_worth is None else f", worth {account.cut_worth:.3g} per byte"
     experts = [
         (
             r["expert"],
@@ -323,10 +323,10 @@ def _snapshot(console: Console, what: str) -> Answer:
 
 
 def _snapshot_lines(story: SnapshotStory, records: list[dict[str, Any]]) -> list[str]:
-    told = story.provenance
-    if made_by := told.get("made_by"):
+    provenance = story.provenance
+    if made_by := provenance.get("made_by"):
         given = [(name, str(value)) for name, value in made_by["parameters"].items()]
-        head = f"snapshot {story.snapshot.snapshot_id}  {made_by['verb']}, {told['created']}"
+        head = f"snapshot {story.snapshot.snapshot_id}  {made_by['verb']}, {provenance['created']}"
         return [head, "", *table(("parameter", "value"), given)]
     rows = [
         (
@@ -337,8 +337,8 @@ def _snapshot_lines(story: SnapshotStory, records: list[dict[str, Any]]) -> list
         for r in records
     ]
     return [
-        f"snapshot {story.snapshot.snapshot_id}  {told['recipe_name']}, "
-        f"{story.snapshot.manifest.method}, {told['created']}",
+        f"snapshot {story.snapshot.snapshot_id}  {provenance['recipe_name']}, "
+        f"{story.snapshot.manifest.method}, {provenance['created']}",
         "",
         *table(("figure", "expected", "realised"), rows),
         "",

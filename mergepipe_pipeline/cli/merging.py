@@ -78,13 +78,13 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
 
     warehouse = console.warehouse
     parsed = load_recipe(recipe, warehouse, **reading(planning))
-    found = run(warehouse, parsed, relative_to=recipe_folder(recipe), **planning)
-    console.warn(found.warnings)
-    stages = list(zip(found.stages, found.packed, strict=True))
+    checked = run(warehouse, parsed, relative_to=recipe_folder(recipe), **planning)
+    console.warn(checked.warnings)
+    stages = list(zip(checked.stages, checked.packed, strict=True))
     *before, last = (_stage_json(*stage) for stage in stages)
-    estimates = [asdict(p) for p in found.estimates]
-    shown = {**last, "time": found.forecast.to_json(), "pack_estimates": estimates}
-    shown["egress"] = [asdict(e) for e in found.egress]
+    estimates = [asdict(p) for p in checked.estimates]
+    shown = {**last, "time": checked.forecast.to_json(), "pack_estimates": estimates}
+    shown["egress"] = [asdict(e) for e in checked.egress]
     if before:
         shown["stages"] = [*before, last]
     lines = [line for stage in stages for line in _stage_lines(*stage)]
@@ -92,9 +92,9 @@ def check(console: Console, recipe: str, **planning: Any) -> None:
         shown,
         *lines,
         f"  time                {time_text(shown['time'])}",
-        *egress_lines(found.egress, "  download            "),
-        *estimate_lines(found.estimates, "  packs               "),
-        *selected_lines(found.stages[-1].request.selected),
+        *egress_lines(checked.egress, "  download            "),
+        *estimate_lines(checked.estimates, "  packs               "),
+        *selected_lines(checked.stages[-1].request.selected),
     )
 
 
@@ -104,8 +104,8 @@ def time_text(predicted: Mapping[str, Any] | None, lead: str = "about") -> str:
         return f"not predicted: {(predicted or {}).get('reason', 'nobody asked')}"
     shown = ("analysis", "planning", "reading", "computing", "writing")
     parts = [(name, predicted[f"{name}_s"]) for name in shown]
-    told = ", ".join(f"{name} {_short(s)}" for name, s in parts if s >= _LEAST_S)
-    return f"{lead} {_short(predicted['total_s'])}" + (f" ({told})" if told else "")
+    largest = ", ".join(f"{name} {_short(s)}" for name, s in parts if s >= _LEAST_S)
+    return f"{lead} {_short(predicted['total_s'])}" + (f" ({largest})" if largest else "")
 
 
 def _short(seconds: float) -> str:
@@ -166,7 +166,7 @@ def plan(console: Console, recipe: str, **planning: Any) -> None:
             "layers": len(made.layers),
             "selected": [asdict(s) for s in made.request.selected],
             **asdict(e),
-            "egress": [asdict(found) for found in egress],
+            "egress": [asdict(of_address) for of_address in egress],
         },
         f"plan {made.plan_id[:16]}  {made.method}, {strategy_text(made)}",
         f"  expert bytes   {size(e.expert_bytes_planned)} of {size(e.expert_bytes_total)}"

@@ -23,10 +23,10 @@ def ops(console: Console, name: str | None) -> None:
     """List merge methods with formula, parameters, defaults and source; or one of them."""
     from mergepipe_pipeline.verbs.operators import operators
 
-    found = operators(name)
-    blocks = [_block(schema) for schema in found]
+    schemas = operators(name)
+    blocks = [_block(schema) for schema in schemas]
     lines = [line for block in blocks for line in (*block, "")]
-    console.show([asdict(schema) for schema in found], *lines[:-1])
+    console.show([asdict(schema) for schema in schemas], *lines[:-1])
 
 
 def _block(schema: OperatorSchema) -> list[str]:

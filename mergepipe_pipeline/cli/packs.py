@@ -94,19 +94,22 @@ def pay_back_text(merges: int | None) -> str:
     return "-" if merges is None else counted(merges, "exact merge")
 
 
-def estimate_lines(found: Sequence[PackEstimate], label: str) -> list[str]:
+def estimate_lines(estimates: Sequence[PackEstimate], label: str) -> list[str]:
     """What packs that are not there would take and save, all together, for people."""
-    if not found:
+    if not estimates:
         return []
-    total, packed = (sum(getattr(p, f"{of}_nbytes") for p in found) for of in ("expert", "packed"))
-    tiers = sum(n for p in found for n in p.tier_nbytes.values())
-    exact = total - packed + sum(p.exact_nbytes for p in found)
-    after = [p.pays_back_after for p in found]
+    total, packed = (
+        sum(getattr(p, f"{of}_nbytes") for p in estimates) for of in ("expert", "packed")
+    )
+    tiers = sum(n for p in estimates for n in p.tier_nbytes.values())
+    exact = total - packed + sum(p.exact_nbytes for p in estimates)
+    seconds = sum(p.seconds for p in estimates)
+    after = [p.pays_back_after for p in estimates]
     merges = None if None in after else max(n for n in after if n is not None)
     saved = f", paid back after about {pay_back_text(merges)}" if merges else ""
     return [
-        f"{label}`mergepipe pack` of {counted(len(found), 'expert')} would take about "
-        f"{percent(tiers / total)} of their bytes and {sum(p.seconds for p in found):.0f} s{saved}",
+        f"{label}`mergepipe pack` of {counted(len(estimates), 'expert')} would take about "
+        f"{percent(tiers / total)} of their bytes and {seconds:.0f} s{saved}",
         f"{' ' * len(label)}an exact merge would read about {percent(exact / total)} of them",
     ]
 

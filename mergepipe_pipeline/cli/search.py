@@ -52,9 +52,9 @@ def search(console: Console, file: str, dry_run: bool) -> None:
         click.echo(f"it goes on: {state.told}", err=True)
     verbs.run_search(home, begun, progress=console.progress, tell=_teller(console, begun))
     refs = verbs.publish_front(home, begun, console.progress)
-    found = verbs.front(home, begun)
-    shown = {**_json(found), "cost": asdict(cost), "refs": [asdict(r) for r in refs]}
-    console.show(shown, *_lines(found))
+    results = verbs.front(home, begun)
+    shown = {**_json(results), "cost": asdict(cost), "refs": [asdict(r) for r in refs]}
+    console.show(shown, *_lines(results))
 
 
 def _teller(console: Console, search: Search) -> Any:
@@ -66,9 +66,9 @@ def _teller(console: Console, search: Search) -> Any:
             line |= {"total": state.evaluations, "unit": "evaluations", "result": result.to_json()}
             click.echo(json.dumps(line), err=True)
             return
-        told = metrics_text(result.metrics) or f"failed: {in_one_line(result.failure)}"
+        outcome = metrics_text(result.metrics) or f"failed: {in_one_line(result.failure)}"
         layers = "" if result.merge is None else f" ({result.merge.layers_merged} layers merged)"
-        text = f"{state.done} of {state.evaluations}: candidate {result.number}{layers}: {told}"
+        text = f"{state.done} of {state.evaluations}: candidate {result.number}{layers}: {outcome}"
         click.echo(visible(text), err=True)
 
     return tell
@@ -82,12 +82,12 @@ def front(console: Console, name: str, picture: str | None) -> None:
     """Show the front of a search that has begun, given by its name or its file."""
     from mergepipe_pipeline.verbs import search as verbs
 
-    found = verbs.front(console.warehouse, _search(console, name))
+    results = verbs.front(console.warehouse, _search(console, name))
     if picture is not None:
         from mergepipe_pipeline.report.front import front_picture
 
-        write_file(picture, front_picture(found.drawn()).encode())
-    console.show(_json(found), *_lines(found))
+        write_file(picture, front_picture(results.drawn()).encode())
+    console.show(_json(results), *_lines(results))
 
 
 @click.command()
@@ -128,27 +128,27 @@ def _search(console: Console, name: str) -> Search:
 
 
 def _bounds(given: Sequence[str], option: str) -> dict[str, float]:
-    found = {}
+    bounds = {}
     for text in given:
         metric, _, number = text.rpartition("=")
         try:
-            found[metric] = float(number)
+            bounds[metric] = float(number)
         except ValueError:
             metric = ""
-        if not metric or isnan(found[metric]):
+        if not metric or isnan(bounds[metric]):
             raise click.BadParameter(f"{text!r} is not METRIC=NUMBER.", param_hint=f"--{option}")
-    return found
+    return bounds
 
 
-def _json(found: Front) -> Mapping[str, Any]:
-    return {**found.to_json(), "spent": _spent(found)}
+def _json(results: Front) -> Mapping[str, Any]:
+    return {**results.to_json(), "spent": _spent(results)}
 
 
-def _spent(found: Front) -> dict[str, Any]:
+def _spent(results: Front) -> dict[str, Any]:
     """What candidates took on average, beside merges from scratch; of their seconds the most that
     one took, None if there was none.
     """
-    merges = [t.merge for t in found.trials if t.merge is not None]
+    merges = [t.merge for t in results.trials if t.merge is not None]
     if not merges:
         return {}
     n = len(merges)
@@ -160,12 +160,12 @@ def _spent(found: Front) -> dict[str, Any]:
         "mean_scratch_nbytes": sum(m.scratch_nbytes for m in merges) / n,
         "mean_merge_s": sum(m.seconds for m in merges) / n,
         "scratch_merge_s": max((m.seconds for m in merges if not m.layers_reused), default=None),
-        "mean_evaluation_s": sum(t.evaluation_s for t in found.trials) / n,
+        "mean_evaluation_s": sum(t.evaluation_s for t in results.trials) / n,
     }
 
 
-def _lines(found: Front) -> Sequence[str]:
-    names = [o.metric for o in found.objectives]
+def _lines(results: Front) -> Sequence[str]:
+    names = [o.metric for o in results.objectives]
     rows = [
         (
             t.ref or "-",
@@ -175,13 +175,13 @@ def _lines(found: Front) -> Sequence[str]:
             t.merge.layers_reused if t.merge else 0,
             (t.snapshot_id or "-")[:16],
         )
-        for t in found.best
+        for t in results.best
     ]
     headers = ("ref", "candidate", *names, "merged", "reused", "snapshot")
-    failed = sum(bool(t.failure) for t in found.trials)
-    told = f"{counted(len(found.trials), 'result')}, {failed} of them failed; hypervolume "
-    spent = _spent(found)
-    lines = [*table(headers, rows), "", f"{told}{found.hypervolume:.4f}"]
+    failed = sum(bool(t.failure) for t in results.trials)
+    heading = f"{counted(len(results.trials), 'result')}, {failed} of them failed; hypervolume "
+    spent = _spent(results)
+    lines = [*table(headers, rows), "", f"{heading}{results.hypervolume:.4f}"]
     if spent:
         lines.append(
             f"a candidate merged {spent['mean_layers_merged']:.1f} layers and took over "

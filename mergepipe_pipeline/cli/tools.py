@@ -32,11 +32,13 @@ def convert(console: Console, path: str, out: str | None) -> None:
     from mergepipe_pipeline.verbs.convert import convert as run
 
     done = run(console.place, path, out, console.progress)
-    told = done.details
-    lines = [f"{counted(told['tensors'], 'tensor')} from {counted(len(told['files']), 'file')}"]
-    lines += [f"  tied to the embedding, not stored: {name}" for name in told["tied"]]
-    lines += [f"  same memory as {a}, stored too: {b}" for b, a in told["shared"].items()]
-    lines += [f"  no tensor, left out: {name}" for name in told["left_out"]]
+    details = done.details
+    lines = [
+        f"{counted(details['tensors'], 'tensor')} from {counted(len(details['files']), 'file')}"
+    ]
+    lines += [f"  tied to the embedding, not stored: {name}" for name in details["tied"]]
+    lines += [f"  same memory as {a}, stored too: {b}" for b, a in details["shared"].items()]
+    lines += [f"  no tensor, left out: {name}" for name in details["left_out"]]
     _show(console, done, *lines)
 
 

@@ -66,16 +66,16 @@ def _verify_snapshot(console: Console, what: str, *, inputs: bool) -> None:
     from mergepipe_pipeline.verbs.verify import verify as run
 
     done = run(console.existing, what, console.progress)
-    told = f"ok: {done.files} files, {size(done.nbytes)} checked"
+    sentence = f"ok: {done.files} files, {size(done.nbytes)} checked"
     if not inputs:
-        console.show({"ok": True, **asdict(done)}, told)
+        console.show({"ok": True, **asdict(done)}, sentence)
         return
     from mergepipe_pipeline.execution.lookup import snapshot_named
     from mergepipe_pipeline.verbs.verify_all import verify_all
 
     snapshot = snapshot_named(console.existing, what)
     report = verify_all(console.existing, _INPUTS, inputs_of=snapshot, progress=console.progress)
-    _show(console, report, asdict(done), told)
+    _show(console, report, asdict(done), sentence)
 
 
 def _show(
@@ -94,9 +94,9 @@ def _show(
         sys.exit(CorruptionError.exit_code)
 
 
-def finding_line(found: Finding) -> str:
+def finding_line(finding: Finding) -> str:
     """A finding for people."""
-    return f"{found.scope}: {found}"
+    return f"{finding.scope}: {finding}"
 
 
 @click.command()

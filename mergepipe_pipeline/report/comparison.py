@@ -73,10 +73,10 @@ def _comparison(plan_id: str, full_id: str, facts: Mapping[str, Fact]) -> Compar
     layers: dict[str, list[Fact]] = {}
     for name, fact in facts.items():
         layers.setdefault(layer_name(name, count), []).append(fact)
-    found = []
+    distances = []
     for layer in sorted(layers, key=layer_order):
         updates = [fact[1] for fact in layers[layer] if len(fact) > 1]
         update = math.sqrt(sum(updates)) if len(updates) == len(layers[layer]) else None
         error = math.sqrt(sum(fact[0] for fact in layers[layer]))
-        found.append(LayerDistance(layer, error, update))
-    return Comparison(plan_id, full_id, tuple(found))
+        distances.append(LayerDistance(layer, error, update))
+    return Comparison(plan_id, full_id, tuple(distances))

@@ -62,22 +62,25 @@ def place_headers(by: str) -> Row:
 def place_rows(report: ConflictReport, by: str) -> list[Row]:
     """One row per layer or tensor: its share of Σ‖δ‖², and how its deltas agree."""
     total = float(np.square(report.whole.norms).sum())
-    return [_place_row(report, place, found, total) for place, found in report.places(by).items()]
+    return [
+        _place_row(report, place, agreement, total)
+        for place, agreement in report.places(by).items()
+    ]
 
 
-def _place_row(report: ConflictReport, place: str, found: Agreement, total: float) -> Row:
+def _place_row(report: ConflictReport, place: str, agreement: Agreement, total: float) -> Row:
     first, second = np.triu_indices(len(report.experts), 1)
-    share = f"{100 * np.square(found.norms).sum() / total:.2f} %" if total else "-"
-    interference = percent(found.interference, found.interference_error)
+    share = f"{100 * np.square(agreement.norms).sum() / total:.2f} %" if total else "-"
+    interference = percent(agreement.interference, agreement.interference_error)
     if not len(first):
         return (place, share, "-", "-", "-", "-", interference)
-    cosines, signs = found.cosine[first, second], found.sign_agreement[first, second]
+    cosines, signs = agreement.cosine[first, second], agreement.sign_agreement[first, second]
     low, high = int(cosines.argmin()), int(cosines.argmax())
     seen = signs[~np.isnan(signs)]
 
     def pair(at: int) -> str:
         i, j = first[at], second[at]
-        shown = estimate(cosines[at], found.cosine_error[i, j])
+        shown = estimate(cosines[at], agreement.cosine_error[i, j])
         return f"{shown} {report.experts[i]}·{report.experts[j]}"
 
     return (
@@ -117,7 +120,7 @@ def record(stage: str, report: ConflictReport, by: str, most: int) -> dict[str, 
         "stage": stage,
         "experts": list(report.experts),
         "all": plain(asdict(report.whole)),
-        by: {place: plain(asdict(found)) for place, found in report.places(by).items()},
+        by: {place: plain(asdict(agreement)) for place, agreement in report.places(by).items()},
         "conflicting": [plain(asdict(p)) for p in report.conflicting(by)[:most]],
         "redundant": [plain(asdict(p)) for p in report.redundant("all")[:most]],
     }

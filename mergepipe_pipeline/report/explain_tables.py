@@ -26,12 +26,12 @@ def block_records(story: TensorStory) -> list[dict[str, Any]]:
 
 def expert_records(story: TensorStory) -> list[dict[str, Any]]:
     """One flat record per expert of a tensor: its blocks by reason, bytes, the range of worths."""
-    found = []
+    records = []
     for position in dict.fromkeys(b.expert for b in story.blocks):
         mine = [b for b in story.blocks if b.expert == position]
         worths = [b.worth for b in mine if b.worth is not None]
         reasons, levels = Counter(b.why for b in mine), Counter(b.level for b in mine if b.level)
-        found.append(
+        records.append(
             {
                 "expert": story.experts[position],
                 "nbytes_total": sum(b.nbytes for b in mine),
@@ -44,10 +44,10 @@ def expert_records(story: TensorStory) -> list[dict[str, Any]]:
                 "levels": dict(levels),
             }
         )
-    return found
+    return records
 
 
-def contribution_records(found: Sequence[Contribution]) -> list[dict[str, Any]]:
+def contribution_records(contributions: Sequence[Contribution]) -> list[dict[str, Any]]:
     """One flat record per expert and layer."""
     return [
         {
@@ -57,22 +57,22 @@ def contribution_records(found: Sequence[Contribution]) -> list[dict[str, Any]]:
             "part": c.part,
             "change": c.change,
         }
-        for c in found
+        for c in contributions
     ]
 
 
-def layer_records(found: Comparison) -> list[dict[str, Any]]:
+def layer_records(comparison: Comparison) -> list[dict[str, Any]]:
     """One flat record per layer, and one for all: realised error and update in L2."""
-    return [{**asdict(x), "relative": x.relative} for x in (*found.layers, found.whole)]
+    return [{**asdict(x), "relative": x.relative} for x in (*comparison.layers, comparison.whole)]
 
 
 def bytes_picture(plan: MergePlan) -> bytes:
     """PNG: the share of each expert's bytes that is read, layer by layer."""
-    found = list(shares(plan, "layer"))
-    layers = list(dict.fromkeys(s.place for s in found))
-    experts = list(dict.fromkeys(s.expert for s in found))
+    all_shares = list(shares(plan, "layer"))
+    layers = list(dict.fromkeys(s.place for s in all_shares))
+    experts = list(dict.fromkeys(s.expert for s in all_shares))
     values = np.full((len(layers), len(experts)), np.nan)
-    for s in found:
+    for s in all_shares:
         read = 100 * s.nbytes_read / max(1, s.nbytes_total)
         values[layers.index(s.place), experts.index(s.expert)] = read
     title = f"{plan.recipe_name}: % of bytes read"

@@ -98,10 +98,10 @@ def front_sketch(front: DrawnFront) -> str:
 
     So short that the Dagster UI shows it in its place.
     """
-    found = [(m[-1], m[0], t.is_on_front) for t, m in front.measured]
-    kept = sorted(found, key=lambda spot: spot[2])[-_MOST_IN_SKETCH:]
-    x_of = _Scale.around([x for x, _, _ in found], 12, 308)
-    y_of = _Scale.around([y for _, y, _ in found], 80, 12)
+    spots = [(m[-1], m[0], t.is_on_front) for t, m in front.measured]
+    kept = sorted(spots, key=lambda spot: spot[2])[-_MOST_IN_SKETCH:]
+    x_of = _Scale.around([x for x, _, _ in spots], 12, 308)
+    y_of = _Scale.around([y for _, y, _ in spots], 80, 12)
     paths = {
         color: "".join(f"M{x_of(x):.0f} {y_of(y):.0f}h0" for x, y, on in kept if on == is_on_front)
         for is_on_front, color in ((False, "#bcd"), (True, "#24a"))
@@ -145,16 +145,16 @@ class _Scale:
 
 def _scatter(front: DrawnFront, objective: int) -> str:
     """A panel of one objective over the last one."""
-    found = [(t, m[-1], m[objective]) for t, m in front.measured]
-    x_of, y_of = _scales([x for _, x, _ in found], [y for _, _, y in found])
+    spots = [(t, m[-1], m[objective]) for t, m in front.measured]
+    x_of, y_of = _scales([x for _, x, _ in spots], [y for _, _, y in spots])
     pale, strong, names = [], [], []
-    for trial, x, y in found:
+    for trial, x, y in spots:
         place = f'cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"'
-        told = f"<title>{_escape(_told(front, trial))}</title>"
+        title = f"<title>{_escape(_told(front, trial))}</title>"
         if trial.is_on_front:
-            strong.append(f'<circle {place} r="4.5" fill="{_STRONG}">{told}</circle>')
+            strong.append(f'<circle {place} r="4.5" fill="{_STRONG}">{title}</circle>')
         else:
-            pale.append(f'<circle {place} r="3.5" fill="{_PALE}">{told}</circle>')
+            pale.append(f'<circle {place} r="3.5" fill="{_PALE}">{title}</circle>')
         if trial.ref:
             names.append(_name(trial.ref, x_of(x), y_of(y)))
     axes = _axes(x_of, y_of, front.label(len(front.objectives) - 1), front.label(objective))

@@ -81,13 +81,13 @@ def _plan_row(plan_id: str, plan: Any) -> _Row:
 
 
 def _snapshots(warehouse: Warehouse) -> Iterator[_Row]:
-    for snapshot, told in told_snapshots(warehouse):
-        e, realised = told["estimates"], told["realised"] or {}
+    for snapshot, stored in snapshots_with_provenance(warehouse):
+        e, realised = stored["estimates"], stored["realised"] or {}
         yield (
             snapshot.snapshot_id,
-            told["created"],
-            told["recipe_name"],
-            told["ref"],
+            stored["created"],
+            stored["recipe_name"],
+            stored["ref"],
             snapshot.manifest.method,
             snapshot.manifest.plan_id,
             e["strategy"],
@@ -103,8 +103,11 @@ def _snapshots(warehouse: Warehouse) -> Iterator[_Row]:
 
 def _snapshot_inputs(warehouse: Warehouse) -> Iterator[_Row]:
     versions = first_versions(warehouse.catalog)
-    for snapshot, told in told_snapshots(warehouse):
-        sources, selected = told["sources"], told.get("request", {}).get("selected", ())
+    for snapshot, stored in snapshots_with_provenance(warehouse):
+        sources, selected = (
+            stored["sources"],
+            stored.get("request", {}).get("selected", ()),
+        )
         selectors = by_expert(map(Selected.from_json, selected))
         for entry, source in zip(snapshot.manifest.inputs, sources, strict=True):
             checkpoint_id = source["checkpoint_id"]
@@ -133,21 +136,21 @@ def _refs(warehouse: Warehouse) -> Iterator[_Row]:
 
 def first_versions(catalog: Catalog) -> dict[tuple[str, str], int]:
     """(Name, checkpoint id) to the first version of the name that has it."""
-    found: dict[tuple[str, str], int] = {}
+    versions: dict[tuple[str, str], int] = {}
     for name, version, checkpoint_id, *_ in catalog.registrations():
-        found.setdefault((name, checkpoint_id), version)
-    return found
+        versions.setdefault((name, checkpoint_id), version)
+    return versions
 
 
-def told_snapshots(warehouse: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
+def snapshots_with_provenance(warehouse: Warehouse) -> Iterator[tuple[Snapshot, dict[str, Any]]]:
     """All snapshots with their provenance, by id; damaged ones are said and left out."""
     for snapshot in list_snapshots(warehouse.snapshots):
         try:
-            told = provenance(snapshot.path)
+            stored = provenance(snapshot.path)
         except (CorruptionError, OSError) as error:
             _LOG.warning("A snapshot is left out: %s", error)
             continue
-        yield snapshot, told
+        yield snapshot, stored
 
 
 def provenance(folder: str) -> dict[str, Any]:

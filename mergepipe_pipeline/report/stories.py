@@ -28,7 +28,7 @@ from mergepipe_pipeline.planner.level_selection import LevelSelection
 from mergepipe_pipeline.planner.reasons import Account, Block, account
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.report.comparison import Comparison, full_plan_id, known_comparison
-from mergepipe_pipeline.report.query import first_versions, provenance, told_snapshots
+from mergepipe_pipeline.report.query import first_versions, provenance, snapshots_with_provenance
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.resolution.recipe_text import load_recipe
 from mergepipe_pipeline.snapshots.find import load_snapshot
@@ -151,11 +151,13 @@ def explain_tensor(
             next_step="see `mergepipe explain PLAN --by tensor`",
         )
     solved = solve_plan(warehouse, plan, progress)
-    told = _account(solved)
+    account = _account(solved)
     layer, task = tasks[tensor]
     names = list(solved.problem.tensors)
-    blocks = tuple(told.blocks(names.index(tensor))) if tensor in names else ()
-    return TensorStory(plan, layer, task, solved.experts, told, blocks, _is_current(plan, solved))
+    blocks = tuple(account.blocks(names.index(tensor))) if tensor in names else ()
+    return TensorStory(
+        plan, layer, task, solved.experts, account, blocks, _is_current(plan, solved)
+    )
 
 
 def _is_current(plan: MergePlan, solved: SolvedProblem) -> bool:
@@ -190,8 +192,8 @@ def explain_expert(
 
     Default: the newest snapshot with it, else a plan. Raises NotFoundError if it is in none.
     """
-    found = tuple(_appearances(warehouse, name))
-    if not found:
+    appearances = tuple(_appearances(warehouse, name))
+    if not appearances:
         warehouse.catalog.get(name)
         raise NotFoundError(
             "No plan or snapshot has this expert",
@@ -199,7 +201,7 @@ def explain_expert(
             found=repr(name),
             next_step="make a plan with `mergepipe plan RECIPE`",
         )
-    plan = plan_of(warehouse, where or found[0].id)
+    plan = plan_of(warehouse, where or appearances[0].id)
     mine = tuple(
         c
         for c in contributions(solve_plan(warehouse, plan, progress))
@@ -213,17 +215,18 @@ def explain_expert(
             expected=", ".join(dict.fromkeys(s.expert for s in shares(plan, "expert"))),
             next_step=f"see where it is: `mergepipe explain expert {name}`",
         )
-    return ExpertStory(name, found, plan, mine)
+    return ExpertStory(name, appearances, plan, mine)
 
 
 def _appearances(warehouse: Warehouse, name: str) -> Iterator[Appearance]:
     """Snapshots from the newest on, then plans by id."""
     versions = first_versions(warehouse.catalog)
-    told = [(told, snapshot) for snapshot, told in told_snapshots(warehouse)]
-    told.sort(key=lambda pair: pair[0]["created"], reverse=True)
+    newest_first = sorted(
+        snapshots_with_provenance(warehouse), key=lambda pair: str(pair[1]["created"]), reverse=True
+    )
     read = partial(_plan_with, name)
     plans = {plan_id: plan for plan_id, plan in stored_plans(warehouse, read) if plan is not None}
-    for _, snapshot in told:
+    for snapshot, _ in newest_first:
         plan = plans.get(snapshot.manifest.plan_id)
         if plan is not None:
             yield _appearance(plan, "snapshot", snapshot.snapshot_id, name, versions)
@@ -299,10 +302,10 @@ def explain_snapshot(warehouse: Warehouse, what: str) -> SnapshotStory:
     Raises NotFoundError, CorruptionError.
     """
     snapshot = load_snapshot(warehouse.snapshots, snapshot_of(warehouse, what))
-    told = provenance(snapshot.path)
+    stored = provenance(snapshot.path)
     try:
         plan = load_plan(warehouse, snapshot.manifest.plan_id)
     except NotFoundError:
-        return SnapshotStory(snapshot, told, None, None)
+        return SnapshotStory(snapshot, stored, None, None)
     is_full = full_plan_id(plan) == plan.plan_id
-    return SnapshotStory(snapshot, told, is_full, known_comparison(warehouse, plan))
+    return SnapshotStory(snapshot, stored, is_full, known_comparison(warehouse, plan))
