@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.failures import told
+from assets.failures import as_failure
 from assets.labels import labels
 from assets.metadata import markdown_table, plain_name
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
@@ -30,7 +30,7 @@ def build_bisect(file: RecipeFile) -> list[dg.AssetsDefinition]:
         pool="disk_write",
         **labels(file, "python"),
     )
-    @told
+    @as_failure
     def bisect(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -39,10 +39,10 @@ def build_bisect(file: RecipeFile) -> list[dg.AssetsDefinition]:
         Recipes that name the expert wait then, and what is live stays; another version of it is
         merged by itself. Not part of the recipe's own job: bisect_sensor starts it.
         """
-        found = trace_refusal(
+        traced = trace_refusal(
             mergepipe.warehouse, file, options=engine.options, tell=context.log.info
         )
-        return dg.MaterializeResult(metadata=_metadata(found))
+        return dg.MaterializeResult(metadata=_metadata(traced))
 
     return [bisect]
 
@@ -59,10 +59,10 @@ def build_bisect_job(file: RecipeFile) -> Any | None:
     )
 
 
-def _metadata(found: Traced | None) -> dict[str, Any]:
-    if found is None:
+def _metadata(traced: Traced | None) -> dict[str, Any]:
+    if traced is None:
         return {"found": "nothing is refused at present"}
-    done, regression = found.bisection, found.prepared.regression
+    done, regression = traced.bisection, traced.prepared.regression
     rows = [
         (
             ", ".join(map(plain_name, c.undone)),
@@ -74,10 +74,10 @@ def _metadata(found: Traced | None) -> dict[str, Any]:
     ]
     return {
         "found": in_one_line(done.told),
-        "quarantined": found.quarantine.name if found.quarantine else "none",
+        "quarantined": traced.quarantine.name if traced.quarantine else "none",
         "refused": in_one_line(done.verdict),
         "changed": in_one_line(regression.changes.summary),
-        "cost at most": found.prepared.cost.summary,
+        "cost at most": traced.prepared.cost.summary,
         "candidates": markdown_table(("undone", "in layers", "passes", "the gate says"), rows),
         "refused snapshot id": done.refused,
         "live snapshot id": done.live,

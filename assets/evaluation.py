@@ -5,7 +5,7 @@ Recipes without `evaluate:` have neither.
 
 import dagster as dg
 
-from assets.failures import told
+from assets.failures import as_failure
 from assets.labels import labels
 from assets.metadata import description, markdown_table
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
@@ -32,22 +32,22 @@ def _evaluation(file: RecipeFile) -> dg.AssetsDefinition:
         deps=[[file.name, "snapshot"]],
         **labels(file, "python"),
     )
-    @told
+    @as_failure
     def evaluation(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Measures the snapshot as the recipe's `evaluate:` says; each metric has a plot.
 
         A snapshot is measured once; what was measured is kept with the evaluator's log.
         """
-        found, log = evaluate_recipe(mergepipe.warehouse, file)
+        measured, log = evaluate_recipe(mergepipe.warehouse, file)
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(f"{found.snapshot_id}-{found.evaluator_id}"),
+            data_version=dg.DataVersion(f"{measured.snapshot_id}-{measured.evaluator_id}"),
             metadata={
-                "snapshot id": found.snapshot_id,
-                "evaluator": found.evaluator,
+                "snapshot id": measured.snapshot_id,
+                "evaluator": measured.evaluator,
                 "log": dg.MetadataValue.path(str(log)),
-                "measured": found.created,
-                "seconds to evaluate": found.seconds,
-                **{name: float(value) for name, value in found.metrics.items()},
+                "measured": measured.created,
+                "seconds to evaluate": measured.seconds,
+                **{name: float(value) for name, value in measured.metrics.items()},
             },
         )
 
@@ -56,15 +56,15 @@ def _evaluation(file: RecipeFile) -> dg.AssetsDefinition:
 
 def _gate(file: RecipeFile) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=dg.AssetKey([file.name, "evaluation"]), blocking=True, name="gate")
-    @told
+    @as_failure
     def gate(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The metrics are what the recipe's `gate:` asks for; else the ref stays as it is."""
         verdict = judge_recipe(mergepipe.warehouse, file).verdict
         assert verdict is not None
-        told = [verdict.summary, verdict.since, "" if verdict.passed else _next(file)]
+        sentences = [verdict.summary, verdict.since, "" if verdict.passed else _next(file)]
         return dg.AssetCheckResult(
             passed=verdict.passed,
-            description=description("; ".join(filter(None, told))),
+            description=description("; ".join(filter(None, sentences))),
             metadata={
                 "thresholds": _thresholds(verdict),
                 "snapshot id": verdict.snapshot_id,

@@ -14,7 +14,7 @@ from mergepipe_pipeline.deploy.faults import Fault, fault_of_exception
 from mergepipe_pipeline.errors import MergePipeError
 
 
-def told(work: Callable[..., Any]) -> Callable[..., Any]:
+def as_failure(work: Callable[..., Any]) -> Callable[..., Any]:
     """Work whose errors become failures that lead with the error's own text.
 
     What the same recipe and inputs would give again is not retried, here or by sensors.

@@ -22,7 +22,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from assets.failures import told
+from assets.failures import as_failure
 from assets.labels import labels
 from assets.metadata import layer_metadata, merge_metadata, shard_metadata, shards_metadata
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile
@@ -86,7 +86,7 @@ def _merge(file: RecipeFile) -> dg.AssetsDefinition:
         pool="disk_write",
         **labels(file, "python", "pytorch"),
     )
-    @told
+    @as_failure
     def merge(
         context: dg.AssetExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -147,7 +147,7 @@ def _shard(file: RecipeFile, shards: int) -> dg.OpDefinition:
         out=dg.Out(dg.Nothing),
         pool="disk_write",
     )
-    @told
+    @as_failure
     def shard(
         context: dg.OpExecutionContext, config: OneShard, mergepipe: MergePipe, engine: Engine
     ) -> dg.Output[None]:
@@ -175,7 +175,7 @@ def _gather(file: RecipeFile) -> dg.OpDefinition:
         out=dg.Out(dg.Nothing),
         pool="disk_write",
     )
-    @told
+    @as_failure
     def gather(
         context: dg.OpExecutionContext, config: Layers, mergepipe: MergePipe, engine: Engine
     ) -> dg.Output[None]:

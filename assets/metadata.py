@@ -62,7 +62,7 @@ def description(text: str) -> str:
     return "\n".join(map(markdown, text.split("\n")))
 
 
-def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[str, Any]:
+def plan_metadata(plan: MergePlan, of_recipe: RecipeCurve | None = None) -> Mapping[str, Any]:
     """What a person asks of a plan, in this order: what it costs and loses, pictures, the inputs
     and what each gives, and what `told` says of other budgets.
     """
@@ -79,7 +79,7 @@ def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[s
         "expert GiB saved": gib(saved),
         **error_metadata(plan),
         **({"warnings": dg.MetadataValue.md(warnings)} if warnings else {}),
-        **_curve_metadata(told),
+        **_curve_metadata(of_recipe),
         "share read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
         "blocks read": e.blocks_bought,
         "blocks in all": e.blocks_total,
@@ -108,7 +108,7 @@ def plan_metadata(plan: MergePlan, told: RecipeCurve | None = None) -> Mapping[s
             ],
         ),
         "plan id": plan.plan_id,
-        **_budgets_metadata(told),
+        **_budgets_metadata(of_recipe),
     }
 
 
@@ -256,23 +256,23 @@ def _views(task: TensorTask) -> Sequence[TensorView]:
     return [*(e.view for e in task.experts), *base]
 
 
-def _curve_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
+def _curve_metadata(of_recipe: RecipeCurve | None) -> Mapping[str, Any]:
     """A picture of what other budgets and strategies would lose, and its knee."""
-    if told is None or told.unknown:
+    if of_recipe is None or of_recipe.unknown:
         return {}
-    knee = told.curve.knee
+    knee = of_recipe.curve.knee
     return {
         **({"knee GiB": gib(knee.nbytes)} if knee else {}),
-        "error by budget": svg(small_picture(told), "predicted error over bytes"),
-        "error by budget, large": png(picture(told), "predicted error over expert bytes"),
+        "error by budget": svg(small_picture(of_recipe), "predicted error over bytes"),
+        "error by budget, large": png(picture(of_recipe), "predicted error over expert bytes"),
     }
 
 
-def _budgets_metadata(told: RecipeCurve | None) -> Mapping[str, Any]:
+def _budgets_metadata(of_recipe: RecipeCurve | None) -> Mapping[str, Any]:
     """The same as a table, or why there is none."""
-    if told is None:
+    if of_recipe is None:
         return {}
-    return {"budgets": told.unknown or markdown_table(*rows_of(told.curve))}
+    return {"budgets": of_recipe.unknown or markdown_table(*rows_of(of_recipe.curve))}
 
 
 def _selected_metadata(plan: MergePlan) -> Mapping[str, Any]:
@@ -298,13 +298,13 @@ def _choices_metadata(plan: MergePlan) -> Mapping[str, Any]:
     }
 
 
-def conflict_metadata(found: ConflictReports) -> Mapping[str, Any]:
+def conflict_metadata(reports: ConflictReports) -> Mapping[str, Any]:
     """Tables and a picture of one report per stage; keys name the stage where there are several."""
-    if not found:
+    if not reports:
         return {"compared": "nothing: no model is merged into a checkpoint as its base"}
     meta: dict[str, Any] = {}
-    for stage, report in found.items():
-        prefix = f"{stage}: " if len(found) > 1 else ""
+    for stage, report in reports.items():
+        prefix = f"{stage}: " if len(reports) > 1 else ""
         conflicting = report.conflicting("layer")[:_MOST_PAIRS]
         redundant = report.redundant("all")[:_MOST_PAIRS]
         shown: dict[str, Any] = {

@@ -13,7 +13,7 @@ import dagster as dg
 
 from assets.evaluation import before_release, build_evaluation
 from assets.experts import expert_index
-from assets.failures import told
+from assets.failures import as_failure
 from assets.freshness import release_freshness
 from assets.labels import labels
 from assets.layers import build_merge
@@ -94,7 +94,7 @@ def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
         deps=[_members(file)],
         **labels(file, "python", "parquet"),
     )
-    @told
+    @as_failure
     def conflicts(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says where the experts agree and where they cancel each other; no weight is read.
 
@@ -104,11 +104,11 @@ def _conflicts(file: RecipeFile) -> dg.AssetsDefinition:
         of it), below 0 where they agree.
         """
         started = time.monotonic()
-        found = conflicts_of_recipe(mergepipe.warehouse, file)
+        reports = conflicts_of_recipe(mergepipe.warehouse, file)
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(digest_json([[s, f.digest] for s, f in found.items()])),
+            data_version=dg.DataVersion(digest_json([[s, f.digest] for s, f in reports.items()])),
             metadata={
-                **conflict_metadata(found),
+                **conflict_metadata(reports),
                 "seconds to compare": round(time.monotonic() - started, 3),
             },
         )
@@ -123,7 +123,7 @@ def _plan(file: RecipeFile) -> dg.AssetsDefinition:
         pool="disk_write" if len(file.stages) > 1 else None,
         **labels(file, "python", "json"),
     )
-    @told
+    @as_failure
     def plan(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -153,14 +153,14 @@ def _plan(file: RecipeFile) -> dg.AssetsDefinition:
 
 def _within_budget(file: RecipeFile) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=dg.AssetKey([file.name, "plan"]), blocking=True, name="within_budget")
-    @told
+    @as_failure
     def within_budget(mergepipe: MergePipe) -> dg.AssetCheckResult:
         """The plan reads no more of the experts than the budget allows; else nothing is merged."""
         plan = current_plan(mergepipe.warehouse, file.name)
-        e, found = plan.estimates, audit_budget(plan)
+        e, report = plan.estimates, audit_budget(plan)
         return dg.AssetCheckResult(
-            passed=found.is_kept,
-            description=description(found.summary),
+            passed=report.is_kept,
+            description=description(report.summary),
             metadata={
                 "expert GiB planned": gib(e.expert_bytes_planned),
                 "budget GiB": "none" if e.budget_bytes is None else gib(e.budget_bytes),
@@ -177,7 +177,7 @@ def _snapshot(file: RecipeFile) -> dg.AssetsDefinition:
         pool="disk_write",
         **labels(file, "huggingface", "safetensors"),
     )
-    @told
+    @as_failure
     def snapshot(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Makes the merged model: a folder that transformers loads, and that never changes.
 
@@ -227,12 +227,12 @@ def _audit(file: RecipeFile) -> dg.AssetChecksDefinition:
     ]
 
     @dg.multi_asset_check(name=f"{file.identifier}__audit", specs=specs)
-    @told
+    @as_failure
     def audit(mergepipe: MergePipe) -> Iterator[dg.AssetCheckResult]:
         """Reads every byte of the snapshot once."""
         whole, finite = _AUDITS
         try:
-            found = audit_recipe(mergepipe.warehouse, file.name)
+            audited = audit_recipe(mergepipe.warehouse, file.name)
         except CorruptionError as error:
             said = description(str(error))
             yield dg.AssetCheckResult(check_name=whole, passed=False, description=said)
@@ -242,13 +242,13 @@ def _audit(file: RecipeFile) -> dg.AssetChecksDefinition:
             check_name=whole,
             passed=True,
             description="Each file has the bytes that the manifest states.",
-            metadata={"files": found.files, "GiB": gib(found.nbytes)},
+            metadata={"files": audited.files, "GiB": gib(audited.nbytes)},
         )
         yield dg.AssetCheckResult(
             check_name=finite,
-            passed=not found.non_finite,
-            description=description(found.summary),
-            metadata={"tensors": in_one_line(", ".join(found.non_finite)) or "none"},
+            passed=not audited.non_finite,
+            description=description(audited.summary),
+            metadata={"tensors": in_one_line(", ".join(audited.non_finite)) or "none"},
         )
 
     return audit
@@ -261,7 +261,7 @@ def _release(file: RecipeFile) -> dg.AssetsDefinition:
         freshness_policy=release_freshness(file),
         **labels(file, "json"),
     )
-    @told
+    @as_failure
     def release(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Publishes the snapshot under the recipe's ref, which readers load, after auditing it.
 
@@ -291,7 +291,7 @@ def _report(file: RecipeFile) -> dg.AssetsDefinition:
         deps=[[file.name, "release"]],
         **labels(file, "markdown"),
     )
-    @told
+    @as_failure
     def report(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much of which expert went into each layer of what is released."""
         plan = current_plan(mergepipe.warehouse, file.name)

@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 
 from assets.experts import expert_index
-from assets.failures import told
+from assets.failures import as_failure
 from assets.labels import labels
 from assets.metadata import markdown_table, plain_name, short, svg
 from mergepipe_pipeline.report.front import DrawnFront, front_picture, front_sketch
@@ -78,15 +78,15 @@ def _prior(standing: StandingSearch) -> dg.AssetsDefinition:
         deps=[dg.AssetDep(expert_index, partition_mapping=mapping)],
         **labels(standing, "python", "json"),
     )
-    @told
+    @as_failure
     def prior(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Says how much each layer is expected to matter, and what the search costs at most.
 
         From the catalog's statistics; a search that names prompts takes a forward pass, too. Then
         the first candidates are proposed.
         """
-        cost, found, proposed = begin(mergepipe.warehouse, standing)
-        return dg.MaterializeResult(metadata=_prior_metadata(cost, found, proposed))
+        cost, of_layers, proposed = begin(mergepipe.warehouse, standing)
+        return dg.MaterializeResult(metadata=_prior_metadata(cost, of_layers, proposed))
 
     return prior
 
@@ -99,7 +99,7 @@ def _evaluations(standing: StandingSearch) -> dg.AssetsDefinition:
         pool=pool(standing),
         **labels(standing, "python", "safetensors"),
     )
-    @told
+    @as_failure
     def evaluations(
         context: dg.AssetExecutionContext, mergepipe: MergePipe, engine: Engine
     ) -> dg.MaterializeResult[None]:
@@ -123,7 +123,7 @@ def _front(standing: StandingSearch) -> dg.AssetsDefinition:
         deps=[[standing.name, "evaluations"]],
         **labels(standing, "python"),
     )
-    @told
+    @as_failure
     def front(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Draws what no other candidate beats in everything, and how that has grown.
 
@@ -145,7 +145,7 @@ def _refs(standing: StandingSearch) -> dg.AssetsDefinition:
     @dg.asset(
         key=[standing.name, "refs"], deps=[[standing.name, "front"]], **labels(standing, "json")
     )
-    @told
+    @as_failure
     def refs(mergepipe: MergePipe) -> dg.MaterializeResult[None]:
         """Publishes what lies on the front of a search that has ended, each under a ref.
 
@@ -215,15 +215,16 @@ def _pictures(shown: DrawnFront) -> dict[str, Any]:
     }
 
 
-def _front_metadata(found: Front) -> dict[str, Any]:
-    names = [o.metric for o in found.objectives]
+def _front_metadata(results: Front) -> dict[str, Any]:
+    names = [o.metric for o in results.objectives]
     rows = [
-        (t.number, t.ref or "-", *(f"{t.metrics[name]:.4g}" for name in names)) for t in found.best
+        (t.number, t.ref or "-", *(f"{t.metrics[name]:.4g}" for name in names))
+        for t in results.best
     ]
     return {
-        "hypervolume": short(found.hypervolume),
-        "evaluations": len(found.trials),
-        "failures": sum(bool(t.failure) for t in found.trials),
-        "on the front": len(found.best),
+        "hypervolume": short(results.hypervolume),
+        "evaluations": len(results.trials),
+        "failures": sum(bool(t.failure) for t in results.trials),
+        "on the front": len(results.best),
         "candidates": markdown_table(("candidate", "ref", *map(plain_name, names)), rows),
     }

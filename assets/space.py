@@ -5,7 +5,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.failures import told
+from assets.failures import as_failure
 from assets.labels import owners
 from assets.metadata import description, gib, markdown_table
 from mergepipe_pipeline.resources import MergePipe
@@ -21,7 +21,7 @@ _AGE_S = 86_400.0
 
 
 @dg.asset(group_name="catalog", kinds={"python"}, owners=owners())
-@told
+@as_failure
 def free_space(
     context: dg.AssetExecutionContext, mergepipe: MergePipe
 ) -> dg.MaterializeResult[None]:

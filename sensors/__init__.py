@@ -7,7 +7,7 @@ from mergepipe_pipeline.settings import SENSOR_INTERVAL
 SOON_S = 4
 
 #: Lines of which a tick that asks for nothing tells: every one is stored.
-MAX_TOLD = 20
+MAX_LINES = 20
 
 #: Places in the queue, the highest first. Merges, single arrivals and what a person starts have 0.
 BURST_PRIORITY, NIGHTLY_PRIORITY = "-1", "-2"

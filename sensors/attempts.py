@@ -25,12 +25,12 @@ _OUTSIDE = "This run has been marked as failed from outside"
 
 def recipes_under_way(instance: dg.DagsterInstance) -> set[str]:
     """The recipes that a run works on, or waits to; somebody's own choice of assets among them."""
-    found = set[str]()
+    recipes = set[str]()
     for run in instance.get_runs(dg.RunsFilter(statuses=ACTIVE)):
-        found |= {key.path[0] for key in run.asset_selection or ()}
+        recipes |= {key.path[0] for key in run.asset_selection or ()}
         if RECIPE_TAG in run.tags:
-            found.add(run.tags[RECIPE_TAG])
-    return found
+            recipes.add(run.tags[RECIPE_TAG])
+    return recipes
 
 
 def failed_attempts(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> list[Attempt]:
@@ -42,14 +42,14 @@ def failed_attempts(instance: dg.DagsterInstance, tags: Mapping[str, str]) -> li
     wanted = dg.RunsFilter(tags=dict(tags), statuses=_FAILED)
     # After a month without storage there are hundreds, and every tick asks.
     read = instance.get_run_records(wanted, limit=_MOST_READ)
-    found = [r for r in read if not r.dagster_run.run_config]
-    number = len(found)
+    failed = [r for r in read if not r.dagster_run.run_config]
+    number = len(failed)
     if len(read) == _MOST_READ and number >= MOST_ATTEMPTS:
         number += instance.get_runs_count(wanted) - len(read)
     elif len(read) == _MOST_READ:
-        found = _failed(instance, tags)
-        number = len(found)
-    return [_attempt(instance, r, number - i) for i, r in enumerate(found[:MOST_ATTEMPTS])][::-1]
+        failed = _failed(instance, tags)
+        number = len(failed)
+    return [_attempt(instance, r, number - i) for i, r in enumerate(failed[:MOST_ATTEMPTS])][::-1]
 
 
 def attempt_of(instance: dg.DagsterInstance, run_id: str) -> Attempt:
@@ -95,8 +95,8 @@ def _ending(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[str, Faul
             chain = list(_chain(data.error))
             if any(name == _CHECK_FAILED for name, _ in chain):
                 return _refusals(instance, run.run_id) or chain[-1][1], Fault.LASTING
-            told = data.user_failure_data and data.user_failure_data.description
-            error = " ".join(told.split()) if told else chain[-1][1]
+            text = data.user_failure_data and data.user_failure_data.description
+            error = " ".join(text.split()) if text else chain[-1][1]
             # An executor tells of a step whose process is gone by an error of no class.
             is_lost = not any(name for name, _ in chain)
             return error, Fault.SURROUNDINGS if is_lost else fault_of(chain)
@@ -106,21 +106,21 @@ def _ending(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[str, Faul
             errors = list(_chain(ended.error if isinstance(ended, JobFailureData) else None))
             if errors:
                 return errors[-1][1], fault_of(errors)
-            told = event.message or ""
-            return SILENT if told.startswith(_OUTSIDE) else told, Fault.SURROUNDINGS
+            text = event.message or ""
+            return SILENT if text.startswith(_OUTSIDE) else text, Fault.SURROUNDINGS
     return "its run ended without an error of its own", Fault.UNKNOWN
 
 
 def _refusals(instance: dg.DagsterInstance, run_id: str) -> str:
     """What the checks that a run failed say; "" if none says anything."""
-    found = []
+    refusals = []
     for log in instance.all_logs(run_id, of_type=Event.ASSET_CHECK_EVALUATION):
         event = log.dagster_event
         if event and not event.asset_check_evaluation_data.passed:
-            told = event.asset_check_evaluation_data
-            where = f"{told.asset_key.to_user_string()}: {told.check_name}"
-            found.append(f"{where}: {plain_of_markdown(told.description or 'it failed')}")
-    return "; ".join(found)
+            evaluated = event.asset_check_evaluation_data
+            where = f"{evaluated.asset_key.to_user_string()}: {evaluated.check_name}"
+            refusals.append(f"{where}: {plain_of_markdown(evaluated.description or 'it failed')}")
+    return "; ".join(refusals)
 
 
 def _chain(error: SerializableErrorInfo | None) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,7 @@ def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
     def bisect_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests the bisection of every refusal that has no result yet."""
         make_pools_known(context.instance)
-        requests, told = [], []
+        requests, lines = [], []
         for file in recipe_files(mergepipe.warehouse):
             if file.name not in jobs or file.problem is not None:
                 continue
@@ -43,11 +43,11 @@ def build_bisect_sensor(jobs: Mapping[str, Any]) -> dg.SensorDefinition:
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
                 asked = "a run is requested"
-            told.append(visible(f"{file.name}: {asked}"))
+            lines.append(visible(f"{file.name}: {asked}"))
         if requests:
-            context.log.info("\n".join(told))
+            context.log.info("\n".join(lines))
             return dg.SensorResult(run_requests=requests)
-        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(told) or "no recipes"))
+        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(lines) or "no recipes"))
 
     return bisect_sensor
 

@@ -12,7 +12,7 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import in_one_line
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import BURST_PRIORITY, MAX_TOLD, SOON_S, interval_s
+from sensors import BURST_PRIORITY, MAX_LINES, SOON_S, interval_s
 from sensors.attempts import ACTIVE
 from sensors.pools import make_pools_known
 
@@ -88,11 +88,11 @@ def _refuse_empty(warehouse: Warehouse, known: int) -> None:
 
 def _waiting(landed: Sequence[InboxEntry]) -> str:
     """What waits and why: the first of them, since every tick stores it."""
-    told = [in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting]
-    more = len(told) - MAX_TOLD
+    lines = [in_one_line(f"{x.name}: {x.waiting}") for x in landed if x.waiting]
+    more = len(lines) - MAX_LINES
     if more > 0:
-        told[MAX_TOLD:] = [f"{more} more"]
-    return "; waiting: ".join(told) or "none"
+        lines[MAX_LINES:] = [f"{more} more"]
+    return "; waiting: ".join(lines) or "none"
 
 
 def under_way(instance: dg.DagsterInstance) -> set[str]:

@@ -19,7 +19,7 @@ from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
 from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due, last_release
-from sensors import MAX_TOLD, NIGHTLY_PRIORITY, SOON_S, interval_s
+from sensors import MAX_LINES, NIGHTLY_PRIORITY, SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_runs, failed_attempts, recipes_under_way
 from sensors.pools import make_pools_known
 
@@ -50,18 +50,18 @@ def request_or_reason(
     get at that moment is made as soon as it can be. A file that cannot be read stops no other
     recipe.
     """
-    found, owed = _due(mergepipe, file, busy, is_time=is_time), _owed(mergepipe, file)
-    if isinstance(found, str):
-        return found
+    wanted, owed = _due(mergepipe, file, busy, is_time=is_time), _owed(mergepipe, file)
+    if isinstance(wanted, str):
+        return wanted
     waiting = reason_to_wait_for_packs(mergepipe.warehouse, file) if mergepipe.packs else None
     if waiting is not None and not is_time:  # the schedule asks once a night
         return waiting
     tags = {
         RECIPE_TAG: file.name,
-        "mergepipe/wanted": found.wanted,
+        "mergepipe/wanted": wanted.wanted,
         # A change and its undoing both run.
-        "mergepipe/sequence": str(found.sequence),
-        "mergepipe/inputs": found.inputs,
+        "mergepipe/sequence": str(wanted.sequence),
+        "mergepipe/inputs": wanted.inputs,
     }
     failed = failed_attempts(instance, tags)
     # What the schedule asked for once and did not get is tried again by day.
@@ -76,7 +76,7 @@ def request_or_reason(
     is_late = is_time or file.recipe.trigger == "nightly"
     return dg.RunRequest(
         job_name=job_name(file),
-        run_key=f"{file.name}:{found.sequence}:{found.wanted}:{found.inputs}:{attempt}",
+        run_key=f"{file.name}:{wanted.sequence}:{wanted.wanted}:{wanted.inputs}:{attempt}",
         tags={
             **tags,
             "mergepipe/attempt": attempt,
@@ -94,20 +94,20 @@ def _due(
     """
     owed = _owed(mergepipe, file)
     try:
-        found = due(mergepipe.warehouse, file)
+        wanted = due(mergepipe.warehouse, file)
     except Exception as error:
         if is_time:
             owed.touch()
         return str(error)
-    if isinstance(found, Due) and file.name in busy:
-        found = Postponed("a run is under way")
-    if isinstance(found, Postponed):
+    if isinstance(wanted, Due) and file.name in busy:
+        wanted = Postponed("a run is under way")
+    if isinstance(wanted, Postponed):
         if is_time:
             owed.touch()
-        return found.reason
-    if isinstance(found, str):
+        return wanted.reason
+    if isinstance(wanted, str):
         owed.unlink(missing_ok=True)
-    return found
+    return wanted
 
 
 def _owed(mergepipe: MergePipe, file: RecipeFile) -> Path:
@@ -155,36 +155,36 @@ def build_recipe_sensor(
         """
         make_pools_known(context.instance)
         busy = recipes_under_way(context.instance)
-        requests, told = [], []
+        requests, states = [], []
         for file in recipe_files(mergepipe.warehouse):
-            found = file.problem or refused.get(file.token)
-            if found is None and (layers.get(file.name) != file.layers or time.time() < known_s):
-                found = "its definitions are being loaded"
-            asked = found or request_or_reason(
+            reason = file.problem or refused.get(file.token)
+            if reason is None and (layers.get(file.name) != file.layers or time.time() < known_s):
+                reason = "its definitions are being loaded"
+            asked = reason or request_or_reason(
                 mergepipe, file, context.instance, busy, is_time=False
             )
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
                 asked = f"a run is requested, attempt {asked.tags['mergepipe/attempt']}"
-            told.append(visible(f"{file.name}: {asked}"))
+            states.append(visible(f"{file.name}: {asked}"))
         if requests:
-            context.log.info("\n".join(told))
+            context.log.info("\n".join(states))
             return dg.SensorResult(run_requests=requests)
-        return dg.SensorResult(skip_reason=dg.SkipReason(_idle(told)))
+        return dg.SensorResult(skip_reason=dg.SkipReason(_idle(states)))
 
     return recipe_sensor
 
 
-def _idle(told: Sequence[str]) -> str:
+def _idle(states: Sequence[str]) -> str:
     """Why nothing is requested: of many recipes those that are current are counted, and others
     from the first on told.
     """
-    if len(told) <= MAX_TOLD:
-        return "\n".join(told) or "no recipes"
-    others = [line for line in told if not line.endswith(f": {CURRENT}")]
-    more = len(others) - MAX_TOLD
-    lines = [*others[:MAX_TOLD], *([f"{more} more"] if more > 0 else [])]
-    return "\n".join([*lines, f"{len(told) - len(others)} recipes: {CURRENT}"])
+    if len(states) <= MAX_LINES:
+        return "\n".join(states) or "no recipes"
+    others = [line for line in states if not line.endswith(f": {CURRENT}")]
+    more = len(others) - MAX_LINES
+    lines = [*others[:MAX_LINES], *([f"{more} more"] if more > 0 else [])]
+    return "\n".join([*lines, f"{len(states) - len(others)} recipes: {CURRENT}"])
 
 
 def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | None:
@@ -208,12 +208,12 @@ def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
     ) -> dg.RunRequest | dg.SkipReason:
         """Runs the chain unless the release is current, or has failed too often."""
         busy = recipes_under_way(context.instance)
-        found = request_or_reason(mergepipe, file, context.instance, busy, is_time=True)
-        if isinstance(found, dg.RunRequest):
-            return found
-        if found == CURRENT:
+        request = request_or_reason(mergepipe, file, context.instance, busy, is_time=True)
+        if isinstance(request, dg.RunRequest):
+            return request
+        if request == CURRENT:
             _confirm(context.instance, mergepipe, file)
-        return dg.SkipReason(visible(found))
+        return dg.SkipReason(visible(request))
 
     return nightly
 

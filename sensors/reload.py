@@ -88,8 +88,8 @@ def listening(
     for name in names:
         default = environment.get(f"DAGSTER_CODE_SERVER_{name.upper()}")
         parser.add_argument(f"-{name[0]}", f"--{name}", default=default)
-    found = parser.parse_known_args(list(command))[0]
-    return found if found.port or found.socket else None
+    options = parser.parse_known_args(list(command))[0]
+    return options if options.port or options.socket else None
 
 
 def _reload(server: Namespace) -> None:

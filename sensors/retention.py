@@ -69,17 +69,17 @@ def delete_runs(instance: dg.DagsterInstance, before: float) -> int:
 
 def _shown(instance: dg.DagsterInstance) -> set[str]:
     """The runs that assets, their partitions and their checks show as their last."""
-    found = set[str]()
+    run_ids = set[str]()
     for record in instance.get_asset_records():
         entry = record.asset_entry
         if entry.last_run_id:
-            found.add(entry.last_run_id)
+            run_ids.add(entry.last_run_id)
         last = entry.last_materialization
         if last:
-            found.add(last.run_id)
+            run_ids.add(last.run_id)
         if last and last.asset_materialization and last.asset_materialization.partition:
-            found |= _shown_of_partitions(instance, entry.asset_key)
-    return found
+            run_ids |= _shown_of_partitions(instance, entry.asset_key)
+    return run_ids
 
 
 def _shown_of_partitions(instance: dg.DagsterInstance, key: dg.AssetKey) -> set[str]:

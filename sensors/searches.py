@@ -40,7 +40,7 @@ def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefin
     )
     def search_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SensorResult:
         """Requests what searches ask for and no run does yet."""
-        warehouse, requests, partitions, told = mergepipe.warehouse, [], [], []
+        warehouse, requests, partitions, states = mergepipe.warehouse, [], [], []
         for standing in standing_searches(warehouse, recipe_files(warehouse)):
             look = _Look(context.instance, standing, jobs.get(standing.name), mergepipe.retry_s)
             try:
@@ -50,11 +50,11 @@ def build_search_sensor(jobs: Mapping[str, Mapping[str, Any]]) -> dg.SensorDefin
                 said = str(error)
             requests += look.requests
             partitions += look.partitions
-            told.append(visible(f"{standing.name}: {said}"))
+            states.append(visible(f"{standing.name}: {said}"))
         if requests:
-            context.log.info("\n".join(told))
+            context.log.info("\n".join(states))
             return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=partitions)
-        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(told) or "no searches"))
+        return dg.SensorResult(skip_reason=dg.SkipReason("\n".join(states) or "no searches"))
 
     return search_sensor
 

@@ -16,7 +16,7 @@ from sensors import interval_s
 from sensors.failures import tell
 
 #: Recipes that one tick tells of: a webhook may take its time, and a tick has a minute.
-_MOST_TOLD = 3
+_MOST_AT_ONCE = 3
 
 
 @dg.sensor(
@@ -34,18 +34,18 @@ def stalled_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
     """Tells of each recipe that stands still, once until it goes on; the cursor says since when."""
     before, now_s = json.loads(context.cursor or "{}"), time.time()
     after: dict[str, tuple[float, bool]] = {}
-    told = 0
+    count = 0
     for file in recipe_files(mergepipe.warehouse):
         why = reason_to_stand(mergepipe.warehouse, file)
         if why is None:
             continue
-        since_s, is_told = before.get(file.name, (now_s, False))
-        if not is_told and told < _MOST_TOLD and now_s - since_s >= STALLED.value():
-            told += 1
+        since_s, is_reported = before.get(file.name, (now_s, False))
+        if not is_reported and count < _MOST_AT_ONCE and now_s - since_s >= STALLED.value():
+            count += 1
             failure = stalled(file.name, in_one_line(why), now_s - since_s)
             tell(context.log, failure)
-            is_told = True
-        after[file.name] = since_s, is_told
+            is_reported = True
+        after[file.name] = since_s, is_reported
     said = ", ".join(sorted(after)) or "none"
     return dg.SensorResult(
         cursor=json.dumps(after), skip_reason=dg.SkipReason(f"recipes that stand still: {said}")
@@ -57,7 +57,7 @@ def reason_to_stand(warehouse: Warehouse, file: RecipeFile) -> str | None:
     if file.problem is not None:
         return file.problem
     try:
-        found = due(warehouse, file)
+        wanted = due(warehouse, file)
     except Exception as error:
         return str(error)
-    return found.reason if isinstance(found, Postponed) else None
+    return wanted.reason if isinstance(wanted, Postponed) else None

@@ -30,7 +30,9 @@ def build_executor(home: Warehouse) -> dg.ExecutorDefinition:
     """
     usual = EXECUTOR.value()
     offered = {name: _definition(name) for name in dict.fromkeys((*_ALWAYS, usual))}
-    fields: Any = {name: found.config_schema.as_field() for name, found in offered.items()}
+    fields: Any = {
+        name: definition.config_schema.as_field() for name, definition in offered.items()
+    }
     selector: Any = dg.Selector
 
     def requirements(config: Any) -> Any:
@@ -56,7 +58,7 @@ def build_executor(home: Warehouse) -> dg.ExecutorDefinition:
 def _definition(name: str) -> dg.ExecutorDefinition:
     module, _, attribute = EXECUTORS[name].partition(":")
     try:
-        found: dg.ExecutorDefinition = getattr(import_module(module), attribute)
+        definition: dg.ExecutorDefinition = getattr(import_module(module), attribute)
     except ImportError as error:
         raise MergePipeError(
             "An executor is not installed",
@@ -66,7 +68,7 @@ def _definition(name: str) -> dg.ExecutorDefinition:
             next_step="install the extra `cluster` for dask, `celery` or `k8s` for these, "
             "or choose another executor",
         ) from error
-    return found
+    return definition
 
 
 def _leased(executor: dg.Executor, home: Warehouse) -> dg.Executor:

@@ -25,16 +25,16 @@ def run_step(step: str, stop: str) -> None:
     """
     from distributed import Event
 
-    stopped, is_told = Event(stop), False
+    stopped, is_logged = Event(stop), False
     with subprocess.Popen(
         [sys.executable, "-m", __name__], env={**os.environ, _VARIABLE: step}, stdin=subprocess.PIPE
     ) as process:
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1)
-            if not is_told and stopped.is_set():
+            if not is_logged and stopped.is_set():
                 process.send_signal(signal.SIGINT)
-                is_told = True
+                is_logged = True
     if process.returncode:
         raise RuntimeError(f"the process of the step ended with code {process.returncode}")
 

@@ -225,8 +225,8 @@ def _merge(
     plan = make_plan(
         warehouse, raw, relative_to=warehouse.recipes, budget=budget, no_packs=no_packs
     )
-    found = Path(run_plan(warehouse, plan).snapshot.path)
-    return _tensors(found), Scored(name, score(found), plan.estimates.expert_bytes_planned)
+    folder = Path(run_plan(warehouse, plan).snapshot.path)
+    return _tensors(folder), Scored(name, score(folder), plan.estimates.expert_bytes_planned)
 
 
 def _tensors(folder: Path) -> dict[str, Any]:

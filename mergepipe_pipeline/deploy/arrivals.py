@@ -101,10 +101,10 @@ def arrival(warehouse: Warehouse, name: str) -> Arrival:
     """The record of an expert; a fresh one where there is none or it is damaged."""
     path = warehouse.arrival_path(name)
     try:
-        found = path.stat()
+        stat = path.stat()
     except FileNotFoundError:
         return Arrival()
-    return _read(path, found.st_ino, found.st_mtime_ns)
+    return _read(path, stat.st_ino, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -121,9 +121,9 @@ _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 
 def fault_of(errors: Iterable[tuple[str, str]]) -> Fault:
     """Whose fault an error is, given the class name and the text of it and of each cause of it."""
-    found = list(errors)
-    names = {name for name, _ in found}
-    numbers = {int(m[1]) for _, text in found if (m := _ERRNO.match(text))}
+    causes = list(errors)
+    names = {name for name, _ in causes}
+    numbers = {int(m[1]) for _, text in causes if (m := _ERRNO.match(text))}
     if names & _AROUND_NAMES or numbers & _OUTAGES:
         return Fault.SURROUNDINGS
     if names & _LASTING_NAMES:

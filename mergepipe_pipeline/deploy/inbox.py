@@ -34,7 +34,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 DOUBT_PERIODS = 150
 
 #: Experts that one sentence lists: every tick stores it.
-_MOST_TOLD = 8
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def scan_inbox(
     """
     if not isinstance(patience, Patience):
         patience = Patience(patience)
-    found: list[InboxEntry] = []
+    entries: list[InboxEntry] = []
     ready = 0
     wanted = PacksWanted(warehouse) if patience.packs else None
     places = {folder.name: folder for folder in _folders(warehouse.inbox)}
@@ -112,8 +112,8 @@ def scan_inbox(
                 landed, is_pack_due=is_due, waiting=waiting, was_killed=known.was_killed
             )
         ready += landed.is_ready
-        found.append(landed)
-    return tuple(found)
+        entries.append(landed)
+    return tuple(entries)
 
 
 def reason_to_wait_for_joining(warehouse: Warehouse, file: RecipeFile) -> str | None:
@@ -123,7 +123,7 @@ def reason_to_wait_for_joining(warehouse: Warehouse, file: RecipeFile) -> str | 
     together joins together. None if there are none.
     """
     catalog, selectors = warehouse.catalog, [s.selector for s in file.selected]
-    found = sorted(
+    joining = sorted(
         folder.name
         for folder in (_folders(warehouse.inbox) if selectors else ())
         if any(would_take(s, folder.name, catalog.tags) for s in selectors)
@@ -131,8 +131,8 @@ def reason_to_wait_for_joining(warehouse: Warehouse, file: RecipeFile) -> str | 
         and folder.name not in catalog
         and _is_coming(warehouse, folder)
     )
-    told = f"it waits for the index of what is about to join: {listed(found, _MOST_TOLD)}"
-    return told if found else None
+    reason = f"it waits for the index of what is about to join: {listed(joining, _MOST_NAMED)}"
+    return reason if joining else None
 
 
 def _is_coming(warehouse: Warehouse, folder: Path) -> bool:
@@ -236,6 +236,6 @@ def _doubt(folder: Path, stamps: tuple[Stamp, ...], known: Arrival) -> str | Non
     if known.indexed and (half := half_replaced(known.stamps, stamps)):
         return half
     for name in weights(stamps):
-        if found := unwritten(folder if folder.is_file() else folder / name):
-            return f"{name} {found}"
+        if doubt := unwritten(folder if folder.is_file() else folder / name):
+            return f"{name} {doubt}"
     return None

@@ -82,8 +82,8 @@ class PacksWanted:
     @cached_property
     def _registered(self) -> dict[str, tuple[str, str]]:
         """Name to the current version's checkpoint id and base, "" without one."""
-        found: dict[str, tuple[str, str]] = {}
+        registered: dict[str, tuple[str, str]] = {}
         with suppress(MergePipeError):
             for name, _, checkpoint_id, base, _ in self._warehouse.catalog.registrations():
-                found[name] = checkpoint_id, base or ""
-        return found
+                registered[name] = checkpoint_id, base or ""
+        return registered

@@ -74,9 +74,9 @@ class RecipeFile:
     @property
     def pinned(self) -> frozenset[str]:
         """The names of which a stage asks for a certain revision."""
-        found = [r for stage in self.stages for r in stage.references]
-        adapters = (r.lora for r in found if r.lora is not None and r.lora_revision)
-        return frozenset((*(r.model for r in found if r.revision), *adapters))
+        references = [r for stage in self.stages for r in stage.references]
+        adapters = (r.lora for r in references if r.lora is not None and r.lora_revision)
+        return frozenset((*(r.model for r in references if r.revision), *adapters))
 
     @property
     def identifier(self) -> str:
@@ -114,20 +114,20 @@ def names_read(warehouse: Warehouse) -> set[str]:
 
 def standing_recipes(warehouse: Warehouse) -> list[ParsedRecipe]:
     """The recipes of the warehouse that can be read, whether or not their models are there."""
-    found = (file.parsed for file in _read_all(warehouse))
-    return [parsed for parsed in found if parsed is not None]
+    recipes = (file.parsed for file in _read_all(warehouse))
+    return [parsed for parsed in recipes if parsed is not None]
 
 
 def bases_read(warehouse: Warehouse) -> dict[str, set[str]]:
     """What the recipes that can be read merge each of their models into, by name."""
-    found: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
     for stage in (stage for file in _read_all(warehouse) for stage in file.stages):
         refs = [r for r in stage.references if r.model not in stage.stages_used]
         base = None if stage.base is None else stage.references[stage.base]
         for ref in refs if base in refs else ():
             if base is not None and ref.model != base.model:
-                found.setdefault(ref.model, set()).add(base.model)
-    return found
+                bases.setdefault(ref.model, set()).add(base.model)
+    return bases
 
 
 def _files(warehouse: Warehouse) -> Iterator[Path]:
@@ -266,11 +266,11 @@ def _file(
     if file.problem is not None:
         return file
     try:
-        found = {m: checkpoints.get(m) for m in file.members}
-        missing = [m for m, checkpoint in found.items() if checkpoint is None]
+        members = {m: checkpoints.get(m) for m in file.members}
+        missing = [m for m, checkpoint in members.items() if checkpoint is None]
         if missing:
             return replace(file, problem=not_registered(missing))
-        known = {m: c for m, c in found.items() if c is not None}
+        known = {m: c for m, c in members.items() if c is not None}
         return replace(file, layers=_known_layers(warehouse, file, known))
     except Exception as error:
         return replace(file, problem=str(error))

@@ -71,10 +71,10 @@ def _is_as_recorded(warehouse: Warehouse, catalog: Catalog, recorded: Checkpoint
     root = Path(recorded.root)
     for file in recorded.files:
         try:
-            found = (root if root.is_file() else root / file.path).stat()
+            stat = (root if root.is_file() else root / file.path).stat()
         except OSError:
             return False
-        if (found.st_size, found.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+        if (stat.st_size, stat.st_mtime_ns) != (file.nbytes, file.mtime_ns):
             return False
     return True
 
@@ -106,17 +106,17 @@ def recorded_inputs(warehouse: Warehouse, names: Collection[str]) -> dict[str, C
     reason = reason_to_wait_for(warehouse, names)
     if reason is not None:
         raise _changed(reason)
-    catalog, found = warehouse.catalog, {}
+    catalog, inputs = warehouse.catalog, {}
     for name in names:
         recorded = catalog.get(name).checkpoint
         try:
-            found[name] = open_root(warehouse, recorded.root, name)
+            inputs[name] = open_root(warehouse, recorded.root, name)
         except CheckpointError as error:
             raise _changed(f"{name} waits for its index: {error.what}") from error
-        if found[name].checkpoint_id != recorded.checkpoint_id:
+        if inputs[name].checkpoint_id != recorded.checkpoint_id:
             mark_changed(warehouse, name)
             raise _changed(f"{name} waits for its index: its files are not those that were indexed")
-    return found
+    return inputs
 
 
 def states_of(warehouse: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[str, str]:
@@ -131,9 +131,9 @@ def states_of(warehouse: Warehouse, inputs: Mapping[str, Checkpoint]) -> dict[st
 
 def refuse_changed_inputs(warehouse: Warehouse, states: Mapping[str, str]) -> None:
     """Raise InputChangedError if an input is not in the state that `states_of` gave."""
-    found = states_of(warehouse, recorded_inputs(warehouse, states))
+    states_now = states_of(warehouse, recorded_inputs(warehouse, states))
     for name, state in states.items():
-        if found[name] != state:
+        if states_now[name] != state:
             raise _changed(f"{name} has a newer version than the one that was planned")
 
 

@@ -80,5 +80,5 @@ def _shortened(error: str) -> str:
     cause, following, step = error.rpartition(NEXT)
     if not following:
         return f"{error[:_MOST_SHOWN]}…"
-    told = cause if len(cause) <= _MOST_SHOWN else f"{cause[:_MOST_SHOWN]}…"
-    return f"{told}{NEXT}{step}"
+    shown = cause if len(cause) <= _MOST_SHOWN else f"{cause[:_MOST_SHOWN]}…"
+    return f"{shown}{NEXT}{step}"

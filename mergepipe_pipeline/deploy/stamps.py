@@ -34,7 +34,7 @@ def stamps_of(folder: Path) -> tuple[tuple[Stamp, ...], int]:
     if folder.is_file():
         stat = folder.stat()
         return (Stamp(text_of(folder.name), stat.st_size, stat.st_mtime_ns),), stat.st_ctime_ns
-    found, changed_ns = [], 0
+    stamps, changed_ns = [], 0
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
@@ -43,9 +43,9 @@ def stamps_of(folder: Path) -> tuple[tuple[Stamp, ...], int]:
                 stat = entry.stat()
             except OSError:  # it is gone already, or a link to nothing
                 continue
-            found.append(Stamp(text_of(entry.name), stat.st_size, stat.st_mtime_ns))
+            stamps.append(Stamp(text_of(entry.name), stat.st_size, stat.st_mtime_ns))
             changed_ns = max(changed_ns, stat.st_ctime_ns)
-    return tuple(sorted(found)), changed_ns
+    return tuple(sorted(stamps)), changed_ns
 
 
 def token_of(stamps: Sequence[Stamp], outside: str | None = None) -> str:

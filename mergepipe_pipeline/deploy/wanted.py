@@ -69,10 +69,10 @@ def _beside(warehouse: Warehouse, file: RecipeFile, checkpoint: Checkpoint) -> l
         return []
     known = warehouse.catalog.side_digests(checkpoint.checkpoint_id)
     root = present_root(warehouse, checkpoint.checkpoint_id, checkpoint.root)
-    found: list[str] = []
+    stamps: list[str] = []
     with suppress(CheckpointError), open_source(root) as source:
-        found += [f"{s.file} {known.get(s, s)}" for s in side_stamps(source, root)]
-    return found
+        stamps += [f"{s.file} {known.get(s, s)}" for s in side_stamps(source, root)]
+    return stamps
 
 
 def _template(file: RecipeFile) -> str:

@@ -106,22 +106,22 @@ def _started(
     command: Sequence[str], folder: Path, environment: Mapping[str, str]
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The supervisor of a command, and the pipe by which it tells how that ended."""
-    status, told = os.pipe()
+    status, end = os.pipe()
     try:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(told), *command],
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(end), *command],
                 cwd=folder,
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(told,),
+                pass_fds=(end,),
                 start_new_session=True,
                 bufsize=0,
             )
         finally:
-            os.close(told)
+            os.close(end)
         with process:
             try:
                 yield process, status

@@ -18,10 +18,12 @@ def main(entry: str, snapshot: str) -> None:
     function: Any = import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
-    found = function(snapshot)
-    if not isinstance(found, Mapping):
-        sys.exit(f"{entry} returns {type(found).__name__}; expected a mapping of names to numbers")
-    print(f"\n{json.dumps(dict(found), default=_plain)}", flush=True)
+    metrics = function(snapshot)
+    if not isinstance(metrics, Mapping):
+        sys.exit(
+            f"{entry} returns {type(metrics).__name__}; expected a mapping of names to numbers"
+        )
+    print(f"\n{json.dumps(dict(metrics), default=_plain)}", flush=True)
 
 
 def _plain(value: object) -> object:

@@ -73,11 +73,13 @@ def command_of(evaluator: Evaluator, folder: Path) -> list[str]:
 
 def environment_of(evaluator: Evaluator, snapshot: Path) -> dict[str, str]:
     """What the child finds in its environment: all that is in ours, and the snapshot's path."""
-    found = {**os.environ, "MERGEPIPE_SNAPSHOT": str(snapshot)}
+    environment = {**os.environ, "MERGEPIPE_SNAPSHOT": str(snapshot)}
     if not evaluator.command:  # the child has to find this package wherever it starts
         root = str(Path(__file__).parents[2])
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, (root, found.get("PYTHONPATH"))))
-    return found
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (root, environment.get("PYTHONPATH")))
+        )
+    return environment
 
 
 def _ours(module: str) -> list[str]:

@@ -52,17 +52,17 @@ def is_met(threshold: Threshold, value: float, live: float | None) -> bool:
 
     Numbers count as they are written: 0.6 is a drop of 0.01 from 0.61, though not in binary.
     """
-    found, allowed = _exact(value), _exact(threshold.value)
+    measured, allowed = _exact(value), _exact(threshold.value)
     if threshold.comparison == "min":
-        return found >= allowed
+        return measured >= allowed
     if threshold.comparison == "max":
-        return found <= allowed
+        return measured <= allowed
     if live is None:
         return True
     before = _exact(live)
     if threshold.is_share:
         allowed *= abs(before)
-    change = found - before
+    change = measured - before
     return -change <= allowed if threshold.comparison == "max_drop" else change <= allowed
 
 

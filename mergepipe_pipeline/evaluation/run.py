@@ -36,15 +36,15 @@ def evaluate(
     fails each time, and AbandonedError as soon as the descriptor `stop` can be read.
     """
     digest = evaluator_id(evaluator, folder)
-    found = None if fresh else kept(warehouse, snapshot.snapshot_id, digest)
-    if found is not None:
-        return found
+    evaluation = None if fresh else kept(warehouse, snapshot.snapshot_id, digest)
+    if evaluation is not None:
+        return evaluation
     command = [*command_of(evaluator, folder), snapshot.path]
     with warehouse.leases.hold(Need(snapshot_ids=frozenset([snapshot.snapshot_id])), "evaluate"):
         metrics, log, seconds = _tries(
             warehouse, snapshot, evaluator, folder, digest, command, stop
         )
-    found = Evaluation(
+    evaluation = Evaluation(
         snapshot.snapshot_id,
         digest,
         evaluator.label,
@@ -53,8 +53,8 @@ def evaluate(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         sha256_hex(log),
     )
-    keep(warehouse, found, log)
-    return found
+    keep(warehouse, evaluation, log)
+    return evaluation
 
 
 def _tries(

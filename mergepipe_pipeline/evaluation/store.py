@@ -36,8 +36,8 @@ def kept(warehouse: Warehouse, snapshot_id: str, evaluator_id: str) -> Evaluatio
 def evaluations_of(warehouse: Warehouse, snapshot_id: str) -> tuple[Evaluation, ...]:
     """All that was measured of a snapshot and can be read, the oldest first."""
     folder = warehouse.evaluations / snapshot_id
-    found = (kept(warehouse, snapshot_id, p.stem) for p in folder.glob("*.json"))
-    return tuple(sorted((e for e in found if e is not None), key=lambda e: e.created))
+    evaluations = (kept(warehouse, snapshot_id, p.stem) for p in folder.glob("*.json"))
+    return tuple(sorted((e for e in evaluations if e is not None), key=lambda e: e.created))
 
 
 def read(path: Path) -> Evaluation:
@@ -50,12 +50,12 @@ def read(path: Path) -> Evaluation:
     said = (value.get("format"), value.get("snapshot_id"), value.get("evaluator_id"))
     if said != (FORMAT, path.parent.name, path.stem) or not names <= value.keys():
         raise _wrong(path, f"{FORMAT} of snapshot {path.parent.name}", f"{said[0]} of {said[1]}")
-    found = Evaluation(**{name: value[name] for name in names})
+    evaluation = Evaluation(**{name: value[name] for name in names})
     log = path.with_suffix(".log")
     digest = sha256_hex(log.read_bytes()) if log.is_file() else "no file"
-    if digest != found.log_sha256:
-        raise _wrong(log, f"sha256 {found.log_sha256[:16]}", digest[:16])
-    return found
+    if digest != evaluation.log_sha256:
+        raise _wrong(log, f"sha256 {evaluation.log_sha256[:16]}", digest[:16])
+    return evaluation
 
 
 def records(warehouse: Warehouse) -> Iterator[Path]:

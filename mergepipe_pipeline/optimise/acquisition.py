@@ -53,18 +53,18 @@ def maxima(
     )
     starts = torch.from_numpy(_raw(trials, seed)).unsqueeze(1)
     with torch.no_grad():
-        found, _ = initialize_q_batch(starts, gain(starts), _STARTS)
-    found.requires_grad_(True)
-    steps = torch.optim.Adam([found], lr=_STEP, maximize=True)
+        optima, _ = initialize_q_batch(starts, gain(starts), _STARTS)
+    optima.requires_grad_(True)
+    steps = torch.optim.Adam([optima], lr=_STEP, maximize=True)
     for _ in range(_STEPS):
         steps.zero_grad()
-        gain(found).sum().backward()
+        gain(optima).sum().backward()
         steps.step()
-        found.data.clamp_(0.0, 1.0)
+        optima.data.clamp_(0.0, 1.0)
     with torch.no_grad():
-        gains, found = gain(found), found.detach().squeeze(-2)
-        means = model.posterior(found).mean
-    return found.numpy(), gains.numpy(), means.numpy()
+        gains, optima = gain(optima), optima.detach().squeeze(-2)
+        means = model.posterior(optima).mean
+    return optima.numpy(), gains.numpy(), means.numpy()
 
 
 def _raw(trials: Trials, seed: int) -> F64Array:

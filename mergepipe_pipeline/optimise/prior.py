@@ -46,8 +46,8 @@ def length_scales(scores: F64Array) -> F64Array:
     rank[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
     share = rank / max(len(scores) - 1, 1)
     limits, lengths = np.array(_LENGTHS).T
-    found: F64Array = lengths[np.searchsorted(limits, share)]
-    return found
+    scales: F64Array = lengths[np.searchsorted(limits, share)]
+    return scales
 
 
 def proportional_length_scales(scores: F64Array) -> F64Array:

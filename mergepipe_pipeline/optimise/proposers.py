@@ -95,8 +95,8 @@ class _Proposer:
                 points = spare
                 if number >= self.initial and len(trials) > 1:
                     candidates = candidates or self._candidates(trials)
-                    found = rounded(candidates(taken, self._seed(number)))
-                    points = np.concatenate([found, spare])
+                    chosen = rounded(candidates(taken, self._seed(number)))
+                    points = np.concatenate([chosen, spare])
                 new = fresh(points, trials.points, taken)[:1]
                 if not len(new):
                     break

@@ -74,10 +74,10 @@ class Bucket:
         """What is known of an object without its content, its digest among it; None without one."""
         with failures_named(self.where(key)):
             try:
-                found = self._obstore.get(self._store, key, options={"head": True})
+                answer = self._obstore.get(self._store, key, options={"head": True})
             except FileNotFoundError:
                 return None
-            return _entry(found.meta, found.attributes.get(_DIGEST, ""))
+            return _entry(answer.meta, answer.attributes.get(_DIGEST, ""))
 
     def entries(self, below: str = "") -> Iterator[Entry]:
         """All objects whose keys begin with the folder `below`, without their digests."""
@@ -101,12 +101,12 @@ class Bucket:
         A request lasts no longer than its time-out, so that a large object comes by several.
         Raises CorruptionError if its digest is not `sha256`.
         """
-        found, running = self.find(key), new_hash()
-        if found is None:
+        entry, running = self.find(key), new_hash()
+        if entry is None:
             return False
 
         def piece(start: int) -> memoryview:
-            stop = min(start + _PART_NBYTES, found.nbytes)
+            stop = min(start + _PART_NBYTES, entry.nbytes)
             got = self._obstore.get_range(self._store, key, start=start, end=stop)
             return memoryview(got)
 
@@ -115,7 +115,7 @@ class Bucket:
             path.open("wb") as file,
             Workers(_PARTS_AT_ONCE) as workers,
         ):
-            starts = range(0, found.nbytes, _PART_NBYTES)
+            starts = range(0, entry.nbytes, _PART_NBYTES)
             for data in workers.map(piece, starts, depth=_PARTS_AT_ONCE):
                 running.update(data)
                 file.write(data)

@@ -83,8 +83,8 @@ def _is_known(bucket: Bucket, there: dict[str, Entry], file: OutgoingFile) -> bo
     """Whether this file is there already."""
     if file.name not in there or there[file.name].nbytes != file.nbytes:
         return False
-    found = bucket.find(file.name)
-    return found is not None and (found.nbytes, found.sha256) == (file.nbytes, file.sha256)
+    entry = bucket.find(file.name)
+    return entry is not None and (entry.nbytes, entry.sha256) == (file.nbytes, file.sha256)
 
 
 def _claim(bucket: Bucket, claim: OutgoingFile, seen: Entry | None) -> None:
@@ -117,14 +117,14 @@ def _refuse_other(bucket: Bucket, files: Sequence[OutgoingFile], etags: dict[str
     """Raise CorruptionError unless every file is there with its size, and as it was just put."""
     there = {e.key: e for e in bucket.entries()}
     for file in files:
-        found = there.get(file.name)
-        etag = etags.get(file.name) or (found.etag if found else "")
-        if found is None or (found.nbytes, found.etag) != (file.nbytes, etag):
+        entry = there.get(file.name)
+        etag = etags.get(file.name) or (entry.etag if entry else "")
+        if entry is None or (entry.nbytes, entry.etag) != (file.nbytes, etag):
             raise CorruptionError(
                 "A bucket does not hold what was put there",
                 where=bucket.where(file.name),
                 expected=f"{file.nbytes} bytes, ETag {etag}",
-                found=f"{found.nbytes} bytes, ETag {found.etag}" if found else "no such object",
+                found=f"{entry.nbytes} bytes, ETag {entry.etag}" if entry else "no such object",
                 next_step="see that nobody else writes there, and push again",
             )
 

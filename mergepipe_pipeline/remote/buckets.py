@@ -35,13 +35,13 @@ class BucketSite:
         METER.count(self._address.text, Traffic(requests=1))
         store = bucket_store(self._address.folder)
         try:
-            found: list[Any] = list(need("obstore").list_with_delimiter(store)["objects"])
+            objects: list[Any] = list(need("obstore").list_with_delimiter(store)["objects"])
         except Exception as error:
             raise refused(error, self._address.text) from error
         only = self._address.only
         files = {
             o["path"]: RemoteFile(o["path"], int(o["size"]), _tag(o))
-            for o in found
+            for o in objects
             if only in (None, o["path"])
         }
         if not files:
@@ -102,8 +102,8 @@ def _failed(error: Exception) -> RequestError:
 
 
 def _status(error: Exception) -> str:
-    found = _STATUS.search(str(error))
-    return (found[1] or found[2]) if found else ""
+    match = _STATUS.search(str(error))
+    return (match[1] or match[2]) if match else ""
 
 
 def _tag(meta: Any) -> str:

@@ -32,22 +32,22 @@ def coalesced(ranges: Iterable[FileRange], most_gap_nbytes: int) -> list[FileRan
             break
         left -= gap
         closed.add(number)
-    found: list[FileRange] = []
+    requests: list[FileRange] = []
     for number, (path, start, stop) in enumerate(joined):
         if number - 1 in closed:
-            found[-1] = FileRange(path, found[-1].start_byte, stop)
+            requests[-1] = FileRange(path, requests[-1].start_byte, stop)
         else:
-            found.append(FileRange(path, start, stop))
-    return found
+            requests.append(FileRange(path, start, stop))
+    return requests
 
 
 def _sorted(ranges: Iterable[FileRange]) -> Iterator[FileRange]:
     """Ranges by file and place, some at a time."""
     some: list[FileRange] = []
     nbytes = 0
-    for found in ranges:
-        some.append(found)
-        nbytes += found.stop_byte - found.start_byte
+    for wanted in ranges:
+        some.append(wanted)
+        nbytes += wanted.stop_byte - wanted.start_byte
         if nbytes >= _SORTED_NBYTES:
             yield from sorted(some)
             some, nbytes = [], 0
@@ -56,15 +56,15 @@ def _sorted(ranges: Iterable[FileRange]) -> Iterator[FileRange]:
 
 def _joined(ranges: Iterable[FileRange]) -> list[FileRange]:
     """Ranges in their order, those that begin in the one before or at its end in one with it."""
-    found: list[FileRange] = []
+    joined: list[FileRange] = []
     for path, start, stop in ranges:
         # A tensor may be read for several others.
         if (
-            found
-            and found[-1].path == path
-            and found[-1].start_byte <= start <= found[-1].stop_byte
+            joined
+            and joined[-1].path == path
+            and joined[-1].start_byte <= start <= joined[-1].stop_byte
         ):
-            found[-1] = FileRange(path, found[-1].start_byte, max(stop, found[-1].stop_byte))
+            joined[-1] = FileRange(path, joined[-1].start_byte, max(stop, joined[-1].stop_byte))
         else:
-            found.append(FileRange(path, start, stop))
-    return found
+            joined.append(FileRange(path, start, stop))
+    return joined

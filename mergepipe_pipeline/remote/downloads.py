@@ -100,9 +100,9 @@ class DownloadedFile:
         for piece in pieces:
             a, b = max(start_byte, piece.start_byte), min(stop, piece.stop_byte)
             self._read(piece, a, out[a - start_byte : b - start_byte])
-            told, piece.on_read = piece.on_read, None
-            if told:
-                told()
+            on_read, piece.on_read = piece.on_read, None
+            if on_read:
+                on_read()
 
     def _read(self, piece: Piece, start_byte: int, out: memoryview) -> None:
         for _ in range(_TIMES):

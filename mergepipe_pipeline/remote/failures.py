@@ -39,9 +39,9 @@ def said(error: BaseException) -> str:
     """What a server or a client says, in a line."""
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
-    told = [status["status"].strip()] if status else []
-    told += [": ".join(filter(None, (code["code"], code["message"])))] if code else []
-    return ", ".join(told)[:_LONGEST] or first_line(error)
+    parts = [status["status"].strip()] if status else []
+    parts += [": ".join(filter(None, (code["code"], code["message"])))] if code else []
+    return ", ".join(parts)[:_LONGEST] or first_line(error)
 
 
 def first_line(error: BaseException) -> str:

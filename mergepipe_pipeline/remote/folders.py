@@ -72,10 +72,10 @@ class _HubFolder:
     @cached_property
     def _tree(self) -> list[str]:
         with failures_named(self._address.text):
-            found: Any = self._api.list_repo_tree(
+            entries: Any = self._api.list_repo_tree(
                 self._address.place, recursive=True, revision=self._commit
             )
-            return sorted(f.path for f in found)
+            return sorted(f.path for f in entries)
 
     def names(self, below: str) -> list[str]:
         return [name for name in self._tree if name.startswith(f"{below}/")]

@@ -127,7 +127,7 @@ class HubSite:
         METER.count(self._address.text, Traffic(requests=1))
         url = self._url(file.path)
         try:
-            found = hub.get_hf_file_metadata(url, timeout=TIMEOUT_S, endpoint=hub_endpoint())
+            metadata = hub.get_hf_file_metadata(url, timeout=TIMEOUT_S, endpoint=hub_endpoint())
         except errors.OfflineModeIsEnabled as error:
             raise _offline(self._address.text) from error
         except errors.EntryNotFoundError as error:
@@ -136,12 +136,12 @@ class HubSite:
             raise _refused(self._address.text, error) from error
         except (errors.HfHubHTTPError, http.HTTPError) as error:
             raise _failed(error) from error
-        if found.commit_hash not in (None, self._address.revision):
-            raise changed(self._address.text, file, f"the commit {found.commit_hash}")
-        if found.etag not in (None, file.tag):
-            raise changed(self._address.text, file, f"the digest {found.etag}")
-        headers = hub.utils.build_hf_headers() if gets_token(found.location, url) else {}
-        return _Link(found.location, headers)
+        if metadata.commit_hash not in (None, self._address.revision):
+            raise changed(self._address.text, file, f"the commit {metadata.commit_hash}")
+        if metadata.etag not in (None, file.tag):
+            raise changed(self._address.text, file, f"the digest {metadata.etag}")
+        headers = hub.utils.build_hf_headers() if gets_token(metadata.location, url) else {}
+        return _Link(metadata.location, headers)
 
     def _url(self, path: str) -> str:
         url: str = need("huggingface_hub").hf_hub_url(

@@ -128,12 +128,12 @@ def _removed(
 ) -> tuple[str, ...]:
     """The files that are to go. Raises MergePipeError for weights of others."""
     names, first = {f.name for f in files}, files[0].name
-    told: Sequence[str] = ()
+    pushed_before: Sequence[str] = ()
     if first in there and not _is_same(there[first], files[0]):
         path = api.hf_hub_download(address.place, first, revision=parent)
         with open(path, "rb") as file:
-            told = older(file.read())
-    others = [n for n in there if n.endswith(_WEIGHTS) and n not in {*told, *names}]
+            pushed_before = older(file.read())
+    others = [n for n in there if n.endswith(_WEIGHTS) and n not in {*pushed_before, *names}]
     others = [n for n in others if "/" not in n]
     if others and not replace:
         raise MergePipeError(
@@ -144,7 +144,7 @@ def _removed(
             next_step="choose another repository or branch, or let its weights go with --replace: "
             "its history keeps them",
         )
-    return tuple(sorted({*others, *(n for n in told if n in there and n not in names)}))
+    return tuple(sorted({*others, *(n for n in pushed_before if n in there and n not in names)}))
 
 
 def _commit(

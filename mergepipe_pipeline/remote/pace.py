@@ -52,9 +52,9 @@ def source_of(root: str) -> str:
 
 def pace_of(root: str) -> Pace | None:
     """What was measured of an address's source; None if nothing was, or the record is damaged."""
-    found = _paces().get(source_of(root))
+    measured = _paces().get(source_of(root))
     try:
-        return Pace(**found) if found else None
+        return Pace(**measured) if measured else None
     except TypeError:
         return None
 
@@ -66,8 +66,8 @@ def put_pace(root: str, pace: Pace) -> None:
 
 def gap_nbytes(root: str | None = None) -> int:
     """Bytes between two ranges that are fetched rather than asked around."""
-    found = pace_of(root) if root else None
-    return DEFAULT_GAP_NBYTES if found is None else found.gap_nbytes
+    pace = pace_of(root) if root else None
+    return DEFAULT_GAP_NBYTES if pace is None else pace.gap_nbytes
 
 
 def _paces() -> dict[str, Any]:

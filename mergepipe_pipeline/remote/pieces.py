@@ -49,8 +49,8 @@ class Pieces:
         names: list[str] = []
         with suppress(OSError):
             names = os.listdir(self._folder / key[:2] / key)
-        found = (_NAME.fullmatch(name) for name in names)
-        return sorted(Run(int(m[1], 16), int(m[2], 16)) for m in found if m)
+        matches = (_NAME.fullmatch(name) for name in names)
+        return sorted(Run(int(m[1], 16), int(m[2], 16)) for m in matches if m)
 
     def read(self, key: str, run: Run, start_byte: int, out: memoryview) -> bool:
         """Fill `out` with bytes from `start_byte` on, which lie in a run.
@@ -97,9 +97,9 @@ class Pieces:
 
         What killed processes left unfinished goes, too.
         """
-        found = sorted(self._all())
-        left = sum(size for *_, size in found)
-        for _, path, size in found:
+        files = sorted(self._all())
+        left = sum(size for *_, size in files)
+        for _, path, size in files:
             if left <= self._limit * 9 // 10:
                 break
             with suppress(OSError):
@@ -114,8 +114,8 @@ class Pieces:
             for name in filter(_NAME.fullmatch, names):
                 with suppress(OSError):
                     path = os.path.join(folder, name)
-                    found = os.stat(path)
-                    yield found.st_mtime_ns, path, found.st_size
+                    stat = os.stat(path)
+                    yield stat.st_mtime_ns, path, stat.st_size
 
     def _path(self, key: str, run: Run) -> Path:
         return self._folder / key[:2] / key / f"{run.start_byte:012x}-{run.stop_byte:012x}"
@@ -171,8 +171,8 @@ def downloads_limit_nbytes() -> int:
 
 def parse_size(text: str, where: str) -> int:
     """Bytes of a text like `20GB` or `512MiB`. Raises MergePipeError naming `where`."""
-    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
         raise MergePipeError(
             "A size cannot be read",
             where=where,
@@ -180,8 +180,8 @@ def parse_size(text: str, where: str) -> int:
             found=repr(text),
             next_step="correct it, or leave it out for the default",
         )
-    step: float = 1024 if found[3] else 1000
-    return round(float(found[1]) * pow(step, " KMGT".index(found[2].upper() or " ")))
+    step: float = 1024 if match[3] else 1000
+    return round(float(match[1]) * pow(step, " KMGT".index(match[2].upper() or " ")))
 
 
 _LOCK = threading.Lock()

@@ -35,8 +35,8 @@ class Meter:
         with self._lock:
             self._by_address[address] = self._by_address.get(address, Traffic()) + traffic
             listeners = tuple(self._listeners)
-        for told in listeners if traffic.nbytes else ():
-            told(traffic.nbytes)
+        for listener in listeners if traffic.nbytes else ():
+            listener(traffic.nbytes)
 
     @property
     def total(self) -> dict[str, Traffic]:
@@ -46,8 +46,8 @@ class Meter:
 
     def since(self, before: Mapping[str, Traffic]) -> dict[str, Traffic]:
         """What came after `before`, as `total` gave it, by address."""
-        found = {a: t - before.get(a, Traffic()) for a, t in sorted(self.total.items())}
-        return {address: traffic for address, traffic in found.items() if traffic != Traffic()}
+        moved = {a: t - before.get(a, Traffic()) for a, t in sorted(self.total.items())}
+        return {address: traffic for address, traffic in moved.items() if traffic != Traffic()}
 
     @contextmanager
     def told(self, listener: Callable[[int], None]) -> Iterator[None]:

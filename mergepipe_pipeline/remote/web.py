@@ -92,8 +92,8 @@ class WebSite:
 
     def _found(self, names: Iterable[str]) -> dict[str, RemoteFile]:
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            found = list(pool.map(self._look, names))
-        return {file.path: file for file in found if file is not None}
+            files = list(pool.map(self._look, names))
+        return {file.path: file for file in files if file is not None}
 
     def _look(self, name: str) -> RemoteFile | None:
         """A file by its head; None if it is not there, or not to be had. Raises RemoteError."""
@@ -198,10 +198,10 @@ def _refuse_status(
     if status == 416:
         raise changed(root, file, "a shorter file")
     if status == 206:
-        found = _RANGE.fullmatch(answer.headers.get("content-range", ""))
-        if found and found[3] not in ("*", str(file.nbytes)):
-            raise changed(root, file, f"a file of {found[3]} bytes")
-        if not found or (int(found[1]), int(found[2])) != (start_byte, stop_byte - 1):
+        match = _RANGE.fullmatch(answer.headers.get("content-range", ""))
+        if match and match[3] not in ("*", str(file.nbytes)):
+            raise changed(root, file, f"a file of {match[3]} bytes")
+        if not match or (int(match[1]), int(match[2])) != (start_byte, stop_byte - 1):
             raise RequestError(
                 f"asked for bytes {start_byte} to {stop_byte}, the server gives "
                 + (answer.headers.get("content-range") or "an unknown range"),
@@ -225,9 +225,9 @@ def _refuse_status(
 
 def _refuse_other_tag(root: str, file: RemoteFile, headers: Mapping[str, str]) -> None:
     """Raise CheckpointChangedError if an answer is of another state of the file."""
-    found = headers.get("etag") or headers.get("last-modified")
-    if found != file.tag:
-        raise changed(root, file, f"the tag {found}")
+    tag = headers.get("etag") or headers.get("last-modified")
+    if tag != file.tag:
+        raise changed(root, file, f"the tag {tag}")
 
 
 def asked_s(headers: Mapping[str, str]) -> float | None:

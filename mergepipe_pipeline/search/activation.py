@@ -30,8 +30,8 @@ def _texts(file: Path) -> list[str]:
     """One prompt per line that is not blank; of JSON Lines the key `text`, or the line's text."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if file.suffix in {".jsonl", ".ndjson"}:
-        found = [json.loads(line) for line in lines]
-        lines = [str(x["text"]) if isinstance(x, dict) else str(x) for x in found]
+        rows = [json.loads(line) for line in lines]
+        lines = [str(x["text"]) if isinstance(x, dict) else str(x) for x in rows]
     if not lines:
         sys.exit(f"{file} has no prompt")
     return lines[:_MOST_PROMPTS]
@@ -51,8 +51,8 @@ def _states(folder: str, texts: list[str]) -> Any:
     with torch.inference_mode():
         for text in texts:
             given = tokenizer(text, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt")
-            found = model(input_ids=given["input_ids"], output_hidden_states=True).hidden_states
-            rows.append(torch.stack([layer[0, -1].float() for layer in found[1:]]))
+            states = model(input_ids=given["input_ids"], output_hidden_states=True).hidden_states
+            rows.append(torch.stack([layer[0, -1].float() for layer in states[1:]]))
     return torch.stack(rows)
 
 

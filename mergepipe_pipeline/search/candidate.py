@@ -54,9 +54,9 @@ def evaluate(
     ledger = Ledger(warehouse, search.name)
     proposal = proposal_of(ledger, number)
     with ledger.claim(number), ExitStack() as leases:
-        found = ledger.result(number)
-        if found is not None:
-            return found
+        known = ledger.result(number)
+        if known is not None:
+            return known
         merged = merge_candidate(warehouse, search, proposal, leases, options, progress)
         if isinstance(merged, Result):
             return ledger.put_result(merged)
@@ -118,23 +118,23 @@ def measure(
     """
     snapshot, failed = merged.snapshot, (merged.snapshot.snapshot_id, merged.cost)
     try:
-        found = measured(warehouse, snapshot, search.file.evaluator, search.folder, stop=stop)
-        values = search.file.values(found.metrics)
+        evaluation = measured(warehouse, snapshot, search.file.evaluator, search.folder, stop=stop)
+        values = search.file.values(evaluation.metrics)
     except EvaluationError as error:
         return Result.failed(search, proposal, str(error), now(), *failed)
     except KeyError as error:
-        there = ", ".join(found.metrics)
+        there = ", ".join(evaluation.metrics)
         why = f"the evaluator does not print the metric {error}; it prints {there}"
         return Result.failed(search, proposal, why, now(), *failed)
     return Result(
         proposal.number,
         proposal.point,
         values,
-        dict(found.metrics),
+        dict(evaluation.metrics),
         "",
         snapshot.snapshot_id,
         merged.cost,
-        found.seconds,
+        evaluation.seconds,
         now(),
     )
 

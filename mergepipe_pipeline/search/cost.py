@@ -83,13 +83,17 @@ def _by_layer(resolved: ResolvedRecipe) -> dict[str, tuple[int, int, int]]:
     """Bytes of sources and base that each layer reads, and that it writes."""
     recipe, models = resolved.recipe, resolved.models
     n_layers = layer_count(t.name for t in recipe.tensors)
-    found: dict[str, tuple[int, int, int]] = {}
+    nbytes_by_layer: dict[str, tuple[int, int, int]] = {}
     for t in recipe.tensors:
         like = stored_like(t, models)
         inputs = t.inputs if like.dtype in FLOATING else ()
         experts = sum(models[i.model].views[i.tensor].nbytes for i in inputs)
         out = like.numel * itemsize(out_dtype(recipe, t, models))
         name = layer_name(t.name, n_layers)
-        old = found.get(name, (0, 0, 0))
-        found[name] = (old[0] + experts, old[1] + (like.nbytes if t.base else 0), old[2] + out)
-    return found
+        old = nbytes_by_layer.get(name, (0, 0, 0))
+        nbytes_by_layer[name] = (
+            old[0] + experts,
+            old[1] + (like.nbytes if t.base else 0),
+            old[2] + out,
+        )
+    return nbytes_by_layer

@@ -53,8 +53,8 @@ class Front:
     @property
     def best(self) -> tuple[Trial, ...]:
         """Those on the front, the best of the first objective first."""
-        found = (t for t in self.trials if t.is_on_front)
-        return tuple(sorted(found, key=lambda t: (*(-v for v in t.values), t.number)))
+        on_front = (t for t in self.trials if t.is_on_front)
+        return tuple(sorted(on_front, key=lambda t: (*(-v for v in t.values), t.number)))
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -90,8 +90,8 @@ class Front:
 
 def front(warehouse: Warehouse, search: Search) -> Front:
     """The results of a search so far. Raises CorruptionError for a damaged fact."""
-    found = Ledger(warehouse, search.name).results()
-    results = sorted(found.values(), key=lambda r: (r.ended, r.number))
+    by_number = Ledger(warehouse, search.name).results()
+    results = sorted(by_number.values(), key=lambda r: (r.ended, r.number))
     values = np.array([r.values for r in results], float)
     good = np.array([not r.is_failure for r in results], bool)
     best = np.zeros_like(good)
@@ -139,30 +139,30 @@ def _seconds(began: str, ended: str) -> float:
 
 
 def cheapest(
-    found: Front, minima: Mapping[str, float], maxima: Mapping[str, float], cost: str | None
+    results: Front, minima: Mapping[str, float], maxima: Mapping[str, float], cost: str | None
 ) -> Trial:
     """Of the results that keep to all bounds on metrics, the best by the objective `cost`.
 
     By default the last objective is the cost. Raises SearchError where there is none, with the best
     that there is.
     """
-    objectives = {o.metric: n for n, o in enumerate(found.objectives)}
-    cost = cost or found.objectives[-1].metric
+    objectives = {o.metric: n for n, o in enumerate(results.objectives)}
+    cost = cost or results.objectives[-1].metric
     if cost not in objectives:
         raise SearchError(
             "The cost is no objective of the search",
-            where=found.search,
+            where=results.search,
             expected=" or ".join(objectives),
             found=cost,
             next_step="name an objective",
         )
-    good = [t for t in found.trials if not t.failure]
-    _refuse_unmeasured(found, good, {**minima, **maxima})
+    good = [t for t in results.trials if not t.failure]
+    _refuse_unmeasured(results, good, {**minima, **maxima})
     fit = [t for t in good if _fits(t, minima, maxima)]
     if not fit:
         raise SearchError(
             "No candidate keeps to these bounds",
-            where=found.search,
+            where=results.search,
             expected=", ".join(_told(minima, maxima)),
             found="; ".join(_best_there_is(good, minima, maxima)),
             next_step="ask for less, or search further",
@@ -171,13 +171,13 @@ def cheapest(
     return max(fit, key=lambda t: (t.values[place], t.values, -t.number))
 
 
-def _refuse_unmeasured(found: Front, good: list[Trial], bounds: Mapping[str, float]) -> None:
+def _refuse_unmeasured(results: Front, good: list[Trial], bounds: Mapping[str, float]) -> None:
     measured = {name for t in good for name in t.metrics}
     for name in bounds:
         if name not in measured:
             raise SearchError(
                 "Nothing of the search has this metric" if good else "The search has no result yet",
-                where=found.search,
+                where=results.search,
                 expected=", ".join(sorted(measured)) or "a result",
                 found=name,
                 next_step="name a metric that its evaluator prints" if good else "let it go on",
@@ -207,5 +207,5 @@ def _best_there_is(
             among = rest or [t for t in good if name in t.metrics]
             best = max(among, key=lambda t: sign * t.metrics[name])
             who = "with the other bounds " if rest and len(minima) + len(maxima) > 1 else ""
-            told = f"the {'highest' if sign > 0 else 'lowest'} {name} {who}is"
-            yield f"{told} {figure(best.metrics[name])}, of candidate {best.number}"
+            start = f"the {'highest' if sign > 0 else 'lowest'} {name} {who}is"
+            yield f"{start} {figure(best.metrics[name])}, of candidate {best.number}"

@@ -82,8 +82,8 @@ class Ledger:
 
     def proposals(self) -> dict[int, Proposal]:
         """All proposals by number; a lost one is what its result tells. Raises CorruptionError."""
-        told = {n: Proposal(n, r.point, "", r.ended) for n, r in self.results().items()}
-        return told | self._all("proposals", Proposal.from_json)
+        of_results = {n: Proposal(n, r.point, "", r.ended) for n, r in self.results().items()}
+        return of_results | self._all("proposals", Proposal.from_json)
 
     def put_proposal(self, number: int, point: tuple[float, ...]) -> None:
         """Remember a proposal, once."""
@@ -166,9 +166,9 @@ class Ledger:
         """A fact that is what it was written as: of this search, and under this name."""
         value = unseal(path.read_bytes(), str(path))
         try:
-            found = tuple(value.pop(key, None) for key in ("format", "search", "fact"))
-            if found != (FORMAT, self.name, str(path.relative_to(self.folder))):
-                raise ValueError(f"{found[0]}, {found[2]} of {found[1]}")
+            head = tuple(value.pop(key, None) for key in ("format", "search", "fact"))
+            if head != (FORMAT, self.name, str(path.relative_to(self.folder))):
+                raise ValueError(f"{head[0]}, {head[2]} of {head[1]}")
             return read(value)
         except (TypeError, LookupError, ValueError, AttributeError) as error:
             raise CorruptionError(

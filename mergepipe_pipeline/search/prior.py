@@ -41,12 +41,12 @@ def search_prior(warehouse: Warehouse, search: Search, progress: Progress | None
     Raises EvaluationError where activations are asked for and the forward pass fails.
     """
     ledger = Ledger(warehouse, search.name)
-    found = ledger.prior()
-    if found is None:
+    prior = ledger.prior()
+    if prior is None:
         ledger.put_prior(_prior(warehouse, search, progress))
-        found = ledger.prior()
-        assert found is not None
-    return found
+        prior = ledger.prior()
+        assert prior is not None
+    return prior
 
 
 def _prior(warehouse: Warehouse, search: Search, progress: Progress | None) -> Prior:
@@ -83,12 +83,12 @@ def _per_coordinate(space: Space, scores: F64Array, names: Sequence[str]) -> F64
     """
     score = dict(zip(names, scores, strict=True))
     step = 1 if space.file.is_mix else len(space.file.sources)
-    found = [
+    of_layers = [
         float(np.mean([score.get(layer, scores.mean()) for layer in group.layers]))
         for group in space.groups
         for _ in range(step)
     ]
-    return np.array(found + [float(scores.mean())] * (space.dims - len(found)))
+    return np.array(of_layers + [float(scores.mean())] * (space.dims - len(of_layers)))
 
 
 def _parameter_differences(
@@ -102,9 +102,9 @@ def _parameter_differences(
     tensors = [{t.base_tensor: t for t in stats.tensors} for stats in known]
     norms: dict[str, float] = {}
     for name in base.views:
-        found = [of_one[name] for of_one in tensors if name in of_one]
-        if found:
-            norms[name] = math.sqrt(_between(found, is_mix=search.file.is_mix))
+        of_sources = [of_one[name] for of_one in tensors if name in of_one]
+        if of_sources:
+            norms[name] = math.sqrt(_between(of_sources, is_mix=search.file.is_mix))
     return layer_scores(norms, numbered(search.layers))
 
 
@@ -122,11 +122,11 @@ def layer_scores(norms: Mapping[str, float], names: Sequence[str]) -> F64Array:
     return np.array([float(np.mean(of_layer)) if of_layer else 0.0 for of_layer in shares.values()])
 
 
-def _between(found: Sequence[TensorStats], *, is_mix: bool) -> float:
+def _between(stats: Sequence[TensorStats], *, is_mix: bool) -> float:
     """‖Δ‖² of one tensor: of the sources from each other in a mix, else of all from the base."""
-    total = sum(t.l2sq for t in found)
+    total = sum(t.l2sq for t in stats)
     if is_mix:
-        total -= 2 * sum(_product(a, b) for a, b in combinations(found, 2))
+        total -= 2 * sum(_product(a, b) for a, b in combinations(stats, 2))
     return max(total, 0.0) if math.isfinite(total) else 0.0
 
 

@@ -77,7 +77,7 @@ def _folders(file: SearchFile, models: Mapping[str, Model], where: str) -> list[
     or the base after them. Raises SearchError.
     """
     texts = file.sources if file.is_mix else (*file.sources, file.base)
-    found = []
+    roots = []
     for text in texts:
         (checkpoint, *others) = models[text].checkpoints
         if others or checkpoint.kind != "full" or not Path(checkpoint.root).is_dir():
@@ -88,5 +88,5 @@ def _folders(file: SearchFile, models: Mapping[str, Model], where: str) -> list[
                 found=f"{checkpoint.kind}, {checkpoint.root}",
                 next_step="leave `prompts:` out: the prior then has parameters alone",
             )
-        found.append(checkpoint.root)
-    return found
+        roots.append(checkpoint.root)
+    return roots

@@ -60,9 +60,9 @@ class Prior:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Prior:
         """The prior of which `value` is the `asdict`."""
-        found: dict[str, Any] = {k: None if v is None else tuple(v) for k, v in value.items()}
-        found["blocks"] = tuple(map(tuple, value["blocks"]))
-        return Prior(**found)
+        fields: dict[str, Any] = {k: None if v is None else tuple(v) for k, v in value.items()}
+        fields["blocks"] = tuple(map(tuple, value["blocks"]))
+        return Prior(**fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,14 +44,14 @@ def layers_of(models: Sequence[Iterable[str]]) -> tuple[Layer, ...]:
     """The layers in the tensor names of the sources, in order."""
     tensors = [list(names) for names in models]
     n_layers = layer_count(name for names in tensors for name in names)
-    found: dict[str, list[dict[str, None]]] = {}
+    by_layer: dict[str, list[dict[str, None]]] = {}
     for number, names in enumerate(tensors):
         for name in names:
             layer = layer_name(name, n_layers)
-            filters = found.setdefault(layer, [{} for _ in tensors])
+            filters = by_layer.setdefault(layer, [{} for _ in tensors])
             filters[number][_filter(name)] = None
     return tuple(
-        Layer(name, tuple(map(tuple, found[name]))) for name in sorted(found, key=layer_order)
+        Layer(name, tuple(map(tuple, by_layer[name]))) for name in sorted(by_layer, key=layer_order)
     )
 
 
@@ -84,8 +84,8 @@ class Space:
     def labels(self) -> tuple[str, ...]:
         """What each coordinate is, in the order of points."""
         sources = [""] if self.file.is_mix else [f" of {s}" for s in self.file.sources]
-        found = [f"{group.label}{source}" for group in self.groups for source in sources]
-        return (*found, *(["density"] if self.file.density else []))
+        of_weights = [f"{group.label}{source}" for group in self.groups for source in sources]
+        return (*of_weights, *(["density"] if self.file.density else []))
 
     @property
     def dims(self) -> int:
@@ -95,7 +95,7 @@ class Space:
     def weights(self, point: Sequence[float]) -> dict[str, tuple[float, ...]]:
         """Per layer the weight of each source at a point."""
         fixed = {"head": self.file.head, "embed": self.file.embeddings}
-        found = {
+        by_layer = {
             layer.name: self._weights([x])
             for layer in self.layers
             if (x := fixed.get(layer.name)) is not None
@@ -103,8 +103,8 @@ class Space:
         step = 1 if self.file.is_mix else len(self.file.sources)
         for number, group in enumerate(self.groups):
             weights = self._weights(point[number * step : (number + 1) * step])
-            found |= dict.fromkeys(group.layers, weights)
-        return found
+            by_layer |= dict.fromkeys(group.layers, weights)
+        return by_layer
 
     def _weights(self, coordinates: Sequence[float]) -> tuple[float, ...]:
         """The sources' weights; one coordinate is a mix of two, or what all have."""

@@ -116,13 +116,13 @@ def refuse_changed(warehouse: Warehouse, search: Search, progress: Progress | No
                 found=", ".join(c[:16] for c in contents),
                 next_step="bring back what was there, or begin a search of another name",
             )
-    found = evaluator_id(search.file.evaluator, search.folder)
-    if found != search.evaluator_id:
+    digest = evaluator_id(search.file.evaluator, search.folder)
+    if digest != search.evaluator_id:
         raise EvaluationError(
             "The evaluator of a search is not what it was when the search began",
             where=f"{search.file.evaluator.label}, of the search {search.name}",
             expected=f"evaluator {search.evaluator_id[:8]}",
-            found=f"evaluator {found[:8]}: a file that it names has changed",
+            found=f"evaluator {digest[:8]}: a file that it names has changed",
             next_step="bring back what was there, or begin a search of another name",
         )
 
@@ -147,17 +147,19 @@ def _models(warehouse: Warehouse, file: SearchFile, folder: Path) -> Mapping[str
     text = Space(file, (), ()).recipe("sources", (0.5,))
     parsed = parse(text, name="search", where=f"the sources of a search in {folder}")
     _, models = open_stage(warehouse, parsed, {}, folder)
-    found = {identity(r): model for r, model in zip(parsed.references, models, strict=True)}
-    return {text: found[identity(parse_reference(text))] for text in (*file.sources, file.base)}
+    by_identity = {identity(r): model for r, model in zip(parsed.references, models, strict=True)}
+    return {
+        text: by_identity[identity(parse_reference(text))] for text in (*file.sources, file.base)
+    }
 
 
 def _contents(
     warehouse: Warehouse, search: Search, progress: Progress | None
 ) -> dict[str, tuple[str, ...]]:
     """By the text of each model the digests of what it holds, taken where nobody knows them."""
-    found = {}
+    contents = {}
     for text, model in models_of(warehouse, search).items():
         for checkpoint in model.checkpoints:
             ensure_digests(warehouse, checkpoint, progress)
-        found[text] = tuple(content_of(warehouse.catalog, c) for c in model.checkpoints)
-    return found
+        contents[text] = tuple(content_of(warehouse.catalog, c) for c in model.checkpoints)
+    return contents

@@ -19,7 +19,7 @@ from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.tick import Ticker
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
-from sensors import MAX_TOLD, recipes
+from sensors import MAX_LINES, recipes
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
 
@@ -129,16 +129,16 @@ def test_an_idle_tick_counts_many_recipes_that_are_current_and_tells_of_few_othe
     sensor: Sensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recipes, "due", lambda warehouse, file: recipes.CURRENT)
-    for n in range(MAX_TOLD):
+    for n in range(MAX_LINES):
         sensor.home.recipe_path(f"a{n}").write_text(sum_of("base", "expert_00"))
     _, said = sensor.tick()
     first, last = said.splitlines()
     assert first.startswith("b: ")
-    assert last == f"{MAX_TOLD + 1} recipes: the release is current"
-    for n in range(MAX_TOLD):
+    assert last == f"{MAX_LINES + 1} recipes: the release is current"
+    for n in range(MAX_LINES):
         sensor.home.recipe_path(f"a{n}").write_text("- no recipe\n")
     lines = sensor.tick()[1].splitlines()
-    assert len(lines) == MAX_TOLD + 2
+    assert len(lines) == MAX_LINES + 2
     assert lines[-2:] == ["1 more", "1 recipes: the release is current"]
 
 
