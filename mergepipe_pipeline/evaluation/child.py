@@ -56,7 +56,8 @@ class _Kept:
     @property
     def end(self) -> bytes:
         """The last bytes."""
-        return bytes(self._tail[-KEPT_NBYTES:] or self._head)
+        # What is in the tail is the end, of which the head may hold the first part.
+        return bytes((self._head + self._tail)[-KEPT_NBYTES:])
 
     @property
     def whole(self) -> bytes:

@@ -123,6 +123,14 @@ def test_a_child_does_not_outlive_who_runs_it(number: signal.Signals, tmp_path: 
         runner.wait()
 
 
+@pytest.mark.parametrize("beyond", [0, 1, 5, KEPT_NBYTES, KEPT_NBYTES + 5])
+def test_a_last_line_is_whole_wherever_what_is_kept_of_the_start_ends(beyond: int) -> None:
+    last = '{"good": 0.25}'
+    before = KEPT_NBYTES + beyond - len(last) - 2
+    ended = run(f"print('x' * {before}); print({last!r})")
+    assert ended.stdout.split(b"\n")[-2:] == [last.encode(), b""]
+
+
 def test_of_a_long_output_start_and_end_are_kept() -> None:
     ended = run(f"print('first'); print('x' * {4 * KEPT_NBYTES}); print('last')")
     assert ended.output.startswith(b"first\nxx")
