@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -14,7 +14,7 @@ from mergepipe_pipeline.optimise.pareto import front as on_front
 from mergepipe_pipeline.optimise.pareto import hypervolume
 from mergepipe_pipeline.report.front import DrawnFront, DrawnTrial
 from mergepipe_pipeline.search.ledger import Ledger
-from mergepipe_pipeline.search.records import MergeCost, Point, Search
+from mergepipe_pipeline.search.records import MergeCost, Point, Result, Search
 from mergepipe_pipeline.search.search_file import Objective
 from mergepipe_pipeline.spec.evaluation import Metrics, figure
 from mergepipe_pipeline.warehouse import Warehouse
@@ -97,8 +97,7 @@ def front(warehouse: Warehouse, search: Search) -> Front:
     best = np.zeros_like(good)
     if good.any():
         places = np.flatnonzero(good)[on_front(values[good])]
-        # Of equal ones the first: the others are no other trade-off.
-        best[places[np.unique(values[places], axis=0, return_index=True)[1]]] = True
+        best[list(_one_of_each(search, results, places.tolist()))] = True
     published = {snapshot: ref for ref, snapshot in _published(warehouse, search)}
     trials = tuple(
         Trial(
@@ -118,6 +117,20 @@ def front(warehouse: Warehouse, search: Search) -> Front:
         for n, r in enumerate(results)
     )
     return Front(search.name, search.file.objectives, trials)
+
+
+def _one_of_each(search: Search, results: list[Result], places: list[int]) -> Iterable[int]:
+    """Of results with equal values one: the others are no other trade-off.
+
+    It is the best as measured, since values tell nothing beneath −0.2; of equal ones the first.
+    """
+    chosen: dict[Point, int] = {}
+    for place in places:
+        result = results[place]
+        other = results[chosen.setdefault(result.values, place)]
+        if search.file.shares(result.metrics) > search.file.shares(other.metrics):
+            chosen[result.values] = place
+    return chosen.values()
 
 
 def ref_name(search: Search, k: int) -> str:
@@ -146,7 +159,7 @@ def cheapest(
     By default the last objective is the cost. Raises SearchError where there is none, with the best
     that there is.
     """
-    objectives = {o.metric: n for n, o in enumerate(results.objectives)}
+    objectives = {o.metric: o for o in results.objectives}
     cost = cost or results.objectives[-1].metric
     if cost not in objectives:
         raise SearchError(
@@ -167,8 +180,9 @@ def cheapest(
             found="; ".join(_best_there_is(good, minima, maxima)),
             next_step="ask for less, or search further",
         )
-    place = objectives[cost]
-    return max(fit, key=lambda t: (t.values[place], t.values, -t.number))
+    # As measured: values tell nothing beneath −0.2.
+    asked = (objectives[cost], *results.objectives)
+    return max(fit, key=lambda t: (*(o.share(t.metrics) for o in asked), -t.number))
 
 
 def _refuse_unmeasured(results: Front, good: list[Trial], bounds: Mapping[str, float]) -> None:

@@ -103,8 +103,11 @@ class Objective:
 
     def value(self, metrics: Metrics) -> float:
         """How good the metric is, no worse than a failure. Raises KeyError where it is missing."""
-        share = (metrics[self.metric] - self.worst) / (self.best - self.worst)
-        return max(REFERENCE, share)
+        return max(REFERENCE, self.share(metrics))
+
+    def share(self, metrics: Metrics) -> float:
+        """How good the metric is, however bad. Raises KeyError where it is missing."""
+        return (metrics[self.metric] - self.worst) / (self.best - self.worst)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,10 @@ class SearchFile:
     def values(self, metrics: Metrics) -> tuple[float, ...]:
         """One value per objective. Raises KeyError with the name of a metric that is missing."""
         return tuple(o.value(metrics) for o in self.objectives)
+
+    def shares(self, metrics: Metrics) -> tuple[float, ...]:
+        """The same, however bad. Raises KeyError as `values`."""
+        return tuple(o.share(metrics) for o in self.objectives)
 
 
 def parse_search(text: str, where: str) -> SearchFile:

@@ -123,6 +123,22 @@ def test_of_candidates_with_equal_values_the_first_is_on_the_front(world: World)
     assert front(world.home, search).numbers == (1,)
 
 
+def test_what_is_worse_than_the_worst_anchor_is_still_told_apart_by_front_and_pick(
+    world: World,
+) -> None:
+    path = world.write("evaluations: 4\ninitial: 4\nmethod: sobol\n")
+    text = path.read_text().replace("good:", "half:")
+    worse = "{direction: max, anchors: [5, 6]}"
+    path.write_text(text.replace("{direction: min, anchors: [2, 0]}", worse))
+    run_search(world.home, search := start_search(world.home, path))
+    found = front(world.home, search)
+    assert {t.values for t in found.trials} == {(0.5, -0.2)}
+    cheapest = max(found.trials, key=lambda t: t.metrics["cost"])
+    assert cheapest.number != 1
+    assert found.numbers == (cheapest.number,)
+    assert pick(world.home, search, {"half": 0.5}).snapshot_id == cheapest.snapshot_id
+
+
 def test_a_failed_evaluation_is_a_result_and_not_the_end(world: World) -> None:
     world.flag("picky")
     search = start_search(world.home, world.write("evaluations: 4\nmethod: sobol\n"))
