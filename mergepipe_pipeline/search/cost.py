@@ -60,9 +60,9 @@ def search_cost(warehouse: Warehouse, search: Search) -> SearchCost:
     by_layer = _by_layer(resolved)
     changed = [sizes for layer, sizes in by_layer.items() if layer not in fixed]
     experts, base, out = (sum(sizes[n] for sizes in changed) for n in range(3))
+    first = cost.expert_bytes_total
     if cost.budget_bytes is not None:
-        experts = min(experts, cost.budget_bytes)
-    first = min(cost.expert_bytes_total, cost.budget_bytes or cost.expert_bytes_total)
+        experts, first = min(experts, cost.budget_bytes), min(first, cost.budget_bytes)
     first += cost.base_bytes
     predicted = forecast(warehouse, resolved).seconds
     return SearchCost(

@@ -419,3 +419,11 @@ def test_activations_over_prompts_differ_from_the_layer_on_in_which_sources_diff
     other = path.rename(world.folder / "other.yml")
     with pytest.raises(EvaluationError, match="has no prompt"):
         search_prior(world.home, start_search(world.home, other))
+
+
+def test_with_a_budget_of_nothing_the_stated_cost_reads_the_base_alone(world: World) -> None:
+    search = start_search(world.home, world.write("evaluations: 4\nmethod: sobol\nbudget: 0\n"))
+    cost = search_cost(world.home, search)
+    run_search(world.home, search)
+    merges = [t.merge for t in front(world.home, search).trials if t.merge is not None]
+    assert cost.scratch_nbytes == sum(m.scratch_nbytes for m in merges)
