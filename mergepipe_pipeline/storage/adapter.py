@@ -46,9 +46,9 @@ def adapter_views(
     own shape: an embedding may have been resized. Parts are of source 0; updates that follow from
     the base's weights (`LowRank.weights`) have none yet.
 
-    On a base that has its embedding and head `tied`, a change of either is one of the embedding, as
-    `merge_and_unload` makes it; only where the adapter retrains one of them as a whole module, peft
-    unties them. Then the head is among the views, whatever it is.
+    On a base whose embedding and head are `tied`, a change of either changes the embedding, as in
+    `merge_and_unload`. Only where the adapter retrains one of them as a whole module does peft
+    untie them; then the head is always among the views.
 
     Raises CheckpointError for an adapter that is empty or of a kind that is not read, for tensors
     of unknown meaning, for ones that fit none or several of the base's, and for shapes that do not
@@ -120,7 +120,7 @@ def _is_untied(changes: Mapping[str, Change], tied: Tied, config: AdapterConfig)
 
 
 def _join(changes: dict[str, Change], tied: Tied, checkpoint: Checkpoint) -> dict[str, Change]:
-    """Make what changes a tied head a change of the embedding; what is a second update is given.
+    """Turn a change of a tied head into one of the embedding; returns second updates by name.
 
     Where peft saves both matrices whole, they are one parameter, and equal.
     """
@@ -145,9 +145,9 @@ def _row_values(
     change: Change, base: Shape | None, config: AdapterConfig, checkpoint: Checkpoint
 ) -> RowValues:
     entry, rows = change.entries[TOKENS], config.tokens_of(change.module)
-    others = [e.name for role, e in change.entries.items() if role not in (TOKENS, WHOLE)]
-    if others:
-        raise unusable(entry, checkpoint, "beside a second update", "one update", others[0])
+    update_names = [e.name for role, e in change.entries.items() if role not in (TOKENS, WHOLE)]
+    if update_names:
+        raise unusable(entry, checkpoint, "beside a second update", "one update", update_names[0])
     if not rows:
         found = "no trainable_token_indices for it in the config"
         raise unusable(entry, checkpoint, "of unknown meaning", "which rows it replaces", found)
@@ -182,7 +182,7 @@ def _view(
 
 
 def _shape_of(update: Update, base: Shape | None) -> Shape:
-    """The shape of what is updated: a matrix's by its factors, else as the base has it."""
+    """The shape of the updated tensor: a matrix's by its factors, else the base's."""
     if isinstance(update, LowRank) and update.n_matrices == 1:
         shape = (update.b.entry.shape[0], update.a.entry.shape[1])
         return shape[::-1] if update.transposed else shape

@@ -83,7 +83,7 @@ _READ = frozenset(
 #: Initialisations that leave the base's weights as they are; the others subtract from them.
 _KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
-#: Takes away principal components that anyone can compute; `pissa_niter_16` draws random ones.
+#: Subtracts principal components that anyone can compute; `pissa_niter_16` draws random ones.
 _PISSA = "pissa"
 _BIASES = (None, "none", "all", "lora_only")
 
@@ -94,8 +94,8 @@ class AdapterConfig:
 
     `rank_pattern` and `alpha_pattern` are (regex, value) in order: the first that matches counts.
     `keeps_lengths`: rows have lengths of their own (DoRA); `is_residual`: the base's principal
-    components were taken away before (PiSSA). `parameters` are those that are updated by their own
-    names; `tokens` are the rows of retrained tokens by the module's name (empty: any).
+    components were subtracted first (PiSSA). `parameters` are updated under their own names;
+    `tokens` are the rows of retrained tokens by the module's name (empty: any).
     """
 
     rank: int
@@ -260,17 +260,17 @@ def _names(value: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
 
 def _tokens(value: Mapping[str, Any], where: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     key = "trainable_token_indices"
-    given = value.get(key) or {}
-    by_module = {"": given} if isinstance(given, list) and given else given or {}
+    setting = value.get(key) or {}
+    by_module = {"": setting} if isinstance(setting, list) and setting else setting or {}
     expected = "a list of tokens, or an object of a module's name to one"
     if not isinstance(by_module, dict):
-        raise _bad(key, expected, given, where)
+        raise _bad(key, expected, setting, where)
     for rows in by_module.values():
         numbers = rows if isinstance(rows, list) else [None]
         if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers):
-            raise _bad(key, expected, given, where)
+            raise _bad(key, expected, setting, where)
         if len(set(numbers)) < len(numbers):
-            raise _bad(key, "every token once", given, where)
+            raise _bad(key, "every token once", setting, where)
     return tuple((module, tuple(rows)) for module, rows in by_module.items())
 
 

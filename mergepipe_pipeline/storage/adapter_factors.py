@@ -41,9 +41,9 @@ def low_ranks(
     Raises CheckpointError for factors that do not fit each other, the config or the base.
     """
     factors = {
-        name: found
+        name: pair
         for name, change in changes.items()
-        if (found := _factors(change, shapes.get(name), config, checkpoint))
+        if (pair := _factors(change, shapes.get(name), config, checkpoint))
     }
     transposed = {
         name: _is_transposed(name, f, shapes, config, checkpoint) for name, f in factors.items()
@@ -71,7 +71,7 @@ def _factors(
     pair = {role: e for role, e in change.entries.items() if role not in (WHOLE, TOKENS)}
     if not pair:
         return None
-    one, magnitude = next(iter(pair.values())), pair.pop(MAGNITUDE, None)
+    any_entry, magnitude = next(iter(pair.values())), pair.pop(MAGNITUDE, None)
     n = base[0] if change.is_parameter and base is not None and len(base) == 3 else 1
     if set(pair) == {"A", "B"}:
         factors = _Factors(pair["A"], pair["B"], False, n, magnitude)
@@ -79,7 +79,7 @@ def _factors(
         factors = _Factors(pair["embedding_A"], pair["embedding_B"], True, n, magnitude)
     else:
         found = " and ".join(f"lora_{role}" for role in sorted(pair)) or f"lora_{MAGNITUDE}"
-        raise unusable(one, checkpoint, "without its partner", "lora_A and lora_B", found)
+        raise unusable(any_entry, checkpoint, "without its partner", "lora_A and lora_B", found)
     for entry in pair.values():
         if entry.dtype not in FLOATING:
             raise unusable(
@@ -93,14 +93,18 @@ def _factors(
         found = f"A {list(factors.a.shape)} and B {list(factors.b.shape)}"
         of = f" of {n} matrices" if n > 1 else ""
         raise unusable(
-            one, checkpoint, "of another rank than its config says", f"rank {rank}{of}", found
+            any_entry, checkpoint, "of another rank than its config says", f"rank {rank}{of}", found
         )
     if magnitude is not None and not config.keeps_lengths:
         found = "no use_dora in its config"
         raise unusable(magnitude, checkpoint, "of unknown meaning", "none of lengths", found)
     if config.keeps_lengths and magnitude is None:
         raise unusable(
-            one, checkpoint, "without its partner", f"lora_{MAGNITUDE} (DoRA)", "lora_A and lora_B"
+            any_entry,
+            checkpoint,
+            "without its partner",
+            f"lora_{MAGNITUDE} (DoRA)",
+            "lora_A and lora_B",
         )
     return factors
 
@@ -147,8 +151,8 @@ def _is_stack_transposed(
 ) -> bool:
     """Of square matrices of experts, by the other projection: [n_in, 2·n_inner] is turned."""
     module, _, own = name.rpartition(".")
-    other = shapes.get(f"{module}.{'gate_up_proj' if own == 'down_proj' else 'down_proj'}", ())
-    if len(other) != 3 or other[1] == other[2]:
+    sibling = shapes.get(f"{module}.{'gate_up_proj' if own == 'down_proj' else 'down_proj'}", ())
+    if len(sibling) != 3 or sibling[1] == sibling[2]:
         raise unusable(
             factors.b,
             checkpoint,
@@ -156,7 +160,7 @@ def _is_stack_transposed(
             "experts whose projections have two different sizes",
             f"{name} is square",
         )
-    return other[1] < other[2]
+    return sibling[1] < sibling[2]
 
 
 def _refuse_undecided_squares(

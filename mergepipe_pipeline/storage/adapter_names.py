@@ -36,8 +36,8 @@ _INNER = ".base_layer"
 class Change:
     """The adapter's tensors for one base tensor, by role.
 
-    `module` is the changed module's name in the model that was adapted. `is_parameter`: what is
-    updated is no module's weight, but a parameter of that name.
+    `module` is the changed module's name in the model that was adapted. `is_parameter`: the update
+    is of a parameter of that name, not of a module's weight.
     """
 
     module: str
@@ -57,9 +57,9 @@ def find_changes(
         is_parameter = module in parameters.values()
         change = changes.setdefault(name, Change(module, is_parameter=is_parameter))
         if role in change.entries or change.module != module:
-            others = ", ".join(e.name for e in change.entries.values())
+            earlier = ", ".join(e.name for e in change.entries.values())
             raise unusable(
-                entry, checkpoint, f"for {name}, which it changes elsewhere too", "one", others
+                entry, checkpoint, f"for {name}, which it changes elsewhere too", "one", earlier
             )
         change.entries[role] = entry
     return changes
@@ -92,7 +92,7 @@ def _place(
 def _parameters(
     checkpoint: Checkpoint, base_names: Collection[str], config: AdapterConfig
 ) -> dict[str, str]:
-    """Keys of modules with an update to the parameter that it updates.
+    """The updated parameter, by the key of the module that wraps it.
 
     PEFT wraps a module once for each parameter, the later around the earlier, and names the
     wrappers alike; modules of experts have the projection down last.
@@ -103,15 +103,15 @@ def _parameters(
     wrapped: dict[str, set[str]] = {}
     for update in filter(None, map(_UPDATE.fullmatch, keys)):
         wrapped.setdefault(update["module"].replace(_INNER, ""), set()).add(update["module"])
-    found: dict[str, str] = {}
+    parameter_by_module: dict[str, str] = {}
     for module, wrappers in wrapped.items():
         names = {f"{module}.{p.rpartition('.')[2]}" for p in config.parameters if _is_in(p, module)}
-        there = {n for n in names if any(f".{b}".endswith(f".{n}") for b in base_names)}
-        inner_first = sorted(there, key=lambda name: ("down" in name, name))
+        in_base = {n for n in names if any(f".{b}".endswith(f".{n}") for b in base_names)}
+        inner_first = sorted(in_base, key=lambda name: ("down" in name, name))
         outer_last = sorted(wrappers, key=len, reverse=True)
         if len(inner_first) == len(outer_last):
-            found |= dict(zip(outer_last, inner_first, strict=True))
-    return found
+            parameter_by_module |= dict(zip(outer_last, inner_first, strict=True))
+    return parameter_by_module
 
 
 def _is_in(parameter: str, module: str) -> bool:
@@ -120,12 +120,12 @@ def _is_in(parameter: str, module: str) -> bool:
 
 def _suffixes(base_names: Collection[str]) -> dict[str, list[str]]:
     """Every dotted end of every base name, to the names that have it."""
-    found: dict[str, list[str]] = {}
+    names_by_suffix: dict[str, list[str]] = {}
     for name in base_names:
         parts = name.split(".")
         for i in range(len(parts)):
-            found.setdefault(".".join(parts[i:]), []).append(name)
-    return found
+            names_by_suffix.setdefault(".".join(parts[i:]), []).append(name)
+    return names_by_suffix
 
 
 def _base_name(

@@ -60,7 +60,7 @@ def create_exclusive(path: str | Path, data: bytes) -> None:
 def write_fleeting(path: str | Path, pieces: Iterable[bytes | bytearray]) -> None:
     """Make `path` hold exactly the pieces, whole or not at all; it may not outlive a power loss.
 
-    For what can be had again. Raises StorageFullError.
+    For files that can be made again. Raises StorageFullError.
     """
     final = Path(path)
     with full_disk_named(final):
@@ -105,10 +105,10 @@ def locked_file(path: str | Path, data: bytes) -> Iterator[None]:
 
 @contextmanager
 def turn(path: str | Path, data: bytes) -> Iterator[None]:
-    """Hold the lock of `path` alone, after those who have it; then the file goes.
+    """Wait for the lock of `path` and hold it alone; the file is removed afterwards.
 
-    `data` is in it meanwhile, for people. The turn of a killed process ends with it. Where there
-    are no locks, nobody waits.
+    Meanwhile it holds `data`, for people. The turn of a killed process ends with the process. Where
+    there are no locks, nobody waits.
     """
     path = Path(path)
     with ExitStack() as stack:
@@ -258,14 +258,16 @@ def remove_tree(path: str | Path) -> None:
 def _copy_bytes(source: str | Path, target: str | Path) -> None:
     """As shutil.copyfile, which before Python 3.14 never shares blocks."""
     with open(source, "rb") as old, open(target, "wb") as new:
-        left = os.fstat(old.fileno()).st_size
+        uncopied_nbytes = os.fstat(old.fileno()).st_size
         try:
-            while left and (n := os.copy_file_range(old.fileno(), new.fileno(), left)):
-                left -= n
+            while uncopied_nbytes and (
+                n := os.copy_file_range(old.fileno(), new.fileno(), uncopied_nbytes)
+            ):
+                uncopied_nbytes -= n
         except OSError as error:
             if error.errno not in _NO_COPIES:
                 raise
-    if left:
+    if uncopied_nbytes:
         shutil.copyfile(source, target)
 
 

@@ -24,9 +24,9 @@ NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 NAME_FORM = "up to 128 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
 _FILE = re.compile(r"(\d{8})\.json")
 _ASIDE = re.compile(r"(\d{8})\.json\.damaged")
-#: Key under which a version says of which name it is which; older ones do not.
+#: Key under which a version states its chain's name and its number; older versions lack it.
 _OF = "version_of"
-#: What a disk says of damage, or a system of what is no file; None: it is no regular file.
+#: Errors of a damaged disk, or for something that is no file; None: it is no regular file.
 _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR, None})
 _NEXT = (
     "run `mergepipe repair`: it sets a damaged version aside, so that the newest good one counts; "
@@ -65,10 +65,10 @@ class VersionChain:
         if not self._folder.is_dir():
             return []
         try:
-            found = [names.fullmatch(p.name) for p in self._folder.iterdir()]
+            matches = [names.fullmatch(p.name) for p in self._folder.iterdir()]
         except OSError as error:
             raise _unreadable(self._folder, error) from error
-        return sorted(int(m.group(1)) for m in found if m)
+        return sorted(int(m.group(1)) for m in matches if m)
 
     def _is_damaged(self, number: int) -> bool:
         try:
@@ -143,12 +143,12 @@ class VersionChain:
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.json"
 
-    def _conflict(self, expected: int, found: int) -> CommitConflictError:
+    def _conflict(self, expected: int, current: int) -> CommitConflictError:
         return CommitConflictError(
             "Another writer was first",
             where=str(self._folder),
             expected=f"version {expected}",
-            found=f"version {found}",
+            found=f"version {current}",
             next_step="look at the current version, then try again",
         )
 
@@ -162,7 +162,7 @@ def chain_names(folder: Path) -> list[str]:
 
 
 def read_chains(folder: Path) -> Iterator[tuple[str, int, dict[str, Any] | CorruptionError]]:
-    """Name, number and value of every version of every chain in `folder`, or why it has none.
+    """Name, number and value of every version of every chain in `folder`, or why it is unreadable.
 
     The number is 0 for a chain that cannot be listed.
     """

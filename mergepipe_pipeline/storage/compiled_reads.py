@@ -15,7 +15,7 @@ from mergepipe_pipeline.arrays import I64Array, U8Array
 from mergepipe_pipeline.jit import cached_njit
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
 
-#: What a request says: its kind, an open file, where it begins there, how many bytes, and the
+#: Fields of a request: its kind, an open file, the first byte in it, how many bytes, and the
 #: address they go to. A copy has no file, and begins at an address.
 REQUEST_FIELDS = 5
 #: Through the page cache; past it by way of scratch; past it into whole pages of their own; a copy.
@@ -45,8 +45,8 @@ def run_all(requests: I64Array, scratch: U8Array) -> int:
         elif kind == IN_PLACE:
             lead = start % PAGE_NBYTES
             size = pages_nbytes(lead + nbytes)
-            found = pread(file, np.uint64(address - lead), np.uint64(size), start - lead)
-            if found - lead < nbytes:
+            n_read = pread(file, np.uint64(address - lead), np.uint64(size), start - lead)
+            if n_read - lead < nbytes:
                 return r
         elif not _read_by_scratch(file, start, nbytes, address, scratch):
             return r
@@ -57,10 +57,10 @@ def run_all(requests: I64Array, scratch: U8Array) -> int:
 def _read(file: int, start: int, nbytes: int, address: int) -> bool:
     done = 0
     while done < nbytes:
-        found = pread(file, np.uint64(address + done), np.uint64(nbytes - done), start + done)
-        if found <= 0:
+        n_read = pread(file, np.uint64(address + done), np.uint64(nbytes - done), start + done)
+        if n_read <= 0:
             return False
-        done += found
+        done += n_read
     return True
 
 
@@ -70,10 +70,10 @@ def _read_by_scratch(file: int, start: int, nbytes: int, address: int, scratch: 
     while done < nbytes:
         lead = (start + done) % PAGE_NBYTES
         size = min(len(scratch), pages_nbytes(lead + nbytes - done))
-        found = pread(file, place, np.uint64(size), start + done - lead) - lead
-        if found <= 0:
+        n_read = pread(file, place, np.uint64(size), start + done - lead) - lead
+        if n_read <= 0:
             return False
-        n = min(found, nbytes - done)
+        n = min(n_read, nbytes - done)
         memcpy(np.uint64(address + done), place + np.uint64(lead), np.uint64(n))
         done += n
     return True

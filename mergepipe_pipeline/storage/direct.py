@@ -61,7 +61,7 @@ class DirectFile:
                 self._send()
 
     def close(self) -> None:
-        """Write the rest and close the file; durable is it by fsync. Raises as `append`."""
+        """Write the rest and close the file; only fsync makes it durable. Raises as `append`."""
         try:
             self._send()
             for _ in self._writes.rest():
@@ -106,12 +106,12 @@ class DirectFile:
             self._is_direct = self._set_direct(False)
             return 0
 
-    def _set_direct(self, wanted: bool) -> bool:
-        """Whether the file is written directly from now on."""
+    def _set_direct(self, on: bool) -> bool:
+        """Turn direct writing on or off; returns whether the file is now written directly."""
         direct: int = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | direct if wanted else flags & ~direct)
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
         except OSError:
             return False
-        return wanted and direct != 0
+        return on and direct != 0

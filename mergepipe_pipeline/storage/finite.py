@@ -1,4 +1,4 @@
-"""How many elements of stored weights are NaN or infinity: one pass over their bits.
+"""Counts the elements of stored weights that are NaN or infinity, in one pass over their bits.
 
 It judges and repairs nothing: a checkpoint may hold such values on purpose.
 """
@@ -56,10 +56,10 @@ def count_non_finite(raw: U8Array, dtype: str) -> int:
 
 def _count(file: BufferedReader, tensor: TensorEntry) -> int:
     buffer = np.empty(min(tensor.nbytes, _WINDOW_NBYTES), np.uint8)
-    found = 0
+    n_non_finite = 0
     file.seek(tensor.start_byte)
     for start in range(0, tensor.nbytes, _WINDOW_NBYTES):
         window = buffer[: tensor.nbytes - start]
         file.readinto(window.data)
-        found += count_non_finite(window, tensor.dtype)
-    return found
+        n_non_finite += count_non_finite(window, tensor.dtype)
+    return n_non_finite

@@ -65,7 +65,7 @@ class Handles:
                 os.close(file.descriptor)
 
     def close(self, owner: object) -> None:
-        """Close all files of `owner`, those that are being read when that ends."""
+        """Close all files of `owner`; those that are being read close when that ends."""
         with self._lock:
             for key in [key for key in self._files if key[0] is owner]:
                 file = self._files.pop(key)

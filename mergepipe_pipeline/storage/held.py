@@ -1,7 +1,7 @@
 """Bytes that are read now and once more soon, kept in memory as far as there is room.
 
-A second reading of what does not fit into the page cache would be the disk's again; and to fill the
-page cache takes more of a core than to read past it.
+Bytes that do not fit into the page cache would come from the disk again the second time, and
+filling the page cache takes more of a core than reading past it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Piece:
     start_byte: int
     stop_byte: int
     buffer: memoryview
-    left: int
+    unread_nbytes: int
 
 
 class HeldBytes:
@@ -48,7 +48,7 @@ class HeldBytes:
         self._lock = threading.Lock()
 
     def buffer(self) -> memoryview | None:
-        """A buffer for a piece; None where all is taken."""
+        """A buffer for a piece; None where none is free."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -58,7 +58,7 @@ class HeldBytes:
         return memoryview(page_aligned(PIECE_NBYTES + PAGE_NBYTES))
 
     def give_back(self, buffer: memoryview) -> None:
-        """Let others have it."""
+        """Make a buffer free for other pieces."""
         with self._lock:
             self._free.append(buffer)
 
@@ -87,15 +87,15 @@ class HeldFiles:
             return pieces[first : bisect_left(pieces, stop_byte, key=_START)]
 
     def forget(self, path: str, piece: _Piece, nbytes: int) -> bool:
-        """Let a piece go once all of its bytes were read again; now so many were.
+        """Count `nbytes` as read again; a piece of which all were is let go.
 
-        Whether it was held until now: who reads bytes a third time may have read those of others.
+        False if it was let go before: then the reader may have copied another piece's bytes.
         """
         with self._lock:
-            if piece.left <= 0:
+            if piece.unread_nbytes <= 0:
                 return False
-            piece.left -= nbytes
-            if piece.left > 0:
+            piece.unread_nbytes -= nbytes
+            if piece.unread_nbytes > 0:
                 return True
             self._pieces[path].remove(piece)
         self._held.give_back(piece.buffer)
@@ -161,14 +161,14 @@ class FirstReading:
         batch.then(keep)
 
     def _room_for(self, path: str, start_byte: int, nbytes: int) -> memoryview | None:
-        """A buffer to hold so many bytes in; None where they are held, or all is taken."""
-        is_known = bool(self.files.held(path, start_byte, start_byte + nbytes))
-        return None if is_known or not 0 < nbytes <= PIECE_NBYTES else self.held.buffer()
+        """A buffer to hold so many bytes in; None where they are held, or no buffer is free."""
+        is_held = bool(self.files.held(path, start_byte, start_byte + nbytes))
+        return None if is_held or not 0 < nbytes <= PIECE_NBYTES else self.held.buffer()
 
 
 @dataclass(frozen=True, slots=True)
 class SecondReading:
-    """Files of which some bytes are held: those are let go, the others read from `source`."""
+    """Files of which some bytes are held: others come from `source`."""
 
     source: LocalSource
     files: HeldFiles
@@ -220,8 +220,8 @@ class SecondReading:
         """The pieces that have some of bytes [start, stop), and the runs that none has."""
         pieces = self.files.held(path, start_byte, stop_byte)
         edges = [start_byte, *chain(*((p.start_byte, p.stop_byte) for p in pieces)), stop_byte]
-        found = zip(edges[::2], edges[1::2], strict=True)
-        return pieces, [(a, b) for a, b in found if a < b]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        return pieces, [(a, b) for a, b in gaps if a < b]
 
 
 def _part(piece: _Piece, start_byte: int, stop_byte: int) -> memoryview:

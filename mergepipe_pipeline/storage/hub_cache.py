@@ -27,11 +27,11 @@ def cached_model(name: str, revision: str | None = None) -> Path | None:
     if not REPO.fullmatch(name):
         return None
     repo = _cache() / f"models--{name.replace('/', '--')}"
-    wanted = revision or "main"
-    if "/" in wanted or ".." in wanted:
+    ref_name = revision or "main"
+    if "/" in ref_name or ".." in ref_name:
         return None
-    ref = repo / "refs" / wanted
-    commit = _commit(ref) if ref.is_file() else wanted
+    ref = repo / "refs" / ref_name
+    commit = _commit(ref) if ref.is_file() else ref_name
     snapshot = repo / "snapshots" / commit
     return snapshot if snapshot.is_dir() else None
 

@@ -1,4 +1,4 @@
-"""Lines that are appended as work is done, so that work which is killed goes on where it was."""
+"""Lines that are appended as work is done, so that killed work goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._known: dict[str, str] = {}
+        self._values: dict[str, str] = {}
 
     def __enter__(self) -> Journal:
         try:
@@ -31,7 +31,7 @@ class Journal:
             return self
         self._file.seek(0)
         data = self._file.read()
-        self._known = dict(pair for line in data.splitlines() if (pair := _read(line)))
+        self._values = dict(pair for line in data.splitlines() if (pair := _read(line)))
         if data and not data.endswith(b"\n"):  # the last one was killed while it wrote
             self._file.write(b"\n")
         return self
@@ -49,14 +49,14 @@ class Journal:
                 raise
 
     def __getitem__(self, key: str) -> str | None:
-        return self._known.get(key)
+        return self._values.get(key)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._values)
 
     def record(self, key: str, value: str) -> None:
         """Remember a value, from now on and after a kill."""
-        self._known[key] = value
+        self._values[key] = value
         if self._file is not None:
             self._file.write(canonical_json([key, value, _seal(key, value)]) + b"\n")
 

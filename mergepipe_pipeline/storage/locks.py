@@ -20,7 +20,7 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 
 
 def lock(handle: int, *, shared: bool = False) -> bool:
-    """Lock an open file until it is closed, after those who have it; False: there are no locks."""
+    """Wait for the lock of an open file, held until it is closed; False: there are no locks."""
     return _flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
 
@@ -35,7 +35,7 @@ def is_held(path: Path) -> bool | None:
 
 @contextmanager
 def probed(path: Path) -> Iterator[bool | None]:
-    """What `is_held` says; if that is False, nobody gets the file alone while the context lasts."""
+    """As `is_held`; if False, nobody can lock the file alone while the context lasts."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
@@ -43,7 +43,7 @@ def probed(path: Path) -> Iterator[bool | None]:
         return
     try:
         try:
-            # Shared: NFS gives no other lock to who may only read, as who looks may.
+            # Shared: the file is open for reading only, and then NFS gives no other lock.
             held = False if _flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB) else None
         except BlockingIOError:
             held = True
@@ -54,9 +54,9 @@ def probed(path: Path) -> Iterator[bool | None]:
 
 @contextmanager
 def locked_there(path: Path) -> Iterator[None]:
-    """Hold the lock of what is there, a folder too, after those who have it; writes nothing.
+    """Wait for the lock of an existing file or folder and hold it; writes nothing.
 
-    Where it cannot be had, as of what is not there, nothing is held.
+    Where there is no lock, or nothing at `path`, nothing is held.
     """
     with ExitStack() as stack:
         with suppress(OSError):

@@ -3,7 +3,7 @@
 Full checkpoints (one file or shards), PEFT adapters (adapter_config.json beside
 adapter_model.safetensors) and delta checkpoints (as full ones, with `"mergepipe": "delta"` in the
 metadata of every file's header). Nothing is ever unpickled: other formats get an error that says
-how to convert. What an adapter's config means is for `adapter`.
+how to convert. `adapter` interprets an adapter's config.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def open_checkpoint(uri: str, name: str, *, probes: bool = True) -> Checkpoint:
         tensors: list[TensorEntry] = []
         marks: dict[str, str | None] = {}
         for file in files:
-            entry, found, metadata = _read_header(source, file, uri, probes=probes)
+            entry, file_tensors, metadata = _read_header(source, file, uri, probes=probes)
             entries.append(entry)
             marks[file] = metadata.get(KIND_KEY)
-            tensors += found
+            tensors += file_tensors
         _check_names(tensors, weight_map, uri)
         kind = "adapter" if adapter_config else _full_or_delta(marks, uri)
         if not tensors:
@@ -109,13 +109,13 @@ def _adapter_config(source: CheckpointSource, present: list[str], uri: str) -> s
     """Text of an adapter's config; None if the folder holds no adapter."""
     if ADAPTER_CONFIG not in present and ADAPTER_WEIGHTS not in present:
         return None
-    others = [f for f in present if f.endswith(".safetensors") and f != ADAPTER_WEIGHTS]
-    if others:
+    other_weights = [f for f in present if f.endswith(".safetensors") and f != ADAPTER_WEIGHTS]
+    if other_weights:
         raise CheckpointError(
             "A folder holds an adapter and other weights",
             where=uri,
             expected=f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} alone, or no adapter",
-            found=text_of(", ".join(others[:3])),
+            found=text_of(", ".join(other_weights[:3])),
             next_step="move the adapter into a folder of its own",
         )
     missing = ADAPTER_CONFIG if ADAPTER_WEIGHTS in present else ADAPTER_WEIGHTS
@@ -141,12 +141,12 @@ def _full_or_delta(marks: dict[str, str | None], uri: str) -> CheckpointKind:
         return "delta"
     if kinds <= {None}:
         return "full"
-    file, other = next((f, m) for f, m in marks.items() if m != KIND_DELTA)
+    file, mark = next((f, m) for f, m in marks.items() if m != KIND_DELTA)
     raise CheckpointError(
         "The files of a checkpoint disagree on what they hold",
         where=f"{uri}, {file}, __metadata__",
         expected=f'"{KIND_KEY}": "{KIND_DELTA}" in every file, or in none',
-        found=f'"{KIND_KEY}": "{other}"' if other is not None else f"no {KIND_KEY}",
+        found=f'"{KIND_KEY}": "{mark}"' if mark is not None else f"no {KIND_KEY}",
         next_step="keep full weights and deltas in folders of their own",
     )
 
@@ -201,7 +201,7 @@ def _weight_files(present: list[str], uri: str) -> list[str]:
 
 def _refuse_a_part(files: list[str], present: list[str], uri: str, index: str | None) -> None:
     """Refuse files of which the index, or the names of those present, say that there are more."""
-    # What an index names elsewhere is for the source to find, or to refuse.
+    # The source finds or refuses files that an index names in other folders.
     missing = [f for f in files if f not in present and "/" not in f and ".." not in f]
     if missing:
         first, there, count = missing[0], len(files) - len(missing), len(files)

@@ -33,10 +33,10 @@ def give_permissions(path: Path, mode: int) -> None:
     """
     handle = os.open(path, _OPEN)
     try:
-        found = os.fstat(handle).st_mode
-        least = _FOLDER_LEAST if stat.S_ISDIR(found) else _FILE_LEAST
+        current_mode = os.fstat(handle).st_mode
+        least = _FOLDER_LEAST if stat.S_ISDIR(current_mode) else _FILE_LEAST
         # A folder may have inherited bits from the one that it lies in.
-        inherited = stat.S_IMODE(found) & ~_PERMISSIONS
+        inherited = stat.S_IMODE(current_mode) & ~_PERMISSIONS
         os.fchmod(handle, inherited | mode & _PERMISSIONS | least)
     except OSError as error:
         if error.errno not in _KEEPS_NONE:

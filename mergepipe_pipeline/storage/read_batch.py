@@ -32,7 +32,7 @@ _SCRATCH_NBYTES = 4 << 20
 
 @dataclass(slots=True)
 class _Request:
-    """A request as `run_all` takes it, and what does it otherwise."""
+    """A request as `run_all` takes it, and the call that does it where that fails."""
 
     fields: tuple[int, int, int, int, int]
     alone: Callable[[], None]
@@ -41,7 +41,7 @@ class _Request:
 class ReadBatch:
     """The reads of one window; a context manager. For one thread.
 
-    Leaving it does them, and then what has to follow, in the order in which it was asked for. Where
+    Leaving it does them, and then the work that follows, in the order in which it was asked for. If
     they are of more files than a thread may hold open, some are done before.
     """
 

@@ -94,13 +94,13 @@ class BlockReader:
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if any weight file is not the one that was opened."""
         for f in self._checkpoint.files:
-            found = (self._source.size(f.path), self._source.mtime_ns(f.path))
-            if found != (f.nbytes, f.mtime_ns):
+            stamp = (self._source.size(f.path), self._source.mtime_ns(f.path))
+            if stamp != (f.nbytes, f.mtime_ns):
                 raise CheckpointChangedError(
                     "A checkpoint changed while it was read",
                     where=f"{self._checkpoint.root}, {f.path}",
                     expected=f"{f.nbytes} bytes, mtime {f.mtime_ns}",
-                    found=f"{found[0]} bytes, mtime {found[1]}",
+                    found=f"{stamp[0]} bytes, mtime {stamp[1]}",
                     next_step="run the same command again: it starts from the files as they are",
                 )
 

@@ -23,7 +23,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-#: What says nothing about the file: the process may open no more, or has no memory.
+#: Errors that say nothing about the file: the process may open no more, or has no memory.
 _NOT_ITS_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _HUB_REPO, _HUB_SNAPSHOTS, _HUB_BLOBS = "models--", "snapshots", "blobs"
 _LOOK = os.O_PATH | os.O_CLOEXEC
@@ -46,8 +46,8 @@ def places_of(root: Path) -> tuple[str, ...]:
 
 def stat_regular(path: Path, places: Sequence[str]) -> os.stat_result:
     """Size, time and so on of a regular file in one of `places`; raises as `open_regular`."""
-    with _looked_at(path, places) as (_, found):
-        return found
+    with _looked_at(path, places) as (_, status):
+        return status
 
 
 def open_regular(path: Path, places: Sequence[str]) -> int:
@@ -106,7 +106,7 @@ def _looked_at(path: Path, places: Sequence[str]) -> Iterator[tuple[int, os.stat
     with refusals_named(path):
         handle = os.open(path, _LOOK)
     try:
-        found = os.fstat(handle)
+        status = os.fstat(handle)
         real = os.readlink(f"/proc/self/fd/{handle}")
         if not any(real == place or real.startswith(f"{place.rstrip('/')}/") for place in places):
             raise CheckpointError(
@@ -116,15 +116,15 @@ def _looked_at(path: Path, places: Sequence[str]) -> Iterator[tuple[int, os.stat
                 found=f"a link to {text_of(real)}",
                 next_step="put the file itself in the link's place, if it belongs to the model",
             )
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(
                 "This is no regular file",
                 where=text_of(path),
                 expected="a regular file",
-                found=_KINDS.get(stat.S_IFMT(found.st_mode), "something else"),
+                found=_KINDS.get(stat.S_IFMT(status.st_mode), "something else"),
                 next_step="remove it, or put the right file there",
             )
-        yield handle, found
+        yield handle, status
     finally:
         os.close(handle)
 

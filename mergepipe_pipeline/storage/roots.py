@@ -38,8 +38,8 @@ class Place:
     said_by: str = ""
 
     def has(self, path: Path) -> bool:
-        """Whether a folder below is there, or else the mount: one that is missing is empty."""
-        # What is there needs no look at the root, which may list thousands.
+        """Whether `path` below it exists, or the root is mounted; an unmounted one is empty."""
+        # An existing path needs no look at the root, which may list thousands.
         if not self.said_by or os.path.exists(path):
             return True
         try:
@@ -57,9 +57,9 @@ class Roots:
 
     def recorded(self, root: str) -> str:
         """How a record names a checkpoint's folder, by the root that lies nearest above it."""
-        found = urlsplit(root) if root.startswith(f"{UNMOUNTED}://") else None
-        if found is not None:
-            return f"{found.netloc}:{unquote(found.path).removeprefix('/')}"
+        address = urlsplit(root) if root.startswith(f"{UNMOUNTED}://") else None
+        if address is not None:
+            return f"{address.netloc}:{unquote(address.path).removeprefix('/')}"
         if root.startswith(AWAY):
             return AWAY + self.recorded(root.removeprefix(AWAY))
         if "://" in root:
@@ -73,24 +73,25 @@ class Roots:
     def here(self, recorded: str) -> str:
         """The folder on this machine of what a record names.
 
-        Below a root that is not mounted an address which nobody can open; who tries says why.
+        Below a root that is not mounted it is an address that cannot be opened: `open_source` says
+        why.
         """
         if recorded.startswith(AWAY):
             return AWAY + self.here(recorded.removeprefix(AWAY))
-        found = _RECORD.fullmatch(recorded)
-        if found is None:
+        match = _RECORD.fullmatch(recorded)
+        if match is None:
             return recorded
-        name, below = found.groups()
+        name, relative = match.groups()
         place = self.places.get(name)
-        if place is not None and place.has(place.path / below):
-            return str(place.path / below)
-        told = {} if place is None else {"place": str(place.path), "by": place.said_by}
-        return f"{UNMOUNTED}://{name}/{quote(below)}?{urlencode(told)}"
+        if place is not None and place.has(place.path / relative):
+            return str(place.path / relative)
+        query = {} if place is None else {"place": str(place.path), "by": place.said_by}
+        return f"{UNMOUNTED}://{name}/{quote(relative)}?{urlencode(query)}"
 
     def means(self, text: str) -> bool:
         """Whether a text of a user names a place below one of the roots."""
-        found = _RECORD.fullmatch(text)
-        return found is not None and found[1] in self.places
+        match = _RECORD.fullmatch(text)
+        return match is not None and match[1] in self.places
 
 
 def roots_of(warehouse: Path) -> Roots:
@@ -109,36 +110,36 @@ def roots_of(warehouse: Path) -> Roots:
 
 
 def with_default_places(warehouse: Path, roots: Roots) -> bytes | None:
-    """What FILE should hold, so that other machines hear of roots that only the variable names.
+    """What FILE should hold, so that other machines learn of roots that only the variable names.
 
-    None if it tells of all of them. Places that it has stay: they are the defaults.
+    None if it names all of them. Places in it stay: they are the defaults.
     """
-    known = dict(_in_file(warehouse / FILE))
+    in_file = dict(_in_file(warehouse / FILE))
     named = {n: str(p.path) for n, p in roots.places.items() if p.said_by == ENVIRONMENT}
-    if named.keys() <= known.keys():
+    if named.keys() <= in_file.keys():
         return None
-    return (json.dumps(named | known, indent=1, sort_keys=True) + "\n").encode()
+    return (json.dumps(named | in_file, indent=1, sort_keys=True) + "\n").encode()
 
 
 def why_unmounted(root: str) -> str | None:
-    """In a few words, why a checkpoint's folder is not to be had here; None if it may be."""
+    """In a few words, why a checkpoint's folder cannot be read here; None if it may be."""
     if not root.startswith(f"{UNMOUNTED}://"):
         return None
-    told = parse_qs(urlsplit(root).query)
-    if "place" not in told:
+    query = parse_qs(urlsplit(root).query)
+    if "place" not in query:
         return f"neither {ENVIRONMENT} nor {FILE} says where it is"
-    return f"nothing at {told['place'][0]}, where {told['by'][0]} has it"
+    return f"nothing at {query['place'][0]}, where {query['by'][0]} has it"
 
 
 def refuse_unmounted(root: str) -> NoReturn:
     """Raise CheckpointError for an address that `Roots.here` gave."""
-    found = urlsplit(root if "://" in root else f"{UNMOUNTED}://{root}")
-    name = found.netloc
+    address = urlsplit(root if "://" in root else f"{UNMOUNTED}://{root}")
+    name = address.netloc
     raise CheckpointError(
         f"The root {name!r} is not mounted on this machine",
-        where=f"{name}:{unquote(found.path).removeprefix('/')}",
+        where=f"{name}:{unquote(address.path).removeprefix('/')}",
         expected="the folder that another machine registered this checkpoint in",
-        found=why_unmounted(found.geturl()),
+        found=why_unmounted(address.geturl()),
         next_step=f"mount it, and say where: {ENVIRONMENT}={name}=/path/on/this/machine",
     )
 

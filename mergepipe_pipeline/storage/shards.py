@@ -1,4 +1,4 @@
-"""What the names of shards tell: `model-00001-of-00002.safetensors` is one of two."""
+"""What the names of shards say: `model-00001-of-00002.safetensors` is one of two."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def is_shard(name: str) -> bool:
 
 
 def missing_shard(names: Iterable[str], present: Iterable[str]) -> tuple[str, int, int] | None:
-    """The first file that the names of others ask for and that is not present.
+    """The first file that the names of other shards imply and that is not present.
 
     With it, how many of its set are present and how many there must be. None if all are.
     """
-    there = set(present)
+    present_names = set(present)
     sets = {(m["stem"], m["count"]) for name in names if (m := _SHARD.fullmatch(name))}
     for stem, count in sorted(sets):
-        wanted = (f"{stem}-{n:05d}-of-{count}.safetensors" for n in range(1, int(count) + 1))
-        missing = [name for name in wanted if name not in there]
+        expected = (f"{stem}-{n:05d}-of-{count}.safetensors" for n in range(1, int(count) + 1))
+        missing = [name for name in expected if name not in present_names]
         if missing:
             return missing[0], int(count) - len(missing), int(count)
     return None

@@ -67,8 +67,8 @@ def gone(file: str) -> SideStamp:
 
 def side_stamps(source: CheckpointSource, uri: str) -> list[SideStamp]:
     """The side files there are, by name. Raises as `side_files`."""
-    found = side_files(source, uri)
-    return [SideStamp(name, nbytes, source.mtime_ns(name)) for name, nbytes in found.items()]
+    sizes = side_files(source, uri)
+    return [SideStamp(name, nbytes, source.mtime_ns(name)) for name, nbytes in sizes.items()]
 
 
 def side_sha256(source: CheckpointSource, stamp: SideStamp) -> str:
@@ -84,18 +84,18 @@ def side_files(source: CheckpointSource, uri: str) -> dict[str, int]:
 
     Raises CheckpointError for one of an absurd size, or that may not be opened.
     """
-    found = {name: source.size(name) for name in source.list() if name in _MOST_NBYTES}
-    for name, nbytes in found.items():
+    sizes = {name: source.size(name) for name in source.list() if name in _MOST_NBYTES}
+    for name, nbytes in sizes.items():
         if nbytes > _MOST_NBYTES[name]:
             raise too_large(f"{uri}, {name}", _MOST_NBYTES[name], nbytes)
-    return found
+    return sizes
 
 
 def pieces(
-    source: CheckpointSource, name: str, nbytes: int, told: Callable[[bytes], object]
+    source: CheckpointSource, name: str, nbytes: int, on_piece: Callable[[bytes], object]
 ) -> Iterator[bytes]:
-    """The first `nbytes` bytes of a file, a piece at a time; `told` gets each (to hash it)."""
+    """The first `nbytes` bytes of a file, a piece at a time; `on_piece` gets each (to hash it)."""
     for start_byte in range(0, nbytes, _PIECE_NBYTES):
         piece = source.read_range(name, start_byte, min(_PIECE_NBYTES, nbytes - start_byte))
-        told(piece)
+        on_piece(piece)
         yield piece

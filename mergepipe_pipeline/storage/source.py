@@ -91,9 +91,9 @@ class FileRange(NamedTuple):
 
 @runtime_checkable
 class FetchedAhead(Protocol):
-    """What a source far away is besides: it fetches what it was told of, before it is read.
+    """A remote source: it fetches the expected ranges before they are read.
 
-    Its files are known by what their server says of them, so no byte of them is looked at for that.
+    Its server's tags tell files apart, so that no probe reads their bytes.
     """
 
     def expect(self, ranges: Iterable[FileRange]) -> None:
@@ -221,7 +221,7 @@ class LocalSource:
             return None
 
     def _is_cold(self, path: str) -> bool:
-        """Whether a file is read past the page cache; found when it is first read so."""
+        """Whether a file is read past the page cache; decided once, at the first such read."""
         if self._reading != "once":
             return False
         if path not in self._cold:
@@ -234,7 +234,7 @@ class LocalSource:
         return self._cold[path]
 
     def read_through_cache(self, path: str) -> None:
-        """From now on read a file through the page cache: its system only seems to do without."""
+        """Read a file through the page cache from now on: direct reads of it fail."""
         self._cold[path] = False
 
     def _take_direct(self, path: str) -> OpenFile | None:

@@ -40,8 +40,8 @@ def fits_page_cache(nbytes: int) -> bool:
     """Whether `nbytes` leave half of the memory that is available now to others."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            found = dict(line.split(":", 1) for line in file)
-        available = int(found["MemAvailable"].split()[0]) << 10
+            meminfo = dict(line.split(":", 1) for line in file)
+        available = int(meminfo["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
         return True
     return nbytes <= available // 2
@@ -95,10 +95,10 @@ def read_pages(direct: int, start_byte: int, nbytes: int, buffer: memoryview) ->
     """
     lead, size = start_byte % PAGE_NBYTES, pages_nbytes(start_byte, nbytes)
     try:
-        found = os.preadv(direct, [buffer[:size]], start_byte - lead)
+        n_read = os.preadv(direct, [buffer[:size]], start_byte - lead)
     except OSError:
         return 0
-    return max(0, min(nbytes, found - lead))
+    return max(0, min(nbytes, n_read - lead))
 
 
 def is_cold(descriptor: int, start_byte: int, nbytes: int) -> bool:
@@ -144,7 +144,7 @@ def cached_of_file(path: Path) -> tuple[int, int]:
 
 def _libc() -> ctypes.PyDLL:
     if not hasattr(_local, "libc"):
-        # Who keeps the interpreter's lock for a microsecond need not wait to get it again.
+        # A call this short keeps the interpreter's lock: waiting to get it again costs more.
         _local.libc = ctypes.PyDLL(None)
     libc: ctypes.PyDLL = _local.libc
     return libc

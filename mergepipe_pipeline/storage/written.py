@@ -1,7 +1,7 @@
 """Whether a file looks as if its maker had not written all of it: holes, or nothing but zeros.
 
 Downloads that reserve their space first have the right length from the start. A sound file may look
-the same, so this is a doubt, no verdict.
+the same, so this is a hint, not a verdict.
 """
 
 from __future__ import annotations
