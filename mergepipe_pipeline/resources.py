@@ -95,6 +95,6 @@ class Engine(dg.ConfigurableResource):  # type: ignore[type-arg]
     @property
     def options(self) -> EngineOptions:
         """Threads, buffer memory and device of the engine."""
-        return EngineOptions.given(
+        return EngineOptions.from_settings(
             threads=self.threads, memory_mib=self.memory_mib, device=self.device
         )

@@ -309,7 +309,7 @@ def merge(
         console.place,
         load_recipe(recipe, console.place, **asked) if asked != AS_WRITTEN else recipe,
         relative_to=recipe_folder(recipe),
-        options=EngineOptions.given(
+        options=EngineOptions.from_settings(
             threads=threads, window_elems=window_elems, memory_mib=memory_mib, device=device
         ),
         out=None if cut else out,

@@ -53,7 +53,7 @@ def replay(
         snapshot,
         inputs=inputs,
         keep=Path(keep) if keep else None,
-        options=EngineOptions.given(threads=threads),
+        options=EngineOptions.from_settings(threads=threads),
         progress=console.progress,
     )
     console.show(

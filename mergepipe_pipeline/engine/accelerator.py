@@ -1,9 +1,8 @@
 """Windows merged on an accelerator: stored bytes go there, are widened, merged and cast there.
 
-Reading, decoding packs, hashing and writing stay as they are, and so do the first pass for L1 norms
+Reading, decoding packs, hashing and writing stay on the CPU, and so do the first pass for L1 norms
 and tensors that are only copied. Each worker has pinned memory and a stream of its own, so that
-while one window's arithmetic runs, the next one's bytes are on their way and a finished one's on
-theirs.
+while one window's arithmetic runs, the next one's bytes and those of a finished one are copied.
 
 Why the bits should be the CPU's (the tests on a GPU decide): operators work element by element, one
 operation after the other, and in IEEE arithmetic an operation has one result. What could differ:
@@ -16,8 +15,8 @@ operation after the other, and in IEEE arithmetic an operation has one result. W
 - factors of spheres (slerp and its relatives, model_stock) and of rescaled drops are in the plan or
   found by the CPU;
 - a low-rank product is made by the CPU and added here.
-The rest stays on the CPU (`stays_on_cpu`): sums along rows and exponentials have no one rounding.
-One difference is left: which NaN a NaN is, in an output that is not bfloat16.
+The rest stays on the CPU (`stays_on_cpu`): sums along rows and exponentials round in several ways.
+One difference remains: the bits of a NaN, in an output that is not bfloat16.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def device_of(name: str) -> torch.device:
 def stays_on_cpu(task: TensorTask) -> bool:
     """Whether an accelerator might round a task's merge otherwise: it sums rows or exponentiates.
 
-    Equal keys of layers promise equal bits, so these are merged where they always were.
+    Equal keys of layers promise equal bits, so these are always merged on the CPU.
     """
     params = dict(task.params)
     return (
@@ -92,7 +91,7 @@ class DeviceBufferPool(BufferPool):
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Send what is asked of the device to the worker's stream, and wait for it in the end.
+        """Send the device's work to the worker's stream, and wait for it in the end.
 
         Raises DeviceError if the device has no memory left.
         """
@@ -121,11 +120,11 @@ class DeviceBufferPool(BufferPool):
         return self._there[: k * n].view(k, n)
 
     def bring(self, values: torch.Tensor) -> U8Array:
-        """The bytes of [n] `values` of any type, here and complete when the work is done."""
+        """The bytes of [n] `values` of any type in host memory, complete after `at_work`."""
         raw = values.view(torch.uint8)
-        here = self.take(len(raw))
-        torch.from_numpy(here).copy_(raw, non_blocking=True)
-        return here
+        host = self.take(len(raw))
+        torch.from_numpy(host).copy_(raw, non_blocking=True)
+        return host
 
     def _allocated(self, nbytes: int) -> U8Array:
         if self._stream is None:
@@ -149,16 +148,16 @@ class DeviceWindow(Window[DeviceBufferPool]):
             base = self._fetch_base()
             values = base.values(rows[0]) if base else None
             merged = self._applied(values, self._fill(rows[1:], values, base))
-            found = cast(merged, task.out_dtype)
+            narrowed = cast(merged, task.out_dtype)
             if task.out_dtype == "F8_E4M3":
-                self.n_cut_off = count_cut_off(merged, found.view(torch.uint8))
-            here = buffers.bring(found)
-        return here.copy()  # the buffers are used again before these bytes are written
+                self.n_cut_off = count_cut_off(merged, narrowed.view(torch.uint8))
+            out_bytes = buffers.bring(narrowed)
+        return out_bytes.copy()  # the buffers are used again before these bytes are written
 
 
 def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
     """[n] float32 cast once to `dtype`, to nearest even; as `narrow`, bfloat16 has one NaN."""
-    found = values.to(torch_dtype(dtype))
+    narrowed = values.to(torch_dtype(dtype))
     if dtype == "BF16":
-        found.view(torch.int16).masked_fill_(values.isnan(), int(NAN_BITS))
-    return found
+        narrowed.view(torch.int16).masked_fill_(values.isnan(), int(NAN_BITS))
+    return narrowed

@@ -1,4 +1,6 @@
-"""What layers read, by source or pack: what the gate lets through and what may be fetched ahead."""
+"""What layers read, by source or pack: the ranges that the gate lets through or that may be
+fetched ahead.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ def access_sets(layers: Sequence[LayerTask]) -> dict[int, dict[str, tuple[Range,
     """By source, stored tensor to the element ranges that the layers read as an expert's."""
     ranges: dict[int, dict[str, list[Range]]] = {}
     for e in _experts(layers):
-        for part, found in _parts_read(e):
-            ranges.setdefault(part.source, {}).setdefault(part.entry.name, []).extend(found)
+        for part, part_ranges in _parts_read(e):
+            ranges.setdefault(part.source, {}).setdefault(part.entry.name, []).extend(part_ranges)
     return {n: {name: coalesce(r) for name, r in of.items()} for n, of in ranges.items()}
 
 
 def file_ranges(layers: Sequence[LayerTask], source: int, *, gated: bool) -> Iterator[FileRange]:
     """Bytes of a source's files that layers read as an expert's (`gated`) or the base's, in order.
 
-    Of the base only what is read in any case: an operator on values may do without it.
+    Of the base only tensors that are always read: an operator on values may do without it.
     """
     for task in (task for layer in layers for task in layer.tasks):
-        found = [p for e in task.experts for p in _parts_read(e)] if gated else _base_parts(task)
-        for part, ranges in found:
+        parts = [p for e in task.experts for p in _parts_read(e)] if gated else _base_parts(task)
+        for part, ranges in parts:
             size, at = itemsize(part.entry.dtype), part.entry.start_byte
             for a, b in coalesce(ranges) if part.source == source else ():
                 yield FileRange(part.entry.file, at + a * size, at + b * size)
@@ -52,7 +54,7 @@ def packed_access_sets(layers: Sequence[LayerTask]) -> dict[int, Allowed]:
         for r in packed.ranges:
             for tier in TIERS_OF[r.level]:
                 of.setdefault((packed.tensor, tier), []).append((r.start_elem, r.stop_elem))
-    return {n: {key: coalesce(found) for key, found in of.items()} for n, of in ranges.items()}
+    return {n: {key: coalesce(elems) for key, elems in of.items()} for n, of in ranges.items()}
 
 
 def _experts(layers: Sequence[LayerTask]) -> Iterator[ExpertInput]:
@@ -65,7 +67,7 @@ def _parts_read(e: ExpertInput) -> Iterator[tuple[Part, Sequence[Range]]]:
 
 
 def _parts(view: TensorView, read: Sequence[Range]) -> Iterator[tuple[Part, Sequence[Range]]]:
-    """The stored tensors of a view, with the ranges of their elements that elements in `read` are.
+    """The stored tensors of a view, with the ranges of their elements that `read` covers.
 
     Factors of a low-rank update are read in whole.
     """

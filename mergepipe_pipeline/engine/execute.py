@@ -113,7 +113,7 @@ class LayerRunner:
         """Write merged layers, each to its path (a new file in staging), and say what each cost.
 
         A layer's result comes when its file is complete; the next one is being worked on then.
-        `advance` hears of the output bytes that each finished window wrote.
+        `advance` gets the number of output bytes that each finished window wrote.
         Raises CheckpointChangedError if an input changed meanwhile, StorageFullError on a full
         disk, CorruptionError if the bytes read are not the bytes planned, or not those analysed.
         """

@@ -25,46 +25,46 @@ from mergepipe_pipeline.tensors.verified import Verify
 
 #: Bytes per element of a merge before it is cast.
 MERGED_BYTES = 4
-#: The same of what an operator in torch computes with beside its rows.
+#: Bytes per element that an operator in torch needs beside its rows.
 _OPERATOR_BYTES = 4 * 5
 
 
 class Job:
     """One output tensor to make from the checkpoints of a plan.
 
-    `before` the merge itself, who reads is not counted.
+    With `before`, it reads before the merge itself, and what it reads is not counted.
     """
 
     def __init__(self, task: TensorTask, sources: SourcePool, *, before: bool = False) -> None:
         self.task, self.sources = task, sources
-        known, experts = sources.known, task.experts
+        segments, experts = sources.known, task.experts
         expert = sources.expert_before if before else sources.expert
         base_readers = sources.base_before if before else sources.base
         self.operator: Operator | None = OPERATORS.get(task.operator)
         #: Bytes per stored element of each expert, and of the base at the end.
         self.sizes = [itemsize(e.view.dtype) for e in task.experts]
         self.sizes += [itemsize(task.base.view.dtype)] if task.base else []
-        self.updates = [open_update(expert, e.view.low_rank, known) for e in task.experts]
+        self.updates = [open_update(expert, e.view.low_rank, segments) for e in task.experts]
         low_rank = task.base.view.low_rank if task.base else None
-        self.base_update = open_update(base_readers, low_rank, known)
+        self.base_update = open_update(base_readers, low_rank, segments)
         base = task.base
         self.packed = PackedInputs([sources.packed(e, before=before) for e in experts])
-        #: Per expert, ranges as `ExpertInput` has them, of which windows ask again and again.
+        #: Per expert, the ranges `ExpertInput.differing`, computed once for all windows.
         self.differing = [e.differing for e in experts]
         self._verifiers = [
             sources.verifier(e.view, e.digest) if e.read or _has_bits(e) else None for e in experts
         ]
         self._base_verifier = sources.verifier(base.view, base.digest) if base else None
-        #: Per expert, and of the base, what compares the bytes that are read.
+        #: Per expert, and of the base, the function that compares the bytes that are read.
         self.verify = [v.check if v else None for v in self._verifiers]
         self.verify_base = self._base_verifier.check if self._base_verifier else None
         self.tie_breakers = TieBreakers(task)
 
     def finish(self) -> None:
-        """Verify what windows read in part, when all of them are done. Raises CorruptionError.
+        """Verify segments that windows read in parts, when all are done. Raises CorruptionError.
 
-        Of the base the rest of a segment is read: it is not budgeted. Of experts whole blocks are
-        read, which are whole segments.
+        The rest of a base's segment is read now: it is not budgeted. Experts are read in whole
+        blocks, which are whole segments.
         """
         for verifier in self._verifiers:
             if verifier:
@@ -156,8 +156,8 @@ class Job:
     def present(self) -> list[tuple[int, ExpertInput]]:
         """Experts that the kernel looks at when it works on stored bits, and their numbers.
 
-        An update leaves out whoever reads nothing: its δ is 0. Values have all: what is not read
-        is B.
+        An update omits experts that read nothing: their δ is 0. A merge of values has all: unread
+        elements are B.
         """
         numbered = enumerate(self.task.experts)
         return [

@@ -1,4 +1,4 @@
-"""What a user may say of how a merge runs: its speed, its memory and its device, never its bits."""
+"""A user's options for how a merge runs: its speed, its memory and its device, never its bits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _QUANTUM = FINE_ELEMS
 #: Longer windows are no faster: they drain and fill for longer. From a quarter of a million
 #: elements on, time hardly depends on the length.
 _MOST_ELEMS = 5 << 18
-#: What the plan holds in memory of one tensor of one expert: places, ranges, rules, a digest.
+#: Memory of the plan for one tensor of one expert: places, ranges, rules, a digest.
 _INPUT_NBYTES = 13 << 8
-#: What a worker unpacks frames into: 64 chunks of float32 at once, and their bitmaps.
+#: Memory into which a worker unpacks frames: 64 chunks of float32 at once, and their bitmaps.
 _UNPACKED_NBYTES = 17 << 20
 
-#: What a merge holds beside the program if nobody says otherwise: usually, of what is read past the
-#: page cache, and of packs.
+#: Default memory of a merge beside the program: usually, when it reads past the page cache, and
+#: when it reads packs.
 _MEMORY_NBYTES, _PAST_CACHE_NBYTES, _PACKS_NBYTES = 128 << 20, 192 << 20, 222 << 20
-#: What it holds besides of bytes that it reads twice.
+#: Memory beside that for bytes that a merge reads twice.
 _HELD_NBYTES = 192 << 20
 
 
@@ -42,7 +42,7 @@ class EngineOptions:
     reads_ahead: bool = False
 
     @classmethod
-    def given(
+    def from_settings(
         cls,
         *,
         threads: int | None = None,
@@ -70,7 +70,7 @@ class EngineOptions:
         return self.memory_bytes or _MEMORY_NBYTES
 
     def with_packs(self) -> EngineOptions:
-        """The options for a plan that reads packs, where nothing else was asked for.
+        """The options for a plan that reads packs; options that the user set stay.
 
         Decoding keeps the cores busy, and what it decodes is read ahead by other threads: one more
         worker only waits. What a window asks of each pack takes as long for a short one as for a
@@ -80,7 +80,7 @@ class EngineOptions:
         return replace(self._suited(cores(), memory_bytes), reads_ahead=True)
 
     def past_cache(self) -> EngineOptions:
-        """The options for a plan that reads past the page cache, where nothing else was asked for.
+        """The options for a plan that reads past the page cache; options that the user set stay.
 
         More workers wait for the disk, and longer reads are faster. Measured with a ties merge of
         20 experts of 0.6B on 2 cores, in turn, two to seven times, where the disk gave 1.35 GB/s: 3
@@ -98,9 +98,9 @@ class EngineOptions:
     def with_second_reading(self) -> EngineOptions:
         """The options for a plan that reads experts for their norms before it merges them.
 
-        `held_bytes` keep what was read, as far as they go, beside the windows' memory; of what was
-        asked for they are half. Longer tensors wait in the page cache, if they fit there: to fill
-        it and read it again takes more of a core, but less than the disk.
+        `held_bytes` keep what was read, as far as they go, beside the windows' memory; they are
+        half of `memory_bytes` if that is set. Longer tensors wait in the page cache, if they fit
+        there: to fill it and read it again takes more of a core, but less than the disk.
         """
         if self.memory_bytes is None:
             return replace(self, held_bytes=_HELD_NBYTES)

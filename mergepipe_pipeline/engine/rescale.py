@@ -1,9 +1,9 @@
 """Finds the factors that give random drops their norm back, where a plan leaves them open.
 
-By a pass over a tensor right before its merge, for which what was read is held as far as it goes.
-Only sums are kept. Reads through the same gate as the merge, and is not counted again. The merge
-compares every byte with what was analysed; here the norm of the whole delta is compared, which
-costs less, and all that a byte read wrong could change here is a norm.
+It passes over a tensor right before its merge, and holds the bytes for the merge as far as memory
+goes. Only sums are kept. It reads through the same gate as the merge, and is not counted again. The
+merge compares every byte with what was analysed; here the norm of the whole delta is compared,
+which costs less: all that a wrong byte could change here is a norm.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RescalePrepass:
     def rescaled_ahead(self, tasks: Iterable[TensorTask]) -> Generator[TensorTask]:
         """The tasks in order with every factor known; the next ones are worked on meanwhile.
 
-        As many as what is read of them can be held until it is merged, and one at least.
+        So many that their bytes can be held until they are merged, and at least one.
         """
         queue: TaskQueue[TensorTask] = self._tasks.queue()
         sizes: deque[int] = deque()  # bytes to hold of each task in the queue
@@ -89,10 +89,10 @@ class RescalePrepass:
         try:
             begin()
             while sizes:
-                found = queue.take()
+                task = queue.take()
                 sizes.popleft()
-                begin()  # who takes what was found comes back when most of it is merged
-                yield found
+                begin()  # the caller comes back when most of this task is merged
+                yield task
         finally:
             queue.cancel()
 
@@ -114,9 +114,9 @@ class RescalePrepass:
         drawn = _drawn(job)
         norms = self._norms(job, drawn)
         for d, (_, whole) in zip(drawn, norms, strict=True):
-            if d.is_told and _is_other_norm(d.expert, whole):
+            if d.compares_norm and _is_other_norm(d.expert, whole):
                 # The second reading compares every byte, so that the error names the elements.
-                again = [replace(d, is_told=False) for d in drawn]
+                again = [replace(d, compares_norm=False) for d in drawn]
                 self._norms(Job(task, self._sources, before=True), again)
                 _refuse_other_norm(job, d.expert, whole)
         kept = {d.number: norm for d, (norm, _) in zip(drawn, norms, strict=True)}
@@ -128,11 +128,11 @@ class RescalePrepass:
             _PrepassWindow(job, drawn, start, stop)
             for start, stop in cut(prod(job.task.shape), _WINDOW_ELEMS)
         )
-        found = list(self._workers.map(self._run_window, windows, depth=self._threads))
+        sums_by_window = list(self._workers.map(self._run_window, windows, depth=self._threads))
         job.finish()
 
         def norm(i: int, row: int) -> float:
-            return math.fsum(chain.from_iterable(sums[i, row].tolist() for sums in found))
+            return math.fsum(chain.from_iterable(sums[i, row].tolist() for sums in sums_by_window))
 
         return [(norm(i, 0), norm(i, 1)) for i in range(len(drawn))]
 
@@ -142,7 +142,7 @@ class RescalePrepass:
 
 
 def _held_nbytes(task: TensorTask) -> int:
-    """Memory that holds what is read of a task for its factors: some even for a short one."""
+    """Memory for the bytes that are read for a task's factors: some even for a short one."""
     views = [e.view for e in task.experts] + ([task.base.view] if task.base else [])
     is_open = any(e.l1 is not None for e in task.experts)
     return sum(max(PIECE_NBYTES, view.nbytes) if is_open else 1 for view in views)
@@ -152,14 +152,14 @@ def _held_nbytes(task: TensorTask) -> int:
 class _Drawn:
     """An expert whose factor is open: its number in the task, its stream and the last one kept.
 
-    `is_told`: whether its norm is compared, and not its bytes.
+    `compares_norm`: its norm is compared, and not its bytes.
     """
 
     number: int
     expert: ExpertInput
     key: np.uint64
     last: np.uint32
-    is_told: bool
+    compares_norm: bool
 
 
 def _drawn(job: Job) -> list[_Drawn]:
@@ -167,10 +167,10 @@ def _drawn(job: Job) -> list[_Drawn]:
     seed, name = job.task.seed, job.task.name
     drawn = []
     for number, e in enumerate(job.task.experts):
-        below = 0 if e.l1 is None else keep_below(float(dict(e.params)["density"]))
-        if below:
-            key, is_told = stream_key(seed, e.position, name), _is_told_by_norm(job, number)
-            drawn.append(_Drawn(number, e, key, np.uint32(below - 1), is_told))
+        keep_bound = 0 if e.l1 is None else keep_below(float(dict(e.params)["density"]))
+        if keep_bound:
+            key, last = stream_key(seed, e.position, name), np.uint32(keep_bound - 1)
+            drawn.append(_Drawn(number, e, key, last, _can_compare_norm(job, number)))
     return drawn
 
 
@@ -192,7 +192,7 @@ class _PrepassWindow:
         most = max((job.sizes[d.number] for d in self._drawn), default=0)
         buffers.clear(n * (job.sizes[-1] + most), 2)
         buffer = buffers.take(n * job.sizes[-1])
-        verify = None if all(d.is_told for d in self._drawn) else job.verify_base
+        verify = None if all(d.compares_norm for d in self._drawn) else job.verify_base
         base = BaseRow(self._sources.base_before, task.base.view, buffer, job.base_update, verify)
         with ReadBatch() as batch:
             base.fetch(self._start, self._stop, batch)
@@ -205,7 +205,7 @@ class _PrepassWindow:
         self, d: _Drawn, base: BaseRow, raw: U8Array, buffers: BufferPool, sums: Sums
     ) -> None:
         job, n = self._job, self._n
-        verify, update = None if d.is_told else job.verify[d.number], job.updates[d.number]
+        verify, update = None if d.compares_norm else job.verify[d.number], job.updates[d.number]
         # Here and at once: the buffer is another expert's next.
         pack = job.packed[d.number]
         packed = pack.fetch(self._start, self._stop, PageBuffer()) if pack else ()
@@ -224,7 +224,7 @@ class _PrepassWindow:
         kept_l1(padded.numpy(), *which)
 
 
-def _is_told_by_norm(job: Job, number: int) -> bool:
+def _can_compare_norm(job: Job, number: int) -> bool:
     """Whether a wrong reading of an expert shows in its delta's norm.
 
     Adapters' deltas are rounded in windows, and what is not finite has no norm.

@@ -36,7 +36,7 @@ from mergepipe_pipeline.storage.source import (
 from mergepipe_pipeline.storage.uncached import fits_page_cache
 from mergepipe_pipeline.tensors.verified import Verifier
 
-#: Whether who reads is the merge, or somebody before it, or reads what is not merged at all.
+#: Whether bytes are read by the merge, before it, or for something that is not merged.
 _When = Literal["merge", "before", "besides"]
 
 
@@ -73,7 +73,7 @@ class SourcePool:
     def __init__(
         self, plan: MergePlan, known: KnownSegments | None = None, held_nbytes: int = 0
     ) -> None:
-        """`held_nbytes`: of what is read before the merge, so many bytes are kept for it."""
+        """`held_nbytes`: so many of the bytes read before the merge are kept for it."""
         self._stack = ExitStack()
         self._held = HeldBytes(held_nbytes)
         self._held_files: dict[int, HeldFiles] = {}
@@ -124,7 +124,7 @@ class SourcePool:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether the disk may be told of reads to come: what it fetches then must have a place."""
+        """Whether reads to come are announced to the disk: the page cache has room for them."""
         return self._reading == "exact"
 
     def expert(self, source: int) -> BlockReader:
@@ -148,7 +148,7 @@ class SourcePool:
         return self._reader(source, gated=False, when="besides")
 
     def packed(self, e: ExpertInput, *, before: bool = False) -> PackedElements | None:
-        """What an expert's input gets of a pack, as the plan says; `before` as above.
+        """The elements that an expert's input takes from a pack; `before` as above.
 
         Raises CorruptionError for a pack that is not as it was written.
         """
@@ -162,22 +162,22 @@ class SourcePool:
         return PackedElements(reader, e.packed, e.digest)
 
     def verifier(self, view: TensorView, digest: str) -> Verifier | None:
-        """What compares one reading of a view with its segments.
+        """A verifier that compares one reading of a view with its segments, if they are known.
 
         Raises CheckpointChangedError if these are not of the content that the plan names.
         """
         if self.known is None or not view.stored:
             return None
-        known = self.known.of_view(view)
-        if view.whole and known.segment_elems == COARSE_ELEMS and known.content != digest:
+        segments = self.known.of_view(view)
+        if view.whole and segments.segment_elems == COARSE_ELEMS and segments.content != digest:
             raise CheckpointChangedError(
-                "What the catalog knows of a tensor is not what the plan was made from",
-                where=f"{known.where}, tensor {view.name}",
+                "The catalog's record of a tensor is not the one that the plan was made from",
+                where=f"{segments.where}, tensor {view.name}",
                 expected=f"content {digest[:16]}",
-                found=f"content {known.content[:16]}",
+                found=f"content {segments.content[:16]}",
                 next_step="run the same command again: it plans anew",
             )
-        return Verifier(view, known)
+        return Verifier(view, segments)
 
     def verify_unchanged(self) -> None:
         """Raise CheckpointChangedError if any file read so far is not the planned one any more."""
@@ -187,7 +187,7 @@ class SourcePool:
             reader.verify_unchanged()
 
     def read_here(self) -> Read:
-        """What the thread that asks has read for the merge so far."""
+        """What the calling thread has read for the merge so far."""
         expert, base = self._tallies[True], self._tallies[False]
         return Read(expert.nbytes, base.nbytes, expert.read_s + base.read_s)
 
@@ -228,7 +228,7 @@ class SourcePool:
         return packed_access_sets(self._plan.layers)
 
     def _reading_for(self, when: _When, *, gated: bool) -> Reading:
-        """What storage may do beside: for the merge, before it, or for neither."""
+        """The way of reading for the merge, before it, or beside it."""
         if when == "merge":
             return self._reading if gated else self._base_reading
         is_held = when == "before" and self._held.nbytes
@@ -236,7 +236,7 @@ class SourcePool:
 
     def _holding(self, files: CheckpointSource, number: int, when: _When) -> RangedFiles:
         """The files of a source; of a local one what is read before the merge is held for it."""
-        # What is far away is kept when it was fetched.
+        # A remote source keeps what it fetched.
         if not isinstance(files, LocalSource) or not self._held.nbytes or when == "besides":
             return files
         held = self._held_files.setdefault(number, HeldFiles(self._held))
@@ -254,7 +254,7 @@ class SourcePool:
 
 
 def _too_long_nbytes(plan: MergePlan, held_nbytes: int) -> int:
-    """Bytes that experts read twice of tensors of which that is more than can be held."""
+    """Bytes that are read twice of tensors whose experts are larger than can be held."""
     sizes = (sum(e.view.nbytes for e in t.experts if e.l1 is not None) for t in _tasks(plan))
     return sum(nbytes for nbytes in sizes if nbytes > held_nbytes)
 

@@ -49,7 +49,7 @@ class TieBreakers:
         Waits for the windows before it in their blocks. Raises CancelledError if `cancel` is
         called.
         """
-        found = {}
+        stop_by_rule = {}
         for key, (rule, breaker, sequencer) in self._rules.items():
             a, b = max(start_elem, rule.tie_stop_elem), min(stop_elem, rule.ties_until_elem)
             if a >= b:
@@ -57,9 +57,9 @@ class TieBreakers:
             sequencer.wait(a)
             stop = breaker.stop_elem(a, b, partial(find, key[0]))
             if stop is not None:
-                found[key] = stop
+                stop_by_rule[key] = stop
             sequencer.advance(b)
-        return found
+        return stop_by_rule
 
     def cancel(self) -> None:
         """End the waiting of all windows, because the run ends."""
@@ -90,8 +90,8 @@ def nth_in(expert: Stored, base: Stored | None, bits: int, nth: int) -> tuple[in
     """As `spec.ties.FindTie`, in elements of an expert less those of a base."""
     from mergepipe_pipeline.operators.kernels.nth_tie import nth_tie
 
-    below = np.empty(0, expert.dtype) if base is None else base
-    place, count = nth_tie(expert, below, np.uint32(bits), nth)
+    base_elems = np.empty(0, expert.dtype) if base is None else base
+    place, count = nth_tie(expert, base_elems, np.uint32(bits), nth)
     return int(place), int(count)
 
 
@@ -102,8 +102,8 @@ def deltas_of(row: Stored, base: Stored | None, start_elem: int, steps: F32Array
     for tile, step in enumerate(steps, first):
         at = slice(max(0, tile * TILE_ELEMS - start_elem), (tile + 1) * TILE_ELEMS - start_elem)
         if step == STORED:
-            below = np.zeros_like(row[at]) if base is None else base[at]
-            subtract(row[at], below, delta[at])
+            base_elems = np.zeros_like(row[at]) if base is None else base[at]
+            subtract(row[at], base_elems, delta[at])
         elif step != ABSENT:
             times(row[at], step, delta[at])
     return delta

@@ -49,7 +49,7 @@ class Window(Generic[D]):
         self._job = job
         self._start, self._stop = start_elem, stop_elem
         self._n = stop_elem - start_elem
-        #: What `read_packed` read, and where to.
+        #: Bytes that `read_packed` read, and the buffer that they are in.
         self.read = Read()
         self.page_buffer: PageBuffer | None = None
         #: Per expert, what was read of its pack; and the base, if that was read with them.
@@ -101,8 +101,8 @@ class Window(Generic[D]):
         values = base.values() if base else None
         rows = self._fill(self._buffers.rows(len(job.task.experts), self._n), values, base)
         if job.kernel:
-            below = values.numpy() if values is not None else np.empty(0, np.float32)
-            return self._fused(job.kernel, below, rows.numpy(), np.arange(len(rows)))
+            base_values = values.numpy() if values is not None else np.empty(0, np.float32)
+            return self._fused(job.kernel, base_values, rows.numpy(), np.arange(len(rows)))
         return self._to_bytes(self._applied(values, rows))
 
     @property
@@ -111,7 +111,7 @@ class Window(Generic[D]):
         return self._stop == prod(self.task.shape)
 
     def finish(self) -> None:
-        """Verify what is left of the tensor, when all its windows have run."""
+        """Verify segments read in parts, when all the tensor's windows have run."""
         self._job.finish()
 
     def cancel(self) -> None:
@@ -165,27 +165,27 @@ class Window(Generic[D]):
         job, task = self._job, self._job.task
         experts = []
         helpers = zip(job.updates, job.verify, self._packed, strict=True)
-        below = base.raw if base else None
+        base_bytes = base.raw if base else None
         with job.sources.batch() as batch:
             for e, size, (update, verify, packed) in zip(
                 task.experts, job.sizes, helpers, strict=False
             ):
                 buffer = self._buffers.take(self._n * size)
                 expert = ExpertRow(job.sources.expert, e.view, e.read, buffer, update, verify)
-                expert.fetch(self._start, self._stop, packed, below, batch)
+                expert.fetch(self._start, self._stop, packed, base_bytes, batch)
                 experts.append(expert)
         for row, expert in zip(rows, experts, strict=True):
             (expert.delta if job.as_delta else expert.value)(row, values)
         return rows
 
     def _fetch_bits(self, base: BaseRow | None) -> tuple[Stored, Stored, I64Array, F32Array]:
-        """What the kernel takes: the base [n], rows [p, n], whose they are and `steps` [p, tiles].
+        """The kernel's inputs: base [n], rows [p, n], their experts and `steps` [p, tiles].
 
         Rows hold bits of bfloat16 or numbers from packs, as `steps` says tile by tile. An expert
         without a part here has none.
         """
         job, n = self._job, self._n
-        below = base.raw.view(np.uint16) if base else np.empty(0, np.uint16)
+        base_bits = base.raw.view(np.uint16) if base else np.empty(0, np.uint16)
         bits = self._buffers.take(len(job.task.experts) * n * 2).view(np.uint16).reshape(-1, n)
         steps = np.empty((len(job.task.experts), tiles_of(self._start, n)), np.float32)
         present: list[int] = []
@@ -200,10 +200,10 @@ class Window(Generic[D]):
                 step[:] = ABSENT if job.as_delta else STORED
                 for a, b in parts if job.as_delta else ():
                     step[self._tiles(a, b)] = STORED
-                self._fill_gaps(row, below, parts, step, is_delta=e.view.is_delta)
+                self._fill_gaps(row, base_bits, parts, step, is_delta=e.view.is_delta)
                 self._read_bits(k, row, step, batch)
-        self._decode(bits, below, present)
-        return below, bits[: len(present)], np.array(present, np.int64), steps[: len(present)]
+        self._decode(bits, base_bits, present)
+        return base_bits, bits[: len(present)], np.array(present, np.int64), steps[: len(present)]
 
     def _fill_gaps(
         self,
@@ -235,13 +235,13 @@ class Window(Generic[D]):
 
     def _decode(self, bits: U16Array, base: U16Array, present: Sequence[int]) -> None:
         """Put what was read of packs into the rows `bits` [p, n] of the experts `present`."""
-        found = [(row, k, part) for row, k in enumerate(present) for part in self._packed[k]]
+        parts = [(row, k, part) for row, k in enumerate(present) for part in self._packed[k]]
         placed = []
-        for row, _, part in found:
+        for row, _, part in parts:
             at = part.start_elem - self._start
             placed.append(Placed(part, row * self._n + at, at))
         decode_together(placed, base, bits.reshape(-1))
-        for row, k, part in found:
+        for row, k, part in parts:
             inside = slice(part.start_elem - self._start, part.stop_elem - self._start)
             verify_part(part, bits[row, inside].view(np.uint8), self._job.verify[k])
 
@@ -280,10 +280,11 @@ class Window(Generic[D]):
             if k not in places:  # equal to the base: no ties
                 return -1, 0
             inside = slice(a - self._start, b - self._start)
-            row, below = experts[places[k], inside], None if self._job.is_delta[k] else base[inside]
+            row = experts[places[k], inside]
+            base_elems = None if self._job.is_delta[k] else base[inside]
             if steps is not None and (of := steps[places[k], self._tiles(a, b)]).any():
-                row, below = deltas_of(row, below, a, of), None
-            return nth_in(row, below, bits, nth)
+                row, base_elems = deltas_of(row, base_elems, a, of), None
+            return nth_in(row, base_elems, bits, nth)
 
         return self._job.tie_breakers.stops(self._start, self._stop, find)
 
