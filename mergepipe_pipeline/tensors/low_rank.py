@@ -32,7 +32,7 @@ _TILE_ELEMS = 1 << 16
 def open_update(
     readers: Readers, update: Update | None, known: KnownSegments | None = None
 ) -> AdapterUpdate | None:
-    """What computes an update of a view; None for none. With `known` its bytes are verified."""
+    """The computation of a view's update, if it has one. With `known` its bytes are verified."""
     if update is None:
         return None
     if isinstance(update, RowValues):
@@ -53,8 +53,8 @@ class AdapterUpdate(ABC):
 
     def load(self) -> None:
         """Read what the update is computed from."""
-        # The last bits of an SVD depend on how many threads share it, and that is a setting of
-        # each thread, which a new one takes over from the others only with some operations.
+        # The last bits of an SVD depend on how many threads share it. That is a setting of each
+        # thread, which a new thread inherits for some operations only.
         with self._lock, single_threaded_torch():
             if not self._loaded:
                 self._load()
@@ -143,16 +143,16 @@ class LowRankUpdate(AdapterUpdate):
         n_tile = max(1, _TILE_ELEMS // term.n_cols)
         n_rows = len(term.left) // len(term.right)
         while first < last:
-            below = first // n_rows * n_rows
-            start = below + (first - below) // n_tile * n_tile
-            stop = min(start + n_tile, below + n_rows)
+            matrix_start = first // n_rows * n_rows
+            start = matrix_start + (first - matrix_start) // n_tile * n_tile
+            stop = min(start + n_tile, matrix_start + n_rows)
             yield start, stop
             first = stop
 
     def _length_factor(
         self, tiles: Iterator[tuple[int, torch.Tensor]], magnitude: torch.Tensor
     ) -> torch.Tensor:
-        """What makes every output's row m long: [n_rows, 1], or [1, n_cols] if transposed.
+        """The factor that makes each row of length m: [n_rows, 1], or [1, n_cols] if transposed.
 
         `tiles` are W, some rows after the other.
 
@@ -180,7 +180,7 @@ def _term(stored: _Stored, spec: LowRank) -> _Term:
 
 
 def _principal(weights: torch.Tensor, rank: int) -> _Term:
-    """What PiSSA took away from W before training: its r principal components."""
+    """The term that PiSSA subtracted from W before training: its r principal components."""
     import torch
 
     u, s, v = torch.linalg.svd(weights, full_matrices=False)
@@ -213,7 +213,7 @@ class RowValuesUpdate(AdapterUpdate):
 
 
 class _Stored:
-    """Stored tensors as float32, verified where something is known of them."""
+    """Stored tensors as float32, verified where their segments are known."""
 
     def __init__(self, readers: Readers, known: KnownSegments | None) -> None:
         self._readers, self._known = readers, known
@@ -232,8 +232,8 @@ class _Stored:
     def _tiles(self, part: Part, length: int) -> Iterator[tuple[int, torch.Tensor]]:
         entry = part.entry
         view = view_of(entry, part.source)
-        known = self._known and self._known.of_part(part)
-        verifier = Verifier(view, known) if known else None
+        segments = self._known and self._known.of_part(part)
+        verifier = Verifier(view, segments) if segments else None
         check = verifier.check if verifier else None
         for start in range(0, max(1, entry.numel), length):
             stop = min(entry.numel, start + length)

@@ -1,7 +1,7 @@
 """One input's part of a window: bytes first, arithmetic later, perhaps in another thread.
 
-Rows may lie on another device than the bytes. Then the bytes go there as they are stored, are
-widened there, and must stay until that device has come so far.
+Rows may lie on another device than the bytes. Then the bytes are copied there as stored, are
+widened there, and must stay until the device is done with them.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class ExpertRow:
     ) -> None:
         """Read what is allowed of [start, stop) into the row's buffer, with a `batch` if there is.
 
-        `packed` is what was read of a pack besides; `base` are the base's stored bytes there, which
-        bits from a pack are told apart from.
+        `packed` are the parts that a pack gives; `base` are the base's stored bytes there, from
+        which a pack's bits are decoded.
         """
         self._start = start_elem
         if self._update:
@@ -112,9 +112,9 @@ class ExpertRow:
             if part.gives_bits:
                 assert base is not None
                 a, b = part.start_elem, part.stop_elem
-                found = self._bytes(a, b)
-                part.fill(found.data, self._bytes(a, b, base).data)
-                verify_part(part, found, self._verify)
+                unpacked = self._bytes(a, b)
+                part.fill(unpacked.data, self._bytes(a, b, base).data)
+                verify_part(part, unpacked, self._verify)
                 parts.append((a, b))
             else:
                 self._approximate.append(part)
@@ -142,7 +142,7 @@ class ExpertRow:
             inside.sub_(base[: len(inside)])
 
     def value(self, row: torch.Tensor, base: torch.Tensor | None) -> None:
-        """Fill `row` [n] with T where read, with B (and what is on top of it) elsewhere."""
+        """Fill `row` [n] with T where read, else with B plus the approximated and low-rank δ."""
         if self._view.is_delta or not self._is_whole(row):
             assert base is not None
             row.copy_(base)

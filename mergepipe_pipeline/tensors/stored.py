@@ -37,7 +37,7 @@ def read_stored(
 ) -> None:
     """Fill `out` with the stored bytes of elements [start, stop) of a view; verify them.
 
-    Where there is a `batch`, when it runs. Raises BudgetError outside an access set,
+    With a `batch`, this happens when it runs. Raises BudgetError outside an access set,
     CheckpointChangedError if a file is shorter, CorruptionError for bytes that `verify` refuses.
     """
     size = itemsize(view.dtype)

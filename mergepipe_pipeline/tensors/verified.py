@@ -1,6 +1,6 @@
 """Compares stored bytes, as they are read, with what they were when they were analysed.
 
-By the checksums of segments. Who reads in other runs (rows, short windows) brings the ends of
+It compares the checksums of segments. Reads in other runs (rows, short windows) bring the ends of
 segments in pieces, in any order: they are kept until a segment is whole.
 """
 
@@ -25,15 +25,15 @@ Fill = Callable[[int, int, memoryview], None]
 class Verifier:
     """Verifies one reading of a view. Safe for several threads."""
 
-    def __init__(self, view: TensorView, known: Segments) -> None:
+    def __init__(self, view: TensorView, segments: Segments) -> None:
         self._numel, self._size = view.numel, itemsize(view.dtype)
-        self._known, self._elems = known, known.segment_elems
-        self._where = f"{known.where}, tensor {view.name}"
+        self._segments, self._elems = segments, segments.segment_elems
+        self._where = f"{segments.where}, tensor {view.name}"
         self._lock = threading.Lock()
         self._open: dict[int, _Pieces] = {}
 
     def check(self, start_elem: int, stop_elem: int, raw: memoryview) -> None:
-        """Compare the stored bytes of elements [start, stop), or keep what is a part of a segment.
+        """Compare the stored bytes of elements [start, stop), or keep parts of segments.
 
         Raises CorruptionError naming the elements that are not what was analysed.
         """
@@ -90,22 +90,22 @@ class Verifier:
         return raw[(a - start) * self._size : (b - start) * self._size]
 
     def _compare(self, first: int, stop: int, raw: memoryview) -> None:
-        found = segment_checksums(raw, self._elems * self._size)
-        expected = self._known.checksums(first, stop)
-        if found == expected:
+        actual = segment_checksums(raw, self._elems * self._size)
+        expected = self._segments.checksums(first, stop)
+        if actual == expected:
             return
         width = CHECKSUM_NBYTES
         number = next(
             i
             for i in range(stop - first)
-            if found[i * width : (i + 1) * width] != expected[i * width : (i + 1) * width]
+            if actual[i * width : (i + 1) * width] != expected[i * width : (i + 1) * width]
         )
         a = (first + number) * self._elems
         raise CorruptionError(
             "An input's bytes are not those that were analysed",
             where=f"{self._where}, elements {a} to {min(a + self._elems, self._numel)}",
             expected=f"XXH3 {expected[number * width :][:width].hex()}",
-            found=f"{found[number * width :][:width].hex()}, in a file of the same size and time",
+            found=f"{actual[number * width :][:width].hex()}, in a file of the same size and time",
             next_step="copy the file again; if the change is meant, `touch` it, so that it is "
             "analysed anew",
         )
@@ -130,6 +130,6 @@ class _Pieces:
         return self._have == (self.range,)
 
     def missing(self) -> list[Range]:
-        """The elements that did not come."""
+        """The elements that are not there yet."""
         edges = [self.range[0], *(e for have in self._have for e in have), self.range[1]]
         return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
