@@ -66,11 +66,11 @@ def kept_l1_bfloat16(
         start = chunk * CHUNK_ELEMS
         stop = start + CHUNK_ELEMS
         prefetch_row(expert.reshape(1, -1), 0, stop, stop + CHUNK_ELEMS)
-        mine, below = expert[start:stop], base[start:stop]
-        if len(mine) < CHUNK_ELEMS:
-            mine, below = _padded(mine), _padded(below)
+        expert_bits, base_bits = expert[start:stop], base[start:stop]
+        if len(expert_bits) < CHUNK_ELEMS:
+            expert_bits, base_bits = _padded(expert_bits), _padded(base_bits)
         fill_uniforms(key, start_elem + start, numbers)
-        _add_up(mine, below, numbers, last, sums[:, chunk])
+        _add_up(expert_bits, base_bits, numbers, last, sums[:, chunk])
 
 
 @cached_njit(nogil=True)

@@ -89,7 +89,7 @@ def merge_update(
         m = min((tile + 1) * TILE_ELEMS - before, len(out)) - at
         _widen(base[at : at + m], b)  # [m]
         # Once a tile, not once a row: to make a slice takes longer than some rows' arithmetic.
-        below, none, sums, numbers, random = b[:m], nothing[:m], total[:m], near[:m], drawn[:m]
+        base_tile, none, sums, numbers, random = b[:m], nothing[:m], total[:m], near[:m], drawn[:m]
         sums[:] = 0
         count = 0  # experts that differ from the base in this tile
         for i in range(len(rows)):
@@ -99,7 +99,7 @@ def merge_update(
             prefetch_row(experts, row.place, at + m, at + m + TILE_ELEMS)
             stored, delta = experts[row.place, at : at + m], deltas[count * mixing.votes, :m]
             weights[count], count = row.weight, count + 1
-            subtracted = none if row.is_delta else below
+            subtracted = none if row.is_delta else base_tile
             if not mixing.votes and _is_plain(row):
                 _sum_row(stored, subtracted, step, row, sums)
             elif step == STORED:
@@ -111,7 +111,7 @@ def merge_update(
             _vote(deltas, weights[:count], mixing.normalize, sign, share, sums)
         else:
             _divide(sums, mixing.divisor)
-        _add_update(below, sums, mixing.minus_lambda, out[at : at + m])
+        _add_update(base_tile, sums, mixing.minus_lambda, out[at : at + m])
 
 
 @cached_njit(nogil=True, inline="always")

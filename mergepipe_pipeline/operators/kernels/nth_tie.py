@@ -17,17 +17,17 @@ def nth_tie(expert: Stored, base: Stored, bits: np.uint32, nth: int) -> tuple[in
 
     δ is `expert` minus `base`, [n] each; `expert` itself if `base` is empty.
     """
-    left = nth
+    remaining = nth
     for at in range(0, len(expert), _TILE_ELEMS):
         tile, base_tile = expert[at : at + _TILE_ELEMS], base[at : at + _TILE_ELEMS]
         count = _ties(tile, base_tile, bits)
-        if count >= left:  # it lies in this tile: look at one element after the other
+        if count >= remaining:  # it lies in this tile: look at one element after the other
             for i in range(len(tile)):
-                left -= _ties(tile[i : i + 1], base_tile[i : i + 1], bits)
-                if left == 0:
+                remaining -= _ties(tile[i : i + 1], base_tile[i : i + 1], bits)
+                if remaining == 0:
                     return at + i, nth
-        left -= count
-    return -1, nth - left
+        remaining -= count
+    return -1, nth - remaining
 
 
 @cached_njit(nogil=True, inline="always")

@@ -26,22 +26,22 @@ def drop_rows(
     index; an element is kept iff its number in `numbers`, uint32 [r·n], is below its limit.
     """
     count, n = rows.shape
-    order, other = np.empty(n, np.uint32), np.empty(n, np.uint32)
+    order, scratch = np.empty(n, np.uint32), np.empty(n, np.uint32)
     sizes, tallies = np.empty(n, np.uint32), np.empty((_DIGITS, _VALUES), np.int64)
     for r in range(count):
         row, drawn = rows[r], numbers[r * n : (r + 1) * n]
         bits = row.view(np.uint32)
         for i in range(n):
             sizes[i] = bits[i] & _SIZE
-        ranked = _ascending(sizes, order, other, tallies)
+        ranked = _ascending(sizes, order, scratch, tallies)
         for k in range(n):
             i = ranked[k]
             row[i] *= factors[k] if drawn[i] < limits[k] else np.float32(0)
 
 
 @cached_njit(nogil=True)
-def _ascending(sizes: U32Array, order: U32Array, other: U32Array, tallies: I64Array) -> U32Array:
-    """Places of `sizes` in rising order, equal ones in order of place; in `order` or `other`."""
+def _ascending(sizes: U32Array, order: U32Array, scratch: U32Array, tallies: I64Array) -> U32Array:
+    """Places of `sizes` in rising order, equal ones in order of place; in `order` or `scratch`."""
     n = len(sizes)
     # How often each of 256 values occurs in each of the four bytes, [_DIGITS, _VALUES].
     tallies[:] = 0
@@ -61,7 +61,7 @@ def _ascending(sizes: U32Array, order: U32Array, other: U32Array, tallies: I64Ar
         for k in range(n):
             i = order[k]
             value = (sizes[i] >> shift) & np.uint32(255)
-            other[tally[value]] = i
+            scratch[tally[value]] = i
             tally[value] += 1
-        order, other = other, order
+        order, scratch = scratch, order
     return order

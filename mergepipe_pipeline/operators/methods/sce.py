@@ -34,10 +34,10 @@ def _variance(window: Window) -> Tensor:
     mean = window.experts[0].double()  # [n]
     squares = mean.new_zeros(mean.shape)
     for k in range(1, window.experts.shape[0]):
-        away = window.experts[k].double().sub_(mean)
-        mean.add_(away.div(mean.new_full((), k + 1)))
-        # away·(x − mean) with the mean before, then after: their product is (k / (k + 1))·away².
-        squares.add_(away.square_().mul_(k / (k + 1)))
+        deviation = window.experts[k].double().sub_(mean)
+        mean.add_(deviation.div(mean.new_full((), k + 1)))
+        # Welford's (x − old mean)·(x − new mean) is (k / (k + 1))·deviation².
+        squares.add_(deviation.square_().mul_(k / (k + 1)))
     count = mean.new_full((), window.experts.shape[0])  # as a tensor: see `mix.summed`
     return squares.div_(count).float().nan_to_num_(nan=MOST, posinf=MOST)
 

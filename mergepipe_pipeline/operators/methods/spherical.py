@@ -118,8 +118,8 @@ def _settle_nuslerp(
         return settled(1.0, [float(f) for f in factors])
     if not measured:
         return ()
-    own, mixed, other = np.array(measured).reshape(3, -1)  # [columns] each
-    gram = np.stack([[own, mixed], [mixed, other]])  # [2, 2, columns]
+    first_sq, product, second_sq = np.array(measured).reshape(3, -1)  # [columns] each
+    gram = np.stack([[first_sq, product], [product, second_sq]])  # [2, 2, columns]
     columns = _nuslerp_factors(gram, weight)
     return tuple(np.concatenate(columns).astype(np.float32).tolist())
 

@@ -4,9 +4,10 @@ All are B + λ · mix of the weighted deltas δᵢ = Tᵢ − B, and take their 
 float32: sparsify, rescale, weight, vote, mix, normalise, λ, base. Per tensor, like mergekit; the
 papers of TIES and Breadcrumbs look at the whole model.
 
-With `variant: paper` a method does what its paper has else. TIES counts every model once, where
-mergekit's weights enter the sign vote. DARE and DELLA divide each kept element by its probability,
-which is known here; mergekit scales what is left back to the delta's L1 norm, a fact of the plan.
+With `variant: paper` a method follows its paper where mergekit differs. TIES counts every model
+once, where mergekit's weights enter the sign vote. DARE and DELLA divide each kept element by its
+probability, which is known here; mergekit scales the rest back to the delta's L1 norm, a fact of
+the plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How methods on task vectors describe themselves to the compiled kernel: the steps of `mix` and
 `sparsify`, as data.
 
-Not a second meaning: what stands here follows the torch functions step by step, and the tests hold
-the two to the same bits.
+It follows the torch functions step by step; the tests hold the two to the same bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A merge of task vectors as data: what a compiled kernel does to a window in one go.
 
-Operators of the task arithmetic family describe themselves so; `apply` in torch stays the meaning,
+Operators of the task arithmetic family describe themselves so; `apply` in torch defines the result,
 and gives the same bits. No arithmetic here and no torch: `kernels.merge_tiles` computes.
 """
 

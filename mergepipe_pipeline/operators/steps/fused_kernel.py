@@ -35,10 +35,10 @@ class FusedKernel:
         """`is_delta`: per expert, whether its rows are δ, not T."""
         self._fused = fused
         self._rows = np.zeros(len(fused.rows), ROW)  # [K]; an expert that adds nothing is not used
-        for k, (row, given_as_delta) in enumerate(zip(fused.rows, is_delta, strict=True)):
+        for k, (row, holds_delta) in enumerate(zip(fused.rows, is_delta, strict=True)):
             if row is not None:
                 _fill(self._rows[k], row)
-                self._rows[k]["is_delta"] = given_as_delta
+                self._rows[k]["is_delta"] = holds_delta
         self._adding = np.array([row is not None for row in fused.rows], np.bool_)
         self._mixing = Mixing(
             votes=fused.mix == "vote",
@@ -51,11 +51,11 @@ class FusedKernel:
         """The same merge, but for where ties are cut: by expert and rule (1 for outliers)."""
         if not stops:
             return self
-        other = copy(self)
-        other._rows = self._rows.copy()
+        kernel = copy(self)
+        kernel._rows = self._rows.copy()
         for (k, rule), stop_elem in stops.items():
-            other._rows[k][_STOPS[rule]] = stop_elem
-        return other
+            kernel._rows[k][_STOPS[rule]] = stop_elem
+        return kernel
 
     def run(
         self,

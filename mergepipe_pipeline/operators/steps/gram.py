@@ -1,9 +1,9 @@
 """Inner products of models, and the sum with fixed factors that a merge on a sphere comes to.
 
-Seen from afar slerp, its relatives and model stock are one formula, c₀B + Σ cᵢXᵢ: the factors
-follow from lengths and angles, that is from the Gram matrix of the models' tensors. It is measured
-in one pass (`GRAM`), a method makes factors of it (`Operator.settle`), and merging streams
-(`combine`). How factors follow is each method's own and not here.
+Slerp, its relatives and model stock are one formula, c₀B + Σ cᵢXᵢ: the factors follow from lengths
+and angles, that is from the Gram matrix of the models' tensors. It is measured in one pass
+(`GRAM`), each method turns it into factors of its own (`Operator.settle`), and merging streams
+(`combine`).
 """
 
 from __future__ import annotations

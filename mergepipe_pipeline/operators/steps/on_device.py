@@ -1,7 +1,7 @@
 """What `sparsify` does in NumPy, in torch: for deltas that lie on an accelerator.
 
-Not a second meaning: the same numbers and the same masks, as integers wrap alike everywhere and a
-stable sort has one answer. Works on any device; on a CPU, NumPy is faster.
+It gives the same numbers and the same masks, as integers wrap alike everywhere and a stable sort
+has one answer. Works on any device; on a CPU, NumPy is faster.
 """
 
 from __future__ import annotations

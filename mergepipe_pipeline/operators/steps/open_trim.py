@@ -25,10 +25,10 @@ class Run:
 
 
 def closed(rule: TrimRule, runs: Iterable[Run]) -> TrimRule:
-    """The rule that keeps the same and says itself up to which element ties are kept.
+    """The rule that keeps the same elements and states up to which element ties are kept.
 
-    `runs` are what is read of the block, in order; none is asked for after the last tie to keep. If
-    they have fewer ties, all of these are kept.
+    `runs` cover the part of the block that is read, in order; none is taken after the last tie to
+    keep. If they have fewer ties, all of these are kept.
     """
     if not rule.is_open:
         return rule

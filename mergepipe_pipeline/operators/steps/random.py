@@ -1,7 +1,7 @@
 """The one home of random numbers in a merge: numbered, never drawn in order.
 
 Element e of a tensor owns the 32-bit uniform number e of a stream; the stream belongs to (seed,
-expert position, tensor name). So any slice can be had by itself, and block sizes, threads and
+expert position, tensor name). So any slice can be computed by itself, and block sizes, threads and
 retries change nothing. Stream k is the SplitMix64 generator seeded with k, whose state after w
 steps is k + w · GAMMA; word w is numbers 2w (its low half) and 2w + 1. `kernels.uniforms` makes
 the same numbers inside compiled loops; this file needs NumPy alone, and is what it is tested

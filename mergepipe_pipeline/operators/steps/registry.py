@@ -37,7 +37,7 @@ OPERATORS: dict[str, Operator] = {}
 class Traits(TypedDict, total=False):
     """What a method declares of itself beside its name, formula and parameters.
 
-    The fields of `OperatorSchema`; left out is what `task_arithmetic` has.
+    The fields of `OperatorSchema`; omitted ones are as for `task_arithmetic`.
     """
 
     space: Space
@@ -192,7 +192,7 @@ def schema_of(
     parameters: tuple[Parameter, ...],
     **traits: Unpack[Traits],
 ) -> OperatorSchema:
-    """The declaration of a method; traits that are left out are those of `task_arithmetic`."""
+    """The declaration of a method; omitted traits are those of `task_arithmetic`."""
     return OperatorSchema(
         name=name,
         parameters=parameters,

@@ -109,21 +109,21 @@ def bind(
     no finite number or below the least.
     """
     scopes: dict[str, Sequence[Params]] = {"method": [params], "model": model_params}
-    given: dict[str, list[dict[str, Any]]] = {}
+    rows_by_scope: dict[str, list[dict[str, Any]]] = {}
     for scope, rows in scopes.items():
-        known = {p.name for p in schema.parameters if p.scope == scope}
-        given[scope] = [dict(row) for row in rows]
-        for key in (key for row in given[scope] for key in row if key not in known):
+        names = {p.name for p in schema.parameters if p.scope == scope}
+        rows_by_scope[scope] = [dict(row) for row in rows]
+        for key in (key for row in rows_by_scope[scope] for key in row if key not in names):
             raise OperatorError(
                 f"{schema.name} has no {scope} parameter {key!r}",
                 where=where,
-                expected="one of " + ", ".join(sorted(known)),
+                expected="one of " + ", ".join(sorted(names)),
                 found=repr(key),
                 next_step="remove or rename the parameter",
             )
     values: dict[str, Any] = {}
     for p in schema.parameters:
-        column = [_value(schema, p, where, row) for row in given[p.scope]]
+        column = [_value(schema, p, where, row) for row in rows_by_scope[p.scope]]
         values[_argument(p.name)] = PerModel(column) if p.scope == "model" else column[0]
     return values
 

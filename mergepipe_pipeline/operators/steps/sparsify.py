@@ -38,7 +38,7 @@ def thin(
     *,
     inverse: bool = False,
 ) -> None:
-    """Thin row `expert` in the way that the facts of kind `how` are for; "none" keeps all.
+    """Thin row `expert` as facts of kind `how` say; "none" keeps all.
 
     `epsilon` is for "ranked"; with `inverse`, random drops divide by the probability to keep.
     """
