@@ -31,10 +31,10 @@ BITS_OF: Mapping[str, type[np.unsignedinteger]] = {
 #: The tiers that approximate, in their order.
 APPROXIMATE: tuple[Tier, ...] = TIERS_OF["L3"]
 _X20, _X = TIERS.index("X20"), TIERS.index("X")
-#: A unit is so many times the root mean square of what is not zero.
+#: A unit is so many times the root mean square of the nonzero deltas.
 _RMS_PER_UNIT = 9
 _STEPS_PER_OCTAVE = 16
-#: Far from where a unit, a 27th of it or its inverse would lose bits.
+#: Within these a unit, a 27th of it and its inverse lose no bits.
 _LEAST_UNIT, _LARGEST_UNIT = 2.0**-100, 2.0**100
 _ALIGN = 64
 #: Sums of float64 are off by less.
@@ -73,7 +73,7 @@ class EncodedChunk:
 def unit_of(l2sq: float, nonzero: int) -> float:
     """The unit of a tensor with Σδ² and that many δ ≠ 0, a float32 number.
 
-    A 16th of an octave decides, so that it does not depend on how sums were rounded.
+    It is rounded to a 16th of an octave, so that it does not depend on how sums were rounded.
     """
     if not (0 < l2sq < math.inf) or not nonzero:
         return 1.0
@@ -92,16 +92,16 @@ def encode_chunk(
 ) -> EncodedChunk:
     """The frames of a chunk [n] of `dtype`, for a tensor of this unit and threshold of X20."""
     delta = _delta(expert, base, dtype)
-    found = dict.fromkeys(tiers, b"")
+    frames = dict.fromkeys(tiers, b"")
     residual_sq = np.zeros(len(TIERS))
     if np.array_equal(expert, base):
         # Where ∞ − ∞ is not a number, only an exact level says what the expert has.
         residual_sq[: len(APPROXIMATE)] = 0 if np.isfinite(delta).all() else np.inf
-        return EncodedChunk(found, residual_sq.astype(np.float32))
+        return EncodedChunk(frames, residual_sq.astype(np.float32))
     coarse = _encode_ternary(delta, unit, residual_sq[: len(APPROXIMATE)])
     exact, residual_sq[TIERS.index("X20")] = _encode_exact(expert, base, delta, threshold_bits)
-    found.update({tier: frame for tier, frame in {**coarse, **exact}.items() if tier in found})
-    return EncodedChunk(found, _rounded_up(residual_sq))
+    frames.update({tier: frame for tier, frame in {**coarse, **exact}.items() if tier in frames})
+    return EncodedChunk(frames, _rounded_up(residual_sq))
 
 
 def decode_numbers(
@@ -140,8 +140,8 @@ def decode_bits(
 ) -> None:
     """Put the expert's bits into `out_bits`, given the base's, which begin at `base_places`.
 
-    Chunks lie at `places`, or fill both one after the other. Without frames of X what is not in X20
-    is the base's: that is level X20. Raises CorruptionError.
+    Chunks lie at `places`, or fill both one after the other. Without frames of X, elements that are
+    not in X20 are the base's: that is level X20. Raises CorruptionError.
     """
     places = places or Places.one_after_another(len(out_bits))
     at_base = places.starts if base_places is None else base_places
@@ -172,7 +172,7 @@ def _planes(
     raw: U8Array, starts: I64Array, nbytes: I64Array, counts: I64Array, unpacked: U8Array, at: int
 ) -> tuple[I64Array, int]:
     """As `contents_of`, of each byte of distances, `counts` of every chunk."""
-    # A plane of no elements has no bytes, whatever says so.
+    # A plane of no elements must have no bytes, even if the frame states some.
     sizes = np.broadcast_to(counts, starts.shape)
     return contents_of(raw, starts, nbytes, sizes, unpacked, at)
 
@@ -189,9 +189,9 @@ def _quantise(delta: F32Array, unit: float) -> tuple[npt.NDArray[np.int8], U8Arr
 def _encode_ternary(delta: F32Array, unit: float, residual_sq: F64Array) -> dict[Tier, bytes]:
     """The frames of the approximate tiers; fills in their levels' `residual_sq`."""
     units, trits, residual_sq[:] = _quantise(delta, unit)
-    found = [to_frame([units.view(np.uint8)]) if units.any() else b""]
-    found += [to_frame([row]) if (row != ternary.NO_TRITS).any() else b"" for row in trits]
-    return dict(zip(APPROXIMATE, found, strict=True))
+    frames = [to_frame([units.view(np.uint8)]) if units.any() else b""]
+    frames += [to_frame([row]) if (row != ternary.NO_TRITS).any() else b"" for row in trits]
+    return dict(zip(APPROXIMATE, frames, strict=True))
 
 
 def _encode_exact(
@@ -218,8 +218,8 @@ def _least(threshold_bits: int) -> np.uint32:
 def _rounded_up(values: F64Array) -> F32Array:
     at_least = values * _ROUNDING
     with np.errstate(over="ignore"):
-        found = at_least.astype(np.float32)
-    return np.where(found < at_least, np.nextafter(found, np.float32(np.inf)), found)
+        rounded = at_least.astype(np.float32)
+    return np.where(rounded < at_least, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
 
 def _delta(expert: Bits, base: Bits, dtype: str) -> F32Array:

@@ -1,4 +1,4 @@
-"""Compares a pack that came from elsewhere with what packing its expert here gives.
+"""Compares a pack from elsewhere with the result of packing its expert here.
 
 Its exact frames give the expert's bits, which have the digests that the pack's id is made of. These
 bits are encoded again: every level must decode to the same numbers and leave the same residuals.
@@ -53,13 +53,13 @@ def refuse_forged(
     known: KnownSegments,
     advance: Callable[[int], None],
 ) -> None:
-    """Raise CorruptionError unless a pack is that of the contents which it names.
+    """Raise CorruptionError unless a pack belongs to the contents which it names.
 
     Args:
         pack: one with the exact tiers.
         base_of: the base's tensor that a tensor was packed against.
         readers: of the base.
-        known: segments of the base, which what is read of it is compared with.
+        known: segments of the base, with which its bytes are compared.
         advance: called with the expert's bytes as they are compared.
     """
     if pack.tiers not in TIER_SETS or not {"X20", "X"} <= set(pack.tiers):
@@ -76,10 +76,10 @@ def refuse_forged(
             check = Verifier(base, known.of_view(base)).check
             compare = partial(_compared, pack, files, tensor, base, readers, check)
             n_chunks, digests = tensor.nbytes.shape[1], []
-            for found in workers.map(
+            for bits in workers.map(
                 compare, range(0, n_chunks, _CHUNKS_AT_ONCE), depth=threads.analysis() + 2
             ):
-                raw = found.data.cast("B")
+                raw = bits.data.cast("B")
                 digests.append(segment_digests(raw, CHUNK_ELEMS * itemsize(tensor.dtype)))
                 advance(len(raw))
             if content_digest(b"".join(digests)) != tensor.digest:
@@ -96,7 +96,7 @@ def _compared(
     check: Verify,
     first: int,
 ) -> Bits:
-    """The expert's bits [n] of chunks from `first` on, whose levels are all as encoded here.
+    """The expert's bits [n] of chunks from `first` on, checked: all levels are as encoded here.
 
     They are unsigned numbers of the dtype's width. Raises CorruptionError.
     """
@@ -104,18 +104,18 @@ def _compared(
     start_elem, stop_elem = first * CHUNK_ELEMS, min(stop * CHUNK_ELEMS, base.numel)
     raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
     read_stored(readers, base, start_elem, stop_elem, memoryview(raw), check)
-    theirs = np.frombuffer(raw, BITS_OF[base.dtype])  # [n], as `mine`
-    mine = _bits(files.read(tensor, ("X20", "X"), first, stop), theirs)
+    base_bits = np.frombuffer(raw, BITS_OF[base.dtype])  # [n], as `mine`
+    expert_bits = _bits(files.read(tensor, ("X20", "X"), first, stop), base_bits)
     encoded = [
         encode_chunk(
-            mine[at : at + CHUNK_ELEMS],
-            theirs[at : at + CHUNK_ELEMS],
+            expert_bits[at : at + CHUNK_ELEMS],
+            base_bits[at : at + CHUNK_ELEMS],
             tensor.dtype,
             tensor.unit,
             tensor.threshold_bits,
             pack.tiers,
         )
-        for at in range(0, len(mine), CHUNK_ELEMS)
+        for at in range(0, len(expert_bits), CHUNK_ELEMS)
     ]
     residual_sq = np.stack([c.residual_sq for c in encoded], axis=1)  # [levels, chunks]
     residual_sq[[tier not in pack.tiers for tier in TIERS]] = np.inf  # levels that are not there
@@ -124,15 +124,15 @@ def _compared(
     # Elements that X20 leaves out come as the base's, in both.
     x20: tuple[Tier, ...] = ("X20",)
     large = files.read(tensor, x20, first, stop)
-    if not np.array_equal(_bits(large, theirs), _bits(_frames(encoded, x20), theirs)):
+    if not np.array_equal(_bits(large, base_bits), _bits(_frames(encoded, x20), base_bits)):
         _refuse(pack, tensor, "the largest elements in X20", "others")
     for n, tier in enumerate(APPROXIMATE, 1):
         if tier in pack.tiers:
             came = files.read(tensor, APPROXIMATE[:n], first, stop)
             again = _frames(encoded, APPROXIMATE[:n])
-            if not np.array_equal(_numbers(came, n, mine), _numbers(again, n, mine)):
+            if not np.array_equal(_numbers(came, n, expert_bits), _numbers(again, n, expert_bits)):
                 _refuse(pack, tensor, f"its numbers in {tier}", "others")
-    return mine
+    return expert_bits
 
 
 def _frames(encoded: Sequence[EncodedChunk], tiers: Sequence[Tier]) -> Frames:
@@ -142,28 +142,28 @@ def _frames(encoded: Sequence[EncodedChunk], tiers: Sequence[Tier]) -> Frames:
 
 def _bits(frames: Frames, base: Bits) -> Bits:
     """The bits [n] that exact frames give on the base's."""
-    found = np.empty_like(base)
-    decode_bits(frames, base, found)
-    return found
+    out = np.empty_like(base)
+    decode_bits(frames, base, out)
+    return out
 
 
 def _numbers(frames: Frames, n_tiers: int, like: Bits) -> I16Array:
     """δ̂ [n] of all chunks in the first `n_tiers`, in steps of the last of these."""
-    found = np.empty(len(like), np.int16)
-    decode_numbers(frames, [n_tiers] * frames.nbytes.shape[1], found)
-    return found
+    numbers = np.empty(len(like), np.int16)
+    decode_numbers(frames, [n_tiers] * frames.nbytes.shape[1], numbers)
+    return numbers
 
 
 def _refuse_other_sums(pack: Pack) -> None:
-    """Raise CorruptionError unless what is told of runs of chunks is what these tell."""
+    """Raise CorruptionError unless the stored sums of runs of chunks are those of the chunks."""
     if pack.index.sums is None:
         return
-    for row, *told in pack.sizes(SUMMED_CHUNKS * CHUNK_ELEMS):
+    for row, *stored in pack.sizes(SUMMED_CHUNKS * CHUNK_ELEMS):
         tensor = pack.tensors[row.content.name]
-        for mine, theirs in zip(
-            summed(tensor.nbytes, tensor.residual_sq, SUMMED_CHUNKS), told, strict=True
+        for computed, kept in zip(
+            summed(tensor.nbytes, tensor.residual_sq, SUMMED_CHUNKS), stored, strict=True
         ):
-            if not np.array_equal(mine, theirs):
+            if not np.array_equal(computed, kept):
                 raise damaged_pack(pack.index.sums, f"the sums of {tensor.name}", "others")
 
 

@@ -1,4 +1,4 @@
-"""Which tensors of an expert a pack holds, and what its id follows from."""
+"""Which tensors of an expert a pack holds, and the contents that its id follows from."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def packed_names(expert: Model, base: Model) -> list[str]:
     """
     return [
         name
-        for name, mine in expert.views.items()
-        if (theirs := base.views.get(name)) is not None
-        and mine.whole
-        and theirs.whole
-        and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-        and mine.dtype in PACKED_DTYPES
-        and mine.numel
+        for name, view in expert.views.items()
+        if (base_view := base.views.get(name)) is not None
+        and view.whole
+        and base_view.whole
+        and (view.shape, view.dtype) == (base_view.shape, base_view.dtype)
+        and view.dtype in PACKED_DTYPES
+        and view.numel
     ]
 
 
@@ -34,7 +34,7 @@ def holds(contents: Iterable[TensorContent], digests: Mapping[str, str]) -> bool
 
 
 def packed_as(contents: Iterable[TensorContent], digests: Mapping[str, str]) -> dict[str, str]:
-    """What a pack calls the tensors of a checkpoint with these `digests`, where it has them."""
+    """The pack's names of a checkpoint's tensors with these `digests`, where it has them."""
     named = {c.name: c.digest for c in contents}
     names = {digest: name for name, digest in named.items()}
     return {
@@ -50,7 +50,7 @@ def packed_contents(
     digests: Sequence[Mapping[str, str]],
     base_digests: Sequence[Mapping[str, str]],
 ) -> tuple[TensorContent, ...]:
-    """What a pack of an expert against a base is made from, in the expert's order.
+    """The contents that a pack of an expert against a base holds, in the expert's order.
 
     Digests are by tensor, per checkpoint of each model.
     """

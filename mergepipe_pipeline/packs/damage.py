@@ -1,4 +1,4 @@
-"""What is said of a pack that is not as it was written."""
+"""The error for a pack that is not as it was written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.errors import CorruptionError
 
-#: What brings a damaged pack back.
+#: The next step that brings a damaged pack back.
 REMADE = (
     "copy the original back first if it is in cold storage; then run `mergepipe repair`, and "
     "`mergepipe pack` again; where the original is there, `--no-packs` reads it until then"

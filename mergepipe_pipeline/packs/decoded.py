@@ -1,4 +1,4 @@
-"""The stored bytes of an expert's tensors again, from a pack's exact tiers and the base."""
+"""Decodes the stored bytes of an expert's tensors from a pack's exact tiers and the base."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CHUNKS_AT_ONCE = 16
 class Decoder:
     """Decodes tensors of one pack; `readers` and `known` are of the base."""
 
-    def __init__(self, files: FrameFiles, readers: Readers, known: KnownSegments) -> None:
-        self._files, self._readers, self._known = files, readers, known
+    def __init__(self, files: FrameFiles, readers: Readers, segments: KnownSegments) -> None:
+        self._files, self._readers, self._segments = files, readers, segments
 
     def stored(self, tensor: PackedTensor, base: TensorView) -> Iterator[memoryview]:
         """The stored bytes of a tensor, a piece at a time.
@@ -38,7 +38,7 @@ class Decoder:
         end if the whole has not the tensor's digest.
         """
         n_chunks = tensor.nbytes.shape[1]
-        check = Verifier(base, self._known.of_view(base)).check
+        check = Verifier(base, self._segments.of_view(base)).check
         step = CHUNK_ELEMS * itemsize(tensor.dtype)
         digests = []
         with Workers(threads.analysis()) as workers:
@@ -47,19 +47,19 @@ class Decoder:
             for piece in workers.map(decode, pieces, depth=threads.analysis() + 2):
                 digests.append(segment_digests(piece, step))
                 yield piece
-        found = content_digest(b"".join(digests))
-        if found != tensor.digest:
+        digest = content_digest(b"".join(digests))
+        if digest != tensor.digest:
             raise CorruptionError(
                 "A tensor does not decode to what was packed",
                 where=f"tensor {tensor.name}",
                 expected=f"content {tensor.digest[:16]}",
-                found=f"content {found[:16]}",
+                found=f"content {digest[:16]}",
                 next_step="keep the original; `mergepipe verify --all` finds what is damaged",
             )
 
     def bytes_of(self, tensor: PackedTensor, base: TensorView) -> StoredBytes:
         """The stored bytes of a tensor, for reads of parts."""
-        check = Verifier(base, self._known.of_view(base)).check
+        check = Verifier(base, self._segments.of_view(base)).check
         return StoredBytes(partial(self._piece, tensor, base, check), itemsize(tensor.dtype))
 
     def _piece(
@@ -70,18 +70,18 @@ class Decoder:
         start_elem, stop_elem = first * CHUNK_ELEMS, min(stop * CHUNK_ELEMS, base.numel)
         raw = bytearray((stop_elem - start_elem) * itemsize(base.dtype))
         read_stored(self._readers, base, start_elem, stop_elem, memoryview(raw), check)
-        theirs = np.frombuffer(raw, BITS_OF[base.dtype])
-        found = np.empty_like(theirs)
+        base_bits = np.frombuffer(raw, BITS_OF[base.dtype])
+        expert_bits = np.empty_like(base_bits)
         frames = self._files.read(tensor, ("X20", "X"), first, stop)
-        decode_bits(frames, theirs, found)
-        return found.data.cast("B")
+        decode_bits(frames, base_bits, expert_bits)
+        return expert_bits.data.cast("B")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
     """The stored bytes of one tensor of `size` bytes an element. Safe for several threads.
 
-    Not compared with the tensor's digest: who reads knows that of the segments.
+    They are not compared with the tensor's digest: the reader compares segments.
     """
 
     decode: Callable[[tuple[int, int]], memoryview]

@@ -1,4 +1,4 @@
-"""What one input of a merge gets from a pack: whole chunks, or a part of one.
+"""The elements that one input of a merge takes from a pack: whole chunks, or a part of one.
 
 A frame is read once. Where a window ends inside a chunk, its frames wait for the windows beside.
 """
@@ -104,15 +104,15 @@ class PackedPart:
         Raises CorruptionError.
         """
         kind = BITS_OF[self.tensor.dtype]
-        mine, theirs = np.frombuffer(out, kind), np.frombuffer(base, kind)
+        expert_bits, base_bits = np.frombuffer(out, kind), np.frombuffer(base, kind)
         if self.is_whole:
-            self._exact(theirs, mine)
+            self._exact(base_bits, expert_bits)
             return
-        # Other elements of the chunk come out wrong, and nobody looks at them.
+        # Other elements of the chunk come out wrong, and are not used.
         padded, whole = np.zeros(self._n, kind), np.empty(self._n, kind)
-        padded[self._inside] = theirs
+        padded[self._inside] = base_bits
         self._exact(padded, whole)
-        mine[:] = whole[self._inside]
+        expert_bits[:] = whole[self._inside]
 
     def delta(self, out: F32Array) -> None:
         """Fill `out` [stop − start] with δ̂. Raises CorruptionError."""
@@ -183,13 +183,13 @@ class PackedElements:
         self._reader, self._ranges = reader, packed.ranges
         self._tensor = reader.tensor(packed.tensor)
         self._numel = prod(self._tensor.shape)
-        found, planned = (self._tensor.digest, self._tensor.unit), (digest, packed.unit)
-        if found != planned:
+        stored, planned = (self._tensor.digest, self._tensor.unit), (digest, packed.unit)
+        if stored != planned:
             raise CorruptionError(
                 "A pack does not hold what was planned",
                 where=f"tensor {packed.tensor}",
                 expected="content {}, unit {}".format(*planned),
-                found="content {}, unit {}".format(*found),
+                found="content {}, unit {}".format(*stored),
                 next_step="run the same command again: it plans anew",
             )
         #: By tier and chunk, whether the plan takes the frame.
@@ -198,7 +198,7 @@ class PackedElements:
             tiers = [TIERS.index(tier) for tier in TIERS_OF[r.level]]
             self._wanted[tiers, slice(*_chunks(r.start_elem, r.stop_elem))] = True
         self._lock = threading.Lock()
-        #: Chunks of which some elements were asked for: frames, and how many elements are to come.
+        #: Chunks of which only some elements were taken yet: frames, and how many are missing.
         self._begun: dict[int, tuple[Frames, int]] = {}
 
     @property
@@ -214,9 +214,9 @@ class PackedElements:
         return first, max(first, last)
 
     def fetch(self, start_elem: int, stop_elem: int, buffer: PageBuffer) -> list[PackedPart]:
-        """Read what the plan takes from the pack of elements [start, stop), in order.
+        """Read the elements in [start, stop) that the plan takes from the pack, in order.
 
-        What is read lies in `buffer`, until that is cleared. Raises BudgetError, CorruptionError.
+        Their frames lie in `buffer`, until it is cleared. Raises BudgetError, CorruptionError.
         """
         first, stop = self.chunks_in(start_elem, stop_elem)
         whole = self._read(first, stop, buffer) if first < stop else None
@@ -238,7 +238,7 @@ class PackedElements:
         return parts
 
     def _pieces(self, start_elem: int, stop_elem: int) -> Iterator[_Piece]:
-        """What of [start, stop) comes from the pack: whole chunks of a level, and parts of one."""
+        """Elements in [start, stop) from the pack: whole chunks of a level, and parts of one."""
         for number in range(bisect_right(self._ranges, start_elem, key=_STOP), len(self._ranges)):
             r = self._ranges[number]
             if r.start_elem >= stop_elem:
@@ -252,15 +252,15 @@ class PackedElements:
                 yield _Piece(r.level, a, b, b - a < _length(self._tensor, a // CHUNK_ELEMS))
 
     def _shared(self, piece: _Piece) -> Frames:
-        """The frames of a chunk of which some elements are asked for, and the others by others."""
+        """The frames of a chunk that this window shares with its neighbours."""
         n, chunk = piece.stop_elem - piece.start_elem, piece.start_elem // CHUNK_ELEMS
         with self._lock:
-            found, left = self._begun.pop(chunk, (None, _length(self._tensor, chunk)))
-            if found is None:
-                found = self._read(chunk, chunk + 1, PageBuffer())
-            if left > n:
-                self._begun[chunk] = found, left - n
-            return found
+            frames, n_missing = self._begun.pop(chunk, (None, _length(self._tensor, chunk)))
+            if frames is None:
+                frames = self._read(chunk, chunk + 1, PageBuffer())
+            if n_missing > n:
+                self._begun[chunk] = frames, n_missing - n
+            return frames
 
     def _read(self, first: int, stop: int, buffer: PageBuffer) -> Frames:
         """All frames that the plan takes of chunks [first, stop)."""
@@ -269,14 +269,14 @@ class PackedElements:
 
 def _joined(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     """Pieces that are decoded together: whole chunks of approximate levels, side by side."""
-    found: list[list[_Piece]] = []
+    runs: list[list[_Piece]] = []
     for piece in pieces:
-        last = found[-1][-1] if found else None
+        last = runs[-1][-1] if runs else None
         if last and last.stop_elem == piece.start_elem and last.joins and piece.joins:
-            found[-1].append(piece)
+            runs[-1].append(piece)
         else:
-            found.append([piece])
-    return found
+            runs.append([piece])
+    return runs
 
 
 def _chunks(start_elem: int, stop_elem: int) -> tuple[int, int]:

@@ -113,9 +113,9 @@ def restore(
     """
     for chunk in range(len(n_large)):
         first, n, count = starts[chunk], elems[chunk], n_large[chunk]
-        part, below = out[first : first + n], base[base_starts[chunk] : base_starts[chunk] + n]
+        part, base_part = out[first : first + n], base[base_starts[chunk] : base_starts[chunk] + n]
         if count == 0 and (rest[:, chunk] == ABSENT).all():
-            part[:] = below
+            part[:] = base_part
             continue
         ordered = folded[: len(part)]
         _join(raw, unpacked, large[:, chunk], ordered[:count])
@@ -126,7 +126,7 @@ def restore(
         else:
             for e in range(len(part)):  # an assignment to all of it takes five times as long
                 part[e] = ordered[e]
-        _add_to(below, part)
+        _add_to(base_part, part)
 
 
 @cached_njit(nogil=True)

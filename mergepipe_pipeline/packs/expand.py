@@ -89,10 +89,10 @@ def _expand_load(context: Any, first: Any, rest: Any, bits: Any, place: Any) -> 
         load = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
         a, b = (builder.inttoptr(address, pointer) for address in arguments[:2])
         chosen = builder.bitcast(arguments[2], mask)
-        others = builder.bitcast(builder.not_(arguments[2]), mask)
-        found = builder.call(load, [a, chosen, ir.Constant(vector, ir.Undefined)])
-        found = builder.call(load, [b, others, found])
-        store = builder.store(found, builder.inttoptr(arguments[3], vector.as_pointer()))
+        unset = builder.bitcast(builder.not_(arguments[2]), mask)
+        merged = builder.call(load, [a, chosen, ir.Constant(vector, ir.Undefined)])
+        merged = builder.call(load, [b, unset, merged])
+        store = builder.store(merged, builder.inttoptr(arguments[3], vector.as_pointer()))
         store.align = 2
         return context.get_dummy_value()
 

@@ -25,7 +25,7 @@ from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
 
 
 class FrameTable(NamedTuple):
-    """Where frames lie in some files, and what they are, as `PackedTensor` has it of one tensor.
+    """Where frames lie in some files, with their sizes and checksums, as in `PackedTensor`.
 
     `starts` int64 [files, chunks + 1], `nbytes` uint32 and `checksums` uint64 [files, chunks].
     """
@@ -45,7 +45,7 @@ class Attempt:
 
     raw: U8Array
     frames: Frames
-    left: list[list[int]]
+    unread: list[list[int]]
     is_compared: bool
     is_direct: BoolArray
 
@@ -117,14 +117,14 @@ class FrameFiles:
         table = FrameTable(tensor.frame_starts, tensor.nbytes, tensor.checksums)
         attempt = read_at_once(self.lent, table, wanted, first, stop, buffer)
         frames, is_compared = attempt.frames, attempt.is_compared
-        if attempt.left:
-            self._read_left(tensor, attempt)
+        if attempt.unread:
+            self._read_rest(tensor, attempt)
             is_compared = are_equal(
                 attempt.raw, frames.starts, frames.nbytes, tensor.checksums, first
             )
-        # What is too short for the compiled comparison, or everything, to find what is wrong.
-        left = attempt.is_short if is_compared else frames.nbytes > 0
-        for tier, chunk in zip(*np.nonzero(left), strict=True):
+        # Frames too short for the compiled comparison; or all of them, to find the wrong one.
+        to_compare = attempt.is_short if is_compared else frames.nbytes > 0
+        for tier, chunk in zip(*np.nonzero(to_compare), strict=True):
             self._compare(tensor, frames, int(tier), int(chunk), first)
         return frames
 
@@ -132,9 +132,9 @@ class FrameFiles:
         """As `LocalSource.lent`, of a tier's file."""
         return self._source.lent(frames_name(TIERS[tier]))
 
-    def _read_left(self, tensor: PackedTensor, attempt: Attempt) -> None:
-        """Read what the compiled call could not: an ordinary read says what is wrong, or reads."""
-        for tier, chunk, start_byte, run_nbytes, at in attempt.left:
+    def _read_rest(self, tensor: PackedTensor, attempt: Attempt) -> None:
+        """Read the runs that the compiled call could not; an ordinary read says what is wrong."""
+        for tier, chunk, start_byte, run_nbytes, at in attempt.unread:
             begin = at + start_byte % PAGE_NBYTES
             into = attempt.raw.data[begin : begin + run_nbytes]
             try:

@@ -22,9 +22,9 @@ from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.sparse import to_pairs
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Tier
 
-#: Neighbouring deltas have nothing in common: what repeats is by chance, but for long runs. So a
-#: few matches of seven bytes and more; level 1 takes short ones, which are 1 to 10 % longer in all
-#: and take twice the time.
+#: Neighbouring deltas have nothing in common: all but long runs repeat by chance. So zstd looks for
+#: a few matches of seven bytes and more; with short ones, as at level 1, frames are 1 to 10 %
+#: longer and take twice the time.
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
     min_match=7,
@@ -64,10 +64,10 @@ class Frames:
     nbytes: I64Array
 
     @classmethod
-    def of(cls, given: Mapping[Tier, Sequence[bytes | memoryview | None]]) -> Frames:
+    def of(cls, by_tier: Mapping[Tier, Sequence[bytes | memoryview | None]]) -> Frames:
         """A copy of frames that lie by themselves; each tier has those of the same chunks."""
-        n_chunks = max(map(len, given.values()))
-        every = [given.get(tier, [None] * n_chunks) for tier in TIERS]
+        n_chunks = max(map(len, by_tier.values()))
+        every = [by_tier.get(tier, [None] * n_chunks) for tier in TIERS]
         nbytes = np.array([[len(f or b"") for f in of] for of in every], np.int64)
         starts = nbytes.cumsum().reshape(nbytes.shape) - nbytes
         return cls(as_array(b"".join(f or b"" for of in every for f in of)), starts, nbytes)
@@ -102,14 +102,14 @@ def to_frame(sections: Sequence[U8Array]) -> bytes:
 
 
 def as_array(raw: bytes | memoryview) -> U8Array:
-    """The bytes as an array that nobody writes to, so that compiled loops have one type of it."""
+    """The bytes as a read-only array, so that compiled loops have one type of it."""
     array = np.frombuffer(raw, np.uint8)
     array.flags.writeable = False
     return array
 
 
 def refuse(expected: str, found: str) -> NoReturn:
-    """Raise CorruptionError; who knows where the frame lies adds that."""
+    """Raise CorruptionError; a caller that knows the frame's place adds it."""
     raise CorruptionError(
         "A frame of a pack cannot be decoded",
         expected=expected,
@@ -120,9 +120,9 @@ def refuse(expected: str, found: str) -> NoReturn:
 
 def _stored(content: U8Array) -> bytes:
     whole, pairs = content.tobytes(), np.empty(len(content) // _SPARSE, np.uint8)
-    found = min(whole, _zstd.compress(whole), key=len)
+    zipped = min(whole, _zstd.compress(whole), key=len)
     n = to_pairs(content, pairs)
     sparse = pairs[: max(n, 0)].tobytes()
     # Pairs may be longer than zstd by a quarter, as they are many times as fast.
-    is_sparse = n >= 0 and 4 * n <= 5 * len(found) and n < len(whole)
-    return sparse if is_sparse and not sparse.startswith(_MAGIC) else found
+    is_sparse = n >= 0 and 4 * n <= 5 * len(zipped) and n < len(whole)
+    return sparse if is_sparse and not sparse.startswith(_MAGIC) else zipped

@@ -41,7 +41,7 @@ from mergepipe_pipeline.spec.pack import (
     Tier,
 )
 
-#: Rows of `index`: what the whole of a tensor has; lists are in the order of TIERS.
+#: Rows of `index`: facts of whole tensors; lists are in the order of TIERS.
 INDEX = pa.schema(
     [
         ("tensor", pa.string()),
@@ -59,7 +59,7 @@ INDEX = pa.schema(
 #: Rows of `chunks`, `sums` and `checksums`: a tensor's arrays as little-endian bytes.
 CHUNKS = pa.schema([("tensor", pa.string()), ("nbytes", pa.binary()), ("residual_sq", pa.binary())])
 CHECKSUMS = pa.schema([("tensor", pa.string()), ("checksums", pa.binary())])
-#: Of arrays in a row group: those of some hundred MiB of an expert, and of one that is read whole.
+#: Bytes of arrays in a row group, for some hundred MiB of an expert; and in a file read whole.
 _GROUP_NBYTES = 1 << 18
 _WHOLE_NBYTES = 1 << 24
 
@@ -186,7 +186,7 @@ def _rows_in(data: bytes, path: Path) -> tuple[tuple[TensorRow, ...], dict[str, 
 
 
 def _refuse_other(root: Path, index: PackIndex) -> None:
-    """Raise CorruptionError unless the folder holds the files that its index tells of."""
+    """Raise CorruptionError unless the folder holds the files that its index names."""
     pack_id = pack_id_of([r.content for r in index.rows], index.tiers)
     if pack_id != root.name:
         raise damaged_pack(
@@ -201,9 +201,9 @@ def _refuse_other(root: Path, index: PackIndex) -> None:
     sizes = dict(zip(TIERS, start_byte.tolist(), strict=True))
     for tier in index.tiers:
         path = frames_path(root, tier)
-        found = path.stat().st_size if path.is_file() else None
-        if found != sizes[tier]:
-            raise damaged_pack(path, f"{sizes[tier]} bytes", _told(found))
+        nbytes = path.stat().st_size if path.is_file() else None
+        if nbytes != sizes[tier]:
+            raise damaged_pack(path, f"{sizes[tier]} bytes", _size_text(nbytes))
     for sealed in (index.chunks, index.sums, index.checksums):
         if sealed is not None and not sealed.is_file():
             raise damaged_pack(sealed, "the file", "none")
@@ -264,16 +264,16 @@ def per_tier(
 
 
 def sizes_of(
-    found: Sequence[bytes], row: TensorRow, path: Path, block_elems: int = CHUNK_ELEMS
+    arrays: Sequence[bytes], row: TensorRow, path: Path, block_elems: int = CHUNK_ELEMS
 ) -> tuple[Sizes, Residuals]:
     """`nbytes` and `residual_sq` of a tensor of a file of `CHUNKS`. Raises as `per_tier`."""
     nbytes, residual_sq = (
         per_tier(data, dtype, row, path, block_elems)
-        for data, dtype in zip(found, ("<u4", "<f4"), strict=True)
+        for data, dtype in zip(arrays, ("<u4", "<f4"), strict=True)
     )
     if (nbytes.sum(axis=1, dtype=np.int64) != row.nbytes).any() or not (residual_sq >= 0).all():
-        told = f"sizes and residuals of {row.content.name} as the index has them"
-        raise damaged_pack(path, told, "others")
+        expected = f"sizes and residuals of {row.content.name} as the index has them"
+        raise damaged_pack(path, expected, "others")
     return nbytes, residual_sq
 
 
@@ -341,5 +341,5 @@ def _bytes(array: npt.NDArray[Any], dtype: str) -> bytes:
     return np.ascontiguousarray(array, dtype).tobytes()
 
 
-def _told(nbytes: int | None) -> str:
+def _size_text(nbytes: int | None) -> str:
     return "none" if nbytes is None else f"{nbytes} bytes"

@@ -1,4 +1,4 @@
-"""What reading and decoding packs take, where nobody has measured this machine."""
+"""Times of reading and decoding packs, used where this machine was not measured."""
 
 from __future__ import annotations
 

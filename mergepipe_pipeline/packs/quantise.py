@@ -43,19 +43,19 @@ def _quantise(
 ) -> None:
     """As `quantised`, into `out`; `per_unit` [experts], `step` [experts, lossy tiers]."""
     n = delta.shape[2]
-    # [n] each: what a row is in units, and as an integer.
+    # [n] each: a row in units, and as integers.
     scratch = np.empty(n, np.float32), np.empty(n, np.int32)
     for e in range(delta.shape[0]):
         for r in range(delta.shape[1]):
-            tier, mine = tiers[e, r], out[e, r]
+            tier, row = tiers[e, r], out[e, r]
             if tier == NOT_READ:
-                mine[:] = 0
+                row[:] = 0
             elif tier < N_TIERS:
-                nearest(delta[e, r], per_unit[e], step[e, tier], tier, scratch, mine)
+                nearest(delta[e, r], per_unit[e], step[e, tier], tier, scratch, row)
             else:
-                mine[:] = delta[e, r]
+                row[:] = delta[e, r]
                 if tier == _X20:
-                    bits = mine.view(np.uint32)
+                    bits = row.view(np.uint32)
                     for i in range(n):
                         if bits[i] & _SIZE < least[e]:
-                            mine[i] = 0
+                            row[i] = 0

@@ -60,7 +60,7 @@ class PackReader:
         self._files.__exit__(*error)
 
     def tensor(self, name: str) -> PackedTensor:
-        """What the index tells of a tensor. Raises DamagedPackError."""
+        """The index's record of a tensor. Raises DamagedPackError."""
         with self._damage_named():
             return self._tensors[name]
 
@@ -77,7 +77,7 @@ class PackReader:
         return frames
 
     def wanted(self, tensor: PackedTensor, wanted: BoolArray) -> WantedFrames:
-        """What others read together with frames of other packs. Raises BudgetError as `read`."""
+        """Frames to be read together with those of other packs. Raises BudgetError as `read`."""
         self._admit(tensor, wanted, 0, wanted.shape[1])
         return WantedFrames(self._files, tensor, wanted, self._tally)
 
@@ -106,7 +106,7 @@ class PackReader:
         return self._gates[tensor.name]
 
     def _admit(self, tensor: PackedTensor, wanted: BoolArray, first: int, stop: int) -> None:
-        """Raise BudgetError for what is wanted of chunks [first, stop) and may not be read."""
+        """Raise BudgetError for `wanted` frames of chunks [first, stop) that may not be read."""
         outside = wanted[:, first:stop] & ~self._gate(tensor)[:, first:stop]
         if outside.any():
             self._refuse(tensor, outside, first)

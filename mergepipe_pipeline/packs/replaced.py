@@ -1,8 +1,8 @@
-"""What stays of an expert whose files were moved away: all of them but what its pack holds.
+"""What the warehouse keeps of an expert whose files were moved away, beside its pack.
 
-A folder by the checkpoint's id: a sealed record of files and folders, and of each file the bytes
-that are no packed tensor, one after the other (its rest). With pack and base they give every file
-again, bit for bit.
+A folder named by the checkpoint's id: a sealed record of files and folders, and of each file the
+bytes that are no packed tensor, one after the other (its rest). With pack and base they give every
+file again, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mergepipe_pipeline.storage.hashing import file_sha256
 from mergepipe_pipeline.storage.permissions import permissions_of
 from mergepipe_pipeline.storage.roots import Roots
 
-#: The file that says what the others beside it are.
+#: The file that describes the others beside it.
 RECORD = "record.json"
 _PIECE_NBYTES = 4 << 20
 
@@ -56,7 +56,7 @@ class MovedFolder:
 class Replaced:
     """An expert whose original was moved from `root` to `cold`; `base` is a registered name.
 
-    Without `folders` an earlier release moved it: empty folders are not known then.
+    Without `folders` an earlier release moved it, which recorded no empty folders.
     """
 
     checkpoint_id: str
@@ -85,10 +85,10 @@ class Replaced:
         """Whether the original is where it was, by sizes and times, and not a later version."""
         for file in self.files:
             try:
-                found = (Path(self.root) / file.path).stat()
+                stat = (Path(self.root) / file.path).stat()
             except OSError:
                 return False
-            if (found.st_size, found.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+            if (stat.st_size, stat.st_mtime_ns) != (file.nbytes, file.mtime_ns):
                 return False
         return True
 
@@ -100,24 +100,24 @@ class ReplacedStore:
         self._folder, self._roots = folder, roots
 
     def path(self, checkpoint_id: str) -> Path:
-        """Where what stays of a checkpoint is or would be."""
+        """The folder that a checkpoint's record and rests are, or would be, in."""
         return self._folder / checkpoint_id
 
     def address(self, checkpoint_id: str) -> str:
-        """The root under which the files of a checkpoint are read that is away."""
+        """The root under which the files of a moved checkpoint are read."""
         return f"{AWAY}{self.path(checkpoint_id)}"
 
     def ids(self) -> list[str]:
         """The ids of checkpoints that were replaced; sorted."""
-        found = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted(p.name for p in found if not p.name.startswith("."))
+        paths = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(p.name for p in paths if not p.name.startswith("."))
 
     def find(self, checkpoint_id: str) -> Replaced | None:
         """The record of a checkpoint; None if it was not replaced. Raises CorruptionError."""
         path, here, data = self.path(checkpoint_id) / RECORD, self._roots.here, b""
         try:
             data = path.read_bytes()
-            found = _from_json(unseal(data, str(path)))
+            record = _from_json(unseal(data, str(path)))
         except (FileNotFoundError, IsADirectoryError):
             if not path.parent.is_dir():
                 return None
@@ -129,22 +129,22 @@ class ReplacedStore:
                 next_step=_without_record(path.parent, "", ""),
             ) from None
         except CorruptionError as error:
-            cold, root = _told(data, "cold"), _told(data, "root")
+            cold, root = _text_in(data, "cold"), _text_in(data, "root")
             error.next_step = _without_record(path.parent, here(cold), here(root))
             raise
-        return replace(found, root=here(found.root), cold=here(found.cold))
+        return replace(record, root=here(record.root), cold=here(record.cold))
 
     def forget(self, checkpoint_id: str) -> None:
-        """Remove what stays of a checkpoint: by one rename first, so that nobody sees a part."""
+        """Remove a checkpoint's folder: by one rename first, so that nobody sees a part of it."""
         path = self.path(checkpoint_id)
         gone = path.with_name(f".{checkpoint_id}.old-gone")
         remove_tree(gone)
         remove_tree(rename(path, gone))
 
     def roots_away(self) -> frozenset[str]:
-        """Where the originals were that are away. Raises CorruptionError for a damaged record."""
-        found = map(self.find, self.ids())
-        return frozenset(r.root for r in found if r is not None and r.is_away)
+        """The old places of originals that are away. Raises CorruptionError as `find`."""
+        records = map(self.find, self.ids())
+        return frozenset(r.root for r in records if r is not None and r.is_away)
 
     def rest(self, checkpoint_id: str, number: int) -> Path:
         """The bytes of file `number` of a record that are in no pack."""
@@ -154,20 +154,20 @@ class ReplacedStore:
         """Raise CorruptionError naming the first rest that is not what was written; reads all."""
         for number, file in enumerate(record.files):
             path = self.rest(record.checkpoint_id, number)
-            found = file_sha256(path) if path.is_file() else "no file"
-            if file.rest_sha256 not in ("", found):
+            sha256 = file_sha256(path) if path.is_file() else "no file"
+            if file.rest_sha256 not in ("", sha256):
                 raise CorruptionError(
                     "What gives an expert's file back was changed after it was written",
                     where=f"{path}, for {file.path} of {record.name}",
                     expected=f"sha256 {file.rest_sha256[:16]}",
-                    found=found if found == "no file" else f"sha256 {found[:16]}",
+                    found=sha256 if sha256 == "no file" else f"sha256 {sha256[:16]}",
                     next_step=record.bring_back,
                 )
 
 
 @contextmanager
 def original_named(record: Replaced, pack: Path) -> Iterator[None]:
-    """Say of damage to the files of its pack where the original is: nothing else tells as much."""
+    """Add to an error about the pack's files where the original is: nothing else helps as much."""
     try:
         yield
     except CorruptionError as error:
@@ -184,10 +184,10 @@ def files_of(
 ) -> tuple[MovedFile, ...]:
     """All files below a checkpoint's folder, hashed, with the places of packed tensors.
 
-    `packed`: what the pack calls a tensor of the checkpoint. Raises CorruptionError for what is no
-    regular file.
+    `packed`: the pack's name of each tensor of the checkpoint. Raises CorruptionError for what is
+    no regular file.
     """
-    found = []
+    files = []
     for path in sorted(p for p in root.rglob("*") if p.is_symlink() or not p.is_dir()):
         name = str(path.relative_to(root))
         places = sorted(
@@ -198,19 +198,19 @@ def files_of(
         sha256, stat = file_sha256(path), path.stat()
         tensors = tuple((tensor, start, nbytes) for start, tensor, nbytes in places)
         mode = permissions_of(path)
-        found.append(MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors, mode=mode))
-    return tuple(found)
+        files.append(MovedFile(name, stat.st_size, stat.st_mtime_ns, sha256, tensors, mode=mode))
+    return tuple(files)
 
 
 def folders_of(root: Path) -> tuple[MovedFolder, ...]:
     """The folder of a checkpoint and all below it, empty ones too; those above come first."""
-    found = sorted(p for p in (root, *root.rglob("*")) if p.is_dir() and not p.is_symlink())
-    modes = ((p.relative_to(root).as_posix(), permissions_of(p)) for p in found)
+    folders = sorted(p for p in (root, *root.rglob("*")) if p.is_dir() and not p.is_symlink())
+    modes = ((p.relative_to(root).as_posix(), permissions_of(p)) for p in folders)
     return tuple(MovedFolder(path, mode) for path, mode in modes if mode is not None)
 
 
 def write_record(staged: Path, record: Replaced, roots: Roots) -> Replaced:
-    """Write what stays of an expert into a folder; the record as it is there.
+    """Write an expert's record and rests into a folder; returns the record as written.
 
     Raises StorageFullError.
     """
@@ -225,13 +225,13 @@ def write_record(staged: Path, record: Replaced, roots: Roots) -> Replaced:
 
 
 def put_record(staged: Path, record: Replaced, roots: Roots) -> None:
-    """Write the record alone, beside the bytes that stay. Raises StorageFullError."""
+    """Write the record alone, beside the rests. Raises StorageFullError."""
     root, cold = roots.recorded(record.root), roots.recorded(record.cold)
     write_atomic(staged / RECORD, seal(asdict(replace(record, root=root, cold=cold))))
 
 
 def record_of(value: dict[str, Any]) -> Replaced:
-    """The record of a JSON value, with its folders as they are said there."""
+    """The record of a JSON value, with its folders as stated there."""
     return _from_json(value)
 
 
@@ -271,10 +271,10 @@ def _read(read: Callable[[int], bytes], nbytes: int, path: Path) -> Iterator[byt
         yield piece
 
 
-def _told(data: bytes, key: str) -> str:
+def _text_in(data: bytes, key: str) -> str:
     """The text under a key of a damaged record, as far as it can be read; "" if it cannot."""
-    found = re.search(rf'"{key}": "([^"]+)"', data.decode(errors="replace"))
-    return found[1] if found else ""
+    match = re.search(rf'"{key}": "([^"]+)"', data.decode(errors="replace"))
+    return match[1] if match else ""
 
 
 def _without_record(folder: Path, cold: str, root: str) -> str:

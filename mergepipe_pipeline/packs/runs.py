@@ -14,8 +14,8 @@ from mergepipe_pipeline.packs.xxh3 import Hashes, are_equal
 from mergepipe_pipeline.storage.compiled_reads import pages_nbytes, pread
 from mergepipe_pipeline.storage.uncached import PAGE_NBYTES
 
-#: What `runs` say of each: its tier, its first chunk, where it begins in the file, its bytes, and
-#: where in the buffer its first page lies.
+#: Fields of a run: its tier, its first chunk, where it begins in the file, its bytes, and where in
+#: the buffer its first page lies.
 RUN_FIELDS = 5
 
 
@@ -85,9 +85,9 @@ def read_runs(
         lead, place = start % PAGE_NBYTES, np.uint64(buffer.ctypes.data) + np.uint64(at)
         if direct[tier]:
             size = np.uint64(pages_nbytes(lead + n))
-            found = pread(descriptors[tier], place, size, start - lead) - lead
+            n_read = pread(descriptors[tier], place, size, start - lead) - lead
         else:
-            found = pread(descriptors[tier], place + np.uint64(lead), np.uint64(n), start)
-        if found < n:
+            n_read = pread(descriptors[tier], place + np.uint64(lead), np.uint64(n), start)
+        if n_read < n:
             return r, False
     return len(runs), are_equal(buffer, starts, nbytes, checksums, first)

@@ -1,7 +1,8 @@
 """Finds the contents of frames' sections, and unpacks those that are not stored as they are.
 
-All sections of a window at once: what is left to Python is one call of zstd. A section is told by
-its length and its first bytes, as `frames` says; the length of its content is known.
+It does so for all sections of a window at once: Python makes only one call of zstd. A section's
+kind follows from its length and its first bytes, as `frames` says; the length of its content is
+known.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from mergepipe_pipeline.packs.frames import Frames, refuse
 from mergepipe_pipeline.packs.sparse import from_pairs
 from mergepipe_pipeline.storage.compiled_reads import memcpy
 
-#: The place of a section that is not there: the front of what is unpacked. Who decodes puts there
-#: what such a section holds.
+#: The place of a section that is not there: the front of the unpacked bytes, where the decoder puts
+#: the content of such a section.
 ABSENT = -1
 _LENGTH_NBYTES = 4
 _MAGIC = np.uint32(int.from_bytes(zstandard.FRAME_HEADER, "little"))
@@ -94,17 +95,17 @@ def _split(
     for chunk in range(len(starts)):
         if not nbytes[chunk]:
             continue
-        at, left = starts[chunk] + head, nbytes[chunk] - head
-        if left < 0:
+        at, rest = starts[chunk] + head, nbytes[chunk] - head
+        if rest < 0:
             return chunk
         for s in range(n_sections):
-            length = np.int64(left)
+            length = np.int64(rest)
             if s < n_sections - 1:
                 length = np.int64(_word(raw, starts[chunk] + _LENGTH_NBYTES * s))
-            if length > left:
+            if length > rest:
                 return chunk
             places[s, chunk], sizes[s, chunk] = at, length
-            at, left = at + length, left - length
+            at, rest = at + length, rest - length
     return -1
 
 
@@ -147,18 +148,18 @@ def _locate(
 @numba.njit(inline="always")
 def _word(raw: Any, at: Any) -> Any:
     """Four bytes as a little-endian number."""
-    found = np.uint32(0)
+    word = np.uint32(0)
     for i in range(4):
-        found |= np.uint32(raw[at + i]) << np.uint32(8 * i)
-    return found
+        word |= np.uint32(raw[at + i]) << np.uint32(8 * i)
+    return word
 
 
-def _addresses(found: Any) -> I64Array:
+def _addresses(segments: Any) -> I64Array:
     """Where the segments that zstd gave lie: in a few buffers, each of which begins at offset 0."""
-    addresses = np.array([found[i].offset for i in range(len(found))])
+    addresses = np.array([segments[i].offset for i in range(len(segments))])
     starts = np.flatnonzero(addresses == 0)
-    for a, b in pairwise([*starts.tolist(), len(found)]):
-        addresses[a:b] += np.frombuffer(found[a], np.uint8).__array_interface__["data"][0]
+    for a, b in pairwise([*starts.tolist(), len(segments)]):
+        addresses[a:b] += np.frombuffer(segments[a], np.uint8).__array_interface__["data"][0]
     return addresses
 
 
@@ -181,15 +182,15 @@ def _decompress(
     """Put the contents of zstd frames into `out`: one call, which leaves Python alone once."""
     segments = np.stack([starts, nbytes], axis=1).astype(np.uint64)
     try:
-        given = zstandard.BufferWithSegments(raw, segments)  # type: ignore[arg-type]
-        # What is stated is what would be allocated.
+        compressed = zstandard.BufferWithSegments(raw, segments)  # type: ignore[arg-type]
+        # zstd would allocate the stated sizes.
         size_of: Any = zstandard.frame_content_size
-        stated = [size_of(given[i]) for i in range(len(starts))]
+        stated = [size_of(compressed[i]) for i in range(len(starts))]
         if stated == sizes.tolist():
             expected = sizes.astype(np.uint64).data
             decompress = _zstd.decompressor.multi_decompress_to_buffer
-            found = decompress(given, decompressed_sizes=expected, threads=0)
-            _scatter(_addresses(found), sizes, out, places)
+            contents = decompress(compressed, decompressed_sizes=expected, threads=0)
+            _scatter(_addresses(contents), sizes, out, places)
             return
     except zstandard.ZstdError as error:
         refuse("compressed sections", str(error))

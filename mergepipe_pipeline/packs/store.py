@@ -65,7 +65,7 @@ class Pack:
 
     @property
     def source(self) -> PackSource:
-        """What a plan names it by."""
+        """The name that a plan has of it."""
         return PackSource(self.pack_id, str(self.root))
 
     @cached_property
@@ -89,13 +89,13 @@ class Pack:
         """
         chunks, sums, elems = self.index.chunks, self.index.sums, SUMMED_ELEMS
         if block_elems % SUMMED_ELEMS:
-            found, elems = self._kept(chunks, CHUNK_ELEMS), CHUNK_ELEMS
+            rows, elems = self._kept(chunks, CHUNK_ELEMS), CHUNK_ELEMS
         elif sums is None:
             kept = self._kept(chunks, CHUNK_ELEMS)
-            found = ((row, *summed(n, r, SUMMED_CHUNKS)) for row, n, r in kept)
+            rows = ((row, *summed(n, r, SUMMED_CHUNKS)) for row, n, r in kept)
         else:
-            found = self._kept(sums, SUMMED_ELEMS)
-        for row, nbytes, residual_sq in found:
+            rows = self._kept(sums, SUMMED_ELEMS)
+        for row, nbytes, residual_sq in rows:
             yield row, *summed(nbytes, residual_sq, block_elems // elems)
 
     def _kept(self, path: Path, block_elems: int) -> Iterator[tuple[TensorRow, Sizes, Residuals]]:
@@ -173,7 +173,7 @@ class PackStore:
     def find(self, pack_id: str) -> Pack | None:
         """The pack of an id; None if there is none that this release reads.
 
-        One that is damaged is said once; of those of other versions `others` tells.
+        It warns once of a damaged one; `others` lists those of other versions.
         """
         path = self.path(pack_id)
         if not path.is_dir():
@@ -188,23 +188,23 @@ class PackStore:
 
     def refuse_other_codec(self, pack_id: str) -> None:
         """Raise PackVersionError for a pack of another version of the codec; reads its index."""
-        with suppress(CorruptionError):  # whose error is of who opens it
+        with suppress(CorruptionError):  # `open` raises it
             refuse_other_codec(self.path(pack_id), codec_of(self.path(pack_id)))
 
     def others(self) -> dict[str, PackVersionError]:
-        """By id, the packs that another version of the codec wrote, with what to say of each."""
-        found = {}
+        """By id, the packs that another version of the codec wrote, with the error for each."""
+        errors = {}
         for pack_id in self.ids():
             try:
                 self.refuse_other_codec(pack_id)
             except PackVersionError as error:
-                found[pack_id] = error
-        return found
+                errors[pack_id] = error
+        return errors
 
     def best(self, contents: Sequence[TensorContent]) -> Pack | None:
         """The pack of these tensors with the most tiers; None if there is none."""
         for tiers in TIER_SETS if contents else ():
-            found = self.find(pack_id_of(contents, tiers))
-            if found is not None:
-                return found
+            pack = self.find(pack_id_of(contents, tiers))
+            if pack is not None:
+                return pack
         return None

@@ -69,18 +69,18 @@ def quantise(
     )
     # A lane for each element of a group: the sums have one order whatever the CPU.
     lanes = np.zeros((N_TIERS, _GROUP_ELEMS))
-    left, n_lost = len(delta) % _GROUP_ELEMS, 0
-    for at in range(0, len(delta) - left, _GROUP_ELEMS):
+    n_tail, n_lost = len(delta) % _GROUP_ELEMS, 0
+    for at in range(0, len(delta) - n_tail, _GROUP_ELEMS):
         # Loops whose lengths are known have no ends to look after: they take half as long.
         part, whole = delta[at : at + _GROUP_ELEMS], units[at : at + _GROUP_ELEMS]
         codes = trits[:, at // PER_BYTE :]
         n_lost += _quantise_group(
             part, _GROUP_ELEMS, _GROUP_NBYTES, per_unit, steps, whole, codes, lanes, scratch
         )
-    at = len(delta) - left
-    codes, width = trits[:, at // PER_BYTE :], -(-left // PER_BYTE)
+    at = len(delta) - n_tail
+    codes, width = trits[:, at // PER_BYTE :], -(-n_tail // PER_BYTE)
     n_lost += _quantise_group(
-        delta[at:], left, width, per_unit, steps, units[at:], codes, lanes, scratch
+        delta[at:], n_tail, width, per_unit, steps, units[at:], codes, lanes, scratch
     )
     for tier in range(N_TIERS):
         for lane in range(_GROUP_ELEMS):
@@ -249,5 +249,5 @@ def _add_trits(trits: Any, n_tiers: Any, first: Any, width: Any, out: Any) -> No
 @numba.njit(inline="always")
 def _digit(code: Any, power: Any) -> Any:
     """One of a byte's five digits, 0 to 2; `power` is 3 to how many come before it."""
-    left = np.uint16(np.uint16(code) * power) & np.uint16(255)
-    return np.int16(np.uint16(left * np.uint16(3)) >> np.uint16(8))
+    fraction = np.uint16(np.uint16(code) * power) & np.uint16(255)
+    return np.int16(np.uint16(fraction * np.uint16(3)) >> np.uint16(8))

@@ -1,4 +1,4 @@
-"""What all inputs of one output tensor get from packs: read and decoded together, in a few calls.
+"""Reads and decodes what all inputs of one output tensor take from packs, in a few calls.
 
 Each call holds the interpreter's lock for a while, for which all other threads wait. Input by
 input, a merge of 20 experts of 0.6B from packs held it for 8.6 s.
@@ -31,7 +31,7 @@ _CHUNKS_AT_ONCE = 64
 
 
 class PackedInputs:
-    """What the inputs of one output tensor get of their packs (None: nothing), for all windows.
+    """The packed elements of one output tensor's inputs (None: no pack), for all windows.
 
     Safe for several threads.
     """
@@ -50,11 +50,11 @@ class PackedInputs:
         self, start_elem: int, stop_elem: int, buffer: PageBuffer
     ) -> list[Sequence[PackedPart]]:
         """Per input, as `PackedElements.fetch`."""
-        found: list[Sequence[PackedPart]] = [()] * len(self._inputs)
+        parts_by_input: list[Sequence[PackedPart]] = [()] * len(self._inputs)
         for group in self._groups:
             for number, parts in group.fetch(start_elem, stop_elem, buffer):
-                found[number] = parts
-        return found
+                parts_by_input[number] = parts
+        return parts_by_input
 
 
 class _Group:
@@ -85,7 +85,7 @@ class _Group:
         for (number, e), (_, own), (_, _, rows) in zip(
             self._numbered, chunks, self._members(), strict=True
         ):
-            if frames is None:  # says what is wrong, or reads what together could not be read
+            if frames is None:  # `fetch` says what is wrong, or reads it by itself
                 yield number, e.fetch(start_elem, stop_elem, buffer)
                 continue
             whole = None
@@ -102,11 +102,11 @@ class _Group:
             return None
         began, wanted = time.perf_counter(), self._wanted
         if any(own < min(stop, n) for own, n in zip(stops, self._counts, strict=True)):
-            wanted = wanted.copy()  # a window ends inside a chunk of some, which is read otherwise
+            wanted = wanted.copy()  # chunks that the window ends inside of are read by `parts`
             for own, (_, _, rows) in zip(stops, self._members(), strict=True):
                 wanted[rows, own:] = False
         attempt = read_at_once(self._lent, self._table, wanted, first, stop, buffer)
-        if attempt.left or not attempt.is_compared or not self._short_are_right(attempt, first):
+        if attempt.unread or not attempt.is_compared or not self._short_are_right(attempt, first):
             return None
         tally = self._all[0].tally
         tally.read_s += time.perf_counter() - began
@@ -117,8 +117,8 @@ class _Group:
         frames = attempt.frames
         for number, chunk in zip(*np.nonzero(attempt.is_short), strict=True):
             start, nbytes = frames.starts[number, chunk], frames.nbytes[number, chunk]
-            found = frame_checksum(frames.raw[start : start + nbytes].data)
-            if found != int(self._table.checksums[number, first + chunk]):
+            checksum = frame_checksum(frames.raw[start : start + nbytes].data)
+            if checksum != int(self._table.checksums[number, first + chunk]):
                 return False
         return True
 
@@ -157,7 +157,7 @@ def decode_together(placed: Sequence[Placed], base: Bits, out: Bits) -> None:
             _decode(some, base, out, gives_bits=gives_bits)
         except CorruptionError:
             for p in some:
-                _alone(p, base, out)  # it says in which one it is
+                _alone(p, base, out)  # its error names the part
             raise
 
 
@@ -165,8 +165,8 @@ def _alone(p: Placed, base: Bits, out: Bits) -> None:
     n = p.part.stop_elem - p.part.start_elem
     into = out[p.start : p.start + n]
     if p.part.gives_bits:
-        below = base[p.base_start : p.base_start + n]
-        p.part.fill(into.view(np.uint8).data, below.view(np.uint8).data)
+        base_elems = base[p.base_start : p.base_start + n]
+        p.part.fill(into.view(np.uint8).data, base_elems.view(np.uint8).data)
     else:
         p.part.numbers(into.view(np.int16))
 

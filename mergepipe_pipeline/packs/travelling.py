@@ -1,8 +1,8 @@
-"""A pack that travels: a sealed file that says of which expert it is, and what lies beside it.
+"""A pack that travels: a sealed file that names its expert and the files beside it.
 
 It lies in `packs/ID/` beside a model, or alone, with the pack's own files and the bytes of each
-file of the expert that are in no pack. What a catalog knows of the expert does not travel: whoever
-takes the pack finds it again, and need not believe it.
+file of the expert that are in no pack. The catalog's facts of the expert do not travel: the
+receiver computes them again, and need not trust the sender.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.spec.pack import PACKED_DTYPES
 from mergepipe_pipeline.storage.chain import NAME, NAME_FORM
 
-#: The folder at an address that has packs, and the file in each that tells of it.
+#: The folder at an address that has packs, and the file in each that describes it.
 PACKS = "packs"
 EXPERT = "expert.json"
 _FORMAT = "mergepipe-travelling/1"
@@ -55,21 +55,21 @@ class Travelling:
 
 
 def to_bytes(record: Replaced, files: Sequence[TravellingFile]) -> bytes:
-    """The content of EXPERT; says of no folder where it was."""
-    told = asdict(replace(record, root="", cold=""))
-    return seal({"format": _FORMAT, "record": told, "files": [asdict(f) for f in files]})
+    """The content of EXPERT, without the folders on the sender's machine."""
+    record_json = asdict(replace(record, root="", cold=""))
+    return seal({"format": _FORMAT, "record": record_json, "files": [asdict(f) for f in files]})
 
 
 def from_bytes(data: bytes, where: str) -> Travelling:
-    """What `to_bytes` says. Raises CorruptionError for what it cannot have said."""
+    """The inverse of `to_bytes`. Raises CorruptionError for bytes that it cannot have made."""
     value = unseal(data, where)
     try:
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']}")
-        found = Travelling(
+        travelling = Travelling(
             record_of(value["record"]), tuple(TravellingFile(**f) for f in value["files"])
         )
-        if wrong := [path for path in _paths(found) if not _is_plain(path)]:
+        if wrong := [path for path in _paths(travelling) if not _is_plain(path)]:
             raise ValueError(f"the path {wrong[0]!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(
@@ -79,11 +79,11 @@ def from_bytes(data: bytes, where: str) -> Travelling:
             found=str(error)[:200],
             next_step="take it with the version that pushed it, or push it again",
         ) from error
-    return found
+    return travelling
 
 
 def _paths(of: Travelling) -> Iterator[str]:
-    """All that files and folders are named by here, when it comes and when it is unpacked."""
+    """All names that files and folders get here, on receipt and when unpacked."""
     record = of.record
     yield from (f.name for f in of.files)
     yield from (f.path for f in record.files)

@@ -17,24 +17,24 @@ from mergepipe_pipeline.errors import PackVersionError
 from mergepipe_pipeline.packs.damage import damaged_pack
 from mergepipe_pipeline.spec.pack import CODEC_VERSION
 
-#: By the path of an index, whose name seals what it says.
-_known: dict[Path, str] = {}
+#: By the path of an index, whose name seals its content.
+_codecs: dict[Path, str] = {}
 
 
 def index_path(root: Path) -> Path:
     """The index of the pack in a folder. Raises CorruptionError if there is not one."""
-    found = find_sealed(root, "index")
-    if len(found) != 1:
-        raise damaged_pack(root, "one sealed index", f"{len(found)}")
-    return found[0]
+    paths = find_sealed(root, "index")
+    if len(paths) != 1:
+        raise damaged_pack(root, "one sealed index", f"{len(paths)}")
+    return paths[0]
 
 
 def codec_of(root: Path) -> str:
     """The version of the codec that wrote the pack in a folder. Raises CorruptionError."""
     path = index_path(root)
-    if path not in _known:
-        _known[path] = codec_in(read_sealed(path), path)
-    return _known[path]
+    if path not in _codecs:
+        _codecs[path] = codec_in(read_sealed(path), path)
+    return _codecs[path]
 
 
 def codec_in(data: bytes, path: Path) -> str:

@@ -36,7 +36,7 @@ _CHUNKS_AT_ONCE = 16
 
 
 class Packing(NamedTuple):
-    """A tensor to be packed: what it is made from, where both lie, and what its tiers follow."""
+    """A tensor to be packed: its contents, both views, and the unit and threshold of its tiers."""
 
     content: TensorContent
     expert: TensorView
@@ -47,7 +47,7 @@ class Packing(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the bytes of a pack come from: both models' readers, and what they are compared with.
+    """Where the bytes of a pack come from: both models' readers, and the segments that verify them.
 
     `older` gives a tensor of an older pack with its files, if its frames may be taken over.
     """
@@ -129,15 +129,15 @@ def _encoded(
         _bits(readers, view, start_elem, stop_elem, verify)
         for view, verify in ((packing.expert, check), (packing.base, check_base))
     )
-    found = []
+    chunks = []
     for at in range(0, stop_elem - start_elem, CHUNK_ELEMS):
-        mine, theirs = expert[at : at + CHUNK_ELEMS], base[at : at + CHUNK_ELEMS]
+        bits = expert[at : at + CHUNK_ELEMS], base[at : at + CHUNK_ELEMS]
         chunk = encode_chunk(
-            mine, theirs, packing.content.dtype, packing.unit, packing.threshold_bits, tiers
+            *bits, packing.content.dtype, packing.unit, packing.threshold_bits, tiers
         )
-        _refuse_other(packing, (start_elem + at) // CHUNK_ELEMS, chunk, mine, theirs)
-        found.append(chunk)
-    return found
+        _refuse_other(packing, (start_elem + at) // CHUNK_ELEMS, chunk, *bits)
+        chunks.append(chunk)
+    return chunks
 
 
 def _bits(readers: Readers, view: TensorView, start: int, stop: int, verify: Verify) -> Bits:
@@ -161,7 +161,7 @@ def _refuse_other(
             "A chunk does not decode to what was encoded",
             where=f"tensor {packing.content.name}, chunk {number}",
             expected="the expert's stored bits",
-            found="others",
+            found="other bits",
             next_step="run the command again; if it stays, please report it as a defect",
         )
 
@@ -211,12 +211,12 @@ def _append(
     encoded: Sequence[EncodedChunk],
     files: Mapping[Tier, IO[bytes]],
 ) -> None:
-    """Write chunks from number `first` on, and fill in what the index tells of them."""
+    """Write chunks from number `first` on, and fill in their sizes and checksums for the index."""
     usable = [number for number, tier in enumerate(TIERS) if tier in files]
-    for chunk, found in enumerate(encoded, first):
-        tensor.residual_sq[usable, chunk] = found.residual_sq[usable]
+    for chunk, encoded_chunk in enumerate(encoded, first):
+        tensor.residual_sq[usable, chunk] = encoded_chunk.residual_sq[usable]
         for tier, file in files.items():
-            frame, number = found.frames[tier], TIERS.index(tier)
+            frame, number = encoded_chunk.frames[tier], TIERS.index(tier)
             file.write(frame)
             tensor.nbytes[number, chunk] = len(frame)
             tensor.checksums[number, chunk] = frame_checksum(frame) if frame else 0

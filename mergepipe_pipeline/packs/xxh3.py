@@ -1,8 +1,8 @@
 """XXH3 of many frames in one compiled call, which lets other threads go on meanwhile.
 
 The library takes one buffer a call and holds the interpreter's lock: of a merge of 20 experts that
-is 700,000 calls. As the specification says (xxHash, doc/xxhash_spec.md), with its seed 0 and its
-secret, for what is longer than 240 bytes; shorter frames are rare, and left to the library.
+is 700,000 calls. It follows the specification (xxHash, doc/xxhash_spec.md), with its seed 0 and its
+secret, for frames longer than 240 bytes; shorter ones are rare, and the library hashes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mergepipe_pipeline.jit import cached_njit
 
 Hashes = npt.NDArray[np.uint64]
 
-#: The longest that has a way of its own, which is not here.
+#: XXH3 hashes inputs up to this length in another way, which is not here.
 SHORT_NBYTES = 240
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -94,11 +94,11 @@ def _hash(raw: Any, start: Any, n: Any) -> Any:
     last = address + np.uint64(n - _STRIPE_NBYTES)
     _add_stripe(last, _LAST_KEYS, np.uint64(0), sums, products)
     _gather(lanes, sums, products)
-    found = np.uint64(n) * _PRIME64_1
+    digest = np.uint64(n) * _PRIME64_1
     for i in range(0, _LANES, 2):
-        found += _folded(lanes[i] ^ _SUM_KEYS[i], lanes[i + 1] ^ _SUM_KEYS[i + 1])
-    found = (found ^ (found >> np.uint64(37))) * _AVALANCHE
-    return found ^ (found >> np.uint64(32))
+        digest += _folded(lanes[i] ^ _SUM_KEYS[i], lanes[i + 1] ^ _SUM_KEYS[i + 1])
+    digest = (digest ^ (digest >> np.uint64(37))) * _AVALANCHE
+    return digest ^ (digest >> np.uint64(32))
 
 
 @numba.njit(inline="always")
@@ -137,8 +137,8 @@ def _word_at(context: Any, address: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = context.get_value_type(word)
-        found = builder.load(builder.inttoptr(arguments[0], kind.as_pointer()))
-        found.align = 1
-        return found
+        loaded = builder.load(builder.inttoptr(arguments[0], kind.as_pointer()))
+        loaded.align = 1
+        return loaded
 
     return word(numba.uint64), generate
