@@ -33,7 +33,7 @@ _RESTORE = (
 _BLAKE3_NBYTES = 16
 #: An XXH3 of 64 bits: damage that keeps it has a chance of 2⁻⁶⁴.
 CHECKSUM_NBYTES = 8
-#: What is remembered of a segment: both, one after the other.
+#: The stored digest of a segment: both, one after the other.
 SEGMENT_DIGEST_NBYTES = _BLAKE3_NBYTES + CHECKSUM_NBYTES
 
 
@@ -151,13 +151,13 @@ def seal_line(line: bytes) -> bytes:
 def unseal_line(data: bytes, where: str) -> bytes:
     """The line of `seal_line`. Any flipped bit raises CorruptionError."""
     line, _, stated = data.partition(b"\n")
-    found = _line_seal(line)
-    if stated != found:
+    computed = _line_seal(line)
+    if stated != computed:
         raise CorruptionError(
             "A sealed line was changed after it was written",
             where=where,
-            expected=stated[: len(found)].decode(errors="replace").strip() or "a second line",
-            found=found.decode().strip(),
+            expected=stated[: len(computed)].decode(errors="replace").strip() or "a second line",
+            found=computed.decode().strip(),
             next_step="restore the file, or delete it and run again",
         )
     return line

@@ -32,7 +32,7 @@ class FreeList(Generic[T]):
             return self._make()
 
     def give_back(self, thing: T) -> None:
-        """Let others have it."""
+        """Make a thing free for the next caller."""
         self._free.append(thing)
 
     @contextmanager

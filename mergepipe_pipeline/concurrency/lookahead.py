@@ -1,4 +1,4 @@
-"""Looking ahead: each item with those that were first seen before it was given."""
+"""Looking ahead: yields each item with the items that were newly seen before it."""
 
 from __future__ import annotations
 

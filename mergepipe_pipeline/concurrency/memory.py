@@ -1,4 +1,4 @@
-"""What this process holds: the most it has held, and how it gives back what it has freed.
+"""Memory of this process: the most it has held, and returning what it has freed.
 
 Allocators keep freed memory for the next one who asks. Between planning, which holds statistics of
 all experts, and merging, which holds windows, nobody will ask for that much.

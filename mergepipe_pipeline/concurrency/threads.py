@@ -30,7 +30,7 @@ def merging() -> int:
 
 
 def waiting() -> int:
-    """Windows merged at once where all that they read comes from the disk: most wait for it."""
+    """Windows merged at once where all their bytes come from the disk: most wait for it."""
     return cores() + READING
 
 
