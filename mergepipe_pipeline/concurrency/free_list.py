@@ -13,7 +13,7 @@ T = TypeVar("T")
 class FreeList(Generic[T]):
     """Gives out a free thing or makes one; safe for several threads.
 
-    It makes as many as are out at once. `max_free` of those given back are kept (None: all).
+    It makes as many as are in use at once. `max_free` of those given back are kept (None: all).
     """
 
     def __init__(self, make: Callable[[], T], max_free: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """Memory of this process: the most it has held, and returning what it has freed.
 
-Allocators keep freed memory for the next one who asks. Between planning, which holds statistics of
-all experts, and merging, which holds windows, nobody will ask for that much.
+Allocators keep freed memory for later allocations. Between planning, which holds statistics of all
+experts, and merging, which holds windows, none is that large.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Merge operators: pure maths on windows of float32 tensors.
 
 Three rooms, each of which imports from the ones after it only. `methods` holds the merge methods,
-one family per file; `steps` what they are put together from, and the registry; `kernels` all
-compiled code. Nothing here does I/O or knows the catalog. Loading the package loads neither torch
-nor a compiler, so that processes which never merge get the schemas quickly.
+one family per file; `steps` their common steps and the registry; `kernels` all compiled code.
+Nothing here does I/O or knows the catalog. Loading the package loads neither torch nor a compiler,
+so that processes which never merge get the schemas quickly.
 
 A new operator is one new file in `methods` with `@operator(...)` on a function, and its formula in
 `tests/oracles.py`.

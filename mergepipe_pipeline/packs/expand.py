@@ -45,7 +45,7 @@ def expand(bitmap: U8Array, n_first: int, ordered: Numbers, out: Numbers) -> Non
 
 
 def _expand_words(bitmap: Any, n_first: Any, ordered: Any, out: Any) -> Any:
-    """Do what the instruction can; how many elements, and how many of these are in the bitmap."""
+    """Expand whole words by the instruction; how many elements, and how many the bitmap has."""
     raise NotImplementedError
 
 

@@ -1,9 +1,8 @@
 """How a chunk lies in a tier's file: sections, each as it is or compressed.
 
 A section whose length is that of its content is stored as it is. A shorter one is a zstd frame,
-told by its first bytes, or pairs as `sparse` says. The lengths of all sections but the last come
-first, 4 bytes each. What a decoder allocates follows from the chunk's length alone, never from what
-a frame says.
+which its first bytes show, or pairs as `sparse` says. The lengths of all sections but the last come
+first, 4 bytes each. A decoder allocates by the chunk's length alone, never by what a frame says.
 """
 
 from __future__ import annotations

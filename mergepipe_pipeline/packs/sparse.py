@@ -1,8 +1,8 @@
 """Sections of almost only zeros, compiled: two bytes for each byte that is none.
 
-The first says how many elements it lies after the one before, the second what it is; where that is
-more than 255, pairs of 255 and zero go there. Upper bytes of distances take no more so than by
-zstd, and no time: zstd needs a sixth of an exact chunk's time for them.
+The first says how many elements it lies after the one before, the second is the byte; a longer
+distance than 255 takes pairs of 255 and zero first. Upper bytes of distances are no longer so than
+by zstd, and take no time: zstd needs a sixth of an exact chunk's time for them.
 """
 
 from __future__ import annotations

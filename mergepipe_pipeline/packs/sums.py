@@ -1,7 +1,7 @@
 """Sizes and residuals of chunks, added up for longer blocks.
 
-A pack keeps those of SUMMED_CHUNKS chunks beside those of chunks: plans of large merges look at
-nothing finer, and read a sixteenth. Longer blocks are sums of these, whether a pack keeps them or
+A pack stores sums of SUMMED_CHUNKS chunks beside those of chunks: plans of large merges need
+nothing finer, and read a sixteenth. Longer blocks are sums of these, whether a pack stores them or
 not, so that a plan does not depend on it.
 """
 

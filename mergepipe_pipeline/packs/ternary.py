@@ -164,7 +164,7 @@ def nearest(
 
 @numba.njit(inline="always")
 def _in_units(delta: Any, per_unit: Any) -> Any:
-    """The whole units of an element, and thrice what they leave; of what is not finite, zeros."""
+    """The whole units of an element, and thrice the rest; zeros if it is not finite."""
     x = delta * per_unit if delta - delta == _ZERO else _ZERO
     whole = (min(max(x, -_MOST), _MOST) + _ROUND) - _ROUND
     return whole, (x - whole) * _THREE
@@ -185,7 +185,7 @@ def add_up(
     elems: I64Array,
     out: I16Array,
 ) -> None:
-    """Put into `out` what tiers add up to: δ̂ in steps of each chunk's last.
+    """Put the sum of the tiers into `out`: δ̂ in steps of each chunk's last.
 
     `starts` [chunks] is where a chunk's `elems` [chunks] begin; it has the first `counts` [chunks]
     tiers. `places` [tiers, chunks] are those of contents: bits of int8 [n] of L0, whose absent

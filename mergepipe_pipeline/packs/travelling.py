@@ -73,7 +73,7 @@ def from_bytes(data: bytes, where: str) -> Travelling:
             raise ValueError(f"the path {wrong[0]!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(
-            "What tells of a pack has another form than this version writes",
+            "The file that describes a pack has another form than this version writes",
             where=where,
             expected=_FORMAT,
             found=str(error)[:200],
@@ -101,7 +101,7 @@ def refuse_odd(record: Replaced, pack: Pack) -> None:
     """Raise CorruptionError for a record whose files could not be made from its pack and rests."""
     if problem := next(_problems(record, pack), None):
         raise CorruptionError(
-            "What tells of a pack does not fit the pack",
+            "The file that describes a pack does not fit the pack",
             where=record.name,
             expected="files that are made of the pack's tensors and of rests",
             found=problem,

@@ -1,6 +1,6 @@
 """Which version of the codec wrote a pack, as its index says; a release reads its own alone.
 
-A pack of another version is whole, and so is its expert: it is written again, not mended.
+A pack of another version is whole, and so is its expert: it is written again, not repaired.
 """
 
 from __future__ import annotations

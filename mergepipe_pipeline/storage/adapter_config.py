@@ -1,6 +1,6 @@
-"""What adapter_config.json of a PEFT LoRA adapter says about its tensors: scale, rank, orientation.
+"""Reads what a PEFT LoRA adapter's config says about its tensors: scale, rank, orientation.
 
-Text in, facts out; opens no file and sees no tensor (`adapter` does). Whatever would make an
+Text in, facts out; opens no file and sees no tensor (`adapter` does). A setting that would make an
 adapter something else than low-rank updates, whole tensors and rows is refused by name.
 """
 
@@ -194,7 +194,7 @@ def _refuse_other_methods(value: Mapping[str, Any], where: str) -> None:
 
 
 def _is_residual(init: object, where: str) -> bool:
-    """Whether the base's weights were changed first in the one way that can be done again.
+    """Whether training first changed the base's weights, in the one way that can be repeated.
 
     peft saves `true` here when it converts such an adapter, and the method's name otherwise.
     """
@@ -308,5 +308,5 @@ def _bad(key: str, expected: str, found: object, where: str) -> CheckpointError:
         where=f"{where}, {key}",
         expected=expected,
         found=_shown(found),
-        next_step="mend adapter_config.json, or get the adapter again",
+        next_step="correct adapter_config.json, or get the adapter again",
     )

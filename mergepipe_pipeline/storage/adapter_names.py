@@ -1,6 +1,6 @@
-"""Which tensor of the base each stored tensor of a PEFT LoRA adapter is for, and in what role.
+"""Which tensor of the base each stored tensor of a PEFT LoRA adapter changes, and in what role.
 
-By names, and for parameters that have no module of their own by the order in which PEFT wraps them.
+Names decide; for parameters without a module of their own, the order in which PEFT wraps them.
 Every tensor finds its place, or the adapter is refused.
 """
 
@@ -48,7 +48,7 @@ class Change:
 def find_changes(
     checkpoint: Checkpoint, base_names: Collection[str], config: AdapterConfig
 ) -> dict[str, Change]:
-    """What changes, by the base's names. Raises CheckpointError for a tensor without a place."""
+    """The changes, by the base's names. Raises CheckpointError for a tensor without a place."""
     changes: dict[str, Change] = {}
     suffixes = _suffixes(base_names)
     parameters = _parameters(checkpoint, base_names, config)

@@ -76,7 +76,7 @@ def write_fleeting(path: str | Path, pieces: Iterable[bytes | bytearray]) -> Non
 
 
 def remove_unnamed(folder: str | Path) -> None:
-    """Remove what killed processes left below a folder before it had a name."""
+    """Remove the temporary files that killed processes left below a folder."""
     for path in Path(folder).rglob(".*.tmp"):
         if is_held(path) is False:
             path.unlink(missing_ok=True)
@@ -128,7 +128,7 @@ def _next_turn(path: Path) -> int:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             stack.callback(os.close, handle)
             lock(handle)
-            with suppress(FileNotFoundError):  # who had it before has removed it
+            with suppress(FileNotFoundError):  # its last holder has removed it
                 if os.path.samestat(os.fstat(handle), path.stat()):
                     stack.pop_all()
                     return handle
@@ -182,7 +182,7 @@ def publish_dir(staged: str | Path, final: str | Path) -> bool:
 
 
 def replace_dir(staged: str | Path, final: str | Path) -> None:
-    """Give a complete folder its final name, durably; an older one has the name `staged` then.
+    """Give a complete folder its final name, durably; an older one then has the name `staged`.
 
     Readers see the old one or the new one. Where the file system cannot exchange two names, there
     is neither for a moment, and a process that is killed in it leaves the old one beside its place,
@@ -246,7 +246,7 @@ def copy_file(source: str | Path, target: str | Path) -> None:
 
 
 def remove_tree(path: str | Path) -> None:
-    """Remove a folder or file if it is there; what another process removed meanwhile is fine."""
+    """Remove a folder or file if it is there; another process may remove it meanwhile."""
     _step("remove")
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
@@ -289,7 +289,7 @@ def _temp_file(final: Path, data: bytes | Iterable[bytes]) -> Iterator[Path]:
 
 
 def _make_missing(folder: Path) -> list[Path]:
-    """Make a folder and what is missing above it; the folders that got a new name in them."""
+    """Make a folder and its missing parents; returns the folders that got a new entry."""
     missing = list(takewhile(lambda p: not p.is_dir(), (folder, *folder.parents)))
     if missing:
         folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.ui
 
 @cached_njit(nogil=True)
 def run_all(requests: I64Array, scratch: U8Array) -> int:
-    """Do `requests` [n, REQUEST_FIELDS] in order; how many were done before one failed.
+    """Do `requests` [n, REQUEST_FIELDS] in order; returns how many were done before one failed.
 
     `scratch` begins at a page and has whole pages.
     """

@@ -31,9 +31,10 @@ _pieces = FreeList(partial(page_aligned, _PIECE_NBYTES), max_free=_WAITING + 1)
 
 
 class DirectFile:
-    """A new file of `nbytes` at `path`, whose space is reserved at once; ends with `close`.
+    """A new file of `nbytes` at `path`, whose space is reserved at once.
 
-    Or with `abandon`, which leaves it as it is. Raises OSError: FileExistsError, a full disk.
+    It ends with `close`, or with `abandon`, which leaves it as it is. Raises OSError:
+    FileExistsError, a full disk.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:

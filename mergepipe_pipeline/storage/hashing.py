@@ -18,7 +18,7 @@ _local = threading.local()
 
 
 def file_sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a regular file's bytes. Raises CorruptionError for what is none, OSError."""
+    """SHA-256 of a file's bytes. Raises CorruptionError unless it is a regular file, OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -64,7 +64,7 @@ class HeldBytes:
 
 
 class HeldFiles:
-    """Files of one source that are read twice: `first`, through what may hold it, then `again`."""
+    """Pieces of one source's files between a `FirstReading` and a `SecondReading`."""
 
     def __init__(self, held: HeldBytes) -> None:
         self._held = held

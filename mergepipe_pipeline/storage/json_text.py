@@ -1,4 +1,4 @@
-"""The one way in for JSON that somebody else wrote, and out again: what passes can be written.
+"""The one parser for JSON that somebody else wrote; every value that passes can be written again.
 
 Stricter than Python's reader, which takes half surrogate pairs (no text for anyone), a key twice
 (two readers see two values), NaN, and any depth that its own stack allows.

@@ -1,7 +1,7 @@
 """Locks that the system drops when their process ends, however it ends: flock.
 
-A lock says whether the maker of a file still lives. Where the file system has no locks, nobody
-knows, and who asks must judge by age.
+A lock says whether the maker of a file still lives. Where the file system has no locks, callers
+judge by age.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def lock(handle: int, *, shared: bool = False) -> bool:
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether a living process has locked the file; None where nobody can know.
+    """Whether a living process has locked the file; None where this cannot be known.
 
     False for a file that is not there.
     """

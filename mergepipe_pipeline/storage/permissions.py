@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PERMISSIONS = 0o777
-#: What whoever makes a file or a folder needs to read it, whoever it belonged to before.
+#: The bits that its maker needs to read a file or a folder.
 _FILE_LEAST, _FOLDER_LEAST = 0o400, 0o500
 #: What the kernel says where the file system keeps no permissions, as that of a USB stick.
 _KEEPS_NONE = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})

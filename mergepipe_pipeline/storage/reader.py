@@ -1,7 +1,7 @@
 """Reads runs of elements of a checkpoint, through the gate: nothing outside the access set.
 
-Where budgeted bytes of checkpoints are counted (those of packs: `packs.reader`): what was delivered
-for each request, without the rest of the disk's pages.
+Budgeted bytes of checkpoints are counted here (those of packs in `packs.reader`): the bytes of each
+request, without the rest of the disk's pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Tally(threading.local):
-    """What the thread that asks has read so far: bytes, and the seconds it took."""
+    """What the calling thread has read so far: bytes, and the seconds it took."""
 
     nbytes = 0
     read_s = 0.0

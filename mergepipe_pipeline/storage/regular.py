@@ -1,4 +1,4 @@
-"""Opens files that somebody else made: regular ones only, from where they may lie.
+"""Opens files that somebody else made: regular ones only, and only in allowed places.
 
 A FIFO blocks whoever opens it, a device acts or never ends, and a link may lead to a private file
 that a merge would publish. A file is looked at through a descriptor that opens nothing (O_PATH);
@@ -90,7 +90,7 @@ def text_of(path: str | Path) -> str:
 
 
 def _real(path: Path) -> str:
-    """The path that the kernel knows; of what is not there, the path without links."""
+    """The kernel's path of a file; if there is none, the path without links."""
     try:
         handle = os.open(path, _LOOK)
     except OSError:

@@ -1,6 +1,6 @@
-"""What a model folder needs beside its weights: files by known names, each of a sane size.
+"""The files that a model folder needs beside its weights: by known names, each of a sane size.
 
-A name that is not known here is never copied: a folder may hold anything.
+Files of other names are never copied: a folder may hold anything.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _MOST_NBYTES = dict.fromkeys(
     MAX_JSON_NBYTES,
 )
 
-#: What may lie beside weights, for who cannot list a folder.
+#: Names of files that may lie beside weights, for sources that cannot list a folder.
 SIDE_NAMES = tuple(_MOST_NBYTES)
 
 
 class SideStamp(NamedTuple):
-    """A side file as it was seen: name, size in bytes, time of its last change; or `gone`."""
+    """A side file as last seen: name, size in bytes, time of its last change; or `gone`."""
 
     file: str
     nbytes: int

@@ -338,7 +338,7 @@ class LocalSource:
 
 
 def open_source(uri: str, reading: Reading = "ahead") -> CheckpointSource:
-    """The source for a path or URI. Raises CheckpointError for a scheme that nobody serves."""
+    """The source for a path or URI. Raises CheckpointError for an unknown scheme."""
     scheme, separator, _ = uri.partition("://")
     if not separator:
         return LocalSource(uri, reading)

@@ -1,7 +1,7 @@
 """Large reads past the page cache, for bytes that are read once and would not fit into it.
 
 A cold read through a full page cache costs 0.6 to 1.4 s of CPU per GB here, most of it for making
-room; past it, 0.2 s. What is in the cache already is left to an ordinary read, and so is everything
+room; past it, 0.2 s. Bytes that are in the cache already are read ordinarily, and so is everything
 where system or file system cannot do this.
 """
 
@@ -102,7 +102,7 @@ def read_pages(direct: int, start_byte: int, nbytes: int, buffer: memoryview) ->
 
 
 def is_cold(descriptor: int, start_byte: int, nbytes: int) -> bool:
-    """Whether at most half of these bytes are in the page cache; False where nobody can tell."""
+    """Whether at most half of these bytes are in the page cache; False where it is not known."""
     cached = cached_nbytes(descriptor, start_byte, nbytes)
     return cached is not None and 2 * cached <= nbytes
 

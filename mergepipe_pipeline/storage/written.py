@@ -30,7 +30,7 @@ def unwritten(path: Path) -> str | None:
 
 
 def _first_hole(handle: int, nbytes: int) -> int:
-    """Where the first hole begins; `nbytes` if there is none or nobody can know."""
+    """Where the first hole begins; `nbytes` if there is none or it cannot be known."""
     try:
         return os.lseek(handle, 0, os.SEEK_HOLE) if nbytes else 0
     except OSError as error:

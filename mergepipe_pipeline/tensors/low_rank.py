@@ -216,7 +216,7 @@ class _Stored:
     """Stored tensors as float32, verified where their segments are known."""
 
     def __init__(self, readers: Readers, known: KnownSegments | None) -> None:
-        self._readers, self._known = readers, known
+        self._readers, self._segments = readers, known
 
     def read(self, part: Part) -> torch.Tensor:
         """The whole tensor."""
@@ -232,7 +232,7 @@ class _Stored:
     def _tiles(self, part: Part, length: int) -> Iterator[tuple[int, torch.Tensor]]:
         entry = part.entry
         view = view_of(entry, part.source)
-        segments = self._known and self._known.of_part(part)
+        segments = self._segments and self._segments.of_part(part)
         verifier = Verifier(view, segments) if segments else None
         check = verifier.check if verifier else None
         for start in range(0, max(1, entry.numel), length):

@@ -142,7 +142,7 @@ class ExpertRow:
             inside.sub_(base[: len(inside)])
 
     def value(self, row: torch.Tensor, base: torch.Tensor | None) -> None:
-        """Fill `row` [n] with T where read, else with B plus the approximated and low-rank δ."""
+        """Fill `row` [n] with T where read, else B; then add approximated and low-rank δ."""
         if self._view.is_delta or not self._is_whole(row):
             assert base is not None
             row.copy_(base)

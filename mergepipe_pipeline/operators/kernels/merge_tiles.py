@@ -122,7 +122,7 @@ def _is_plain(row: Any) -> Any:
 
 @cached_njit(nogil=True)
 def _sum_row(stored: Stored, base: F32Array, step: np.float32, row: Any, total: F32Array) -> None:
-    """Add a plain row's weighted δ on a tile to `total` [m]: one pass, as nobody votes on δ."""
+    """Add a plain row's weighted δ on a tile to `total` [m]: one pass, as there is no vote on δ."""
     scale, weight = row.scale, row.weight
     if step != STORED:
         for e in range(len(stored)):
@@ -162,7 +162,7 @@ def _add_row(
 ) -> None:
     """Let `delta` [m] be the row's weighted δ on a tile, and add it to `total` [m].
 
-    δ is what is stored less `base` [m]. `drawn` [m] is room for random numbers.
+    δ is `stored` less `base` [m]. `drawn` [m] is room for random numbers.
     """
     scale, weight = row.scale, row.weight
     is_rare = row.drops_outliers or row.divisor != 1

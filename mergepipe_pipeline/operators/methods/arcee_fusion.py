@@ -25,8 +25,8 @@ LEAST_PROBABILITY = 1e-8
 def _importance(window: Window) -> Tensor:
     """|δ|·KL(softmax T ‖ softmax B) of each element's row, [n] float32, none negative and no NaN.
 
-    The divergence is taken in float64: of small deltas most of it is rounding in float32, as
-    mergekit takes it unless told otherwise, and selects by that. Below zero it counts as zero.
+    The divergence is taken in float64: of small deltas most of it is rounding in float32, which is
+    mergekit's default. Below zero it counts as zero.
     """
     assert window.base is not None
     # Rows [r, row_elems] in float64.

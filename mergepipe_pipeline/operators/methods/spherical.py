@@ -80,7 +80,7 @@ def slerp(window: Window, *, t: Annotated[float, "0 is the base, 1 the other mod
 def _nuslerp_factors(gram: F64Array, weight: PerModel) -> tuple[F64Array, F64Array]:
     """Factors of the two experts, from a Gram matrix [2, 2] or one per row [2, 2, rows].
 
-    Colinear is what float32 cannot tell from it, as it is for mergekit.
+    As in mergekit, vectors that float32 cannot tell from colinear ones count as colinear.
     """
     total = sum(weight)
     t = 0.5 if abs(total) < _NUSLERP_MIN_WEIGHT else weight[1] / total

@@ -1,1 +1,1 @@
-"""What the merge methods are put together from, and the registry that they are entered in."""
+"""The steps that merge methods share, and the registry of all methods."""

@@ -1,4 +1,4 @@
-"""What an operator is, and the table of all of them; a function's signature is its schema.
+"""The type of an operator, and the table of all of them; a function's signature is its schema.
 
 Not a merge: nothing here computes. `recipe` reads the schemas, `planner` the coefficients, and the
 engine calls `apply` for one window after the other.

@@ -1,4 +1,4 @@
-"""What an operator must know of whole tensors before it can stream: sums, and order statistics.
+"""Measures of whole tensors that an operator needs before it streams: sums, order statistics.
 
 Declarations with pure functions of one window; `analysis` runs them over a tensor in one pass each
 and the catalog remembers the numbers. Steps are taken in order, and each sees the numbers of the

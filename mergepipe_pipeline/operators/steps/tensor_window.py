@@ -1,4 +1,4 @@
-"""What an operator is handed: some elements of one tensor, from the base and from all experts."""
+"""The input of an operator: some elements of one tensor, from the base and from all experts."""
 
 from __future__ import annotations
 
