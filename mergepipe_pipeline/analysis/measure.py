@@ -1,7 +1,7 @@
 """Runs an operator's measures over whole tensors: sums and order statistics, window by window.
 
-Reads every expert of a tensor once or twice per step and holds a few windows. What a number means
-is the operator's business; `pipeline.facts` remembers it.
+Reads every expert of a tensor once or twice per step and holds a few windows. The
+operator says what a number means; `facts` stores it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Site:
+class MeasuredTensor:
     """One tensor to measure: its task (with the numbers known so far), and its inputs' views.
 
     Sources of all views index one list of checkpoints.
@@ -48,36 +48,39 @@ class Site:
 
 def measure(
     checkpoints: Sequence[Checkpoint],
-    sites: Sequence[Site],
+    tensors: Sequence[MeasuredTensor],
     step: Measure,
     progress: Callable[[int], None] | None = None,
     known: KnownSegments | None = None,
 ) -> list[tuple[float, ...]]:
-    """The numbers of one step for each site. Raises CheckpointChangedError.
+    """The numbers of one step for each tensor. Raises CheckpointChangedError.
 
     Checkpoints' bytes are verified against `known` segments, else CorruptionError.
     """
     with WindowReader(checkpoints, known) as reader:
-        found = [_measure(reader, site, step, progress) for site in sites]
+        numbers = [_measure(reader, tensor, step, progress) for tensor in tensors]
         reader.verify_unchanged()
-    return found
+    return numbers
 
 
 def _measure(
-    reader: WindowReader, site: Site, step: Measure, progress: Callable[[int], None] | None
+    reader: WindowReader,
+    tensor: MeasuredTensor,
+    step: Measure,
+    progress: Callable[[int], None] | None,
 ) -> tuple[float, ...]:
     if isinstance(step, Sums):
         total: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
-        for part in _windows(reader, site, lambda w: step.of(w).double().numpy(), progress):
+        for part in _windows(reader, tensor, lambda w: step.of(w).double().numpy(), progress):
             total = part.copy() if total is None else total + part
         return tuple(total.tolist()) if total is not None else ()
-    scores = _Scores(reader, site, step, progress)
+    scores = _Scores(reader, tensor, step, progress)
     histogram = Histogram.of(scores)
     if isinstance(step, Quantiles):
-        bits = [bits_at(scores, histogram, rank) for rank in step.ranks(site.numel)]
+        bits = [bits_at(scores, histogram, rank) for rank in step.ranks(tensor.numel)]
         return tuple(float(np.uint32(b).view(np.float32)) for b in bits)
-    nonzero = sum(scores.map(lambda _, found: int(np.count_nonzero(found))))
-    keep = step.count(site.numel, nonzero, site.task.facts, dict(site.task.params))
+    nonzero = sum(scores.map(lambda _, bits: int(np.count_nonzero(bits))))
+    keep = step.count(tensor.numel, nonzero, tensor.task.facts, dict(tensor.task.params))
     if keep >= nonzero:
         return (0.0, 0.0)
     rule = keep_largest(scores, histogram, keep)
@@ -87,7 +90,7 @@ def _measure(
 @dataclass(frozen=True)
 class _Scores:
     reader: WindowReader
-    site: Site
+    tensor: MeasuredTensor
     step: Quantiles | Largest
     progress: Callable[[int], None] | None
 
@@ -96,7 +99,7 @@ class _Scores:
             score = self.step.score(window).contiguous().view(torch.int32).numpy()
             return work(window.start_elem, score.view(np.uint32))
 
-        return _windows(self.reader, self.site, of, self.progress, only)
+        return _windows(self.reader, self.tensor, of, self.progress, only)
 
     def in_bin(self, bin_: int) -> Iterator[InBin]:
         return self.map(lambda _, bits: in_bin(bits, bin_))
@@ -104,23 +107,23 @@ class _Scores:
 
 def _windows(
     reader: WindowReader,
-    site: Site,
+    tensor: MeasuredTensor,
     work: Callable[[Window], T],
     progress: Callable[[int], None] | None,
     only: int | None = None,
 ) -> Iterator[T]:
     def run(w: GroupWindow) -> tuple[T, int]:
-        return work(Window(w.base, w.rows, site.task, w.start_elem)), w.nbytes
+        return work(Window(w.base, w.rows, tensor.task, w.start_elem)), w.nbytes
 
-    for found, nbytes in reader.groups(
-        site.experts,
-        site.base,
-        site.numel,
+    for worked, nbytes in reader.groups(
+        tensor.experts,
+        tensor.base,
+        tensor.numel,
         run,
-        as_delta=site.as_delta,
-        row_elems=site.row_elems,
+        as_delta=tensor.as_delta,
+        row_elems=tensor.row_elems,
         only=only,
     ):
         if progress:
             progress(nbytes)
-        yield found
+        yield worked

@@ -136,7 +136,7 @@ def _run(
     numbers: Mapping[str, Fact],
     progress: Progress | None,
 ) -> dict[str, Fact]:
-    from mergepipe_pipeline.analysis.measure import Site, measure
+    from mergepipe_pipeline.analysis.measure import MeasuredTensor, measure
 
     members = (*group.experts, *(() if group.base is None else (group.base,)))
     checkpoints: list[Checkpoint] = []
@@ -148,7 +148,7 @@ def _run(
     def view(place: int, tensor: str) -> TensorView:
         return moved(models[members[place]].views[tensor], first[place])
 
-    sites = []
+    measured = []
     for t in tensors:
         experts = tuple(view(i, entry.tensor) for i, entry in enumerate(t.inputs))
         base = view(len(experts), t.base.tensor) if t.base else None
@@ -166,14 +166,14 @@ def _run(
         )
         whole_rows = operator.schema.scope == "row" and like.shape
         row_elems = max(1, like.shape[-1]) if whole_rows else 1
-        sites.append(Site(task, base, experts, _as_delta(operator, group), row_elems))
-    nbytes = sum(v.stored_nbytes for s in sites for v in s.experts)
-    nbytes += sum(s.base.stored_nbytes for s in sites if s.base)
+        measured.append(MeasuredTensor(task, base, experts, _as_delta(operator, group), row_elems))
+    nbytes = sum(v.stored_nbytes for m in measured for v in m.experts)
+    nbytes += sum(m.base.stored_nbytes for m in measured if m.base)
     passes = 1 if step.is_sum else 3
     known = checkpoint_inputs(warehouse, checkpoints, progress)
     with (progress or Silent()).task(f"measure {step.name}", nbytes * passes) as advance:
-        found = measure(checkpoints, sites, step, advance, known)
-    return {t.name: n for t, n in zip(tensors, found, strict=True)}
+        by_tensor = measure(checkpoints, measured, step, advance, known)
+    return {t.name: n for t, n in zip(tensors, by_tensor, strict=True)}
 
 
 def _input(position: int, view: TensorView, params: Params) -> ExpertInput:

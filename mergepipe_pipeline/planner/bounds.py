@@ -1,7 +1,7 @@
 """How far a budgeted merge can be from the full one at most, from statistics alone.
 
 The bound is on ‖W_plan − W_full‖₂ in exact arithmetic, before the cast on write, and always holds.
-Blocks are disjoint, so squares add over sites (the same elements of one merged tensor).
+Blocks are disjoint, so squares add over output blocks (the same elements of one merged tensor).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class SimulatedErrors(Protocol):
         ...
 
     def squares(self, tensor: int, omitted: Sequence[Choice]) -> F64Array | None:
-        """Squared errors of leaving out just these blocks, [sites, E] each.
+        """Squared errors of leaving out just these blocks, [out_blocks, E] each.
 
         [choices, parts]: every part of the samples estimates them for itself. Slower and nearer
         than the curve. None where samples tell nothing.
@@ -89,11 +89,12 @@ class SimulatedErrors(Protocol):
 class Candidates:
     """Flat arrays over all (row, block), ordered by row, then block.
 
-    `site` numbers (output tensor, block): candidates of one site are the same elements of the
-    merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas known to be all zero.
-    `unit` numbers what is read together: a candidate alone, or a bundled row, whose bytes stand
-    at its first candidate. `first` and `first_site` are the first candidate of each row and the
-    first site of each tensor. `simulations` are of tensors whose merge is no sum of deltas, if any.
+    `out_block` numbers (output tensor, block): candidates of one output block are the same elements
+    of the merged tensor. `nbytes` is the cost, `gain` ‖c·δ‖², `zero` marks deltas known to be all
+    zero. `unit` numbers what is read together: a candidate alone, or a bundled row, whose bytes
+    stand at its first candidate. `first` and `first_out_block` are the first candidate of each row
+    and the first output block of each tensor. `simulations` are of tensors whose merge is
+    no sum of deltas, if any.
     """
 
     rows: tuple[Row, ...]
@@ -101,10 +102,10 @@ class Candidates:
     simulations: SimulatedErrors | None
     row: I64Array
     block: I64Array
-    site: I64Array
-    n_sites: int
+    out_block: I64Array
+    n_out_blocks: int
     first: I64Array
-    first_site: I64Array
+    first_out_block: I64Array
     nbytes: I64Array
     norm: F64Array
     sq_norm: F64Array
@@ -173,7 +174,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Group:
-    """One output tensor's candidates as a table of sites by experts."""
+    """One output tensor's candidates as a table of output blocks by experts."""
 
     candidates: Candidates
     tensor: int
@@ -186,44 +187,44 @@ class Group:
         return self.candidates.rows[self.first_row : self.first_row + len(self.slices)]
 
     @property
-    def n_sites(self) -> int:
+    def n_out_blocks(self) -> int:
         """Blocks of the longest expert."""
         return max(int(s.stop - s.start) for s in self.slices)
 
     @property
-    def first_site(self) -> int:
-        """The site of the first row of the table."""
-        return int(self.candidates.first_site[self.tensor])
+    def first_out_block(self) -> int:
+        """The output block of the first row of the table."""
+        return int(self.candidates.first_out_block[self.tensor])
 
     @cached_property
     def members(self) -> I64Array:
-        """[sites, E] candidate numbers, −1 where an expert has no such block."""
-        out = np.full((self.n_sites, len(self.slices)), -1, np.int64)
+        """[out_blocks, E] candidate numbers, −1 where an expert has no such block."""
+        out = np.full((self.n_out_blocks, len(self.slices)), -1, np.int64)
         for i, s in enumerate(self.slices):
             out[: s.stop - s.start, i] = np.arange(s.start, s.stop)
         return out
 
     @cached_property
     def size(self) -> F64Array:
-        """[sites, E] of c·‖δ‖, with the sign of c."""
+        """[out_blocks, E] of c·‖δ‖, with the sign of c."""
         size: F64Array = self.table(self.candidates.coefficient) * self.table(self.candidates.norm)
         return size
 
     @cached_property
     def kept(self) -> F64Array:
-        """[sites, E]: the expected share of the squared norm that a sparsifying method keeps."""
+        """[out_blocks, E]: the expected share of the squared norm that sparsifying keeps."""
         whole, kept = np.square(self.size), self.table(self.candidates.sq_norm)
         known = (whole > 0) & np.isfinite(whole) & np.isfinite(kept)
         return np.divide(kept, whole, where=known, out=np.ones_like(whole))
 
     def omitted(self, choice: Choice) -> Choice:
-        """[sites, E]: candidates that are left out although they change something."""
+        """[out_blocks, E]: candidates that are left out although they change something."""
         left: Choice = self.table(choice) | self.table(self.candidates.zero) | (self.members < 0)
         return ~left
 
     def table(self, values: npt.NDArray[S]) -> npt.NDArray[S]:
-        """[sites, E] of an array over candidates, 0 where an expert has no such block."""
-        out = np.zeros((self.n_sites, len(self.slices)), values.dtype)
+        """[out_blocks, E] of an array over candidates, 0 where an expert has no such block."""
+        out = np.zeros((self.n_out_blocks, len(self.slices)), values.dtype)
         for i, s in enumerate(self.slices):
             out[: s.stop - s.start, i] = values[s]
         return out
@@ -235,9 +236,9 @@ def lay_out(
     """The candidates of `rows` on `grid`. Unknown statistics count as infinitely worth having."""
     counts = np.array([grid.count(r.numel) for r in rows], dtype=np.int64)  # [rows]
     first = np.cumsum(counts) - counts  # [rows]
-    row = np.repeat(np.arange(len(rows)), counts)  # [candidates], as all below but first_site
+    row = np.repeat(np.arange(len(rows)), counts)  # [candidates], as all below but first_out_block
     block = np.arange(len(row)) - first[row]
-    first_site, n_sites = _first_sites(rows, counts)  # [tensors]
+    first_out_block, n_out_blocks = _first_out_blocks(rows, counts)  # [tensors]
     tensor = np.array([r.tensor for r in rows], dtype=np.int64)[row]
     coefficient = np.array([r.coefficient for r in rows], dtype=np.float64)[row]
     l2sq, zero = _changes(rows, first, counts)
@@ -248,10 +249,10 @@ def lay_out(
         simulations=simulations,
         row=row,
         block=block,
-        site=first_site[tensor] + block,
-        n_sites=n_sites,
+        out_block=first_out_block[tensor] + block,
+        n_out_blocks=n_out_blocks,
         first=first,
-        first_site=first_site,
+        first_out_block=first_out_block,
         nbytes=nbytes,
         norm=np.sqrt(l2sq),
         sq_norm=_kept_sq_norm(rows, first, counts, l2sq, coefficient),
@@ -262,15 +263,15 @@ def lay_out(
     )
 
 
-def _first_sites(rows: Sequence[Row], counts: I64Array) -> tuple[I64Array, int]:
-    """The number of each output tensor's first site, [tensors], and how many sites there are.
+def _first_out_blocks(rows: Sequence[Row], counts: I64Array) -> tuple[I64Array, int]:
+    """The number of each output tensor's first output block, [tensors], and how many there are.
 
-    A tensor has as many sites as the longest of its rows has blocks.
+    A tensor has as many output blocks as the longest of its rows has blocks.
     """
-    sites = np.zeros(1 + max((r.tensor for r in rows), default=-1), dtype=np.int64)  # [tensors]
+    n_blocks = np.zeros(1 + max((r.tensor for r in rows), default=-1), dtype=np.int64)  # [tensors]
     for r, n in zip(rows, counts, strict=True):
-        sites[r.tensor] = max(sites[r.tensor], n)
-    return np.cumsum(sites) - sites, int(sites.sum())
+        n_blocks[r.tensor] = max(n_blocks[r.tensor], n)
+    return np.cumsum(n_blocks) - n_blocks, int(n_blocks.sum())
 
 
 def _changes(rows: Sequence[Row], first: I64Array, counts: I64Array) -> tuple[F64Array, Choice]:

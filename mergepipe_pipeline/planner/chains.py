@@ -1,7 +1,8 @@
-"""In which order a site's blocks are best read, and what is left of the error after each.
+"""In which order the experts' blocks are best read, and what is left of the error after each.
 
-A site is one block of a merged tensor; what can be read for it is that block of each expert. The
-loops are compiled: a large merge has tens of thousands of sites of a hundred experts.
+An output block is one block of a merged tensor; what can be read for it is that block of each
+expert. The loops are compiled: a large merge has tens of thousands of output blocks of a hundred
+experts.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ def additive_chains(
 ) -> None:
     """A good order of items for sums, by what they leave of ‖Σ omitted cδ‖².
 
-    `size` [sites, E] is c·‖δ‖ with c's sign, `cosine` [sites, E, E], `nbytes` [sites, E] (0:
-    nothing to read). Of its squared norm a delta keeps the share `kept` [sites, E], and of an inner
-    product the product of both shares: exactly so, on average, where it drops at random. Fills
-    `order` [sites, E] with expert numbers (−1 after the last) and `residual` [sites, E + 1] with
-    what is left after so many items.
+    `size` [out_blocks, E] is c·‖δ‖ with c's sign, `cosine` [out_blocks, E, E], `nbytes`
+    [out_blocks, E] (0: nothing to read). Of its squared norm a delta keeps the share `kept`
+    [out_blocks, E], and of an inner product the product of both shares: exactly so, on average,
+    where it drops at random. Fills `order` [out_blocks, E] with expert numbers (−1 after the last)
+    and `residual` [out_blocks, E + 1] with what is left after so many items.
 
     Of two greedy orders it is the one with the lower hull: what saves the most per byte first, or
     what costs the least to omit last. The first keeps deltas that cancel each other unread, the
     second finds what cancels among all that is left.
     """
-    n_sites, count = size.shape
+    n_out_blocks, count = size.shape
     other, other_residual = np.empty(count, np.int64), np.empty(count + 1)
-    for s in range(n_sites):
+    for s in range(n_out_blocks):
         _omit_least(size[s], kept[s], cosine[s], nbytes[s], order[s], residual[s])
         _save_most(size[s], kept[s], cosine[s], nbytes[s], other, other_residual)
         below = _area(other, other_residual, nbytes[s])
@@ -57,11 +58,11 @@ def _omit_least(
     order: I64Array,
     residual: F64Array,
 ) -> None:
-    """One site's order from the end: of all that is read, omit next what costs least per byte.
+    """One output block's order from the end: of all that is read, omit next what costs least.
 
-    `size`, `kept`, `nbytes`, `order` [E], `cosine` [E, E], `residual` [E + 1]. `pull[i]` is what
-    expert i's delta has in common with those omitted. Loops run over all experts, so that they
-    compile to vector instructions; what `blocked` makes infinite is never the least.
+    Costs are per byte. `size`, `kept`, `nbytes`, `order` [E], `cosine` [E, E], `residual` [E + 1].
+    `pull[i]` is what expert i's delta has in common with those omitted. Loops run over all experts,
+    so that they compile to vector instructions; what `blocked` makes infinite is never the least.
     """
     count, n = len(size), (nbytes > 0).sum()
     mean, rate, blocked = size * kept, np.zeros(count), np.full(count, np.inf)
@@ -95,9 +96,9 @@ def _save_most(
     order: I64Array,
     residual: F64Array,
 ) -> None:
-    """One site's order from the start: of all that is omitted, read next what saves most per byte.
+    """One output block's order from the start: of all that is omitted, read next what saves most.
 
-    Arguments and loops as in `_omit_least`.
+    Savings are per byte; arguments and loops as in `_omit_least`.
     """
     count, n = len(size), (nbytes > 0).sum()
     mean, rate, blocked = size * kept, np.zeros(count), np.full(count, np.inf)
@@ -130,7 +131,7 @@ def _save_most(
 
 @cached_njit(nogil=True)
 def _area(order: I64Array, residual: F64Array, nbytes: I64Array) -> float:
-    """The area between zero and one site's hull of residual over bytes."""
+    """The area between zero and one output block's hull of residual over bytes."""
     at, area = 0, 0.0
     while True:
         to, cost = _next(order, residual, nbytes, at)
@@ -171,8 +172,8 @@ def hull_of(
 ) -> None:
     """The items worth making in a row: the lower convex hull of residual over bytes.
 
-    Arguments as in `additive_chains`. Item n of site s takes the experts at the places k of its
-    order with `item[s, k]` = n (−1: read by none), for `cost[s, n]` bytes, and saves
+    Arguments as in `additive_chains`. Item n of output block s takes the experts at the places k of
+    its order with `item[s, k]` = n (−1: read by none), for `cost[s, n]` bytes, and saves
     `saved[s, n]` (0: there is no such item). What is saved per byte falls from one to the next.
     """
     for s in range(len(order)):

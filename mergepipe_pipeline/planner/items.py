@@ -42,15 +42,15 @@ def single_items(c: Candidates, units: I64Array) -> Items:
     counts = np.append(c.unit_first, len(c.unit))[units + 1] - starts
     first = np.concatenate([[0], np.cumsum(counts)])
     places = np.arange(first[-1]) - np.repeat(first[:-1] - starts, counts)
-    return Items(c.n_sites + units, c.unit_gain[units], first, places)
+    return Items(c.n_out_blocks + units, c.unit_gain[units], first, places)
 
 
 def chain_items(c: Candidates, free: Choice) -> Items:
-    """The items of every site that are worth making in a row, from the candidates in `free`."""
+    """The items of every output block worth making in a row, from the candidates in `free`."""
     nbytes = np.where(free, c.nbytes, 0)
     # The threads of a BLAS would fight over matrices of this size, and take ten times as long.
     with threadpool_limits(1, "blas"), Workers(threads.PLANNING) as workers:
-        return joined(list(workers.map(lambda group: _site_items(group, nbytes), c.groups())))
+        return joined(list(workers.map(lambda group: _out_block_items(group, nbytes), c.groups())))
 
 
 def joined(parts: Sequence[Items]) -> Items:
@@ -65,7 +65,7 @@ def joined(parts: Sequence[Items]) -> Items:
     )
 
 
-def _site_items(group: Group, free_nbytes: I64Array) -> Items:
+def _out_block_items(group: Group, free_nbytes: I64Array) -> Items:
     from mergepipe_pipeline.planner.chains import hull_of
 
     shape, nbytes = group.members.shape, group.table(free_nbytes)
@@ -73,27 +73,27 @@ def _site_items(group: Group, free_nbytes: I64Array) -> Items:
     item = np.full(shape, -1, np.int64)
     saved, cost = np.zeros(shape), np.zeros(shape, np.int64)
     hull_of(order, residual, nbytes, item, saved, cost)
-    sites, places = np.nonzero(item >= 0)
-    numbers = item[sites, places]
+    out_blocks, places = np.nonzero(item >= 0)
+    numbers = item[out_blocks, places]
     starts = np.flatnonzero((places == 0) | (np.diff(numbers, prepend=-1) != 0))
     return Items(
-        group.first_site + sites[starts],
-        saved[sites[starts], numbers[starts]],
-        np.append(starts, len(sites)),
-        group.members[sites, order[sites, places]],
+        group.first_out_block + out_blocks[starts],
+        saved[out_blocks[starts], numbers[starts]],
+        np.append(starts, len(out_blocks)),
+        group.members[out_blocks, order[out_blocks, places]],
     )
 
 
 def _chain(group: Group, nbytes: I64Array) -> tuple[I64Array, F64Array]:
-    """A greedy order per site [sites, E], and the residual after each item [sites, E + 1]."""
+    """A greedy order [out_blocks, E], and the residual after each item [out_blocks, E + 1]."""
     c = group.candidates
     curve = c.curves.get(group.tensor)
-    sites, count = group.members.shape
+    n_blocks, count = group.members.shape
     if curve is None:
         from mergepipe_pipeline.planner.chains import additive_chains
 
-        order = np.full((sites, count), -1, np.int64)
-        residual = np.zeros((sites, count + 1))
+        order = np.full((n_blocks, count), -1, np.int64)
+        residual = np.zeros((n_blocks, count + 1))
         size = np.nan_to_num(group.size, nan=_HUGE, posinf=_HUGE, neginf=-_HUGE)
         for batch, cosine in cosine_batches(group, cautious=True):
             into = (nbytes[batch], order[batch], residual[batch])
@@ -113,7 +113,7 @@ def _chain(group: Group, nbytes: I64Array) -> tuple[I64Array, F64Array]:
 
 
 def cosine_batches(group: Group, *, cautious: bool) -> Iterator[Batch]:
-    """Cosines of a group's sites; deltas without a sketch count as orthogonal to the others."""
+    """Cosines of a group's blocks; deltas without a sketch count as orthogonal to the others."""
     sketches = [r.block_sketch for r in group.rows]
     known = [s for s in sketches if s is not None]
     if len(known) == len(sketches):
@@ -121,7 +121,7 @@ def cosine_batches(group: Group, *, cautious: bool) -> Iterator[Batch]:
         yield from gram.cautious() if cautious else gram.plain()
         return
     alone = np.eye(len(sketches), dtype=np.float32)
-    yield slice(0, group.n_sites), np.broadcast_to(alone, (group.n_sites, *alone.shape))
+    yield slice(0, group.n_out_blocks), np.broadcast_to(alone, (group.n_out_blocks, *alone.shape))
 
 
 def spend(c: Candidates, items: Items, order: I64Array, constraints: Constraints) -> Choice:

@@ -36,7 +36,7 @@ def level_bound(
 
 
 def _of_group(group: Group, sensitivity: Sensitivity, rest: F64Array, is_near: Choice) -> float:
-    """The square of the bound for one output tensor; `rest` [sites, E] is ‖r‖, ‖δ‖ of nothing."""
+    """The square of one output tensor's bound; `rest` [out_blocks, E] is ‖r‖, ‖δ‖ of nothing."""
     touched = np.flatnonzero((rest > 0).any(axis=1))
     rest, is_near = rest[touched], is_near[touched]
     factor = np.abs(group.table(group.candidates.coefficient)[touched])

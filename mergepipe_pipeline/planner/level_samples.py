@@ -46,7 +46,7 @@ class LevelSamples:
         # Evenly spread blocks, so many that all experts' samples stay small.
         step = -(-n_blocks // max(1, _MAX_ELEMS // (SAMPLE_WIDTH * len(rows))))
         self._blocks = np.arange(0, n_blocks, step)
-        self._sites = self._blocks * elems // grid.block_elems
+        self._out_blocks = self._blocks * elems // grid.block_elems
         lengths = np.minimum(elems, numel - elems * self._blocks).astype(np.float64)
         of = [row.levels for row in rows]
         self._units = np.array([o.packed.unit if o else 1.0 for o in of])
@@ -59,13 +59,13 @@ class LevelSamples:
         self._lengths = lengths * (numel / lengths.sum())
 
     def squares(self, levels: npt.NDArray[np.int8], residual_sq: F64Array) -> F64Array:
-        """[PARTS]: the squared error of reading `levels` [sites, E], as each part estimates it.
+        """[PARTS]: the squared error of reading `levels` [out_blocks, E], by each part's estimate.
 
-        `residual_sq` [sites, E] is what is left of each delta. Infinite where that is.
+        `residual_sq` [out_blocks, E] is what is left of each delta. Infinite where that is.
         """
         if not np.isfinite(residual_sq).all():
             return np.full(PARTS, np.inf)
-        near = self._near(levels[self._sites])
+        near = self._near(levels[self._out_blocks])
         if self._simulate is None:
             return self._of_sum(self._deltas - near, residual_sq)
         n_experts = len(self._rows)

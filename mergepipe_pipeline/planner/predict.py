@@ -180,13 +180,13 @@ def _margin(square: float, variance: float) -> float:
 
 
 def _of_drops(group: Group, batch: slice, sq_norm: F64Array, known: F64Array) -> F64Array:
-    """Variance per site that random drops give at most; `known` is the square of their mean."""
+    """Variance per output block that random drops give at most; `known`: their mean, squared."""
     keep = np.array([r.keep for r in group.rows])
     if (keep == 1).all():
         return np.zeros(len(sq_norm))
     block, numel = group.candidates.grid.block_elems, max(r.numel for r in group.rows)
-    sites = np.arange(group.n_sites)[batch]
-    lengths = np.minimum(block, numel - block * sites)
+    out_blocks = np.arange(group.n_out_blocks)[batch]
+    lengths = np.minimum(block, numel - block * out_blocks)
     spread = (sq_norm * (1 - keep)).sum(axis=1)
     own = (np.square(sq_norm) * (1 - keep) / np.maximum(keep, _TINY)).sum(axis=1)
     peak = max(r.kurtosis for r in group.rows)

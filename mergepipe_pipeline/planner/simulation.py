@@ -98,8 +98,8 @@ class Simulation:
     def simulated_curve(self, *, shape: bool = True) -> SimulatedCurve | None:
         """The curve; None where the samples show no update at all.
 
-        Experts are read in the order of their squared norm, as a site's are. Without `shape` only
-        nothing and everything are tried.
+        Experts are read in the order of their squared norm, as an output block's are. Without
+        `shape` only nothing and everything are tried.
         """
         if not self._tells:
             return None

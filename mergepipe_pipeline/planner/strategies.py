@@ -118,8 +118,8 @@ def conflict_aware(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
     """By what an item saves of the error per byte, given what it agrees and conflicts with.
 
     For sums of deltas, from their inner products; for other merges, as simulated on samples of the
-    deltas. Sites are independent, so reading the steepest parts of their convex hulls first is
-    optimal for every budget that they fill exactly (Everett 1963, Lagrange multipliers).
+    deltas. Output blocks are independent, so reading the steepest parts of their convex hulls first
+    is optimal for every budget that they fill exactly (Everett 1963, Lagrange multipliers).
     Rows that are read whole are ranked by magnitude among the others.
     """
     chains = chain_items(c, free & ~c.is_bundled)

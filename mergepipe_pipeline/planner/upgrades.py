@@ -158,7 +158,7 @@ def _is_sum(c: Candidates) -> Choice:
 
 def _together(c: Candidates, worth: F64Array, candidate: I32Array, level: Levels) -> F64Array:
     """The mean `worth` of all upgrades of a place to one level, times each expert's strength."""
-    step = c.site[candidate] * (1 + ORIGINAL) + level
+    step = c.out_block[candidate] * (1 + ORIGINAL) + level
     count = np.maximum(np.bincount(step), 1)
     mean = np.bincount(step, worth) / count
     together: F64Array = mean[step] * _strength(c)[candidate]
@@ -167,8 +167,8 @@ def _together(c: Candidates, worth: F64Array, candidate: I32Array, level: Levels
 
 def _strength(c: Candidates) -> F64Array:
     """1 for the expert with the largest ‖c·δ‖² in a place and those not far below it, else less."""
-    largest = np.zeros(c.n_sites)
+    largest = np.zeros(c.n_out_blocks)
     with np.errstate(divide="ignore", invalid="ignore"):
-        np.maximum.at(largest, c.site, c.sq_norm)
-        steps = np.ceil(np.log(c.sq_norm / largest[c.site]) / np.log(_ALIKE))
+        np.maximum.at(largest, c.out_block, c.sq_norm)
+        steps = np.ceil(np.log(c.sq_norm / largest[c.out_block]) / np.log(_ALIKE))
     return np.where(np.isnan(steps), 1.0, _ALIKE**steps)  # of what is unknown nothing is less

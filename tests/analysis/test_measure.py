@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.analysis import stream
-from mergepipe_pipeline.analysis.measure import Site, measure
+from mergepipe_pipeline.analysis.measure import MeasuredTensor, measure
 from mergepipe_pipeline.errors import CheckpointChangedError
 from mergepipe_pipeline.operators import Window
 from mergepipe_pipeline.operators.steps.tensor_measures import Largest, Quantiles, Sums
@@ -43,10 +43,10 @@ HALF = Largest("half", _spread, lambda numel, nonzero, facts, params: nonzero //
 
 @dataclass(frozen=True)
 class Case:
-    """A site over some kinds of experts, its checkpoints, and its rows float64 [K, N] in NumPy."""
+    """A tensor of some kinds of experts, its checkpoints, and its rows float64 [K, N] in NumPy."""
 
     checkpoints: tuple[Checkpoint, ...]
-    site: Site
+    tensor: MeasuredTensor
     rows: Matrix
 
     def __repr__(self) -> str:
@@ -74,8 +74,8 @@ def case_of(kinds: Kinds, names: tuple[str, ...], *, as_delta: bool, base: bool 
     span = ((0, below.numel),)
     inputs = tuple(ExpertInput(i, v, "", (), span, span) for i, v in enumerate(views))
     task = TensorTask("w", below.shape, "BF16", "", (("share", 0.25),), 0, None, inputs)
-    site = Site(task, below if base else None, tuple(views), as_delta, 1)
-    return Case(tuple(checkpoints), site, np.stack(rows).astype(np.float64))
+    tensor = MeasuredTensor(task, below if base else None, tuple(views), as_delta, 1)
+    return Case(tuple(checkpoints), tensor, np.stack(rows).astype(np.float64))
 
 
 @contextmanager
@@ -99,11 +99,11 @@ def test_measures_are_numpy_s_on_whole_tensors_whatever_the_windows(
     case = case_of(kinds, names, as_delta=as_delta)
     with windows(max(50, window_elems)):
         ((gram,), (quartiles,), (half,)) = (
-            measure(case.checkpoints, [case.site], step) for step in (GRAM, QUARTILES, HALF)
+            measure(case.checkpoints, [case.tensor], step) for step in (GRAM, QUARTILES, HALF)
         )
     # All numbers are on a coarse grid: sums are exact in any order.
     np.testing.assert_array_equal(np.reshape(gram, (3, 3)), case.rows @ case.rows.T)
-    n = case.site.numel
+    n = case.tensor.numel
     np.testing.assert_array_equal(quartiles, np.sort(case.spread)[[0, n // 4, n // 2, n - 1]])
     np.testing.assert_array_equal(
         kept_by(half, case.spread), largest(case.spread, int(np.count_nonzero(case.spread)) // 2)
@@ -123,16 +123,16 @@ def test_largest_may_keep_nothing_or_all_that_is_above_zero(
 ) -> None:
     case = case_of(kinds, THREE, as_delta=True)
     step = replace(HALF, count=lambda *_: count)
-    (found,) = measure(case.checkpoints, [case.site], step)
+    (found,) = measure(case.checkpoints, [case.tensor], step)
     above_zero = case.spread > 0
     wanted = int(above_zero.sum()) if kept is None else kept
     assert (kept_by(found, case.spread) & above_zero).sum() == wanted
     assert found == {0: (np.inf, 0.0), None: (0.0, 0.0)}.get(kept, found)
 
 
-def with_facts(site: Site, numbers: tuple[float, ...]) -> Site:
-    """The site with a step's numbers added to what its task knows."""
-    return replace(site, task=replace(site.task, facts=(*site.task.facts, *numbers)))
+def with_facts(tensor: MeasuredTensor, numbers: tuple[float, ...]) -> MeasuredTensor:
+    """The tensor with a step's numbers added to what its task knows."""
+    return replace(tensor, task=replace(tensor.task, facts=(*tensor.task.facts, *numbers)))
 
 
 def test_a_count_sees_sizes_facts_and_parameters(kinds: Kinds) -> None:
@@ -145,7 +145,7 @@ def test_a_count_sees_sizes_facts_and_parameters(kinds: Kinds) -> None:
         seen.extend((numel, nonzero, facts, params))
         return 5
 
-    measure(case.checkpoints, [with_facts(case.site, (1.5,))], Largest("l", _spread, count))
+    measure(case.checkpoints, [with_facts(case.tensor, (1.5,))], Largest("l", _spread, count))
     assert seen == [2100, np.count_nonzero(case.spread), (1.5,), {"share": 0.25}]
 
 
@@ -156,12 +156,12 @@ def test_a_step_sees_the_numbers_of_the_steps_before_it(kinds: Kinds) -> None:
         threshold = window.task.facts[1]
         return (_spread(window) > threshold).sum().reshape(1)
 
-    site = case.site
+    tensor = case.tensor
     for step in (QUARTILES, HALF):
-        (numbers,) = measure(case.checkpoints, [site], step)
-        site = with_facts(site, numbers)
-    assert len(site.task.facts) == 6
-    (found,) = measure(case.checkpoints, [site], Sums("above", above))
+        (numbers,) = measure(case.checkpoints, [tensor], step)
+        tensor = with_facts(tensor, numbers)
+    assert len(tensor.task.facts) == 6
+    (found,) = measure(case.checkpoints, [tensor], Sums("above", above))
     assert found == ((case.spread > np.sort(case.spread)[525]).sum(),)
 
 
@@ -174,7 +174,7 @@ def test_windows_tell_where_they_are_and_hold_whole_rows(kinds: Kinds) -> None:
         return torch.zeros(1)
 
     with windows(100):
-        measure(case.checkpoints, [replace(case.site, row_elems=35)], Sums("rows", note))
+        measure(case.checkpoints, [replace(case.tensor, row_elems=35)], Sums("rows", note))
     assert sorted(seen) == [(start, 70) for start in range(0, 2100, 70)]
 
 
@@ -186,15 +186,15 @@ def test_a_site_without_a_base_measures_values_alone(kinds: Kinds) -> None:
         seen.append(window.base)
         return GRAM.of(window)
 
-    (found,) = measure(case.checkpoints, [case.site], Sums("gram", gram))
+    (found,) = measure(case.checkpoints, [case.tensor], Sums("gram", gram))
     assert set(seen) == {None}
     np.testing.assert_array_equal(np.reshape(found, (2, 2)), case.rows @ case.rows.T)
 
 
 def test_several_sites_are_measured_in_their_order(kinds: Kinds) -> None:
     case = case_of(kinds, THREE, as_delta=True)
-    other = replace(case.site, experts=case.site.experts[:1])
-    found = measure(case.checkpoints, [case.site, other, case.site], GRAM)
+    other = replace(case.tensor, experts=case.tensor.experts[:1])
+    found = measure(case.checkpoints, [case.tensor, other, case.tensor], GRAM)
     assert [len(numbers) for numbers in found] == [9, 1, 9]
     assert found[0] == found[2]
 
@@ -215,7 +215,7 @@ def test_a_step_is_idle_where_its_parameters_say_so() -> None:
 def test_progress_is_told_of_every_pass(kinds: Kinds) -> None:
     case = case_of(kinds, ("full", "gathered"), as_delta=True)
     done: list[int] = []
-    measure(case.checkpoints, [case.site], GRAM, done.append)
+    measure(case.checkpoints, [case.tensor], GRAM, done.append)
     assert sum(done) == 2100 * (2 + 2 + 2)
 
 
@@ -228,4 +228,4 @@ def test_an_expert_replaced_meanwhile_is_noticed() -> None:
             os.utime(case.checkpoints[-1].root, ns=(1, 1))
 
         with pytest.raises(CheckpointChangedError, match="changed while it was read"):
-            measure(case.checkpoints, [case.site], GRAM, touch)
+            measure(case.checkpoints, [case.tensor], GRAM, touch)

@@ -34,10 +34,12 @@ def test_the_additive_bound_is_the_triangle_inequality_per_site(
 ) -> None:
     chosen = choose(c, constraints(c, int(share * c.nbytes.sum())), "magnitude")
     bound = error_bound(c, chosen, sensitivities(c, "additive")).value
-    sites: dict[int, float] = {}
+    by_out_block: dict[int, float] = {}
     for i in np.flatnonzero(~chosen & ~c.zero):
-        sites[int(c.site[i])] = sites.get(int(c.site[i]), 0.0) + abs(c.coefficient[i]) * c.norm[i]
-    assert bound == pytest.approx(sum(v * v for v in sites.values()) ** 0.5, abs=1e-12)
+        number = int(c.out_block[i])
+        change = abs(c.coefficient[i]) * c.norm[i]
+        by_out_block[number] = by_out_block.get(number, 0.0) + change
+    assert bound == pytest.approx(sum(v * v for v in by_out_block.values()) ** 0.5, abs=1e-12)
 
 
 def drawn(seed: int) -> tuple[Candidates, Floats, Choice]:

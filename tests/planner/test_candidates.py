@@ -42,10 +42,10 @@ def test_units_are_worth_and_cost_what_their_blocks_do(c: Candidates) -> None:
 @given(c=candidates())
 def test_sites_are_the_same_elements_of_a_tensor(c: Candidates) -> None:
     places: dict[int, tuple[int, int]] = {}
-    for i, site in enumerate(c.site.tolist()):
+    for i, out_block in enumerate(c.out_block.tolist()):
         place = (c.rows[c.row[i]].tensor, int(c.block[i]))
-        assert places.setdefault(site, place) == place
-    assert len(set(places.values())) == c.n_sites
+        assert places.setdefault(out_block, place) == place
+    assert len(set(places.values())) == c.n_out_blocks
 
 
 def test_a_bundle_costs_its_factors_at_its_first_block_alone() -> None:
@@ -85,8 +85,8 @@ def test_groups_are_the_candidates_of_each_tensor_as_a_table(c: Candidates) -> N
         assert {c.rows[r].tensor for r in c.row[place]} == {group.tensor}
         for i, r in enumerate(group.rows):
             own = group.members[:, i]
-            assert c.site[own[own >= 0]].tolist() == [
-                group.first_site + n for n in range(GRID.count(r.numel))
+            assert c.out_block[own[own >= 0]].tolist() == [
+                group.first_out_block + n for n in range(GRID.count(r.numel))
             ]
             cost = np.where(own < 0, 0, c.nbytes[own])
             np.testing.assert_array_equal(group.table(c.nbytes)[:, i], cost)

@@ -1,4 +1,4 @@
-"""The order in which a site's blocks are read, against all subsets of small sites."""
+"""The order in which experts' blocks are read, against all subsets of small output blocks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ Ints = npt.NDArray[np.int64]
 _ROUNDED = 4e-6
 
 
-class Sites:
-    """Random deltas of a few sites: vectors of 8 elements, whose sizes and cosines are exact."""
+class OutBlocks:
+    """Random deltas of a few output blocks: vectors of 8 elements, of exact sizes and cosines."""
 
-    def __init__(self, seed: int, *, sites: int = 3, experts: int = 4, alike: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, blocks: int = 3, experts: int = 4, alike: bool = False
+    ) -> None:
         rng = np.random.default_rng(seed)
-        common = rng.normal(size=(sites, 1, 8)) * rng.uniform(-3, 3, (sites, experts, 1))
-        self.deltas = common + rng.normal(size=(sites, experts, 8))
-        self.nbytes = rng.integers(1, 6, (sites, experts))
-        self.nbytes[rng.random((sites, experts)) < (0 if alike else 0.2)] = 0
+        common = rng.normal(size=(blocks, 1, 8)) * rng.uniform(-3, 3, (blocks, experts, 1))
+        self.deltas = common + rng.normal(size=(blocks, experts, 8))
+        self.nbytes = rng.integers(1, 6, (blocks, experts))
+        self.nbytes[rng.random((blocks, experts)) < (0 if alike else 0.2)] = 0
         self.nbytes[:] = 4 if alike else self.nbytes
         norms = np.linalg.norm(self.deltas, axis=2)
-        sign = rng.choice([-1.0, 1.0], (sites, experts))
+        sign = rng.choice([-1.0, 1.0], (blocks, experts))
         self.size = norms * sign
         units = self.deltas / norms[:, :, None]
         self.cosine = np.einsum("sik,sjk->sij", units, units).astype(np.float32)
@@ -51,36 +53,36 @@ class Sites:
         run(order, residual, self.nbytes, item, saved, cost)
         return item, saved, cost
 
-    def left(self, site: int, bought: tuple[int, ...]) -> float:
+    def left(self, block: int, bought: tuple[int, ...]) -> float:
         """‖Σ omitted‖², of what there is to read."""
-        there = [i for i in np.flatnonzero(self.nbytes[site]) if i not in bought]
-        return float(np.square(self.deltas[site, there].sum(axis=0)).sum())
+        there = [i for i in np.flatnonzero(self.nbytes[block]) if i not in bought]
+        return float(np.square(self.deltas[block, there].sum(axis=0)).sum())
 
 
 @given(seed=st.integers(0, 2**32))
 def test_after_every_purchase_the_residual_is_that_of_what_is_still_omitted(seed: int) -> None:
-    sites = Sites(seed)
-    order, residual = sites.chains()
+    blocks = OutBlocks(seed)
+    order, residual = blocks.chains()
     for s in range(len(order)):
         members = [int(i) for i in order[s] if i >= 0]
-        assert sorted(members) == np.flatnonzero(sites.nbytes[s]).tolist()
+        assert sorted(members) == np.flatnonzero(blocks.nbytes[s]).tolist()
         assert (order[s, len(members) :] == -1).all()
-        scale = 1e-6 * float(np.square(sites.size[s]).sum()) * len(members)
+        scale = 1e-6 * float(np.square(blocks.size[s]).sum()) * len(members)
         for n in range(len(members) + 1):
-            assert residual[s, n] == pytest.approx(sites.left(s, tuple(members[:n])), abs=scale)
+            assert residual[s, n] == pytest.approx(blocks.left(s, tuple(members[:n])), abs=scale)
         assert (residual[s, len(members) :] == 0).all()
 
 
-def is_greedy(sites: Sites, site: int, members: list[int], *, downward: bool) -> bool:
+def is_greedy(blocks: OutBlocks, block: int, members: list[int], *, downward: bool) -> bool:
     """Whether each item saves the most of what is not yet read, or each omission costs the
     least of what is not yet omitted."""
     for n in range(len(members)):
         bought = tuple(members[: n + 1] if downward else members[:n])
-        now = sites.left(site, bought)
+        now = blocks.left(block, bought)
         change = {}
         for i in bought if downward else members[n:]:
             then = tuple(b for b in bought if b != i) if downward else (*bought, i)
-            change[i] = (sites.left(site, then) - now) / sites.nbytes[site, i]
+            change[i] = (blocks.left(block, then) - now) / blocks.nbytes[block, i]
         if change[members[n]] > min(change.values()) + 1e-6 * max(map(abs, change.values())):
             return False
     return True
@@ -88,11 +90,11 @@ def is_greedy(sites: Sites, site: int, members: list[int], *, downward: bool) ->
 
 @given(seed=st.integers(0, 2**32))
 def test_a_chain_saves_the_most_first_or_omits_the_least_last(seed: int) -> None:
-    sites = Sites(seed)
-    order, _ = sites.chains()
+    blocks = OutBlocks(seed)
+    order, _ = blocks.chains()
     for s in range(len(order)):
         members = [int(i) for i in order[s] if i >= 0]
-        assert any(is_greedy(sites, s, members, downward=d) for d in (False, True))
+        assert any(is_greedy(blocks, s, members, downward=d) for d in (False, True))
 
 
 def lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -109,11 +111,11 @@ def lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 @given(seed=st.integers(0, 2**32))
 def test_purchases_are_the_lower_convex_hull_of_the_chain(seed: int) -> None:
-    sites = Sites(seed)
-    order, residual = sites.chains()
-    item, saved, cost = sites.hull()
+    blocks = OutBlocks(seed)
+    order, residual = blocks.chains()
+    item, saved, cost = blocks.hull()
     for s in range(len(order)):
-        spent = np.cumsum([0, *(sites.nbytes[s, i] for i in order[s] if i >= 0)]).tolist()
+        spent = np.cumsum([0, *(blocks.nbytes[s, i] for i in order[s] if i >= 0)]).tolist()
         hull = lower_hull([(b, float(r)) for b, r in zip(spent, residual[s], strict=False)])
         n = len(hull) - 1
         found = np.cumsum([0, *cost[s, :n]]).tolist()
@@ -126,26 +128,26 @@ def test_purchases_are_the_lower_convex_hull_of_the_chain(seed: int) -> None:
         assert set(numbers.tolist()) == set(range(n))
         for m in range(n):
             members = order[s][: len(item[s])][item[s] == m]
-            assert sites.nbytes[s, members].sum() == cost[s, m]
+            assert blocks.nbytes[s, members].sum() == cost[s, m]
 
 
 @given(seed=st.integers(0, 2**32))
 def test_of_two_equally_dear_experts_every_prefix_is_the_best_of_its_size(seed: int) -> None:
-    sites = Sites(seed, experts=2, alike=True)
-    _, residual = sites.chains()
+    blocks = OutBlocks(seed, experts=2, alike=True)
+    _, residual = blocks.chains()
     for s in range(len(residual)):
         for n in range(3):
-            best = min(sites.left(s, b) for b in combinations(range(2), n))
+            best = min(blocks.left(s, b) for b in combinations(range(2), n))
             assert residual[s, n] == pytest.approx(best, abs=_ROUNDED * (1 + residual[s, 0]))
 
 
 def test_chains_of_larger_sites_are_near_the_hull_of_all_subsets() -> None:
     found, best = 0.0, 0.0
     for seed in range(60):
-        sites = Sites(seed, experts=5, alike=True)
-        _, residual = sites.chains()
+        blocks = OutBlocks(seed, experts=5, alike=True)
+        _, residual = blocks.chains()
         for s in range(len(residual)):
-            least = [min(sites.left(s, b) for b in combinations(range(5), n)) for n in range(6)]
+            least = [min(blocks.left(s, b) for b in combinations(range(5), n)) for n in range(6)]
             assert (residual[s] >= np.array(least) - _ROUNDED * (1 + residual[s, 0])).all()
             hulls = [lower_hull(list(enumerate(p))) for p in (residual[s].tolist(), least)]
             areas = [float(np.interp(np.arange(0, 5.1, 0.1), *np.array(h).T).sum()) for h in hulls]
@@ -182,10 +184,10 @@ def test_equal_experts_are_bought_one_by_one_in_their_order() -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_compiled_loops_do_what_their_python_does(seed: int) -> None:
-    sites = Sites(seed)
-    for found, wanted in zip(sites.chains(), sites.chains(compiled=False), strict=True):
+    blocks = OutBlocks(seed)
+    for found, wanted in zip(blocks.chains(), blocks.chains(compiled=False), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-9)
-    for found, wanted in zip(sites.hull(), sites.hull(compiled=False), strict=True):
+    for found, wanted in zip(blocks.hull(), blocks.hull(compiled=False), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
     rng = np.random.default_rng(seed)
     worth, chain = rng.random(20), np.sort(rng.integers(0, 6, 20))

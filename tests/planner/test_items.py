@@ -67,7 +67,7 @@ def test_a_chain_is_ranked_in_its_own_order_with_falling_worth(c: Candidates, se
     for chain in np.unique(items.chain):
         places = [int(p) for p in order if items.chain[p] == chain]
         assert places == sorted(places)
-    assert (items.saved[items.chain < c.n_sites] > 0).all()
+    assert (items.saved[items.chain < c.n_out_blocks] > 0).all()
 
 
 def test_items_are_taken_in_order_and_one_that_does_not_fit_is_passed_over() -> None:
@@ -131,7 +131,7 @@ def test_a_rehearsed_tensor_is_bought_by_its_curve() -> None:
     falls_at_once = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, 0.1, 0.0]), 2.0)
     falls_at_last = Curve(np.array([0.0, 0.5, 1.0]), np.array([1.0, 1.0, 0.0]), 2.0)
     items = chain_items(lay_out(rows, GRID, Drawn({0: falls_at_once})), np.ones(4, np.bool_))
-    assert items.members.tolist() == [0, 2, 3, 1], "by squared norm at each site"
+    assert items.members.tolist() == [0, 2, 3, 1], "by squared norm at each output block"
     assert len(items.saved) == 4
     left = 2.0 * 13 * np.interp(9 / 13, falls_at_once.share, falls_at_once.left)
     assert items.saved[:2].tolist() == pytest.approx([26 - left, left])

@@ -219,9 +219,9 @@ def test_estimates_count_what_is_bought(seed: int, strategy: str, fraction: floa
 
 
 class Sampled:
-    """Simulations of a vote whose last expert at a site saves most; replays `doubt` it.
+    """Simulations of a vote whose last expert at a block saves most; replays `doubt` it.
 
-    Where a site is read in part, `partial` is wrong; where nothing is, all of 1.
+    Where a block is read in part, `partial` is wrong; where nothing is, all of 1.
     """
 
     def __init__(self, tensors: int, doubt: float, partial: float) -> None:
@@ -230,11 +230,11 @@ class Sampled:
         self.curves = dict.fromkeys(range(tensors), late)
 
     def squares(self, tensor: int, omitted: Sequence[Choice]) -> Floats:
-        sites = [
+        blocks = [
             np.where(left.all(axis=1), 1, left.any(axis=1) * self._partial) for left in omitted
         ]
         noise = np.random.default_rng(tensor).normal(size=PARTS)
-        return np.array([s.mean() * (1 + self._doubt * noise) for s in sites])
+        return np.array([s.mean() * (1 + self._doubt * noise) for s in blocks])
 
 
 def vote_problem(doubt: float = 0.0, partial: float = 1.0) -> PlanningProblem:
