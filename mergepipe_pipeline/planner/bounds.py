@@ -53,9 +53,9 @@ def error_bound(c: Candidates, chosen: Choice, sensitivities: dict[int, Sensitiv
         return Bound(0.0, "nothing is omitted")
     omitted = ((group, group.omitted(chosen)) for group in c.groups())
     return total_bound(
-        (sensitivity, partial(_of_group, group, sensitivity, left))
-        for group, left in omitted
-        if left.any()
+        (sensitivity, partial(_of_group, group, sensitivity, choice))
+        for group, choice in omitted
+        if choice.any()
         for sensitivity in (sensitivities[group.tensor],)
     )
 
@@ -78,16 +78,16 @@ def total_bound(parts: Iterable[tuple[Sensitivity, Callable[[], float]]]) -> Bou
 def _of_group(group: Group, sensitivity: Sensitivity, omitted: Choice) -> float:
     """The square of the bound for one output tensor."""
     touched: Choice = np.any(omitted, axis=1)
-    size, left = np.abs(group.size[touched]), omitted[touched]
+    size, omitted = np.abs(group.size[touched]), omitted[touched]
     if sensitivity.response == "additive":
-        return float(np.square(np.where(left, size, 0.0).sum(axis=1)).sum())
+        return float(np.square(np.where(omitted, size, 0.0).sum(axis=1)).sum())
     if np.isnan(sensitivity.reach).any():
         # Two votes of one sign differ by what is omitted, of two signs by deltas of either sign.
         return float(np.square(size.sum(axis=1)).sum())
-    return _of_means(group, sensitivity.reach, touched, left)
+    return _of_means(group, sensitivity.reach, touched, omitted)
 
 
-def _of_means(group: Group, reach: F64Array, touched: Choice, left: Choice) -> float:
+def _of_means(group: Group, reach: F64Array, touched: Choice, omitted: Choice) -> float:
     """A mean m of kept deltas x has m² ≤ max x² ≤ Σx², element by element.
 
     Where nothing is read the error is the full mean. Elsewhere it is the difference of two means:
@@ -95,7 +95,7 @@ def _of_means(group: Group, reach: F64Array, touched: Choice, left: Choice) -> f
     (m − n)² ≤ 2m² + 2n² ≤ 2Σx². All blocks of an expert together keep at most its `kept_sq_norm`.
     """
     sq_norm = np.square(group.table(group.candidates.norm)[touched])
-    is_part = (~left & (sq_norm > 0)).any(axis=1)
+    is_part = (~omitted & (sq_norm > 0)).any(axis=1)
     total = 0.0
     for i, row in enumerate(group.rows):
         cap = row.kept_sq_norm

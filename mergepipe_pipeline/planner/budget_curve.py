@@ -116,15 +116,15 @@ def budget_curve(
     if isinstance(chosen, LevelSelection):
         (update,) = predict(c, [none], replay=True) or []
         (own,) = chosen.problem.predict([chosen.levels]) or []
-        mine = _level_point(chosen.problem, budget.resolve(total), chosen.levels, own)
+        point = _level_point(chosen.problem, budget.resolve(total), chosen.levels, own)
     else:
         blocks, update = predict(c, [chosen.choice, none], replay=True) or []
-        mine = _point(q, chosen.strategy, budget.resolve(total), chosen.choice, blocks)
+        point = _point(q, chosen.strategy, budget.resolve(total), chosen.choice, blocks)
     return BudgetCurve(
         nbytes_total=total,
         update_norm=update.error,
         points=tuple(points),
-        chosen=mine,
+        chosen=point,
         best=best,
         knee=knee_of([p for p in points if p.strategy == best]),
         left_out=tuple(s for s, b in budgets.items() if b.resolve(total) not in drawn),
@@ -172,9 +172,9 @@ def knee_of(points: Sequence[Point]) -> Point | None:
     if not width > 0 or not 0 < height < inf:
         return None
     with np.errstate(over="ignore"):  # a fall of next to nothing: points may be infinitely above
-        below = 1 - (nbytes - nbytes[0]) / width - (error - error[-1]) / height
-    at = int(below.argmax())
-    return points[at] if below[at] > _LEAST_BEND else None
+        sag = 1 - (nbytes - nbytes[0]) / width - (error - error[-1]) / height
+    at = int(sag.argmax())
+    return points[at] if sag[at] > _LEAST_BEND else None
 
 
 def _choices(q: PlanningProblem, cases: Sequence[tuple[str, Budget]]) -> list[Choice | None]:

@@ -58,13 +58,13 @@ class Row:
 class Curve:
     """How a tensor's error falls as more of what the experts change is read, as simulated.
 
-    With a share `share[n]` of the squared norm read (ascending from 0 to 1), `left[n]` of the
+    With a share `share[n]` of the squared norm read (ascending from 0 to 1), `residual[n]` of the
     squared update is wrong (1 for nothing read, 0 in the end; more than 1 where a part is worse
     than nothing). The squared update is `factor` times the squared norm.
     """
 
     share: F64Array
-    left: F64Array
+    residual: F64Array
     factor: float
 
 
@@ -214,13 +214,13 @@ class Group:
     def kept(self) -> F64Array:
         """[out_blocks, E]: the expected share of the squared norm that sparsifying keeps."""
         whole, kept = np.square(self.size), self.table(self.candidates.sq_norm)
-        known = (whole > 0) & np.isfinite(whole) & np.isfinite(kept)
-        return np.divide(kept, whole, where=known, out=np.ones_like(whole))
+        is_known = (whole > 0) & np.isfinite(whole) & np.isfinite(kept)
+        return np.divide(kept, whole, where=is_known, out=np.ones_like(whole))
 
     def omitted(self, choice: Choice) -> Choice:
         """[out_blocks, E]: candidates that are left out although they change something."""
-        left: Choice = self.table(choice) | self.table(self.candidates.zero) | (self.members < 0)
-        return ~left
+        spared: Choice = self.table(choice) | self.table(self.candidates.zero) | (self.members < 0)
+        return ~spared
 
     def table(self, values: npt.NDArray[S]) -> npt.NDArray[S]:
         """[out_blocks, E] of an array over candidates, 0 where an expert has no such block."""
@@ -296,8 +296,8 @@ def _kept_sq_norm(
     for r, a, n in zip(rows, first, counts, strict=True):
         if r.block_sq_norm is not None:
             sq_norm[a : a + n] = r.block_sq_norm
-    known = np.repeat([r.block_l2sq is not None for r in rows], counts).astype(np.bool_)
-    np.multiply(sq_norm, np.square(coefficient), out=sq_norm, where=known)
+    is_known = np.repeat([r.block_l2sq is not None for r in rows], counts).astype(np.bool_)
+    np.multiply(sq_norm, np.square(coefficient), out=sq_norm, where=is_known)
     return sq_norm
 
 

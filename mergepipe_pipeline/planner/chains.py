@@ -39,14 +39,14 @@ def additive_chains(
     second finds what cancels among all that is left.
     """
     n_out_blocks, count = size.shape
-    other, other_residual = np.empty(count, np.int64), np.empty(count + 1)
+    by_saving, saving_residual = np.empty(count, np.int64), np.empty(count + 1)
     for s in range(n_out_blocks):
         _omit_least(size[s], kept[s], cosine[s], nbytes[s], order[s], residual[s])
-        _save_most(size[s], kept[s], cosine[s], nbytes[s], other, other_residual)
-        below = _area(other, other_residual, nbytes[s])
-        if below < _area(order[s], residual[s], nbytes[s]):
-            order[s] = other
-            residual[s] = other_residual
+        _save_most(size[s], kept[s], cosine[s], nbytes[s], by_saving, saving_residual)
+        area = _area(by_saving, saving_residual, nbytes[s])
+        if area < _area(order[s], residual[s], nbytes[s]):
+            order[s] = by_saving
+            residual[s] = saving_residual
 
 
 @cached_njit(nogil=True)
@@ -207,18 +207,18 @@ def affordable(
     """
     taken = np.zeros(len(cost), np.bool_)
     closed = np.zeros(n_chains, np.bool_)
-    left, room = budget_bytes, caps.copy()
+    remaining, room = budget_bytes, caps.copy()
     for p in range(len(cost)):
         if closed[chain[p]]:
             continue
-        fits = cost[p] <= left
+        fits = cost[p] <= remaining
         for k in range(first[p], first[p + 1]):
             room[owners[k]] -= shares[k]
         for k in range(first[p], first[p + 1]):
             fits = fits and room[owners[k]] >= 0
         if fits:
             taken[p] = True
-            left -= cost[p]
+            remaining -= cost[p]
         else:
             closed[chain[p]] = True
             for k in range(first[p], first[p + 1]):

@@ -132,9 +132,9 @@ def keep(
         if block_max_abs[b] >= limits[0]:
             sq_norm[b] = block_l2sq[b] * _share(edges, above, limits, stretch)
         total += sq_norm[b]
-    # What blocks differ in besides their size shows in the sum, which the histogram knows.
-    wanted = min(most, l2sq * _share(edges, above, limits, 1.0))
-    scale = wanted / total if total > 0 else 1.0
+    # Blocks also differ in shape: the sum over all of them has to be what the histogram says.
+    expected = min(most, l2sq * _share(edges, above, limits, 1.0))
+    scale = expected / total if total > 0 else 1.0
     for b in range(len(block_l2sq)):
         sq_norm[b] = min(block_l2sq[b], sq_norm[b] * scale)
     return most

@@ -22,7 +22,7 @@ _ROUNDING = 1e-9
 
 
 @cached_njit(nogil=True)
-def _left(whole: float, residual_sq: float, delta_sq: float, exact: bool) -> float:
+def _residual(whole: float, residual_sq: float, delta_sq: float, exact: bool) -> float:
     """What a level leaves of `whole`; infinite where its residual is not known."""
     if not np.isfinite(residual_sq):
         return np.inf
@@ -59,29 +59,29 @@ def row_upgrades(
     bytes, and saves `saved`. The stored elements, `stored_nbytes`, are the last level.
     """
     count = len(nbytes)
-    size, left = np.empty(count + 1, np.int64), np.empty(count + 1)
+    size, residual = np.empty(count + 1, np.int64), np.empty(count + 1)
     for b in range(len(stored_nbytes)):
         if not free[b]:
             continue
         whole = min(worth[b], HUGE) if worth[b] == worth[b] else HUGE
         for k in range(count):
-            rest = _left(whole, residual_sq[k, b], delta_sq[b], exact[k])
-            size[k], left[k] = nbytes[k, b], rest if usable[k] else np.inf
-        size[count], left[count] = stored_nbytes[b], 0.0
+            rest = _residual(whole, residual_sq[k, b], delta_sq[b], exact[k])
+            size[k], residual[k] = nbytes[k, b], rest if usable[k] else np.inf
+        size[count], residual[count] = stored_nbytes[b], 0.0
         have, spent = whole, 0
         while have > 0:
             best, most = -1, 0.0
             for k in range(count + 1):
-                if left[k] < have:
-                    slope = (have - left[k]) / max(size[k] - spent, 1e-3)
+                if residual[k] < have:
+                    slope = (have - residual[k]) / max(size[k] - spent, 1e-3)
                     if slope > most * (1 + _ROUNDING):
                         best, most = k, slope
             if best < 0:
                 break
             candidate[at] = first + b
             level[at] = ORIGINAL if best == count else 1 + best
-            cost[at], saved[at] = size[best] - spent, have - left[best]
-            have, spent = left[best], size[best]
+            cost[at], saved[at] = size[best] - spent, have - residual[best]
+            have, spent = residual[best], size[best]
             at += 1
     return at
 

@@ -90,18 +90,18 @@ class Gram:
         # The error of Σ_b ‖a_b‖‖b_b‖cos_b over its blocks, as a cosine.
         error = noise * (np.square(norms).T @ np.square(norms)) / np.square(weight)
         centre = whole * _part_of(np.square(whole), _CAUTION**2 * error)
-        # What sketches of one cosine differ by, and what they do differ by.
+        # By how much sketches of one cosine differ by chance, and by how much these differ.
         every = -(-len(there) // _SPREAD_BLOCKS)
         present = there[::every].astype(np.float32)
-        others = np.maximum(present.T @ present - 1, 1)
-        noise *= 1 + _CAUTION * np.sqrt(2 / others)
+        degrees = np.maximum(present.T @ present - 1, 1)
+        noise *= 1 + _CAUTION * np.sqrt(2 / degrees)
         spread = np.zeros(whole.shape, np.float64)
         for batch, cosine in self.plain(every):
             add_spread(cosine, there[batch], whole, spread)
-        return whole, centre, _part_of(spread / others, noise)
+        return whole, centre, _part_of(spread / degrees, noise)
 
 
-def _part_of(found: F32Array | F64Array, chance: F32Array | F64Array) -> F32Array:
+def _part_of(square: F32Array | F64Array, chance: F32Array | F64Array) -> F32Array:
     """How much of a square is more than chance explains, in [0, 1]."""
-    part = np.clip(1 - chance / np.maximum(found, _TINY), 0, 1)
+    part = np.clip(1 - chance / np.maximum(square, _TINY), 0, 1)
     return part.astype(np.float32)

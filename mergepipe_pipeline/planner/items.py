@@ -107,7 +107,7 @@ def _chain(group: Group, nbytes: I64Array) -> tuple[I64Array, F64Array]:
     before = total - bought[:, -1:]
     share = np.hstack([before, before + bought]) / np.where(total > 0, total, 1.0)
     share = np.where(total > 0, np.clip(share, 0, 1), 1.0)
-    residual = curve.factor * total * np.interp(share, curve.share, curve.left)
+    residual = curve.factor * total * np.interp(share, curve.share, curve.residual)
     order = np.where(np.take_along_axis(nbytes, order, axis=1) > 0, order, -1)
     return order, residual
 
@@ -115,9 +115,9 @@ def _chain(group: Group, nbytes: I64Array) -> tuple[I64Array, F64Array]:
 def cosine_batches(group: Group, *, cautious: bool) -> Iterator[Batch]:
     """Cosines of a group's blocks; deltas without a sketch count as orthogonal to the others."""
     sketches = [r.block_sketch for r in group.rows]
-    known = [s for s in sketches if s is not None]
-    if len(known) == len(sketches):
-        gram = Gram(known)
+    present = [s for s in sketches if s is not None]
+    if len(present) == len(sketches):
+        gram = Gram(present)
         yield from gram.cautious() if cautious else gram.plain()
         return
     alone = np.eye(len(sketches), dtype=np.float32)

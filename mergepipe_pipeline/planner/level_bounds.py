@@ -1,7 +1,7 @@
 """How far a merge of approximated deltas can be from the full one at most; see `bounds`.
 
 δ̂ has the sign of δ or is zero, and ‖δ − δ̂‖ = ‖r‖ is known, so that |δ̂| ≤ |δ| + |r|. A sum is off
-by what is left of its deltas. A vote or a trim can turn out otherwise for elements that are near:
+by the residuals of its deltas. A vote or a trim can turn out otherwise for elements that are near:
 of one expert at one place, at most the larger of δ and δ̂ is then missing or too much.
 """
 
@@ -64,7 +64,7 @@ def _of_means(
         cap = row.kept_sq_norm
         for factor, here in ((2, is_part), (1, ~is_part)):
             near = float(sq_norm[here & is_near[:, i], i].sum())
-            other = min(cap, float(sq_norm[here & ~is_near[:, i], i].sum()))
-            total += reach[i] ** 2 * factor * (near + other)
-            cap -= other
+            exact = min(cap, float(sq_norm[here & ~is_near[:, i], i].sum()))
+            total += reach[i] ** 2 * factor * (near + exact)
+            cap -= exact
     return total

@@ -42,20 +42,20 @@ class LevelParts:
         return LevelTable(lay_out(rows, grid))
 
     def samples(self, table: LevelTable) -> dict[int, LevelSamples]:
-        """What samples tell of each part, by number; of those whose statistics are all known."""
-        found = {}
+        """The samples of each part whose statistics are all known, by number."""
+        by_tensor = {}
         for group in table.candidates.groups():
             part = self._parts.all[group.tensor]
             stats = [self._parts.stats_of(part.recipe, i) for i in range(len(group.rows))]
-            known = [s for s in stats if s is not None]
-            if len(known) == len(stats):
+            present = [s for s in stats if s is not None]
+            if len(present) == len(stats):
                 grids = table.candidates.grid, self._grid
-                samples = LevelSamples(group.rows, known, *grids, self._simulate(part))
-                found[group.tensor] = samples
-        return found
+                samples = LevelSamples(group.rows, present, *grids, self._simulate(part))
+                by_tensor[group.tensor] = samples
+        return by_tensor
 
     def _simulate(self, part: Part) -> Simulate | None:
-        """None for sums, and for what is no matter of single elements."""
+        """None for sums, and for methods that do not work element by element."""
         schema = self._methods[part.operator].schema
         is_elementwise = schema.scope == "element" or schema.fact == "ranked"
         if self._parts.is_sum(part) or not is_elementwise:

@@ -1,7 +1,7 @@
 """Why a block is read at its level: its place in the list of upgrades, and where that was cut.
 
-As `reasons` does for whole blocks. A block's place is that of its last upgrade that was bought, of
-its first one where none was.
+As `reasons` does for whole blocks. A block's place is that of its last upgrade that was bought, or
+else of its first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _bought(selection: LevelSelection, upgrades: Upgrades) -> tuple[I64Array, Ch
 def _share_spent(
     selection: LevelSelection, upgrades: Upgrades, bought: Choice, constraints: Constraints
 ) -> Choice:
-    """Candidates whose next upgrade is more than what is left of their expert's share."""
+    """Candidates whose next upgrade is more than the rest of their expert's share."""
     c = selection.problem.candidates
     nbytes = selection.problem.table.nbytes(selection.levels)
     spent = np.bincount(c.expert, nbytes, len(constraints.caps))

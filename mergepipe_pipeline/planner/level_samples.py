@@ -61,7 +61,7 @@ class LevelSamples:
     def squares(self, levels: npt.NDArray[np.int8], residual_sq: F64Array) -> F64Array:
         """[PARTS]: the squared error of reading `levels` [out_blocks, E], by each part's estimate.
 
-        `residual_sq` [out_blocks, E] is what is left of each delta. Infinite where that is.
+        `residual_sq` [out_blocks, E] is that of each delta's residual. Infinite where that is.
         """
         if not np.isfinite(residual_sq).all():
             return np.full(PARTS, np.inf)
@@ -69,8 +69,8 @@ class LevelSamples:
         if self._simulate is None:
             return self._of_sum(self._deltas - near, residual_sq)
         n_experts = len(self._rows)
-        found = self._simulate(near.reshape(n_experts, -1))
-        return self._weighed(np.square(self._full - found, dtype=np.float64))
+        update = self._simulate(near.reshape(n_experts, -1))
+        return self._weighed(np.square(self._full - update, dtype=np.float64))
 
     @cached_property
     def _deltas(self) -> Samples:
@@ -94,19 +94,19 @@ class LevelSamples:
         return quantised(self._deltas, self._units, self._thresholds_bits, tiers)
 
     def _of_sum(self, residuals: Samples, residual_sq: F64Array) -> F64Array:
-        """What is known of the norms, times by how much samples say that residuals cancel."""
+        """The residuals' exact squared norm, times the share that samples say does not cancel."""
         factor = np.array([r.coefficient for r in self._rows])
         keep = np.array([r.keep for r in self._rows])
-        known = float((residual_sq @ (np.square(factor) * keep)).sum())
+        exact = float((residual_sq @ (np.square(factor) * keep)).sum())
         own = np.einsum("e,ebk->bk", np.square(factor) * keep, np.square(residuals))
         # What random drops keep on average adds up; what they make of it is orthogonal.
         mean = np.einsum("e,ebk->bk", factor * keep, residuals)
         spread = np.einsum("e,ebk->bk", np.square(factor) * keep * (1 - keep), np.square(residuals))
         alone = self._weighed(own).mean()
         if not alone > 0:
-            return np.full(PARTS, known)
-        found: F64Array = self._weighed(np.square(mean) + spread) * (known / alone)
-        return found
+            return np.full(PARTS, exact)
+        squares: F64Array = self._weighed(np.square(mean) + spread) * (exact / alone)
+        return squares
 
     def _weighed(self, squares: npt.NDArray[np.floating]) -> F64Array:
         by_part = squares.reshape(len(self._blocks), -1, PARTS).sum(axis=1)

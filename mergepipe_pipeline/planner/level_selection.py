@@ -71,14 +71,14 @@ class LevelProblem:
         """[choices, PARTS]: squared errors, as each part of the samples estimates them."""
         if any(r.block_l2sq is None for r in self.candidates.rows):
             return None
-        rests = [self.table.residual_sq(levels) for levels in choices]
+        residuals = [self.table.residual_sq(levels) for levels in choices]
 
         def of_group(group: Group) -> F64Array:
             squares = np.zeros((len(choices), PARTS))
-            for n, (levels, rest) in enumerate(zip(choices, rests, strict=True)):
-                left: F64Array = group.table(rest)
-                if left.any():
-                    squares[n] = self.samples[group.tensor].squares(group.table(levels), left)
+            for n, (levels, of_choice) in enumerate(zip(choices, residuals, strict=True)):
+                residual: F64Array = group.table(of_choice)
+                if residual.any():
+                    squares[n] = self.samples[group.tensor].squares(group.table(levels), residual)
             return squares
 
         total = np.zeros((len(choices), PARTS))
@@ -214,7 +214,7 @@ def level_estimates(q: LevelProblem, budget: Budget, levels: Levels) -> Estimate
     bound = q.bound(levels)
     error, update = q.predict([levels, np.zeros_like(levels)]) or (math.inf, math.inf)
     if error == 0 and q.table.residual_sq(levels).any():
-        error = math.inf  # samples that see nothing of what is left cannot say that it is nothing
+        error = math.inf  # samples without any residual do not show that there is none
     if update == 0 and not c.zero.all():
         update = math.inf
     chosen, nbytes = levels != NOTHING, q.table.nbytes(levels)

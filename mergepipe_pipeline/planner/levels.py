@@ -85,7 +85,7 @@ class LevelTable:
     def exact(self, pace: PackPace | None = None) -> Levels:
         """Each candidate's exact level of the fewest bytes; zero deltas have none.
 
-        With `pace` a row is read from its pack only where that is faster, too, or all there is.
+        With `pace` a row is read from its pack only if that is also faster, or the only way.
         """
         c = self.candidates
         out = originals(~c.zero)
@@ -106,10 +106,10 @@ class LevelTable:
     def _packed(self, levels: Levels) -> Iterator[tuple[slice, RowLevels]]:
         """Rows of which something is read from a pack, and their candidates."""
         c = self.candidates
-        found = np.zeros(len(c.rows), np.bool_)
-        found[c.row[_is_packed(levels)]] = True
+        is_read = np.zeros(len(c.rows), np.bool_)
+        is_read[c.row[_is_packed(levels)]] = True
         ends = np.append(c.first, len(c.row))
-        for number in np.flatnonzero(found).tolist():
+        for number in np.flatnonzero(is_read).tolist():
             of = c.rows[number].levels
             assert of is not None
             yield slice(int(ends[number]), int(ends[number + 1])), of
@@ -150,5 +150,5 @@ def _least_exact(of: RowLevels) -> tuple[I64Array, Levels]:
 
 
 def _is_packed(numbers: Levels) -> Choice:
-    found: Choice = (numbers > NOTHING) & (numbers < ORIGINAL)
-    return found
+    packed: Choice = (numbers > NOTHING) & (numbers < ORIGINAL)
+    return packed

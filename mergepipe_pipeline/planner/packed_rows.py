@@ -21,7 +21,7 @@ from mergepipe_pipeline.spec.plan import TrimRule
 _MOST_BLOCKS = 1 << 20
 
 N_LEVELS = len(TIERS)
-#: How a choice of levels says: nothing is read, or the expert's stored elements. Between them is
+#: In a choice of levels: nothing is read, and the expert's stored elements are. Between them stands
 #: 1 + a level's number.
 NOTHING, ORIGINAL = 0, 1 + N_LEVELS
 #: [levels]: none of them is exact.
@@ -37,7 +37,7 @@ class PackedRow:
 
     `nbytes` uint32 [levels, blocks]: what is read for a level, all of its tiers. `residual_sq`
     float32 [levels, blocks]: ‖δ − δ̂‖² at most, infinite where the level cannot be used.
-    `is_alone`: the expert's own files are away, so nothing is faster to read than the pack.
+    `is_alone`: the expert's own files are away, so only the pack can be read.
     """
 
     pack: int
@@ -60,7 +60,7 @@ class PackPace:
     def is_faster(self, packed_nbytes: int, stored_nbytes: int, n_elems: int) -> bool:
         """Whether an exact level is fewer bytes and takes less time than the stored elements.
 
-        What is read is decoded and merged meanwhile.
+        Decoding and merging run beside reading.
         """
         merging_s = n_elems * self.merge_elem_s
         from_pack_s = max(

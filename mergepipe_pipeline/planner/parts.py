@@ -35,7 +35,7 @@ Coefficients = Callable[[Params, tuple[Params, ...], tuple[float, ...]], tuple[f
 class Method:
     """What planning needs of an operator: the cᵢ of its δᵢ, and how it responds to parameters.
 
-    `simulate` makes what tries a task of it on samples of deltas.
+    `simulate` gives the function that merges samples of deltas as a task would.
     """
 
     schema: OperatorSchema
@@ -50,8 +50,8 @@ class TensorFacts:
 
     `chosen`: the operator, its parameters per tensor and per model, and the reason, where the
     recipe's method leaves the choice open. `l1s` are norms of deltas whose scale is a guess. `kept`
-    is what `trims` and `outliers` keep, all where that is not said, and `kurtosis` of deltas that
-    random drops thin out, 3 where that is not.
+    is what `trims` and `outliers` keep (absent: all), `kurtosis` that of deltas which random drops
+    thin out (absent: 3).
     """
 
     trims: Mapping[tuple[str, int], TrimRule]
@@ -93,12 +93,12 @@ def is_merged(t: TensorRecipe, models: Sequence[Model]) -> bool:
 
 def out_dtype(recipe: Recipe, t: TensorRecipe, models: Sequence[Model]) -> str:
     """The dtype (safetensors code) in which an output tensor is written: decided here alone."""
-    like, wanted = stored_like(t, models), recipe.out_dtype or recipe.dtype
+    like, recipe_dtype = stored_like(t, models), recipe.out_dtype or recipe.dtype
     if like.dtype not in FLOATING:
         return like.dtype
     if t.base is not None and is_kept(recipe.budget, t.name):
-        return wanted or like.dtype
-    return wanted or promoted_dtype(t, [m.views for m in models])
+        return recipe_dtype or like.dtype
+    return recipe_dtype or promoted_dtype(t, [m.views for m in models])
 
 
 class Parts:
@@ -212,25 +212,25 @@ class Parts:
             return None
         method = self._methods[part.operator]
         stats = [self.stats_of(part.recipe, i) for i in range(len(rows))]
-        known = [s for s in stats if s is not None]
+        present = [s for s in stats if s is not None]
         # Elements of a sample rank about as those of its row do.
         is_ranked = method.schema.fact == "ranked"
         elementwise = is_ranked or method.response(part.params) in ("vote", "mean")
         simulate = self.simulate(part)
-        if not elementwise or simulate is None or len(known) < len(rows):
+        if not elementwise or simulate is None or len(present) < len(rows):
             return None
-        return Simulation(rows, known, self._grid, simulate)
+        return Simulation(rows, present, self._grid, simulate)
 
     def simulate(self, part: Part) -> Simulate | None:
         """Tries a part on samples of its deltas; None where samples cannot be merged."""
-        made = self._methods[part.operator].simulate
-        if made is None:
+        simulation_of = self._methods[part.operator].simulate
+        if simulation_of is None:
             return None
-        simulate = cache(lambda n: made(self._sampled_task(part, n)))
+        simulate = cache(lambda n: simulation_of(self._sampled_task(part, n)))
         return lambda deltas: simulate(deltas.shape[1])(deltas)
 
     def _sampled_task(self, part: Part, n: int) -> TensorTask:
-        """A task like the part's whose elements are `n` samples; each block's are a row."""
+        """A task like the part's over `n` sampled elements; each block's samples are a row."""
         experts = tuple(
             ExpertInput(
                 position=entry.position,
@@ -262,12 +262,12 @@ class Parts:
         response = self._methods[part.operator].response(part.params)
         params = dict(part.params)
         normalised = response == "mean" or (response == "vote" and bool(params.get("normalize")))
-        below = any(float(dict(p).get("weight", 1.0)) < 0 for p in part.model_params)
+        is_negative = any(float(dict(p).get("weight", 1.0)) < 0 for p in part.model_params)
         reach = np.full(len(part.recipe.inputs), np.nan)
         for i in range(len(reach)) if normalised else ():
             scale = float(params.get("lambda", 1.0)) * _rescale(params, part.model_params[i])
             reach[i] = abs(scale * self._facts.scales.get((part.recipe.name, i), 1.0))
-        return Sensitivity(response, reach, normalised and below)
+        return Sensitivity(response, reach, normalised and is_negative)
 
 
 def _thinned(rule: TrimRule | None, n: int, numel: int) -> TrimRule | None:
@@ -277,8 +277,8 @@ def _thinned(rule: TrimRule | None, n: int, numel: int) -> TrimRule | None:
 
 def _rescale(params: Mapping[str, Any], model_params: Params) -> float:
     """What the papers' variants divide a kept element by: at least its probability."""
-    given = dict(model_params)
-    density = float(given.get("density", 1.0))
+    by_name = dict(model_params)
+    density = float(by_name.get("density", 1.0))
     if params.get("variant") != "paper" or not params.get("rescale") or not 0 < density < 1:
         return 1.0
-    return 1.0 / (density - float(given.get("epsilon", 0.0)))
+    return 1.0 / (density - float(by_name.get("epsilon", 0.0)))

@@ -98,8 +98,7 @@ class PlanBuilder:
         """What can be read of packs, too; None where no expert has one."""
         if self._packs is None:
             return None
-        given = self._parts, self._methods, self._facts, self._packs, self._grid
-        parts = LevelParts(*given)
+        parts = LevelParts(self._parts, self._methods, self._facts, self._packs, self._grid)
         table = parts.table()
         return LevelProblem(
             table=table,
@@ -122,7 +121,7 @@ class PlanBuilder:
         return [names.get(n, ()) for n in range(max(names, default=-1) + 1)]
 
     def _selected(self) -> tuple[Candidates, Levels, Estimates]:
-        """What is read of what there is, and what that promises."""
+        """All candidates, the levels at which they are read, and what that promises."""
         budget, strategy = self._recipe.budget, self._recipe.strategy
         packed = self.level_problem() if strategy in (None, PACKS) else None
         if packed is not None:
@@ -130,8 +129,8 @@ class PlanBuilder:
             return packed.candidates, levels, level_estimates(packed, budget, levels)
         problem = self.problem()
         selection = select_blocks(problem, budget, None if strategy == PACKS else strategy)
-        found = estimates(problem, budget, selection)
-        return problem.candidates, originals(selection.choice), found
+        promised = estimates(problem, budget, selection)
+        return problem.candidates, originals(selection.choice), promised
 
     def build(self) -> MergePlan:
         """The plan under the recipe's budget and strategy. Raises BudgetError as `choose` does."""
@@ -169,8 +168,8 @@ class PlanBuilder:
         )
 
     def _warnings(self, c: Candidates, promised: Estimates) -> Iterator[str]:
-        """What to warn of: experts that add nothing, a budget that takes nothing of any, packs that
-        are not there.
+        """Warnings: experts that add nothing, a budget that is too small for any block, and packs
+        that do not exist.
         """
         alive = np.bincount(c.expert, ~c.zero)
         there = np.bincount(c.expert, minlength=len(alive))

@@ -58,7 +58,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What choices were found to give, each tried on the same samples.
+    """What choices give, each tried on the same samples.
 
     `predictions` are as `predict` has them; `squares` are squared errors [choices, PARTS],
     estimated from one part of the samples each.
@@ -67,12 +67,12 @@ class Trial:
     predictions: list[Prediction] | None
     squares: F64Array
 
-    def is_nearer(self, choice: int, other: int) -> bool:
+    def is_nearer(self, choice: int, rival: int) -> bool:
         """Whether samples show for certain that a choice ends nearer to the full merge.
 
         Both are tried on the same samples, so that their difference is known better than either.
         """
-        first, second = self.squares[choice], self.squares[other]
+        first, second = self.squares[choice], self.squares[rival]
         if not np.isfinite([first, second]).all():
             return False
         saved: F64Array = second - first
@@ -102,10 +102,10 @@ def _has_statistics(c: Candidates) -> bool:
 
 def _predictions(total: _Sums) -> list[Prediction]:
     squares = total.squares.mean(axis=1).tolist()
-    found = zip(squares, total.variances.tolist(), total.is_stated.tolist(), strict=True)
+    estimates = zip(squares, total.variances.tolist(), total.is_stated.tolist(), strict=True)
     return [
-        Prediction(math.sqrt(max(s, 0.0)), _margin(max(s, 0.0), v) if known else None)
-        for s, v, known in found
+        Prediction(math.sqrt(max(s, 0.0)), _margin(max(s, 0.0), v) if is_stated else None)
+        for s, v, is_stated in estimates
     ]
 
 
@@ -129,30 +129,30 @@ def _of_group(group: Group, choices: Sequence[Choice], replay: bool) -> _Sums:
     sums = _nothing(len(choices))
     omitted = [group.omitted(choice) for choice in choices]
     finite: dict[int, Choice] = {}
-    for n, left in enumerate(omitted):
-        sums.is_stated[n] = not left.any() or all(r.is_sum for r in group.rows)
-        if not np.isfinite(group.size[left]).all():
+    for n, missing in enumerate(omitted):
+        sums.is_stated[n] = not missing.any() or all(r.is_sum for r in group.rows)
+        if not np.isfinite(group.size[missing]).all():
             sums.squares[n], sums.is_stated[n] = np.inf, False
-        elif left.any():
-            finite[n] = left
+        elif missing.any():
+            finite[n] = missing
     if finite and not _add_simulated(group, finite, sums, replay):
         _add_left_out(group, finite, sums)
     return sums
 
 
 def _add_simulated(group: Group, omitted: Mapping[int, Choice], sums: _Sums, replay: bool) -> bool:
-    """Add the squared errors that samples show, per choice; False where there are none to ask."""
-    c, left_out = group.candidates, list(omitted.values())
+    """Add the squared errors that samples show, per choice; False where there are no samples."""
+    c, choices = group.candidates, list(omitted.values())
     if c.simulations is None:
         return False
-    found, curve = None, None if replay else c.curves.get(group.tensor)
+    squares, curve = None, None if replay else c.curves.get(group.tensor)
     if replay:
-        found = c.simulations.squares(group.tensor, left_out)
+        squares = c.simulations.squares(group.tensor, choices)
     elif curve:
-        found = np.array([[_simulated(group, left, curve)] for left in left_out])
-    if found is None:
+        squares = np.array([[_simulated(group, choice, curve)] for choice in choices])
+    if squares is None:
         return False
-    sums.squares[list(omitted)] += found
+    sums.squares[list(omitted)] += squares
     return True
 
 
@@ -162,14 +162,14 @@ def _add_left_out(group: Group, omitted: Mapping[int, Choice], sums: _Sums) -> N
 
     for batch, cosine in cosine_batches(group, cautious=False):
         kept = group.kept[batch]
-        for n, left in omitted.items():
-            size = np.where(left[batch], group.size[batch], 0.0)
+        for n, choice in omitted.items():
+            size = np.where(choice[batch], group.size[batch], 0.0)
             sq_norm, mean = np.square(size) * kept, size * kept
-            known, variance = np.zeros(len(size)), np.zeros(len(size))
-            quadratic(cosine, mean, known, variance)
+            mean_sq, variance = np.zeros(len(size)), np.zeros(len(size))
+            quadratic(cosine, mean, mean_sq, variance)
             # What is kept on average; what a random drop makes of it is orthogonal to the rest.
-            sums.squares[n] += float((known + (sq_norm - np.square(mean)).sum(axis=1)).sum())
-            sums.variances[n] += (variance + _of_drops(group, batch, sq_norm, known)).sum()
+            sums.squares[n] += float((mean_sq + (sq_norm - np.square(mean)).sum(axis=1)).sum())
+            sums.variances[n] += (variance + _of_drops(group, batch, sq_norm, mean_sq)).sum()
 
 
 def _margin(square: float, variance: float) -> float:
@@ -179,8 +179,8 @@ def _margin(square: float, variance: float) -> float:
     return max(above, math.sqrt(square) - math.sqrt(max(square - off, 0.0)))
 
 
-def _of_drops(group: Group, batch: slice, sq_norm: F64Array, known: F64Array) -> F64Array:
-    """Variance per output block that random drops give at most; `known`: their mean, squared."""
+def _of_drops(group: Group, batch: slice, sq_norm: F64Array, mean_sq: F64Array) -> F64Array:
+    """Variance per output block that random drops give at most; `mean_sq`: their mean, squared."""
     keep = np.array([r.keep for r in group.rows])
     if (keep == 1).all():
         return np.zeros(len(sq_norm))
@@ -190,7 +190,7 @@ def _of_drops(group: Group, batch: slice, sq_norm: F64Array, known: F64Array) ->
     spread = (sq_norm * (1 - keep)).sum(axis=1)
     own = (np.square(sq_norm) * (1 - keep) / np.maximum(keep, _TINY)).sum(axis=1)
     peak = max(r.kurtosis for r in group.rows)
-    mixed = 4 * np.maximum(known, 0.0) * spread + 2 * np.square(spread)
+    mixed = 4 * np.maximum(mean_sq, 0.0) * spread + 2 * np.square(spread)
     variance: F64Array = peak / lengths * (mixed + own)
     return variance
 
@@ -198,7 +198,9 @@ def _of_drops(group: Group, batch: slice, sq_norm: F64Array, known: F64Array) ->
 def _simulated(group: Group, omitted: Choice, curve: Curve) -> float:
     sq_norm: F64Array = group.table(group.candidates.sq_norm)
     total = sq_norm.sum(axis=1)
-    left = np.where(omitted, sq_norm, 0.0).sum(axis=1)
-    known = total > 0
-    share = 1 - left[known] / total[known]
-    return float((curve.factor * total[known] * np.interp(share, curve.share, curve.left)).sum())
+    missing = np.where(omitted, sq_norm, 0.0).sum(axis=1)
+    is_known = total > 0
+    share = 1 - missing[is_known] / total[is_known]
+    return float(
+        (curve.factor * total[is_known] * np.interp(share, curve.share, curve.residual)).sum()
+    )

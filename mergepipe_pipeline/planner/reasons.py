@@ -1,6 +1,6 @@
-"""Why a block is read or left: its place in the strategy's list, and where the list was cut.
+"""Why a block is read or not: its place in the strategy's list, and where the list was cut.
 
-Tells of a choice that was made; decides nothing. Every block has one of the reasons in `Why`.
+Explains a choice that was made; decides nothing. Every block has one of the reasons in `Why`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def account(q: PlanningProblem, budget: Budget, ranking: str, choice: Choice) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed:
-    """The items of a list: places from 1, worths, and what stood against those not taken."""
+    """The items of a list: places from 1, worths, and why some were not taken."""
 
     items: Items
     place: I64Array

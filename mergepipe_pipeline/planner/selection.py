@@ -66,7 +66,7 @@ class PlanningProblem:
 class BlockSelection:
     """The candidates selected under `strategy`; `ranking`: the strategy whose list was followed.
 
-    `predictions` are of the choice and of the base alone, where selecting it found them.
+    `predictions` are of the choice and of the base alone, where selecting made them.
     """
 
     strategy: str
@@ -168,7 +168,7 @@ def estimates(q: PlanningProblem, budget: Budget, selection: BlockSelection) -> 
     c, choice = q.candidates, selection.choice
     bound = q.bound(choice)
     none = np.zeros(len(c.row), np.bool_)
-    found = selection.predictions or predict(c, [choice, none], replay=True)
+    predictions = selection.predictions or predict(c, [choice, none], replay=True)
     units = np.bincount(c.unit, choice, c.n_units) > 0
     starts = choice & ~np.concatenate([[False], choice[:-1] & (np.diff(c.row) == 0)])
     return Estimates(
@@ -184,9 +184,9 @@ def estimates(q: PlanningProblem, budget: Budget, selection: BlockSelection) -> 
         reads=int(starts.sum()),
         error_bound=bound.value,
         bound_note=bound.note,
-        predicted_error=_finite(found[0].error) if found else None,
-        predicted_margin=found[0].margin if found else None,
-        update_norm=_finite(found[1].error) if found else None,
+        predicted_error=_finite(predictions[0].error) if predictions else None,
+        predicted_margin=predictions[0].margin if predictions else None,
+        update_norm=_finite(predictions[1].error) if predictions else None,
         seek_nbytes=q.seek_nbytes,
     )
 

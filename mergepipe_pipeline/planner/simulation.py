@@ -2,7 +2,7 @@
 
 The catalog keeps δ at the same few elements of every block for all experts. Any method that works
 element by element can be applied to them: with all experts, and with less and less of them. Nothing
-is tried before somebody asks.
+is tried before it is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Simulate = Callable[[Samples], Samples]
 PARTS = 8
 #: Sampled elements of one tensor and all its experts that are tried at most.
 _MAX_ELEMS = 1 << 18
-#: Sampled elements that know a tensor's own curve, and its height, as well as all other tensors
+#: Sampled elements that give a tensor's own curve, and its height, as well as all other tensors
 #: do: shapes differ by a few percent from tensor to tensor, heights by more (measured on trained
 #: experts), and estimates from so many elements err as much.
 _SHAPE_ELEMS, _SIZE_ELEMS = 16384, 128
@@ -71,7 +71,7 @@ class Simulation:
         #: Elements that each block's samples stand for.
         self._lengths = lengths[self._kept].astype(np.float64)
         self._scale = numel / self._lengths.sum()
-        self._known: dict[bytes, F64Array] = {}
+        self._squares: dict[bytes, F64Array] = {}
 
     @property
     def n_experts(self) -> int:
@@ -82,18 +82,18 @@ class Simulation:
         """As `candidates.SimulatedErrors.squares`, of this tensor."""
         if not self._tells:
             return None
-        found = [self._without(left[self._kept]) for left in omitted]
-        return np.array(found).reshape(-1, PARTS)
+        squares = [self._without(choice[self._kept]) for choice in omitted]
+        return np.array(squares).reshape(-1, PARTS)
 
-    def _without(self, left: Choice) -> F64Array:
-        """[PARTS]: what leaving out these of the sampled blocks, [blocks, E], makes wrong."""
-        # Whether a choice is good is asked first, and what it promises afterwards.
-        key = left.tobytes()
-        if key not in self._known:
+    def _without(self, omitted: Choice) -> F64Array:
+        """[PARTS]: the squared error without the `omitted` sampled blocks, [blocks, E]."""
+        # A choice is asked for twice: when it is judged, and when its error is stated.
+        key = omitted.tobytes()
+        if key not in self._squares:
             some = self._samples().reshape(len(self._rows), -1, SAMPLE_WIDTH)
-            some[left.T] = 0
-            self._known[key] = self._wrong(some.reshape(len(some), -1)) * self._scale
-        return self._known[key]
+            some[omitted.T] = 0
+            self._squares[key] = self._wrong(some.reshape(len(some), -1)) * self._scale
+        return self._squares[key]
 
     def simulated_curve(self, *, shape: bool = True) -> SimulatedCurve | None:
         """The curve; None where the samples show no update at all.
@@ -106,17 +106,17 @@ class Simulation:
         samples, sq_norm = self._samples(), self._sq_norms
         order = np.argsort(-sq_norm, kind="stable")
         counts = _counts(len(order)) if shape else [0, len(order)]
-        lefts = []
+        errors = []
         for count in counts[:-1]:
             some = np.zeros_like(samples)
             some[order[:count]] = samples[order[:count]]
-            lefts.append(self._wrong(some).mean())
-        lefts.append(0.0)
+            errors.append(self._wrong(some).mean())
+        errors.append(0.0)
         sampled = sum(r.coefficient**2 * float(_sq_norm(r)[self._kept].sum()) for r in self._rows)
-        if not sampled > 0 or not np.isfinite(lefts).all():
+        if not sampled > 0 or not np.isfinite(errors).all():
             return None
         bought = np.concatenate([[0.0], np.cumsum(sq_norm[order])])[counts] / sq_norm.sum()
-        curve = Curve(bought, np.array(lefts) / lefts[0], lefts[0] / sampled)
+        curve = Curve(bought, np.array(errors) / errors[0], errors[0] / sampled)
         return SimulatedCurve(curve, samples.shape[1], sampled, shape)
 
     @cached_property
@@ -146,7 +146,7 @@ class Simulation:
 
     def _wrong(self, some: Samples) -> F64Array:
         """[PARTS]: Σ(full − what `some` give)² over the blocks that the samples stand for."""
-        # Of nothing, every method makes nothing.
+        # Every method merges nothing to nothing.
         return self._weighed(self._full - self._simulate(some) if some.any() else self._full)
 
     def _weighed(self, off: Samples) -> F64Array:
@@ -189,19 +189,19 @@ def pooled(simulated: Mapping[int, SimulatedCurve]) -> dict[int, Curve]:
     """The curves of tensors merged alike; what few samples say is drawn towards what all say."""
     if not simulated:
         return {}
-    found = list(simulated.values())
+    curves = list(simulated.values())
     shares = np.linspace(0, 1, _SHARES)
-    lefts = [np.interp(shares, r.curve.share, r.curve.left) for r in found]
-    factor = _average(np.array([r.curve.factor for r in found]), [r.sq_norm for r in found])
-    weights = [r.curve.factor * r.sq_norm * r.has_shape for r in found]
-    left = _average(np.array(lefts), weights)
+    residuals = [np.interp(shares, r.curve.share, r.curve.residual) for r in curves]
+    factor = _average(np.array([r.curve.factor for r in curves]), [r.sq_norm for r in curves])
+    weights = [r.curve.factor * r.sq_norm * r.has_shape for r in curves]
+    residual = _average(np.array(residuals), weights)
     out = {}
-    for number, r, own in zip(simulated, found, lefts, strict=True):
+    for number, r, own in zip(simulated, curves, residuals, strict=True):
         shape, size = (r.n / (r.n + n) for n in (_SHAPE_ELEMS, _SIZE_ELEMS))
         shape *= r.has_shape
         out[number] = Curve(
             shares,
-            left + shape * (own - left),
+            residual + shape * (own - residual),
             float(factor + size * (r.curve.factor - factor)),
         )
     return out
@@ -209,8 +209,8 @@ def pooled(simulated: Mapping[int, SimulatedCurve]) -> dict[int, Curve]:
 
 def _average(values: F64Array, weights: Sequence[float]) -> F64Array:
     """The weighted mean over the first axis; the plain one where no sample has any weight."""
-    found: F64Array = np.average(values, axis=0, weights=weights if any(weights) else None)
-    return found
+    mean: F64Array = np.average(values, axis=0, weights=weights if any(weights) else None)
+    return mean
 
 
 def _sq_norm(row: Row) -> F64Array:

@@ -1,4 +1,4 @@
-"""How a budget is spent: each strategy is a list of items in the order of its liking.
+"""How a budget is spent: each strategy ranks the items that can be read.
 
 Every strategy stays within the budget, is deterministic, and never pays for a block whose delta is
 known to be zero.
@@ -60,16 +60,16 @@ def choose(c: Candidates, constraints: Constraints, strategy: str, seek_nbytes: 
 def _no_full_merge(c: Candidates, useful: Choice, constraints: Constraints) -> BudgetError:
     """The error for a budget, or else an expert's share, that is less than all there is."""
     own = np.bincount(c.expert[useful], c.nbytes[useful], len(constraints.caps)).astype(np.int64)
-    needed, given, what, where = int(own.sum()), constraints.budget_bytes, "budget", "budget"
-    if needed <= given:
+    needed, limit, what, where = int(own.sum()), constraints.budget_bytes, "budget", "budget"
+    if needed <= limit:
         number = int(np.argmax(own > constraints.caps))
-        needed, given = int(own[number]), int(constraints.caps[number])
+        needed, limit = int(own[number]), int(constraints.caps[number])
         what, where = "share of an expert", f"budget, shares, of expert {number + 1}"
     return BudgetError(
         f"The {what} does not cover a full merge",
         where=where,
         expected=f"at least {needed} bytes",
-        found=f"{given} bytes",
+        found=f"{limit} bytes",
         next_step=f"raise the {what}, or use strategy conflict_aware",
     )
 
@@ -129,8 +129,8 @@ def conflict_aware(c: Candidates, free: Choice, seek_nbytes: int) -> Ranked:
 
 def _units(c: Candidates, free: Choice) -> I64Array:
     """The units with something to read in `free`, ascending."""
-    found = c.unit[free & ~c.zero]
-    units: I64Array = found[np.diff(found, prepend=-1) > 0]
+    of_candidate = c.unit[free & ~c.zero]
+    units: I64Array = of_candidate[np.diff(of_candidate, prepend=-1) > 0]
     return units
 
 

@@ -133,7 +133,7 @@ def test_a_rehearsed_tensor_is_bought_by_its_curve() -> None:
     items = chain_items(lay_out(rows, GRID, Drawn({0: falls_at_once})), np.ones(4, np.bool_))
     assert items.members.tolist() == [0, 2, 3, 1], "by squared norm at each output block"
     assert len(items.saved) == 4
-    left = 2.0 * 13 * np.interp(9 / 13, falls_at_once.share, falls_at_once.left)
+    left = 2.0 * 13 * np.interp(9 / 13, falls_at_once.share, falls_at_once.residual)
     assert items.saved[:2].tolist() == pytest.approx([26 - left, left])
     items = chain_items(lay_out(rows, GRID, Drawn({0: falls_at_last})), np.ones(4, np.bool_))
     assert items.members.tolist() == [0, 2, 3, 1]

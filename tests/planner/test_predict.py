@@ -157,8 +157,8 @@ def test_a_rehearsed_tensor_errs_as_its_curve_says_at_every_site() -> None:
     c = lay_out(rows, GRID, Drawn({0: curve}))
     choice = np.array([True, False, False, False, True, False])
     (found,) = predict(c, [choice]) or []
-    first = 2.0 * 13 * np.interp(9 / 13, curve.share, curve.left)
-    second = 2.0 * 5 * np.interp(4 / 5, curve.share, curve.left)
+    first = 2.0 * 13 * np.interp(9 / 13, curve.share, curve.residual)
+    second = 2.0 * 5 * np.interp(4 / 5, curve.share, curve.residual)
     assert found.error == pytest.approx((first + second) ** 0.5)
     assert found.margin is None
 

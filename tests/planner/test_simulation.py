@@ -85,7 +85,7 @@ def test_a_sum_of_orthogonal_deltas_falls_in_a_straight_line() -> None:
     weights = np.array([1.0, -0.5, 0.7, 0.3])
     curve = curve_of(deltas, weights, summed(weights))
     assert curve is not None
-    np.testing.assert_allclose(curve.left, 1 - curve.share, atol=0.01)
+    np.testing.assert_allclose(curve.residual, 1 - curve.share, atol=0.01)
     assert curve.share[0] == 0
     assert curve.share[-1] == pytest.approx(1)
     assert (np.diff(curve.share) > 0).all()
@@ -112,7 +112,9 @@ def test_a_vote_errs_as_rehearsed_when_whole_experts_are_left_out(
         some[count:] = 0
         left = np.square(full - voted(weights, least)(some)).sum() / update
         share = sq_norm[:count].sum() / sq_norm.sum()
-        assert np.interp(share, curve.share, curve.left) == pytest.approx(left, rel=0.1, abs=0.02)
+        assert np.interp(share, curve.share, curve.residual) == pytest.approx(
+            left, rel=0.1, abs=0.02
+        )
 
 
 def test_where_nothing_changes_there_is_no_curve() -> None:
@@ -138,7 +140,7 @@ def test_samples_of_many_experts_are_thinned_by_whole_blocks() -> None:
     curve = curve_of(deltas, weights, simulate)
     assert curve is not None
     assert len(seen) < 22, "by counts that double, not by single experts"
-    np.testing.assert_allclose(curve.left, np.interp(curve.share, [0, 1], [1, 0]), atol=0.35)
+    np.testing.assert_allclose(curve.residual, np.interp(curve.share, [0, 1], [1, 0]), atol=0.35)
 
 
 @given(seed=st.integers(0, 2**32), share=st.floats(0, 1))
@@ -190,7 +192,7 @@ def test_a_stage_draws_curves_when_they_are_asked_for_and_replays_by_number() ->
     assert len(tried) == 2, "the full merge once, and each choice once"
     assert list(stage.curves) == [3, 5]
     count = len(tried)
-    assert stage.curves[3].left[0] == 1
+    assert stage.curves[3].residual[0] == 1
     assert len(tried) == count
 
 
@@ -201,7 +203,7 @@ def simulated_curve(n: int, left: float, factor: float) -> SimulatedCurve:
 
 
 def half(curve: Curve) -> float:
-    return float(np.interp(0.5, curve.share, curve.left))
+    return float(np.interp(0.5, curve.share, curve.residual))
 
 
 def test_alike_tensors_have_one_curve() -> None:
@@ -210,7 +212,7 @@ def test_alike_tensors_have_one_curve() -> None:
     for curve in found.values():
         assert half(curve) == pytest.approx(0.4)
         assert curve.factor == pytest.approx(2.0)
-        assert (curve.left[0], curve.left[-1]) == (1, 0)
+        assert (curve.residual[0], curve.residual[-1]) == (1, 0)
     assert pooled({}) == {}
 
 
