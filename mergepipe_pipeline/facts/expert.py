@@ -1,7 +1,7 @@
 """Facts of whole tensors about one expert: trim thresholds, outlier bounds, rescale factors.
 
-Each is found once per (base, expert, tensor, parameters), thresholds from the magnitudes that the
-catalog lists, the rest by a pass over the tensor, and remembered in the catalog. Part of planning;
+Each is computed once per (base, expert, tensor, parameters), thresholds from the magnitudes that
+the catalog lists, the rest by a pass over the tensor, and stored in the catalog. Part of planning;
 `spec.operator.Fact` says who asks for which. Facts about several experts together are in
 `group`.
 """
@@ -92,14 +92,14 @@ class ExpertFacts:
         self._progress = progress or Silent()
 
     def add(
-        self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables, *, in_full: bool
+        self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables, *, in_full: bool
     ) -> None:
-        """Add the facts of `kind` for all of `wanted` to `tables`.
+        """Add the facts of `kind` for all `parts` to `tables`.
 
         A merge `in_full` reads every tensor anyway, so it can find for itself what a random drop
         leaves; for a part of it, only a pass beforehand can.
         """
-        active = [s for s in wanted if 0 < s.density < 1]
+        active = [s for s in parts if 0 < s.density < 1]
         if kind == "trim":
             self._add_trims(active, tables)
         elif kind == "band":
@@ -110,36 +110,36 @@ class ExpertFacts:
         elif rescaled and kind != "none":
             self._add_scales(kind, rescaled, tables)
 
-    def add_sq_norms(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
+    def add_sq_norms(self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables) -> None:
         """Add what rules keep of the squared norm, and of random drops how heavy the tails are.
 
-        After `add`, for whoever weighs a part of a merge.
+        Call it after `add`, where a part of a merge is weighed.
         """
-        for s in (s for s in wanted if 0 < s.density < 1):
-            known = self._with_histograms.by_pair[s.pair]
+        for s in (s for s in parts if 0 < s.density < 1):
+            stats = self._with_histograms.by_pair[s.pair]
             if kind in ("trim", "band"):
                 rules = tables.trims.get(s.place), tables.outliers.get(s.place)
-                tables.kept[s.place] = kept_sq_norm(known, self._grid, *rules)
+                tables.kept[s.place] = kept_sq_norm(stats, self._grid, *rules)
             else:
-                tables.kurtosis[s.place] = kurtosis(known)
+                tables.kurtosis[s.place] = kurtosis(stats)
 
     @cached_property
     def _with_histograms(self) -> ExpertStats:
-        found = self._load()
+        histograms = self._load()
         tensors = (
-            replace(t, hist_bins=found[pair][0], hist_counts=found[pair][1])
+            replace(t, hist_bins=histograms[pair][0], hist_counts=histograms[pair][1])
             for pair, t in self._stats.by_pair.items()
-            if pair in found
+            if pair in histograms
         )
         return replace(self._stats, tensors=tuple(tensors))
 
-    def _add_trims(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
-        keeps = {s: trim_count(s.numel, s.density) for s in wanted}
+    def _add_trims(self, parts: Sequence[Sparsified], tables: FactTables) -> None:
+        keeps = {s: trim_count(s.numel, s.density) for s in parts}
         for s, rule in self._rules(keeps, "thresholds").items():
             tables.trims[s.place] = rule
 
-    def _add_bands(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
-        counts = {s: band_counts(s.numel, s.density, s.number("gamma")) for s in wanted}
+    def _add_bands(self, parts: Sequence[Sparsified], tables: FactTables) -> None:
+        counts = {s: band_counts(s.numel, s.density, s.number("gamma")) for s in parts}
         above = {s: outliers for s, (_, outliers) in counts.items() if outliers}
         for s, rule in self._rules({s: c for s, (c, _) in counts.items()}, "thresholds").items():
             tables.trims[s.place] = rule
@@ -151,11 +151,11 @@ class ExpertFacts:
         by_key = {s: f"{_name(s.pair)}#{keep}" for s, keep in keeps.items()}
         # A cut may be open by a block, and blocks are of the grid.
         of_grid = f"keep-largest-b{self._stats.block_elems}"
-        known = self._known(of_grid) | self._known("keep-largest")
-        missing = {s: keep for s, keep in keeps.items() if by_key[s] not in known}
+        facts = self._facts(of_grid) | self._facts("keep-largest")
+        missing = {s: keep for s, keep in keeps.items() if by_key[s] not in facts}
         if missing:
             listed = {by_key[s]: astuple(rule) for s, rule in self._listed(missing)}
-            known |= self._remember(of_grid, listed)
+            facts |= self._remember(of_grid, listed)
             missing = {s: keep for s, keep in missing.items() if by_key[s] not in listed}
         if missing:
             from mergepipe_pipeline.analysis.thresholds import trim_rules
@@ -178,8 +178,8 @@ class ExpertFacts:
                     for s in batch:
                         rule = rules[s.pair]
                         fresh[by_key[s]] = (rule.threshold_bits, rule.tie_stop_elem)
-            known |= self._remember("keep-largest", fresh)
-        return {s: TrimRule(*map(int, known[by_key[s]])) for s in keeps}
+            facts |= self._remember("keep-largest", fresh)
+        return {s: TrimRule(*map(int, facts[by_key[s]])) for s in keeps}
 
     def _listed(self, keeps: Mapping[Sparsified, int]) -> Iterator[tuple[Sparsified, TrimRule]]:
         """The rules that follow from what the catalog knows. Reads no weight."""
@@ -193,11 +193,11 @@ class ExpertFacts:
                 open_rules.setdefault(s.pair, []).append(s)
         for pair, magnitudes in self._magnitudes(open_rules):
             for s in open_rules[pair]:
-                known = self._with_histograms.by_pair[pair]
-                yield s, open_rule(known, magnitudes, keeps[s], self._stats.block_elems)
+                stats = self._with_histograms.by_pair[pair]
+                yield s, open_rule(stats, magnitudes, keeps[s], self._stats.block_elems)
 
     def _magnitudes(self, pairs: Collection[Pair]) -> Iterator[tuple[Pair, Magnitudes]]:
-        """The magnitudes of those of `pairs` that have them; what is damaged is found again."""
+        """The magnitudes of `pairs`, where they have some; damaged files are analysed again."""
         ids = self._base.model_id, self._expert.model_id, self._stats.block_elems
         missing = set(pairs)
         for pair, magnitudes in self._catalog.magnitudes(*ids, pairs):
@@ -205,19 +205,19 @@ class ExpertFacts:
             yield pair, magnitudes
         every = list(self._stats.by_pair)
         if missing and self._catalog.missing_pairs(*ids, every):
-            wanted = [(self._expert, every)]
-            ensure_stats(self._warehouse, wanted, self._base, self._grid, self._progress)
+            experts = [(self._expert, every)]
+            ensure_stats(self._warehouse, experts, self._base, self._grid, self._progress)
             yield from self._catalog.magnitudes(*ids, missing)
 
-    def _leave_scales_open(self, wanted: Sequence[Sparsified], tables: FactTables) -> None:
-        for s in wanted:
+    def _leave_scales_open(self, parts: Sequence[Sparsified], tables: FactTables) -> None:
+        for s in parts:
             tables.scales[s.place] = 1 / s.density
             tables.l1s[s.place] = self._stats.by_pair[s.pair].l1
 
-    def _add_scales(self, kind: Kind, wanted: Sequence[Sparsified], tables: FactTables) -> None:
-        by_key = {s: _scale_key(kind, s) for s in wanted}
-        known = self._known(f"l1-{kind}")
-        missing = [s for s in wanted if by_key[s] not in known]
+    def _add_scales(self, kind: Kind, parts: Sequence[Sparsified], tables: FactTables) -> None:
+        by_key = {s: _scale_key(kind, s) for s in parts}
+        facts = self._facts(f"l1-{kind}")
+        missing = [s for s in parts if by_key[s] not in facts]
         if missing:
             from mergepipe_pipeline.analysis.scales import l1_scales
 
@@ -226,7 +226,7 @@ class ExpertFacts:
             with self._progress.task(f"rescale factors {self._expert.name}", nbytes) as advance:
                 fresh: dict[str, Fact] = {}
                 for batch in _distinct(dict.fromkeys(missing, 0)):
-                    found = l1_scales(
+                    scales = l1_scales(
                         self._expert,
                         self._base,
                         self._stats,
@@ -235,10 +235,10 @@ class ExpertFacts:
                         known=inputs,
                         progress=advance,
                     )
-                    fresh |= {by_key[s]: (found[s.pair],) for s in batch}
-            known |= self._remember(f"l1-{kind}", fresh)
-        for s in wanted:
-            (tables.scales[s.place],) = known[by_key[s]]
+                    fresh |= {by_key[s]: (scales[s.pair],) for s in batch}
+            facts |= self._remember(f"l1-{kind}", fresh)
+        for s in parts:
+            (tables.scales[s.place],) = facts[by_key[s]]
 
     def _task(self, s: Sparsified, tables: FactTables) -> TensorTask:
         """The task as the engine will see it, for this expert alone."""
@@ -260,7 +260,7 @@ class ExpertFacts:
         checkpoints = (*self._expert.checkpoints, *self._base.checkpoints)
         return checkpoint_inputs(self._warehouse, checkpoints, self._progress)
 
-    def _known(self, key: str) -> dict[str, Fact]:
+    def _facts(self, key: str) -> dict[str, Fact]:
         return self._catalog.fact(self._base.model_id, self._expert.model_id, key)
 
     def _remember(self, key: str, fresh: Mapping[str, Fact]) -> Mapping[str, Fact]:
@@ -270,8 +270,8 @@ class ExpertFacts:
 
 
 def _rescales(params: Params) -> bool:
-    given = dict(params)
-    return bool(given.get("rescale", False)) and given.get("variant", "mergekit") != "paper"
+    by_name = dict(params)
+    return bool(by_name.get("rescale", False)) and by_name.get("variant", "mergekit") != "paper"
 
 
 def _scale_key(kind: Kind, s: Sparsified) -> str:
@@ -293,11 +293,11 @@ def _name(pair: Pair) -> str:
     return pair[0] if pair[0] == pair[1] else f"{pair[0]}|{pair[1]}"
 
 
-def _distinct(wanted: Mapping[Sparsified, int]) -> list[dict[Sparsified, int]]:
+def _distinct(keeps: Mapping[Sparsified, int]) -> list[dict[Sparsified, int]]:
     """The same in batches that hold each pair of tensors once."""
     batches: list[dict[Sparsified, int]] = []
     seen: list[set[Pair]] = []
-    for s, value in wanted.items():
+    for s, value in keeps.items():
         at = next((i for i, pairs in enumerate(seen) if s.pair not in pairs), None)
         if at is None:
             at = len(batches)

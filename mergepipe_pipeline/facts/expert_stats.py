@@ -1,4 +1,4 @@
-"""Statistics of experts against a base: one streaming pass over what the catalog does not know.
+"""Statistics of experts against a base: one streaming pass over what the catalog lacks.
 
 The verb `analyze` asks for them, and so does planning, so that a recipe over unknown checkpoints
 works in one step.
@@ -36,17 +36,17 @@ def common_pairs(expert: Model, base: Model) -> list[Pair]:
     """The tensors that both have with equal shape and floating dtypes, in the base's order."""
     return [
         (name, name)
-        for name, theirs in base.views.items()
-        if (mine := expert.views.get(name)) is not None
-        and mine.shape == theirs.shape
-        and mine.dtype in FLOATING
-        and theirs.dtype in FLOATING
+        for name, base_view in base.views.items()
+        if (view := expert.views.get(name)) is not None
+        and view.shape == base_view.shape
+        and view.dtype in FLOATING
+        and base_view.dtype in FLOATING
     ]
 
 
 def ensure_stats(
     warehouse: Warehouse,
-    wanted: Sequence[tuple[Model, Sequence[Pair]]],
+    experts: Sequence[tuple[Model, Sequence[Pair]]],
     base: Model,
     grid: BlockGrid,
     progress: Progress | None = None,
@@ -55,35 +55,35 @@ def ensure_stats(
 ) -> list[ExpertStats]:
     """Statistics of experts' tensors against a base's, from the catalog or by reading them.
 
-    What is known of equal contents, under whatever name, is taken over; the rest is read in one
+    Statistics of equal contents, under whatever name, are copied; the rest is read in one
     pass in which the base is read once for all experts. What a pass has done is remembered as it
     goes, so that a crash costs little. The pass also yields digests. `without`: see
     `Catalog.stats`.
     """
     catalog = warehouse.catalog
     of_base = partial(catalog.missing_pairs, base.model_id)
-    missing = [(m, of_base(m.model_id, grid.block_elems, pairs)) for m, pairs in wanted]
+    missing = [(m, of_base(m.model_id, grid.block_elems, pairs)) for m, pairs in experts]
     take_over = StatsReuse(warehouse, base, grid, progress)
     missing = [(m, take_over.rest(m, pairs)) for m, pairs in missing if pairs]
     for batch in _batches([(m, pairs) for m, pairs in missing if pairs]):
         _analyze(warehouse, batch, base, grid, progress or Silent())
-    for model in (base, *(m for m, _ in wanted)):
+    for model in (base, *(m for m, _ in experts)):
         _put_known_digests(catalog, model, base, grid)
 
     def load(model: Model) -> ExpertStats:
-        found = catalog.stats(base.model_id, model.model_id, grid.block_elems, without=without)
-        return found or ExpertStats(base.model_id, model.model_id, grid.block_elems, ())
+        stats = catalog.stats(base.model_id, model.model_id, grid.block_elems, without=without)
+        return stats or ExpertStats(base.model_id, model.model_id, grid.block_elems, ())
 
     with Workers(threads.CATALOG) as workers:
-        return list(workers.map(load, (m for m, _ in wanted)))
+        return list(workers.map(load, (m for m, _ in experts)))
 
 
 def _batches(
-    wanted: Sequence[tuple[Model, Sequence[Pair]]],
+    experts: Sequence[tuple[Model, Sequence[Pair]]],
 ) -> Iterator[Sequence[tuple[Model, Sequence[Pair]]]]:
     """As many experts at once as fit into the memory of a pass."""
-    for start in range(0, len(wanted), _EXPERTS_PER_PASS):
-        yield wanted[start : start + _EXPERTS_PER_PASS]
+    for start in range(0, len(experts), _EXPERTS_PER_PASS):
+        yield experts[start : start + _EXPERTS_PER_PASS]
 
 
 def _analyze(
@@ -96,7 +96,7 @@ def _analyze(
     """Read a batch of experts beside their base, and remember what the pass finds as it goes."""
     from mergepipe_pipeline.analysis.statistics import analyze_experts
 
-    nbytes = sum(m.views[mine].stored_nbytes for m, pairs in batch for mine, _ in pairs)
+    nbytes = sum(m.views[tensor].stored_nbytes for m, pairs in batch for tensor, _ in pairs)
     names = ", ".join(m.name for m, _ in batch[:3]) + (", …" if len(batch) > 3 else "")
     models = [model for model, _ in batch]
     inputs = pass_inputs(warehouse, [*models, base], progress)
@@ -115,7 +115,7 @@ def _analyze(
 
 
 class _Findings:
-    """What a pass over `models` and their base has found and not yet handed to the disk."""
+    """Statistics and digests of a pass over `models` and their base, not yet handed to the disk."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Findings:
         self.unsaved_nbytes = 0
 
     def add(self, number: int, stats: TensorStats) -> None:
-        """Take what was found of a tensor of a model.
+        """Take the statistics of a tensor of a model.
 
         Raises CorruptionError if the tensor has other content than when it was read before.
         """
@@ -148,19 +148,17 @@ class _Findings:
             return
         part = model.views[tensor].stored[0]
         checkpoint = model.checkpoints[part.source]
-        known = Known(checkpoint.checkpoint_id, checkpoint)
-        self._contents.refuse_changed(known, part.entry.name, taken[0].content)
+        read = Known(checkpoint.checkpoint_id, checkpoint)
+        self._contents.refuse_changed(read, part.entry.name, taken[0].content)
         self._digested.setdefault(checkpoint.checkpoint_id, {})[part.entry.name] = taken
 
     def save(self) -> None:
-        """Hand it to the disk, once the disk has what was saved before."""
+        """Hand them to the disk, after what was saved before is written."""
         self.wait()
         for model, tensors in zip(self._models, self._stats, strict=True):
             if tensors:
-                found = tuple(tensors)
-                stats = ExpertStats(
-                    self._base.model_id, model.model_id, self._grid.block_elems, found
-                )
+                ids = self._base.model_id, model.model_id
+                stats = ExpertStats(*ids, self._grid.block_elems, tuple(tensors))
                 self._saving.put(partial(self._warehouse.catalog.put_stats, stats))
                 tensors.clear()
         for checkpoint_id, taken in self._digested.items():
@@ -169,7 +167,7 @@ class _Findings:
         self.unsaved_nbytes = 0
 
     def wait(self) -> None:
-        """Until the disk has it. Raises what saving raised."""
+        """Wait until all is written. Raises what saving raised."""
         for _ in self._saving.rest():
             pass
         release_freed()  # allocators would keep it: 614 MiB at the end of 20 experts, not 489
@@ -177,9 +175,9 @@ class _Findings:
 
 def _put_known_digests(catalog: Catalog, model: Model, base: Model, grid: BlockGrid) -> None:
     """Remember a model's digests if passes saw every tensor of its one checkpoint."""
-    (checkpoint, *others) = model.checkpoints
-    if others or catalog.digests(checkpoint.checkpoint_id) is not None:
+    (checkpoint, *more) = model.checkpoints
+    if more or catalog.digests(checkpoint.checkpoint_id) is not None:
         return
-    known = catalog.known_digests(base.model_id, model.model_id, grid.block_elems)
-    if known.keys() == checkpoint.by_name.keys():
-        catalog.put_digests(checkpoint.checkpoint_id, known)
+    digests = catalog.known_digests(base.model_id, model.model_id, grid.block_elems)
+    if digests.keys() == checkpoint.by_name.keys():
+        catalog.put_digests(checkpoint.checkpoint_id, digests)

@@ -65,14 +65,14 @@ class PlanInputs:
 
         `digests` per model and checkpoint are needed for a plan, not for a planning problem.
         """
-        known = digests or [()] * len(self.models)
+        of_models = digests or [()] * len(self.models)
         return PlanBuilder(
             recipe=self.recipe,
             methods={
                 name: Method(o.schema, o.coefficients, o.response, _simulated)
                 for name, o in OPERATORS.items()
             },
-            inputs=[PlanInput(m, d) for m, d in zip(self.models, known, strict=True)],
+            inputs=[PlanInput(m, d) for m, d in zip(self.models, of_models, strict=True)],
             stats=self.stats,
             facts=self.facts,
             grid=self.resolved.grid,
@@ -91,7 +91,7 @@ def gather(
     for_parts: bool = False,
     with_blocks: bool = False,
 ) -> PlanInputs:
-    """Register the recipe's checkpoints and analyse what is not known of them.
+    """Register the recipe's checkpoints and analyse what the catalog lacks of them.
 
     Checkpoints in `unnamed` are not registered. Facts that a full merge finds by itself are
     gathered only for a budget, or with `for_parts`, when other budgets will be looked at;
@@ -101,13 +101,13 @@ def gather(
     models = _with_tokens(warehouse, resolved)
     (progress or Silent()).warn(*_register(warehouse, recipe, models, unnamed or {}))
     merged = [t for t in recipe.tensors if is_merged(t, models)]
-    given = warehouse, resolved, models, merged
-    before = _learn_contents(*given, progress)
-    packs = _packs(*given, for_parts=for_parts)
+    task = warehouse, resolved, models, merged
+    before = _learn_contents(*task, progress)
+    packs = _packs(*task, for_parts=for_parts)
     # Blocks are chosen by sketches, levels without.
     with_blocks = with_blocks or for_parts or packs is None
     without = _unneeded(recipe, with_levels=packs is not None, with_blocks=with_blocks)
-    stats, read = _stats(*given, without, progress)
+    stats, read = _stats(*task, without, progress)
     read = tuple(dict.fromkeys((*before, *read)))
     measured = measured_facts(warehouse, recipe, models, merged, progress)
     chosen = choose_operators(recipe, merged, measured)
@@ -135,7 +135,7 @@ def _learn_contents(
     merged: Sequence[TensorRecipe],
     progress: Progress | None,
 ) -> tuple[str, ...]:
-    """See to it that the contents of all models are known; the names of those analysed for it.
+    """Make the contents of all models known; gives the names of those analysed for it.
 
     Packs are found by contents, and a plan does not depend on whether these were known before.
     """
@@ -204,11 +204,11 @@ def _register(
             is_made = c.root.startswith(str(warehouse.token_rows))
             if c.name not in unnamed and not is_made:
                 new_expert = c.name != base and c.name not in known and base not in unnamed
-                found = catalog.register(c, base if new_expert else None)
-                if found.is_new and c.name in known:
+                registration = catalog.register(c, base if new_expert else None)
+                if registration.is_new and c.name in known:
                     yield (
                         f"{c.name}: the files in {c.root} are not those that were registered "
-                        f"under this name; they are version {found.version} of it now"
+                        f"under this name; they are version {registration.version} of it now"
                     )
 
 
@@ -227,25 +227,25 @@ def _stats(
             if t.base is not None:
                 pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
     catalog = warehouse.catalog
-    found: dict[tuple[int, int], ExpertStats] = {}
+    by_numbers: dict[tuple[int, int], ExpertStats] = {}
     read: dict[str, None] = {}
     for base in dict.fromkeys(base for _, base in pairs):
         experts = [expert for expert, against in pairs if against == base]
-        wanted = [(models[e], list(pairs[e, base])) for e in experts]
+        with_pairs = [(models[e], list(pairs[e, base])) for e in experts]
         base_id = models[base].model_id
-        for model, named in wanted if resolved.cost.analysis_bytes else ():
+        for model, named in with_pairs if resolved.cost.analysis_bytes else ():
             if catalog.missing_pairs(base_id, model.model_id, resolved.grid.block_elems, named):
                 read[model.name] = None
         stats = ensure_stats(
             warehouse,
-            wanted,
+            with_pairs,
             models[base],
             resolved.grid,
             progress,
             without=without,
         )
-        found |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
-    return found, tuple(read)
+        by_numbers |= {(e, base): s for e, s in zip(experts, stats, strict=True)}
+    return by_numbers, tuple(read)
 
 
 def _unneeded(recipe: Recipe, *, with_levels: bool, with_blocks: bool) -> tuple[str, ...]:
@@ -282,11 +282,11 @@ def _facts(
 ) -> FactTables:
     """Facts of single experts that the operators ask for.
 
-    Squared norms weigh parts of a merge, and tell how large a sum's update is; other updates are
+    Squared norms weigh parts of a merge, and show how large a sum's update is; other updates are
     tried on samples.
     """
     with_sq_norms = not in_full or "additive" in _responses(recipe)
-    wanted = _asked_of_experts(recipe, models, merged, chosen)
+    asked = _asked_of_experts(recipe, models, merged, chosen)
     tables = FactTables()
     loads: list[Load] = [
         partial(
@@ -295,10 +295,10 @@ def _facts(
             models[expert].model_id,
             stats[expert, base].block_elems,
         )
-        for expert, base, _ in wanted
+        for expert, base, _ in asked
     ]
-    known = prefetch(loads) if with_sq_norms else iter(loads)
-    for ((expert, base, fact), places), load in zip(wanted.items(), known, strict=True):
+    loaders = prefetch(loads) if with_sq_norms else iter(loads)
+    for ((expert, base, fact), places), load in zip(asked.items(), loaders, strict=True):
         of = models[expert], models[base], stats[expert, base]
         finder = ExpertFacts(warehouse, *of, load, progress)
         finder.add(fact, places, tables, in_full=in_full)
@@ -314,7 +314,7 @@ def _asked_of_experts(
     chosen: Mapping[str, Choosing],
 ) -> dict[tuple[int, int, Fact], list[Sparsified]]:
     """By (expert's model number, base's, fact): where the operators ask for that fact."""
-    wanted: dict[tuple[int, int, Fact], list[Sparsified]] = {}
+    asked: dict[tuple[int, int, Fact], list[Sparsified]] = {}
     for t in merged:
         if t.base is None:
             continue
@@ -334,5 +334,5 @@ def _asked_of_experts(
                 shape=stored_like(t, models).shape,
                 numel=view.numel,
             )
-            wanted.setdefault((i.model, t.base.model, fact), []).append(s)
-    return wanted
+            asked.setdefault((i.model, t.base.model, fact), []).append(s)
+    return asked

@@ -55,12 +55,12 @@ def measured_facts(
     for group, members in groups.items():
         numbers: dict[str, Fact] = {t.name: () for t in members}
         for step in operator.measures:
-            found = _step(
+            by_tensor = _step(
                 warehouse, recipe, operator, models, group, members, step, numbers, progress
             )
             if not isinstance(step, Largest):  # there, infinity says that nothing is kept
-                _refuse_damaged(step, found)
-            numbers = {name: (*numbers[name], *found[name]) for name in numbers}
+                _refuse_damaged(step, by_tensor)
+            numbers = {name: (*numbers[name], *by_tensor[name]) for name in numbers}
         for t in members:
             facts[t.name] = _settle(operator, t, numbers[t.name])
     return facts
@@ -74,8 +74,8 @@ def _settle(operator: Operator, t: TensorRecipe, numbers: Fact) -> tuple[float, 
         raise
 
 
-def _refuse_damaged(step: Measure, found: Mapping[str, Fact]) -> None:
-    for tensor, numbers in found.items():
+def _refuse_damaged(step: Measure, by_tensor: Mapping[str, Fact]) -> None:
+    for tensor, numbers in by_tensor.items():
         if not all(map(isfinite, numbers)):
             raise OperatorError(
                 "A model holds NaN or infinity where models are measured against each other",
@@ -102,16 +102,16 @@ def _step(
     base_id = "none" if group.base is None else models[group.base].model_id
     owner = "group-" + digest_json([models[m].model_id for m in group.experts])[:24]
     key = f"{step.name}-{'delta' if _as_delta(operator, group) else 'value'}"
-    known = catalog.fact(base_id, owner, key)
+    facts = catalog.fact(base_id, owner, key)
     names = {t.name: _tensor_key(t, step, numbers[t.name]) for t in members}
     skipped = {t.name: step.skipped for t in members if not step.is_needed(dict(t.params))}
-    missing = [t for t in members if t.name not in skipped and names[t.name] not in known]
+    missing = [t for t in members if t.name not in skipped and names[t.name] not in facts]
     if missing:
         fresh = _run(warehouse, recipe, operator, models, group, missing, step, numbers, progress)
-        fresh = {names[name]: found for name, found in fresh.items()}
+        fresh = {names[name]: computed for name, computed in fresh.items()}
         catalog.put_fact(base_id, owner, key, fresh)
-        known |= fresh
-    return {n: skipped[n] if n in skipped else known.get(key, ()) for n, key in names.items()}
+        facts |= fresh
+    return {n: skipped[n] if n in skipped else facts.get(key, ()) for n, key in names.items()}
 
 
 def _tensor_key(t: TensorRecipe, step: Measure, numbers: Fact) -> str:
@@ -121,8 +121,8 @@ def _tensor_key(t: TensorRecipe, step: Measure, numbers: Fact) -> str:
     rows = [{k: v for k, v in i.params if k in step.depends} for i in t.inputs]
     if len(set(inputs)) == 1 and not params and not any(rows) and not numbers:
         return inputs[0]
-    known = [n if isfinite(n) else str(n) for n in numbers]
-    return f"{t.name}#{digest_json([inputs, params, rows, known])[:24]}"
+    as_json = [n if isfinite(n) else str(n) for n in numbers]
+    return f"{t.name}#{digest_json([inputs, params, rows, as_json])[:24]}"
 
 
 def _run(

@@ -57,7 +57,7 @@ class PackEstimate:
 def estimate_pack(
     warehouse: Warehouse, expert: Model, base: Model, samples: int = _SAMPLES
 ) -> PackEstimate | None:
-    """About what a pack of an expert would take; None if it has one, or is not analysed.
+    """The estimated size of an expert's pack; None if it has one, or is not analysed.
 
     Reads some chunks, and writes nothing. Raises what reading the checkpoints raises.
     """
@@ -111,8 +111,8 @@ def _read_bytes_per_s(warehouse: Warehouse) -> float:
 def _stats(warehouse: Warehouse, expert: Model, base: Model) -> dict[str, TensorStats]:
     """What the catalog knows of an expert's tensors, by name, without reading any."""
     ids = base.model_id, expert.model_id, grid_for(base, None).block_elems
-    found = warehouse.catalog.stats(*ids, without=("sketch", "sample"))
-    return {t.tensor: t for t in found.tensors if t.tensor == t.base_tensor} if found else {}
+    stats = warehouse.catalog.stats(*ids, without=("sketch", "sample"))
+    return {t.tensor: t for t in stats.tensors if t.tensor == t.base_tensor} if stats else {}
 
 
 def _has_pack(warehouse: Warehouse, expert: Model, base: Model) -> bool:
@@ -136,28 +136,28 @@ def _spread(views: Sequence[TensorView], samples: int) -> Iterator[tuple[TensorV
 
 
 def _encoded(
-    expert: Model, base: Model, view: TensorView, chunk: int, known: TensorStats
+    expert: Model, base: Model, view: TensorView, chunk: int, stats: TensorStats
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """float64 [tiers]: bytes of a chunk's frames, per byte of the expert."""
-    # It loads Numba, a quarter of a second that who has nothing to estimate does without.
+    # Imported here: it loads Numba, a quarter of a second that is lost if nothing is estimated.
     from mergepipe_pipeline.packs.codec import BITS_OF, encode_chunk, unit_of
 
     first, stop = chunk * CHUNK_ELEMS, min(view.numel, (chunk + 1) * CHUNK_ELEMS)
-    mine, theirs = (
+    expert_bits, base_bits = (
         np.frombuffer(_read(model, model.views[view.name], first, stop), BITS_OF[view.dtype])
         for model in (expert, base)
     )
-    unit, threshold = unit_of(known.l2sq, known.nonzero), _threshold(known, prod(view.shape))
-    frames = encode_chunk(mine, theirs, view.dtype, unit, threshold).frames
-    return np.array([len(frames[t]) for t in TIERS]) / mine.nbytes
+    unit, threshold = unit_of(stats.l2sq, stats.nonzero), _threshold(stats, prod(view.shape))
+    frames = encode_chunk(expert_bits, base_bits, view.dtype, unit, threshold).frames
+    return np.array([len(frames[t]) for t in TIERS]) / expert_bits.nbytes
 
 
-def _threshold(known: TensorStats, numel: int) -> int:
+def _threshold(stats: TensorStats, numel: int) -> int:
     """About the least |δ| in X20, as float32 pattern: the bin of the histogram that it lies in."""
     keep = max(1, int(X20_DENSITY * numel))
-    if keep >= known.nonzero:
+    if keep >= stats.nonzero:
         return 0
-    bin_, _ = from_top(known.hist_bins.astype(np.int64), known.hist_counts, keep)
+    bin_, _ = from_top(stats.hist_bins.astype(np.int64), stats.hist_counts, keep)
     return bin_ << HIST_SHIFT
 
 

@@ -26,7 +26,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 def contents_of(
     warehouse: Warehouse, expert: Model, base: Model, progress: Progress | None = None
 ) -> tuple[TensorContent, ...]:
-    """What a pack of an expert against a base is made from; takes digests that are not known."""
+    """What a pack of an expert against a base is made from; computes missing digests."""
     digests, base_digests = (
         [ensure_digests(warehouse, c, progress) for c in model.checkpoints]
         for model in (expert, base)
@@ -37,7 +37,7 @@ def contents_of(
 def packings_of(
     warehouse: Warehouse, expert: Model, base: Model, progress: Progress | None = None
 ) -> tuple[Packing, ...]:
-    """The tensors of a pack with their units and thresholds; analyses what is not known.
+    """The tensors of a pack with their units and thresholds; analyses what the catalog lacks.
 
     Sources of the views are the expert's checkpoints, then the base's.
     """
@@ -45,8 +45,8 @@ def packings_of(
     contents = contents_of(warehouse, expert, base, progress)
     pairs = [(c.name, c.base_name) for c in contents]
     unneeded = ("sketch", "sample", "hist")
-    wanted = [(expert, pairs)]
-    (stats,) = ensure_stats(warehouse, wanted, base, grid, progress, without=unneeded)
+    experts = [(expert, pairs)]
+    (stats,) = ensure_stats(warehouse, experts, base, grid, progress, without=unneeded)
     ids = base.model_id, expert.model_id, grid.block_elems
     load = partial(warehouse.catalog.histograms, *ids)
     facts, tables = ExpertFacts(warehouse, expert, base, stats, load, progress), FactTables()
@@ -57,11 +57,11 @@ def packings_of(
             content,
             expert.views[content.name],
             moved(base.views[content.base_name], len(expert.checkpoints)),
-            unit_of(known.l2sq, known.nonzero),
+            unit_of(tensor_stats.l2sq, tensor_stats.nonzero),
             tables.trims[s.place].threshold_bits,
         )
         for content, s in zip(contents, trimmed, strict=True)
-        for known in (stats.by_pair[s.pair],)
+        for tensor_stats in (stats.by_pair[s.pair],)
     )
 
 

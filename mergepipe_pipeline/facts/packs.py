@@ -77,22 +77,22 @@ def find_packs(
     """What the packs of the experts of `merged` tensors offer, on a `pack_grid` of `grid`.
 
     `originals` are the models before the output's tokenizer gave them other rows: packs are of
-    these, or of the expert below an adapter. None where there is none. One that is damaged is said,
-    and counts as not there.
+    these, or of the expert below an adapter. None where there is none. A damaged one is
+    reported, and counts as absent.
     """
     n_elems = sum(models[i.model].views[i.tensor].numel for t in merged for i in t.inputs)
     blocks = pack_grid(grid, n_elems)
     sources: list[PackSource] = []
     rows: dict[Numbers, Mapping[Pair, PackedRow]] = {}
-    there = list(_served(warehouse, models, merged, originals))
+    packs = list(_served(warehouse, models, merged, originals))
     with Workers(threads.CATALOG) as workers:
-        each = workers.map(partial(_rows, grid=blocks), there)
-        for served, found in zip(there, each, strict=True):
-            if found:
+        each = workers.map(partial(_rows, grid=blocks), packs)
+        for served, packed_rows in zip(packs, each, strict=True):
+            if packed_rows:
                 number, is_alone = len(sources), models[served.numbers[0]].checkpoint.is_away
                 rows[served.numbers] = {
                     pair: replace(row, pack=number, is_alone=is_alone)
-                    for pair, row in found.items()
+                    for pair, row in packed_rows.items()
                 }
                 sources.append(served.pack.source)
     if not rows:
@@ -115,8 +115,8 @@ def packed_cost(
         expert, base = served.numbers
         for row in served.pack.index.rows:
             nbytes = int(row.nbytes[[TIERS.index(t) for t in TIERS_OF["X"]]].sum())
-            for mine, _ in served.of(row.content):
-                view, count = models[expert].views[mine], uses[expert, base, mine]
+            for tensor, _ in served.of(row.content):
+                view, count = models[expert].views[tensor], uses[expert, base, tensor]
                 experts.add(expert)
                 elems += count * view.numel
                 if "X" in served.pack.tiers:
@@ -132,7 +132,7 @@ def _served(
 ) -> Iterator[_Served]:
     """The best pack of each expert of `merged` tensors, against each base of theirs.
 
-    It serves tensors that are in `models` as in what it was made of.
+    It serves tensors whose contents in `models` are those that it was made from.
     """
     if not warehouse.packs.ids():
         return
@@ -142,21 +142,24 @@ def _served(
             if t.base is not None:
                 pairs.setdefault((i.model, t.base.model), {})[i.tensor, t.base.tensor] = None
     digests: dict[int, Digests | None] = {}
-    for numbers, wanted in pairs.items():
+    for numbers, tensors in pairs.items():
         expert, base = packable(*(originals[number] for number in numbers))
         for number, model in zip(numbers, (expert, base), strict=True):
             if number not in digests:
                 digests[number] = _digests(warehouse, model)
-        mine, theirs = (digests[number] for number in numbers)
-        if mine is None or theirs is None:
+        expert_digests, base_digests = (digests[number] for number in numbers)
+        if expert_digests is None or base_digests is None:
             continue
-        pack = warehouse.packs.best(packed_contents(expert, base, mine, theirs))
+        pack = warehouse.packs.best(packed_contents(expert, base, expert_digests, base_digests))
         if pack is None:
             continue
         served: dict[tuple[str, str], list[Pair]] = {}
-        for a, b in wanted:
+        for a, b in tensors:
             if _is_own(models[numbers[0]], expert, a) and _is_own(models[numbers[1]], base, b):
-                of = view_digest(expert.views[a], mine), view_digest(base.views[b], theirs)
+                of = (
+                    view_digest(expert.views[a], expert_digests),
+                    view_digest(base.views[b], base_digests),
+                )
                 served.setdefault(of, []).append((a, b))
         yield _Served(numbers, pack, served)
 
@@ -180,9 +183,9 @@ def pace_of(warehouse: Warehouse) -> PackPace:
 
 def _digests(warehouse: Warehouse, model: Model) -> Digests | None:
     """The digests of all of a model's checkpoints; None if the catalog lacks some."""
-    found = [warehouse.catalog.digests(c.checkpoint_id) for c in model.checkpoints]
-    known = [d for d in found if d is not None]
-    return known if len(known) == len(found) else None
+    digests = [warehouse.catalog.digests(c.checkpoint_id) for c in model.checkpoints]
+    present = [d for d in digests if d is not None]
+    return present if len(present) == len(digests) else None
 
 
 def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
@@ -192,8 +195,8 @@ def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
         for row, nbytes, residual_sq in served.pack.sizes(grid.block_elems):
             pairs = served.of(row.content)
             if pairs:
-                known = 0, row.content.name, row.unit, row.threshold_bits
-                rows |= dict.fromkeys(pairs, packed_row(*known, nbytes, residual_sq))
+                place = 0, row.content.name, row.unit, row.threshold_bits
+                rows |= dict.fromkeys(pairs, packed_row(*place, nbytes, residual_sq))
     except CorruptionError as error:
         said_damaged(served.pack.root, error)
         return {}

@@ -37,9 +37,9 @@ class StatsReuse:
         self._catalog = warehouse.catalog
 
     def rest(self, expert: Model, pairs: Sequence[Pair]) -> list[Pair]:
-        """Those of `pairs` (expert's tensor, base's tensor) that must be read.
+        """The part of `pairs` (expert's tensor, base's tensor) that must be read.
 
-        Statistics of the others are now there under the expert's id.
+        Statistics of the rest are now in the catalog under the expert's id.
         """
         if len(expert.checkpoints) > 1 or expert.is_partial or not self._is_expected(expert):
             return list(pairs)
@@ -48,26 +48,26 @@ class StatsReuse:
         own = self._base.model_id, expert.model_id
         for pair, content in contents.items():
             source = self._contents.get(content)
-            # What an expert lacks of its own analysis (a damaged file) is only had by reading.
+            # What an expert's own analysis lacks (a damaged file) takes a read.
             if source and (source.base_id, source.checkpoint_id) != own:
                 sources.setdefault((source.base_id, source.checkpoint_id), {})[pair] = source
         done: set[Pair] = set()
-        for ids, wanted in sources.items():
-            for taken in self._taken(*ids, wanted):
+        for ids, tensors in sources.items():
+            for taken in self._taken(*ids, tensors):
                 if taken:
                     self._catalog.put_stats(ExpertStats(*own, self._grid.block_elems, taken))
                 done |= {(t.tensor, t.base_tensor) for t in taken}
         return [pair for pair in pairs if pair not in done]
 
     def _taken(
-        self, base_id: str, checkpoint_id: str, wanted: Mapping[Pair, Source]
+        self, base_id: str, checkpoint_id: str, tensors: Mapping[Pair, Source]
     ) -> Iterator[tuple[TensorStats, ...]]:
-        """Statistics for `wanted` from an expert that has them, as much at once as may be held."""
+        """Statistics for `tensors` from an expert that has them, as much at once as may be held."""
         key = base_id, checkpoint_id, self._grid.block_elems
-        known = self._catalog.stats(*key)
+        source_stats = self._catalog.stats(*key)
         by_source: dict[Pair, list[TensorStats]] = {}
-        for (name, base_name), source in wanted.items():
-            if known and (stats := known.by_pair.get((source.tensor, base_name))):
+        for (name, base_name), source in tensors.items():
+            if source_stats and (stats := source_stats.by_pair.get((source.tensor, base_name))):
                 by_source.setdefault((source.tensor, base_name), []).append(
                     replace(stats, tensor=name)
                 )
@@ -79,7 +79,7 @@ class StatsReuse:
             if entries > _MOST_ENTRIES:
                 yield tuple(held)
                 held, entries = [], 0
-        # Magnitudes that turned out to be damaged are not left out of a copy: they are read again.
+        # Pairs whose magnitudes turned out to be damaged are not copied: they are read again.
         whole = self._catalog.known_pairs(*key)
         yield (*held, *chain.from_iterable(ts for p, ts in by_source.items() if p in whole))
 
@@ -88,7 +88,7 @@ class StatsReuse:
         own = expert.checkpoint
         if self._catalog.digests(own.checkpoint_id) is not None:
             return True
-        others = {i: known for i, known in self._known.items() if i != own.checkpoint_id}
+        others = {i: seen for i, seen in self._digested.items() if i != own.checkpoint_id}
         return any(own.name in names or _look(own) == look for look, names in others.values())
 
     @cached_property
@@ -96,15 +96,15 @@ class StatsReuse:
         return self._catalog.contents(self._grid.block_elems)
 
     @cached_property
-    def _known(self) -> dict[str, tuple[Look, set[str]]]:
+    def _digested(self) -> dict[str, tuple[Look, set[str]]]:
         """Checkpoints whose digests are known, by id: what they look like, and their names."""
-        known: dict[str, tuple[Look, set[str]]] = {}
+        digested: dict[str, tuple[Look, set[str]]] = {}
         for name in self._catalog.names():
             for registration in self._catalog.history(name):
                 c = registration.checkpoint
                 if self._catalog.digests(c.checkpoint_id) is not None:
-                    known.setdefault(c.checkpoint_id, (_look(c), set()))[1].add(name)
-        return known
+                    digested.setdefault(c.checkpoint_id, (_look(c), set()))[1].add(name)
+        return digested
 
 
 def _look(c: Checkpoint) -> Look:
@@ -118,15 +118,15 @@ def _contents(
     pairs: Sequence[Pair],
     progress: Progress | None,
 ) -> dict[Pair, Content]:
-    """What is compared, of the pairs of which both tensors are as stored."""
-    mine, theirs = (
+    """The contents of the pairs whose tensors are both as stored."""
+    digests, base_digests = (
         [ensure_digests(warehouse, c, progress) for c in model.checkpoints]
         for model in (expert, base)
     )
-    out = {}
+    contents = {}
     for pair in pairs:
         a, b = expert.views[pair[0]], base.views[pair[1]]
         if a.whole and b.whole:
-            digests = view_digest(a, mine), view_digest(b, theirs)
-            out[pair] = Content(*digests, a.dtype, b.dtype, b.name)
-    return out
+            of_pair = view_digest(a, digests), view_digest(b, base_digests)
+            contents[pair] = Content(*of_pair, a.dtype, b.dtype, b.name)
+    return contents
