@@ -95,18 +95,18 @@ class Sums:
         )
 
 
-def sums_of(found: Sequence[TensorStats | None], block_elems: int) -> Sums:
-    """Of one tensor of the base; None for an expert that does not change it.
+def sums_of(stats: Sequence[TensorStats | None], block_elems: int) -> Sums:
+    """The sums of one tensor of the base; None for an expert that does not change it.
 
     An expert's tensor that ends early is unchanged beyond its end, and so is, for this purpose, a
     block in which something is not finite.
     """
-    present = [t for t in found if t is not None]
+    present = [t for t in stats if t is not None]
     blocks = max(len(t.block_l2sq) for t in present)
-    norms = np.zeros((blocks, len(found)))
-    sketches = np.zeros((blocks, len(found), SKETCH_WIDTH))
-    samples = np.zeros((len(found), blocks, SAMPLE_WIDTH), np.uint16)
-    for i, t in enumerate(found):
+    norms = np.zeros((blocks, len(stats)))
+    sketches = np.zeros((blocks, len(stats), SKETCH_WIDTH))
+    samples = np.zeros((len(stats), blocks, SAMPLE_WIDTH), np.uint16)
+    for i, t in enumerate(stats):
         if t is not None:
             finite = np.isfinite(t.block_l2sq)
             n = len(finite)

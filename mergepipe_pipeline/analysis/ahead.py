@@ -90,6 +90,6 @@ class RunAhead:
             return job.run(buffers), buffers
 
         depth = threads.analysis() + 1
-        for found, buffers in self._workers.map(run, lookahead(jobs, _HINTED - 1), depth=depth):
-            yield found
+        for of_job, buffers in self._workers.map(run, lookahead(jobs, _HINTED - 1), depth=depth):
+            yield of_job
             self._buffers.give_back(buffers)

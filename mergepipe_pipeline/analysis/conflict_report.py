@@ -68,21 +68,21 @@ class ConflictReport:
     def pairs(self, by: str) -> Iterator[Pair]:
         """Each pair of experts in each place."""
         total = float(np.square(self.whole.norms).sum())
-        for place, found in self.places(by).items():
+        for place, agreement in self.places(by).items():
             for i, j in combinations(range(len(self.experts)), 2):
-                share = 2 * float(found.norms[i] * found.norms[j]) / total if total else 0.0
+                share = 2 * float(agreement.norms[i] * agreement.norms[j]) / total if total else 0.0
                 yield Pair(
                     place,
                     self.experts[i],
                     self.experts[j],
-                    float(found.cosine[i, j]),
-                    float(found.cosine_error[i, j]),
-                    float(found.overlap[i, j]),
-                    float(found.overlap_error[i, j]),
-                    float(found.sign_agreement[i, j]),
-                    float(found.sign_error[i, j]),
-                    lost=-share * float(found.cosine[i, j]),
-                    lost_error=share * float(found.cosine_error[i, j]),
+                    float(agreement.cosine[i, j]),
+                    float(agreement.cosine_error[i, j]),
+                    float(agreement.overlap[i, j]),
+                    float(agreement.overlap_error[i, j]),
+                    float(agreement.sign_agreement[i, j]),
+                    float(agreement.sign_error[i, j]),
+                    lost=-share * float(agreement.cosine[i, j]),
+                    lost_error=share * float(agreement.cosine_error[i, j]),
                 )
 
     def conflicting(self, by: str) -> list[Pair]:
@@ -101,8 +101,8 @@ class ConflictReport:
 
     def profile(self, by: str) -> F64Array:
         """[places, K]: the mean cosine of each expert with the others, place by place."""
-        found = [mean_cosine(agreement) for agreement in self.places(by).values()]
-        return np.array(found).reshape(-1, len(self.experts))
+        profiles = [mean_cosine(agreement) for agreement in self.places(by).values()]
+        return np.array(profiles).reshape(-1, len(self.experts))
 
 
 def conflicts(names: Sequence[str], stats: Sequence[ExpertStats]) -> ConflictReport:
@@ -116,16 +116,16 @@ def conflicts(names: Sequence[str], stats: Sequence[ExpertStats]) -> ConflictRep
     n_layers = layer_count(tensors)
     # By name within a layer: sums must not depend on the order in which experts were analysed.
     tensors.sort(key=lambda tensor: (layer_order(layer_name(tensor, n_layers)), tensor))
-    found = {t: sums_of([x.get(t) for x in tables], stats[0].block_elems) for t in tensors}
+    by_tensor = {t: sums_of([x.get(t) for x in tables], stats[0].block_elems) for t in tensors}
     layers: dict[str, Sums] = {}
-    for tensor, sums in found.items():
+    for tensor, sums in by_tensor.items():
         layer = layer_name(tensor, n_layers)
         layers[layer] = layers[layer] + sums if layer in layers else sums
     return ConflictReport(
         experts=tuple(names),
         whole=_total(layers.values(), len(names)).agreement(),
         layers={layer: sums.agreement() for layer, sums in layers.items()},
-        tensors={tensor: sums.agreement() for tensor, sums in found.items()},
+        tensors={tensor: sums.agreement() for tensor, sums in by_tensor.items()},
         digest=digest_json([list(names), [_content(s) for s in stats]]),
     )
 
@@ -135,15 +135,15 @@ def _certain_errors(count: int) -> float:
     return NormalDist().inv_cdf(1 - _WRONG_LIST / max(1, count))
 
 
-def mean_cosine(found: Agreement) -> F64Array:
+def mean_cosine(agreement: Agreement) -> F64Array:
     """[K]: the mean cosine of each expert with the others; 0 where it is alone."""
-    others = max(1, len(found.norms) - 1)
-    mean: F64Array = (found.cosine.sum(axis=1) - np.diagonal(found.cosine)) / others
+    n_others = max(1, len(agreement.norms) - 1)
+    mean: F64Array = (agreement.cosine.sum(axis=1) - np.diagonal(agreement.cosine)) / n_others
     return mean
 
 
 def _total(parts: Iterable[Sums], count: int) -> Sums:
-    """The sum of all, of nothing at all if there are none."""
+    """The sum of all; zeros if there are none."""
     zero = np.zeros((count, count))
     return reduce(add, parts, Sums(zero, zero, 0.0, zero, zero, zero, 0.0, 0.0))
 

@@ -33,23 +33,23 @@ def digest_checkpoint(
     `levels`: lengths of segments in elements. `names`: which tensors (None: all). Raises
     CheckpointChangedError if a file changes meanwhile.
     """
-    wanted = [t for t in checkpoint.tensors if names is None or t.name in names]
+    tensors = [t for t in checkpoint.tensors if names is None or t.name in names]
     with open_source(checkpoint.root) as source, Workers(threads.FILES) as workers:
         reader = BlockReader(source, checkpoint, None)
         if isinstance(source, FetchedAhead):
-            source.expect(FileRange(t.file, t.start_byte, t.start_byte + t.nbytes) for t in wanted)
+            source.expect(FileRange(t.file, t.start_byte, t.start_byte + t.nbytes) for t in tensors)
 
         def digest(entry: TensorEntry) -> tuple[Segments, ...]:
-            found: list[list[bytes]] = [[] for _ in levels]
+            by_level: list[list[bytes]] = [[] for _ in levels]
             for start in range(0, entry.numel, _WINDOW_ELEMS):
                 raw = reader.read(entry, start, min(entry.numel, start + _WINDOW_ELEMS))
-                for parts, n in zip(found, levels, strict=True):
+                for parts, n in zip(by_level, levels, strict=True):
                     parts.append(segment_digests(memoryview(raw), n * itemsize(entry.dtype)))
                 if progress:
                     progress(len(raw))
-            return tuple(Segments(n, b"".join(p)) for n, p in zip(levels, found, strict=True))
+            return tuple(Segments(n, b"".join(p)) for n, p in zip(levels, by_level, strict=True))
 
-        taken = dict(zip((t.name for t in wanted), workers.map(digest, wanted), strict=True))
+        taken = dict(zip((t.name for t in tensors), workers.map(digest, tensors), strict=True))
         reader.verify_unchanged()
     return taken
 
@@ -62,8 +62,8 @@ def digest_view(
 ) -> Segments:
     """The digests of a view's own segments: its runs put stored elements in another order.
 
-    The stored tensors are read again to verify them against `known` segments, afterwards: what
-    changed before is seen then. `checkpoints` are by source number. Raises CorruptionError,
+    Afterwards the stored tensors are read again and verified against `known` segments, which
+    shows any earlier change. `checkpoints` are by source number. Raises CorruptionError,
     CheckpointChangedError.
     """
     with ExitStack() as stack:

@@ -125,17 +125,17 @@ def changed_elements(before: Checkpoint, after: Checkpoint, name: str) -> int:
 
     Both have it in one shape and dtype. Raises CheckpointChangedError.
     """
-    ours, theirs = before.by_name[name], after.by_name[name]
+    old, new = before.by_name[name], after.by_name[name]
     changed = 0
     with open_source(before.root) as here, open_source(after.root) as there:
         readers = BlockReader(here, before, None), BlockReader(there, after, None)
-        for start in range(0, ours.numel, WINDOW_ELEMS):
-            stop = min(ours.numel, start + WINDOW_ELEMS)
+        for start in range(0, old.numel, WINDOW_ELEMS):
+            stop = min(old.numel, start + WINDOW_ELEMS)
             rows = [
                 np.frombuffer(reader.read(entry, start, stop), np.uint8)
-                for reader, entry in zip(readers, (ours, theirs), strict=True)
+                for reader, entry in zip(readers, (old, new), strict=True)
             ]
-            differs = (rows[0] != rows[1]).reshape(stop - start, itemsize(ours.dtype))
+            differs = (rows[0] != rows[1]).reshape(stop - start, itemsize(old.dtype))
             changed += int(differs.any(axis=1).sum())
         for reader in readers:
             reader.verify_unchanged()

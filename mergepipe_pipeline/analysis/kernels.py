@@ -184,21 +184,21 @@ def _nonzero_and_positive(delta: F32Array) -> tuple[int, int]:
 def _count_chunk(
     delta: F32Array, even: I32Array, odd: I32Array, n_aside: int, aside: U32Array
 ) -> int:
-    """Count magnitudes by their upper bits; those with lower ones are set aside, too.
+    """Count magnitudes by their upper bits; those with lower bits are also set aside.
 
-    Gives how many lie in `aside`; the last place in it is for those that find no room.
+    Gives how many lie in `aside`, whose last place takes those that have no room.
     """
     last, bits = len(aside) - 2, delta.view(np.uint32)
     # Two tables: neighbours are often equal, and a counter cannot be raised twice at once.
     for i in range(0, CHUNK_ELEMS, 2):
-        one, other = bits[i] & _SIZE, bits[i + 1] & _SIZE
-        even[one >> _SHIFT] += 1
-        odd[other >> _SHIFT] += 1
-        if (one | other) & _LOW:
-            aside[n_aside] = one
-            n_aside += (one & _LOW) != 0
-            aside[n_aside] = other
-            n_aside = min(n_aside + ((other & _LOW) != 0), last)
+        first, second = bits[i] & _SIZE, bits[i + 1] & _SIZE
+        even[first >> _SHIFT] += 1
+        odd[second >> _SHIFT] += 1
+        if (first | second) & _LOW:
+            aside[n_aside] = first
+            n_aside += (first & _LOW) != 0
+            aside[n_aside] = second
+            n_aside = min(n_aside + ((second & _LOW) != 0), last)
     return n_aside
 
 
@@ -240,12 +240,12 @@ def count_in_bin_bfloat16(
 def _count_in_bin(delta: F32Array, bin_: int, counts: U32Array) -> None:
     # Gathered without a branch first: a bin holds a few elements in a hundred, at no fixed places.
     bits, low = delta.view(np.uint32), np.empty(CHUNK_ELEMS, np.uint32)
-    wanted, found = np.uint32(bin_), 0
+    number, n_low = np.uint32(bin_), 0
     for i in range(len(bits)):
         size = bits[i] & np.uint32(0x7FFFFFFF)
-        low[found] = size & np.uint32((1 << HIST_SHIFT) - 1)
-        found += (size >> np.uint32(HIST_SHIFT)) == wanted
-    for i in range(found):
+        low[n_low] = size & np.uint32((1 << HIST_SHIFT) - 1)
+        n_low += (size >> np.uint32(HIST_SHIFT)) == number
+    for i in range(n_low):
         counts[low[i]] += 1
 
 

@@ -1,7 +1,7 @@
 """Runs an operator's measures over whole tensors: sums and order statistics, window by window.
 
-Reads every expert of a tensor once or twice per step and holds a few windows. The
-operator says what a number means; `facts` stores it.
+Reads every expert of a tensor once or twice per step and holds a few windows. The operator says
+what a number means; `facts` stores it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _windows(
     def run(w: GroupWindow) -> tuple[T, int]:
         return work(Window(w.base, w.rows, tensor.task, w.start_elem)), w.nbytes
 
-    for worked, nbytes in reader.groups(
+    for of_window, nbytes in reader.groups(
         tensor.experts,
         tensor.base,
         tensor.numel,
@@ -126,4 +126,4 @@ def _windows(
     ):
         if progress:
             progress(nbytes)
-        yield worked
+        yield of_window

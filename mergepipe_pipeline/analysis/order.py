@@ -84,7 +84,7 @@ def keep_largest(scores: Scores, histogram: Histogram, keep: int) -> TrimRule:
         here = int(w.counts[w.low == low].sum())
         if ties <= here:
             ((start, equal),) = scores.map(
-                lambda start, found: (start, np.flatnonzero(found == bits)), only=number
+                lambda start, scored: (start, np.flatnonzero(scored == bits)), only=number
             )
             return TrimRule(bits, start + int(equal[ties - 1]) + 1)
         ties -= here

@@ -50,7 +50,7 @@ def l1_scales(
     """Factors by (expert's tensor, base's tensor): ‖δ‖₁/‖sparsified δ‖₁, 1 if either is below 1e-7.
 
     `tasks` hold that one expert with the facts that a sparsifier of this `kind` needs. `known`:
-    what is read is verified against, of the expert's checkpoints and then the base's.
+    segments of the expert's checkpoints and then the base's, which verify what is read.
     """
     scales = {}
     with WindowReader((*expert.checkpoints, *base.checkpoints), known) as reader:
@@ -88,8 +88,8 @@ def _closed(
         def close(window: DeltaWindow) -> TrimRule:
             return closed(rule, [Run(start, window.values[start - window.start_elem :])])
 
-        (found,) = reader.deltas(view, base_view, close, only=start // reader.window_elems)
-        return found
+        (closed_rule,) = reader.deltas(view, base_view, close, only=start // reader.window_elems)
+        return closed_rule
 
     (expert,) = task.experts
     both = replace(expert, trim=exact(expert.trim), outliers=exact(expert.outliers))

@@ -72,13 +72,13 @@ def analyze_experts(
     progress: Callable[[int], None] | None = None,
     known: KnownSegments | None = None,
 ) -> Iterator[list[tuple[int, TensorStats]]]:
-    """One pass: for each tensor of the base, what was found for the experts that have it.
+    """One pass: for each tensor of the base, the statistics of the experts that have it.
 
     `experts` bring their pairs of (own tensor, base's tensor), which have equal shapes; the base's
     tensor is read once for all that pair with it. Yields expert numbers with statistics, a tensor
     of the base at a time, so that a caller may keep what is done. `progress` is called with expert
-    bytes. What is no whole tensor, whose segments are taken, is verified against `known` ones of
-    the experts' checkpoints and then the base's. Raises CheckpointChangedError if a file changes
+    bytes. Segments of whole tensors are taken; other tensors are verified against `known` segments
+    of the experts' checkpoints and then the base's. Raises CheckpointChangedError if a file changes
     meanwhile, CorruptionError.
     """
     offsets: list[int] = []
@@ -91,13 +91,13 @@ def analyze_experts(
     members = _by_base_tensor(experts)
     families = [
         Family(
-            tuple(moved(experts[i][0].views[mine], offsets[i]) for i, mine in found),
-            moved(base.views[theirs], base_offset),
+            tuple(moved(experts[i][0].views[name], offsets[i]) for i, name in of_tensor),
+            moved(base.views[base_name], base_offset),
         )
-        for theirs, found in members.items()
+        for base_name, of_tensor in members.items()
     ]
     with WindowReader(checkpoints, known) as reader:
-        whose = [[i for i, _ in found] for found in members.values()]
+        whose = [[i for i, _ in of_tensor] for of_tensor in members.values()]
         for number, stats in _streamed(reader, families, grid, progress):
             reader.verify_unchanged()
             yield list(zip(whose[number], stats, strict=True))
@@ -108,8 +108,8 @@ def _by_base_tensor(
 ) -> dict[str, list[tuple[int, str]]]:
     members: dict[str, list[tuple[int, str]]] = {}
     for i, (_, pairs) in enumerate(experts):
-        for mine, theirs in pairs:
-            members.setdefault(theirs, []).append((i, mine))
+        for name, base_name in pairs:
+            members.setdefault(base_name, []).append((i, name))
     return members
 
 
@@ -127,13 +127,13 @@ def _streamed(
         return gathered.describe
 
     at: int | None = None
-    for number, found in reader.families(families, work):
+    for number, figures in reader.families(families, work):
         if at is not None and at != number:
             yield at, begun.pop(at).stats()
         at = number
-        begun[number].add(found)
+        begun[number].add(figures)
         if progress:
-            progress(sum(len(f.window.expert_raw) for f in found))
+            progress(sum(len(f.window.expert_raw) for f in figures))
     if at is not None:
         yield at, begun.pop(at).stats()
 
@@ -164,15 +164,15 @@ class _Gathered:
         return figures
 
     def _digested(self, raw: memoryview, dtype: str) -> tuple[bytes, ...]:
-        """Of the bytes of a window, which begins with a segment, per level."""
+        """Digests per level of the bytes of a window, which begins with a segment."""
         return tuple(segment_digests(raw, n * itemsize(dtype)) for n in self._levels)
 
-    def add(self, found: Sequence[_Figures]) -> None:
+    def add(self, by_expert: Sequence[_Figures]) -> None:
         """Take in the next window."""
-        for table, figures in zip(self._tables, found, strict=True):
+        for table, figures in zip(self._tables, by_expert, strict=True):
             table.add(figures)
         if self._with_base is not None:
-            self._base_segments.append(found[self._with_base].base_segments)
+            self._base_segments.append(by_expert[self._with_base].base_segments)
 
     def stats(self) -> list[TensorStats]:
         """The statistics of each expert's tensor."""

@@ -87,8 +87,8 @@ class WindowReader:
         family = Family((expert,), base)
         length = self._length(1, row_elems)
         jobs = self._family_jobs(family, lambda _, w: work(w), length, only)
-        for (found,) in self._ahead.results(jobs):
-            yield found
+        for (of_window,) in self._ahead.results(jobs):
+            yield of_window
         self._finish()
 
     def families(
@@ -98,8 +98,8 @@ class WindowReader:
     ) -> Iterator[tuple[int, list[T]]]:
         """`work(family number)(expert number, window)` for all windows of all experts.
 
-        Whole tensors are not verified: who analyses them takes their segments.
-        Yields (family number, what was found per expert) in order; a family without elements has
+        Whole tensors are not verified: their analysis takes their segments.
+        Yields (family number, what `work` gave per expert) in order; a family without elements has
         one empty window. The base is read once per window. A window's `delta` is valid inside
         `work` only, its raw bytes until the next windows are taken; `n` is 0 beyond a tensor's end.
         """
@@ -118,11 +118,11 @@ class WindowReader:
 
         self._expect(v for f in families for v in (*f.experts, f.base))
         at = 0
-        for number, found in self._ahead.results(jobs()):
+        for number, by_expert in self._ahead.results(jobs()):
             if number != at:
                 self._finish()
             at = number
-            yield number, found
+            yield number, by_expert
         if families:
             self._finish()
 
@@ -147,23 +147,23 @@ class WindowReader:
         import torch
 
         def run(start: int, stop: int, buffers: Buffers) -> T:
-            nbytes, found = 0, None
+            nbytes, base_part = 0, None
             table = torch.from_numpy(buffers.rows(len(experts) + 1, stop - start))
             rows, base_values = table[:-1], table[-1]
             if base is not None:
                 raw = buffers.bytes(len(experts), (stop - start) * itemsize(base.dtype))
                 base_row = BaseRow(self._reader, base, raw, base_update, base_check)
                 base_row.fetch(start, stop)
-                found = base_row.values(base_values)
+                base_part = base_row.values(base_values)
                 nbytes += len(raw)
             helpers = zip(updates, checks, strict=True)
             for i, (view, both) in enumerate(zip(experts, helpers, strict=True)):
                 raw = buffers.bytes(i, (stop - start) * itemsize(view.dtype))
                 row = ExpertRow(self._reader, view, ((0, view.numel),), raw, *both)
                 row.fetch(start, stop)
-                (row.delta if as_delta else row.value)(rows[i], found)
+                (row.delta if as_delta else row.value)(rows[i], base_part)
                 nbytes += len(raw) if view.stored else 0
-            return work(GroupWindow(start, found, rows, nbytes))
+            return work(GroupWindow(start, base_part, rows, nbytes))
 
         length = self._length(len(experts), row_elems)
         views = (*experts, *([base] if base else ()))
@@ -176,7 +176,7 @@ class WindowReader:
             reader.verify_unchanged()
 
     def _finish(self) -> None:
-        """Verify what was read in part of the first tensor under way; of all it would pile up."""
+        """Verify the segments of the oldest tensor that were read in part, lest they pile up."""
         for view, verifier in self._verifiers.popleft():
             verifier.finish(partial(read_stored, self._reader, view))
 
@@ -185,12 +185,12 @@ class WindowReader:
         ranges: dict[int, list[FileRange]] = {}
         for part in (part for view in views for part in parts_of(view)):
             e = part.entry
-            found = FileRange(e.file, e.start_byte, e.start_byte + e.nbytes)
-            ranges.setdefault(part.source, []).append(found)
-        for number, wanted in ranges.items():
+            file_range = FileRange(e.file, e.start_byte, e.start_byte + e.nbytes)
+            ranges.setdefault(part.source, []).append(file_range)
+        for number, of_source in ranges.items():
             source = self._sources[number]
             if isinstance(source, FetchedAhead):
-                source.expect(wanted)
+                source.expect(of_source)
 
     def _check(self, view: TensorView) -> Verify | None:
         if self._known is None or not view.stored:

@@ -1,6 +1,6 @@
 """Exact trim thresholds of experts' deltas: which elements a sparsifier by magnitude keeps.
 
-By a pass over those whose magnitudes are not listed (`cuts` is for the others). The catalog's
+From a pass over tensors whose magnitudes are not listed (else: `cuts`). The catalog's
 histogram of |δ| saves the first pass. TIES: https://arxiv.org/abs/2306.01708.
 """
 
@@ -38,19 +38,19 @@ def trim_rules(
 ) -> dict[Pair, TrimRule]:
     """The rules that keep exactly so many of the largest |δ|, ties by lowest index.
 
-    `keeps`: (expert's tensor, base's tensor) to the number of elements to keep. `known`: what is
-    read is verified against, of the expert's checkpoints and then the base's.
+    `keeps`: (expert's tensor, base's tensor) to the number of elements to keep. `known`:
+    segments of the expert's checkpoints and then the base's, which verify what is read.
     """
     rules = {}
     with WindowReader((*expert.checkpoints, *base.checkpoints), known) as reader:
         for pair, keep in keeps.items():
-            found = stats.by_pair[pair]
-            if rule := plain_rule(found, keep):
+            of_pair = stats.by_pair[pair]
+            if rule := plain_rule(of_pair, keep):
                 rules[pair] = rule
                 continue
             base_view = moved(base.views[pair[1]], len(expert.checkpoints))
             scores = _Magnitudes(reader, expert.views[pair[0]], base_view, progress)
-            histogram = Histogram(found.hist_bins.astype(np.int64), found.hist_counts)
+            histogram = Histogram(of_pair.hist_bins.astype(np.int64), of_pair.hist_counts)
             rules[pair] = keep_largest(scores, histogram, keep)
         reader.verify_unchanged()
     return rules
@@ -73,7 +73,7 @@ class _Magnitudes:
             bits = np.abs(window.values).view(np.uint32)
             return work(window.start_elem, bits), len(window.expert_raw)
 
-        return self._found(of, only)
+        return self._windows(of, only)
 
     def in_bin(self, bin_: int) -> Iterator[InBin]:
         def of(window: DeltaWindow) -> tuple[InBin, int]:
@@ -88,12 +88,12 @@ class _Magnitudes:
             low = np.flatnonzero(counts)
             return InBin(low.astype(np.uint16), counts[low]), len(window.expert_raw)
 
-        return self._found(of)
+        return self._windows(of)
 
-    def _found(
+    def _windows(
         self, of: Callable[[DeltaWindow], tuple[T, int]], only: int | None = None
     ) -> Iterator[T]:
-        for found, nbytes in self._reader.deltas(self._expert, self._base, of, only=only):
+        for of_window, nbytes in self._reader.deltas(self._expert, self._base, of, only=only):
             if self._progress:
                 self._progress(nbytes)
-            yield found
+            yield of_window
