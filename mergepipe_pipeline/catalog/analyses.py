@@ -1,7 +1,7 @@
-"""What analyses found: statistics and magnitudes of experts against bases, in files by base.
+"""The results of analyses: statistics and magnitudes of experts against bases, in files by base.
 
 An analysis is up to three files: of tensors, of blocks, of magnitudes. The first is written last
-and names the seals of the others, so that it says that all is there and no other is taken for one.
+and names the seals of the other files, so that a missing or exchanged one is noticed.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Analyses:
         self._all = folder / BLOCK_STATS
 
     def put_stats(self, stats: ExpertStats) -> None:
-        """Remember an analysis; earlier ones of other tensors stay.
+        """Store an analysis; earlier ones of other tensors stay.
 
-        Blocks and magnitudes first: the tensors' file says that it is whole.
+        Blocks and magnitudes are written first: the tensors' file shows that it is whole.
         """
         folder, stem = self._all / stats.base_id, _stem(stats.checkpoint_id, stats.block_elems)
         seal = None
@@ -92,96 +92,96 @@ class Analyses:
     def stats(
         self, base_id: str, checkpoint_id: str, block_elems: int, *, without: Collection[str] = ()
     ) -> ExpertStats | None:
-        """What is known of an expert against a base but for magnitudes, or None.
+        """The statistics of an expert against a base, without magnitudes; None if there are none.
 
-        `without` "sketch", "sample" or "hist" these are left empty: they are most of what there is.
+        `without` names what stays empty ("sketch", "sample", "hist"): that is most of the bytes.
         """
-        found: dict[Pair, TensorStats] = {}
+        by_pair: dict[Pair, TensorStats] = {}
         analyses = self._of(base_id, checkpoint_id, block_elems)
-        for one in analyses:
-            blocks = known(one.blocks, bytes)
-            tensors = None if blocks is None else known(one.tensors, bytes)
+        for analysis in analyses:
+            blocks = known(analysis.blocks, bytes)
+            tensors = None if blocks is None else known(analysis.tensors, bytes)
             if blocks is not None and tensors is not None:
-                where = str(one.tensors), str(one.blocks)
-                found |= tables.decode_stats(tensors, blocks, *where, without).by_pair
+                where = str(analysis.tensors), str(analysis.blocks)
+                by_pair |= tables.decode_stats(tensors, blocks, *where, without).by_pair
         if not analyses:
             return None
-        return ExpertStats(base_id, checkpoint_id, block_elems, tuple(found.values()))
+        return ExpertStats(base_id, checkpoint_id, block_elems, tuple(by_pair.values()))
 
     def histograms(
         self, base_id: str, checkpoint_id: str, block_elems: int
     ) -> dict[Pair, tables.Histogram]:
         """The histograms that `stats` may leave out, from the small file alone."""
-        found: dict[Pair, tables.Histogram] = {}
-        for one in self._of(base_id, checkpoint_id, block_elems):
-            tensors = known(one.tensors, bytes)
+        histograms: dict[Pair, tables.Histogram] = {}
+        for analysis in self._of(base_id, checkpoint_id, block_elems):
+            tensors = known(analysis.tensors, bytes)
             if tensors is not None:
-                found |= tables.decode_histograms(tensors, str(one.tensors))
-        return found
+                histograms |= tables.decode_histograms(tensors, str(analysis.tensors))
+        return histograms
 
     def magnitudes(
         self, base_id: str, checkpoint_id: str, block_elems: int, pairs: Collection[Pair]
     ) -> Iterator[tuple[Pair, Magnitudes]]:
-        """The magnitudes of those of `pairs` (expert's tensor, base's tensor) that have them.
+        """The magnitudes of `pairs` (expert's tensor, base's tensor), where they have some.
 
         One is held at a time: all of them are near a hundredth of the expert.
         """
         missing = set(pairs)
-        for one in self._of(base_id, checkpoint_id, block_elems):
-            if one.magnitudes is None or missing.isdisjoint(one.pairs):
+        for analysis in self._of(base_id, checkpoint_id, block_elems):
+            if analysis.magnitudes is None or missing.isdisjoint(analysis.pairs):
                 continue
-            seen = version(one.magnitudes)
+            seen = version(analysis.magnitudes)
             try:
-                with RowGroups(one.magnitudes, MAGNITUDES) as file:
-                    for pair, found in decode_magnitudes(file, missing):
+                with RowGroups(analysis.magnitudes, MAGNITUDES) as file:
+                    for pair, magnitudes in decode_magnitudes(file, missing):
                         missing.remove(pair)
-                        yield pair, found
+                        yield pair, magnitudes
             except FileNotFoundError:
                 continue
             except CorruptionError as error:
-                drop(one.magnitudes, error, seen)
+                drop(analysis.magnitudes, error, seen)
 
     def known_pairs(self, base_id: str, checkpoint_id: str, block_elems: int) -> set[Pair]:
-        """The (expert's tensor, base's tensor) of which all files of their analysis are there."""
-        found: set[Pair] = set()
-        for one in self._of(base_id, checkpoint_id, block_elems):
-            if one.is_there and _is_whole(one.blocks, version(one.blocks)):
-                found |= one.pairs
-        return found
+        """The (expert's tensor, base's tensor) whose analysis has all its files."""
+        pairs: set[Pair] = set()
+        for analysis in self._of(base_id, checkpoint_id, block_elems):
+            if analysis.is_there and _is_whole(analysis.blocks, version(analysis.blocks)):
+                pairs |= analysis.pairs
+        return pairs
 
     def missing_pairs(
         self, base_id: str, checkpoint_id: str, block_elems: int, pairs: Iterable[Pair]
     ) -> list[Pair]:
-        """Those of `pairs` (expert's tensor, base's tensor) that have no statistics yet."""
-        known = self.known_pairs(base_id, checkpoint_id, block_elems)
-        return [pair for pair in pairs if pair not in known]
+        """The part of `pairs` (expert's tensor, base's tensor) that has no statistics yet."""
+        present = self.known_pairs(base_id, checkpoint_id, block_elems)
+        return [pair for pair in pairs if pair not in present]
 
     def known_digests(self, base_id: str, model_id: str, block_elems: int) -> dict[str, str]:
         """Tensor name to digest as analyses of a model (or of experts of this base) saw them."""
         is_base = base_id == model_id
         name, digest = ("base_tensor", "base_digest") if is_base else ("tensor", "digest")
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for path in self._files(base_id, None if is_base else model_id, block_elems):
             rows = known(path, partial(_rows, path, (name, digest)))
-            found |= {tensor: its for tensor, its in rows or () if its}
-        return found
+            digests |= {tensor: its for tensor, its in rows or () if its}
+        return digests
 
     def contents(self, block_elems: int) -> dict[Content, Source]:
-        """Where statistics of a content can be had, of all that was analysed."""
-        found: dict[Content, Source] = {}
+        """Where the statistics of each analysed content are."""
+        sources: dict[Content, Source] = {}
         columns = ("tensor", *Content._fields)
         bases = sorted(self._all.iterdir()) if self._all.is_dir() else []
         for path in (p for base in bases for p in self._files(base.name, None, block_elems)):
-            one = _analysis(path, version(path))
-            if one is None or not one.is_there:
+            analysis = _analysis(path, version(path))
+            if analysis is None or not analysis.is_there:
                 continue
             checkpoint_id = path.name.partition(".")[0]
             rows = known(path, partial(_rows, path, columns))
             for tensor, *fields in rows or ():
                 content = Content(*fields)
                 if content.digest and content.base_digest:
-                    found[content] = Source(path.parent.name, checkpoint_id, tensor)
-        return found
+                    sources[content] = Source(path.parent.name, checkpoint_id, tensor)
+        return sources
 
     def _files(self, base_id: str, checkpoint_id: str | None, block_elems: int) -> list[Path]:
         """Files of tensors against a base, of one expert or of all."""
@@ -192,8 +192,8 @@ class Analyses:
 
     def _of(self, base_id: str, checkpoint_id: str, block_elems: int) -> list[_Analysis]:
         files = self._files(base_id, checkpoint_id, block_elems)
-        found = (_analysis(path, version(path)) for path in files)
-        return [one for one in found if one is not None]
+        analyses = (_analysis(path, version(path)) for path in files)
+        return [analysis for analysis in analyses if analysis is not None]
 
 
 def _rows(path: Path, columns: Sequence[str], data: bytes) -> list[tuple[Any, ...]]:
@@ -204,10 +204,10 @@ def _stem(checkpoint_id: str, block_elems: int) -> str:
     return f"{checkpoint_id}.b{block_elems}"
 
 
-# One verb asks for these several times, of every expert.
+# One verb reads these several times for every expert.
 @lru_cache(maxsize=512)
 def _analysis(path: Path, version: tuple[int, int] | None) -> _Analysis | None:
-    """What a file of tensors tells of its analysis; None if it is damaged."""
+    """The analysis that a file of tensors belongs to; None if it is damaged."""
 
     def decode(data: bytes) -> _Analysis:
         pairs, blocks, magnitudes = tables.decode_pairs(data, str(path))

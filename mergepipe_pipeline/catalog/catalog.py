@@ -63,8 +63,8 @@ class Registration:
 class Catalog(Analyses):
     """The folder `catalog` of a warehouse.
 
-    A damaged file of facts is said and counts as not there; see `seals`. Folders of checkpoints
-    are recorded by the root of `roots` that they lie below; who asks gets them as they are here.
+    A damaged file of facts is reported and counts as absent; see `seals`. Folders of checkpoints
+    are recorded by the root of `roots` that they lie below; readers get them as they are here.
     """
 
     def __init__(self, folder: Path, roots: Roots | None = None) -> None:
@@ -121,8 +121,8 @@ class Catalog(Analyses):
         its files are not what they were.
         """
         number, value = self._current(name)
-        found = self._registration(name, number, value)
-        if found is None:
+        registration = self._registration(name, number, value)
+        if registration is None:
             root = self.roots.here(value["root"])
             if why_unmounted(root):
                 refuse_unmounted(root)
@@ -133,7 +133,7 @@ class Catalog(Analyses):
                 found="no record of their tensors, and other files or none",
                 next_step=f"register it again: `mergepipe register {root} --name {name}`",
             )
-        return found
+        return registration
 
     def root(self, name: str) -> str:
         """Folder or address of a name's current version. Raises NotFoundError."""
@@ -146,7 +146,7 @@ class Catalog(Analyses):
     def has_content(self, name: str, digested: Collection[str] | None = None) -> bool:
         """Whether the content of a name's current version is known, as far as names of files tell.
 
-        `digested` is what the method of this name gives, for whoever asks of many. False for a
+        `digested`: what the method of this name gives, to call it once for many names. False for a
         damaged version: another one gets past it.
         """
         try:
@@ -174,8 +174,8 @@ class Catalog(Analyses):
         """The versions of a name whose tensors are known, oldest first. Raises NotFoundError."""
         self._current(name)
         chain = self._chain(name)
-        found = (self._registration(name, n, chain.get(n)) for n in chain.versions())
-        return [registration for registration in found if registration is not None]
+        registrations = (self._registration(name, n, chain.get(n)) for n in chain.versions())
+        return [r for r in registrations if r is not None]
 
     def registrations(self) -> Iterator[tuple[str, int, str, str | None, str]]:
         """Name, version, checkpoint id, base and root of every readable version, in order."""
@@ -185,9 +185,9 @@ class Catalog(Analyses):
                 yield (name, n, value["checkpoint_id"], value["base"], root)
 
     def damaged(self) -> list[CorruptionError]:
-        """What is wrong with the versions that `registrations` leaves out."""
-        found = read_chains(self._folder / "names")
-        return [value for *_, value in found if isinstance(value, CorruptionError)]
+        """The errors of the versions that `registrations` leaves out."""
+        versions = read_chains(self._folder / "names")
+        return [value for *_, value in versions if isinstance(value, CorruptionError)]
 
     def tags(self, name: str) -> frozenset[str]:
         """The tags of a name, which need not be registered yet. Raises CorruptionError."""
@@ -195,15 +195,15 @@ class Catalog(Analyses):
         return frozenset(current[1]["tags"] if current else ())
 
     def put_tags(self, name: str, add: Collection[str], remove: Collection[str]) -> frozenset[str]:
-        """Change the tags of a name; all that it has then.
+        """Change the tags of a name; returns all that it has then.
 
         Raises CorruptionError, CommitConflictError.
         """
         chain, had = self._tags(name), self.tags(name)
-        found = (had | set(add)) - set(remove)
-        if found != had:
-            chain.append({"tags": sorted(found)}, max(chain.versions(), default=0))
-        return found
+        tags = (had | set(add)) - set(remove)
+        if tags != had:
+            chain.append({"tags": sorted(tags)}, max(chain.versions(), default=0))
+        return tags
 
     def checkpoint(self, checkpoint_id: str, name: str, root: str) -> Checkpoint | None:
         """A checkpoint by its id, whether its files are still there or not; None if not known.
@@ -211,9 +211,9 @@ class Catalog(Analyses):
         Name and root are as given.
         """
         for path in find_sealed(self._folder / CHECKPOINTS, checkpoint_id):
-            found = decoded.checkpoint(path, version(path), name, root)
-            if found is not None:
-                return found
+            checkpoint = decoded.checkpoint(path, version(path), name, root)
+            if checkpoint is not None:
+                return checkpoint
         return None
 
     def put_digests(self, checkpoint_id: str, digests: Mapping[str, str]) -> None:
@@ -223,9 +223,9 @@ class Catalog(Analyses):
     def digests(self, checkpoint_id: str) -> Mapping[str, str] | None:
         """Tensor name to digest, or None if not known."""
         for path in find_sealed(self._folder / DIGESTS, checkpoint_id):
-            found = decoded.digests(path, version(path))
-            if found is not None:
-                return found
+            digests = decoded.digests(path, version(path))
+            if digests is not None:
+                return digests
         return None
 
     def side_digests(self, checkpoint_id: str) -> Mapping[SideStamp, str]:
@@ -233,10 +233,10 @@ class Catalog(Analyses):
 
         "" under the stamp `gone` of one that was not there any more at a later registration.
         """
-        found: dict[SideStamp, str] = {}
+        sha256s: dict[SideStamp, str] = {}
         for path in find_sealed(self._folder / SIDE_FILES, checkpoint_id):
-            found |= decoded.side_digests(path, version(path)) or {}
-        return found
+            sha256s |= decoded.side_digests(path, version(path)) or {}
+        return sha256s
 
     def content_sha256(self, checkpoint_id: str) -> str:
         """One digest over all tensors' names and digests.
@@ -244,9 +244,9 @@ class Catalog(Analyses):
         Raises NotFoundError if they are not known.
         """
         for path in find_sealed(self._folder / DIGESTS, checkpoint_id):
-            found = decoded.content_sha256(path, version(path))
-            if found is not None:
-                return found
+            sha256 = decoded.content_sha256(path, version(path))
+            if sha256 is not None:
+                return sha256
         raise NotFoundError(
             "A checkpoint's content is not known yet",
             where=checkpoint_id,
@@ -263,10 +263,10 @@ class Catalog(Analyses):
 
     def fact(self, base_id: str, owner_id: str, key: str) -> dict[str, Fact]:
         """All facts under `key`, by tensor; empty if none is known."""
-        out: dict[str, Fact] = {}
+        facts: dict[str, Fact] = {}
         for path in find_sealed(self._facts(base_id, owner_id), key):
-            out |= known(path, partial(tables.decode_facts, where=str(path))) or {}
-        return out
+            facts |= known(path, partial(tables.decode_facts, where=str(path))) or {}
+        return facts
 
     def sql(
         self, query: str, rows: Rows | None = None, limits: Limits | None = None
@@ -277,8 +277,8 @@ class Catalog(Analyses):
         """
         from mergepipe_pipeline.catalog import queries
 
-        known = {"registrations": self.registrations, **(rows or {})}
-        return queries.run(self._folder, known, query, limits)
+        all_rows = {"registrations": self.registrations, **(rows or {})}
+        return queries.run(self._folder, all_rows, query, limits)
 
     def export(self, target: Path, rows: Rows | None = None) -> None:
         """Write everything, and `rows` as in `sql`, as tables of one new DuckDB file."""
@@ -307,16 +307,16 @@ class Catalog(Analyses):
         write_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id, data)
 
     def _put_side_files(self, checkpoint: Checkpoint, *, with_gone: bool) -> None:
-        """Remember the digests of side files that nobody has seen as they are, and which went."""
-        known = self.side_digests(checkpoint.checkpoint_id)
+        """Store the digests of side files that are new or changed, and which files are gone."""
+        recorded = self.side_digests(checkpoint.checkpoint_id)
         fresh: dict[SideStamp, str] = {}
-        # Who needs a folder or file that cannot be read says why.
+        # Later readers of an unreadable folder or file raise the error.
         with suppress(CheckpointError), open_source(checkpoint.root) as source:
             there = side_stamps(source, checkpoint.root)
-            went = {stamp.file for stamp in known if with_gone} - {stamp.file for stamp in there}
-            fresh |= dict.fromkeys(set(map(gone, went)).difference(known), "")
+            went = {stamp.file for stamp in recorded if with_gone} - {stamp.file for stamp in there}
+            fresh |= dict.fromkeys(set(map(gone, went)).difference(recorded), "")
             for stamp in there:
-                if stamp not in known:
+                if stamp not in recorded:
                     with suppress(CheckpointError):
                         fresh[stamp] = side_sha256(source, stamp)
         if fresh:

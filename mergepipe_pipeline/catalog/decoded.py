@@ -1,6 +1,6 @@
 """Records of the catalog that are decoded once, while their file stays as it is.
 
-One verb asks for these several times, of every expert, and sensors at each tick.
+One verb reads these several times for every expert, and sensors at each tick.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def checkpoint(path: Path, version: Version, name: str, root: str) -> Checkpoint
 @lru_cache(maxsize=512)
 def digests(path: Path, version: Version) -> Mapping[str, str] | None:
     """Tensor to the digest of its content; None for a file that is gone or damaged."""
-    found = known(path, lambda data: tables.decode_digests(data, str(path)))
-    return None if found is None else MappingProxyType(found)
+    by_tensor = known(path, lambda data: tables.decode_digests(data, str(path)))
+    return None if by_tensor is None else MappingProxyType(by_tensor)
 
 
 @lru_cache(maxsize=1 << 14)
 def content_sha256(path: Path, version: Version) -> str | None:
     """The digest of a checkpoint's content; None for a file that is gone or damaged."""
-    found = digests(path, version)
-    return None if found is None else digest_json(dict(found))
+    by_tensor = digests(path, version)
+    return None if by_tensor is None else digest_json(dict(by_tensor))

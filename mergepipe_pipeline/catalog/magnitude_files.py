@@ -42,10 +42,11 @@ def decode_magnitudes(
 
     Raises CorruptionError.
     """
-    wanted = frozenset(pairs)
-    for mine, theirs in file.keys:
-        if (mine, theirs) in wanted:
-            yield (mine, theirs), _magnitudes(file.read((mine, theirs)))
+    asked = frozenset(pairs)
+    for tensor, base_tensor in file.keys:
+        pair = tensor, base_tensor
+        if pair in asked:
+            yield pair, _magnitudes(file.read(pair))
 
 
 def _table(m: Magnitudes) -> pa.Table:

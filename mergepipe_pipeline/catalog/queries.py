@@ -63,13 +63,13 @@ def run(
 ) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Column names and rows of a query over the views; exact numbers come as int or float.
 
-    A damaged file is said and left out. Raises MergePipeError for bad SQL, for a statement that
+    A damaged file is reported and left out. Raises MergePipeError for bad SQL, for a statement that
     would change something, and for a query beyond its limits; an empty query has no columns.
     """
     import duckdb
 
     limits = limits or Limits()
-    query.encode()  # DuckDB's answer to half a character is of no use
+    query.encode()  # DuckDB's message about half a character does not help
     try:
         with duckdb.connect(":memory:") as connection:
             _refuse_changes(connection, query)
@@ -91,20 +91,20 @@ def _answer(
     # DuckDB answers a text without any statement with None.
     if result is None:
         return [], []
-    found: list[tuple[Any, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     while batch := result.fetchmany(_BATCH_ROWS):
-        found += (tuple(map(_plain, row)) for row in batch)
-        if len(found) > most:
+        rows += (tuple(map(_plain, row)) for row in batch)
+        if len(rows) > most:
             raise _bad_query(f"more than {most} rows: add LIMIT, or aggregate")
-    return [d[0] for d in result.description or []], found
+    return [d[0] for d in result.description or []], rows
 
 
 def _in_time(
     connection: duckdb.DuckDBPyConnection, query: str, limits: Limits
 ) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """The answer, found in another thread: this one sees signals meanwhile, and when it is late.
+    """The answer, computed in another thread: this one handles signals and the time limit.
 
-    A long step of DuckDB looks at neither.
+    A long step of DuckDB checks neither.
     """
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(_answer, connection, query, limits.rows)
@@ -167,13 +167,13 @@ def _create_views(
         source = view.source
         if source is None:
             source = f"{name}_rows"
-            known = rows[name]() if name in named and name in rows else ()
-            connection.register(source, _table(view, known))
+            of_view = rows[name]() if name in named and name in rows else ()
+            connection.register(source, _table(view, of_view))
         connection.execute(f"CREATE VIEW {name} AS SELECT {', '.join(view.columns)} FROM {source}")
 
 
 def _dataset(paths: Iterable[Path], files: Files) -> ds.Dataset:
-    """The files as one dataset, without those that are damaged; paths tell some columns."""
+    """The files as one dataset, without damaged ones; some columns come from the paths."""
     import pyarrow.dataset as ds
     from pyarrow.fs import LocalFileSystem
 
@@ -210,11 +210,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _bad_query(found: str) -> MergePipeError:
+def _bad_query(problem: str) -> MergePipeError:
     return MergePipeError(
         "A query failed",
         where="sql",
-        found=found,
+        found=problem,
         expected="SQL over the views " + ", ".join(VIEWS),
         next_step="run `mergepipe sql` without a query to see them",
     )
@@ -229,11 +229,11 @@ def _too_much(most: str, what: str, option: str) -> MergePipeError:
     )
 
 
-def _no_export(target: Path, found: str, next_step: str) -> MergePipeError:
+def _no_export(target: Path, problem: str, next_step: str) -> MergePipeError:
     return MergePipeError(
         "The catalog cannot be exported",
         where=str(target),
         expected="a new file for a readable catalog",
-        found=found,
+        found=problem,
         next_step=next_step,
     )

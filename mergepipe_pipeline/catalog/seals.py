@@ -5,7 +5,7 @@ Rows that are made for tokens are weights: `STEM.SEAL.safetensors`.
 The seal is BLAKE3 over the file's bytes, or, of a file that is read in parts (see `row_groups`),
 over its footer; and over the place: the names of two folders and the stem, which say whose facts
 these are. So a file that got another's name is as wrong as one whose bytes changed. A file that is
-not what its name says counts as unknown: what it told can be found again from the weights, and
+not what its name says counts as unknown: its facts can be computed again from the weights, and
 equal facts have equal names, so that the next writer mends it. Older files, whose seals cover bytes
 alone, are read.
 """
@@ -29,11 +29,11 @@ from mergepipe_pipeline.storage.atomic import remove_tree, write_atomic
 _LOG = logging.getLogger("mergepipe")
 _SEALED = re.compile(r"(?P<stem>.+)\.(?P<seal>[0-9a-f]{32})\.(parquet|safetensors)")
 _SEAL_HEX = 32
-#: What is said of sectors, checksums and names that are not what they were.
+#: Errors of damaged sectors, checksums and names.
 _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR})
-#: Read at once by who only checks.
+#: Bytes read at once where a file is only checked.
 _PART_NBYTES = 1 << 20
-#: Damaged files that were told of and are still there.
+#: Damaged files that were reported and still exist.
 _said: set[Path] = set()
 _judged: ContextVar[bool] = ContextVar("_judged", default=False)
 
@@ -53,9 +53,9 @@ def place_of(folder: Path, stem: str) -> str:
 def check_seal(path: Path, data: bytes | memoryview, of: str = "") -> None:
     """Raise CorruptionError if these bytes `of` a file are not what its name seals."""
     stem, seal = name_parts(path)
-    found = seal_of(data, place_of(path.parent, stem))
-    if seal not in (found, seal_of(data)):
-        raise damaged(path, f"BLAKE3 {seal}{of}", found)
+    own_seal = seal_of(data, place_of(path.parent, stem))
+    if seal not in (own_seal, seal_of(data)):
+        raise damaged(path, f"BLAKE3 {seal}{of}", own_seal)
 
 
 def is_sealed(path: Path) -> bool:
@@ -107,7 +107,7 @@ def name_parts(path: Path) -> tuple[str, str]:
 
 
 def read_sealed(path: Path) -> bytes:
-    """All bytes of a file. Raises CorruptionError if they are not those that its name tells.
+    """All bytes of a file. Raises CorruptionError if they do not have the seal in its name.
 
     Raises FileNotFoundError if there is none.
     """
@@ -119,7 +119,7 @@ def read_sealed(path: Path) -> bytes:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what the disk says of damaged data into a CorruptionError.
+    """Turn the disk's errors about damaged data into a CorruptionError.
 
     Other errors, such as too many open files, say nothing about the file.
     """
@@ -143,18 +143,18 @@ def damaged(path: Path, expected: str, found: str) -> CorruptionError:
 
 
 def version(path: Path) -> tuple[int, int] | None:
-    """What tells a file from one that took its place; None where there is none."""
+    """Tells a file from one that replaced it (time, size); None where there is none."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return stat.st_mtime_ns, stat.st_size
 
 
 def known(path: Path, decode: Callable[[bytes], T]) -> T | None:
     """What a sealed file says; None if there is none, or if it is damaged: see `drop`.
 
-    A file that is as it was written but cannot be decoded is said and left.
+    An undamaged file that cannot be decoded is reported and stays.
     """
     seen = version(path)
     try:
@@ -173,7 +173,7 @@ def known(path: Path, decode: Callable[[bytes], T]) -> T | None:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Leave damaged files where they are, unsaid: for who judges a catalog."""
+    """Leave damaged files in place, without a warning: for checks of a catalog."""
     token = _judged.set(True)
     try:
         yield
@@ -182,9 +182,9 @@ def untouched() -> Iterator[None]:
 
 
 def drop(path: Path, error: CorruptionError, seen: tuple[int, int] | None) -> None:
-    """Say that a file is damaged and remove it, so that what it told is found again.
+    """Report a damaged file and remove it, so that its facts are computed again.
 
-    `seen` is its version as it was read: what another process has mended since stays.
+    `seen` is its version as it was read: a file that another process has mended since stays.
     """
     if _judged.get():
         return
@@ -195,7 +195,7 @@ def drop(path: Path, error: CorruptionError, seen: tuple[int, int] | None) -> No
             _said.discard(path)
 
 
-#: What is to be done about a damaged file of facts.
+#: The next step for a damaged file of facts.
 _FOUND_AGAIN = "nothing; it is left out, and what it told is found again where it is needed"
 
 
@@ -204,11 +204,11 @@ def said(path: Path, error: CorruptionError, next_step: str = _FOUND_AGAIN) -> N
     if path in _said:
         return
     _said.add(path)
-    told = CorruptionError(
+    warning = CorruptionError(
         error.what,
         where=error.where,
         expected=error.expected,
         found=error.found,
         next_step=next_step,
     )
-    _LOG.warning("%s", told)
+    _LOG.warning("%s", warning)

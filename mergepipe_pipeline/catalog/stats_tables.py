@@ -103,9 +103,13 @@ def decode_pairs(data: bytes, where: str) -> tuple[frozenset[tuple[str, str]], s
     """
     columns = ("tensor", "base_tensor")
     table, meta = decode(data, where, TENSOR_STATS, columns)
-    mine, theirs = (table[c].to_pylist() for c in columns)
+    tensors, base_tensors = (table[c].to_pylist() for c in columns)
     with corruption_named(where):
-        return frozenset(zip(mine, theirs, strict=True)), meta["blocks"], meta["magnitudes"]
+        return (
+            frozenset(zip(tensors, base_tensors, strict=True)),
+            meta["blocks"],
+            meta["magnitudes"],
+        )
 
 
 def decode_stats(
@@ -124,9 +128,9 @@ def decode_stats(
     block_table, _ = decode(blocks, blocks_where, BLOCK_STATS, (*plain, *noise))
     arrays = {c: _numbers(block_table[c]) for c in plain}
     for column, width in zip(NOISE, (SKETCH_WIDTH, SAMPLE_WIDTH), strict=True):
-        known = column in noise
+        is_read = column in noise
         arrays[column] = (
-            _unpacked(block_table[column], width) if known else np.zeros((0, width), np.uint16)
+            _unpacked(block_table[column], width) if is_read else np.zeros((0, width), np.uint16)
         )
     none = np.zeros(0, np.uint16), np.zeros(0, np.int64)
     histograms = [_split(table[c]) for c in wide] or [[empty] * len(table) for empty in none]

@@ -1,6 +1,6 @@
-"""Where a checkpoint is to be read whose files `pack --replace` moved away: at an address.
+"""The address at which a checkpoint is read whose files `pack --replace` moved away.
 
-`away_files` reads what lies there. Everybody asks here, and few have moved anything: no codec is
+`away_files` reads from it. All merges pass here and few have moved anything, so that no codec is
 loaded.
 """
 
@@ -18,7 +18,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 
 
 def open_root(warehouse: Warehouse, root: str, name: str) -> Checkpoint:
-    """The checkpoint at a root, or what gives it again if `pack --replace` moved it away.
+    """The checkpoint at a root, read from its pack if `pack --replace` moved it away.
 
     Raises as `open_checkpoint`, CorruptionError for a damaged record.
     """
@@ -36,21 +36,21 @@ def open_away(warehouse: Warehouse, record: Replaced, name: str) -> Checkpoint:
     recorded = warehouse.catalog.checkpoint(record.checkpoint_id, name, record.root)
     if recorded is None:
         return open_checkpoint(address, name)
-    # Probes are of packed tensors, and need not be decoded where they are known.
-    found = open_checkpoint(address, name, probes=False)
-    if found.stamp != recorded.stamp:  # else a damaged header would be taken for a new version
+    # Probes are of packed tensors, and need not be decoded: the record has them.
+    checkpoint = open_checkpoint(address, name, probes=False)
+    if checkpoint.stamp != recorded.stamp:  # else a damaged header would be taken for a new version
         raise CorruptionError(
             "The headers of an expert that was moved away are not what they were",
             where=f"{address}, {record.name}",
             expected=f"stamp {recorded.stamp}",
-            found=found.stamp,
+            found=checkpoint.stamp,
             next_step=record.bring_back,
         )
-    return replace(found, files=recorded.files)
+    return replace(checkpoint, files=recorded.files)
 
 
 def away_from(warehouse: Warehouse, root: str) -> Replaced | None:
-    """The record of what was at a root last, if it was moved away and nothing is there since."""
+    """The record of the checkpoint last at a root, if it was moved away and nothing lies there."""
     store = warehouse.replaced
     if "://" in root or os.path.exists(root) or not store.ids():
         return None
@@ -61,12 +61,12 @@ def away_from(warehouse: Warehouse, root: str) -> Replaced | None:
 
 
 def present_root(warehouse: Warehouse, checkpoint_id: str, root: str) -> str:
-    """Where a checkpoint is to be read that was at `root`: it may have gone away, or come back."""
+    """The root or address of a checkpoint that was at `root`: it may be moved away, or back."""
     record = warehouse.replaced.find(checkpoint_id)
     if record is not None and record.is_away:
         is_there = root == record.root or root.startswith(AWAY)
         return warehouse.replaced.address(checkpoint_id) if is_there else root
     if not root.startswith(AWAY):
         return root
-    known = [at for *_, i, _, at in warehouse.catalog.registrations() if i == checkpoint_id]
-    return known[-1] if known else root
+    roots = [at for *_, i, _, at in warehouse.catalog.registrations() if i == checkpoint_id]
+    return roots[-1] if roots else root

@@ -1,7 +1,7 @@
 """The files of checkpoints that `pack --replace` moved away, read as if they were still there.
 
 A packed tensor's bytes come from the pack's exact tiers and the base, all others from what stays
-beside the pack. Who reads compares them with the expert's digests, as for any other file.
+beside the pack. Readers compare them with the expert's digests, as for any other file.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import LocalSource, Reading, open_source
 from mergepipe_pipeline.warehouse import Warehouse
 
-#: Tensors of which it is known how they are decoded.
+#: Tensors whose decoding is kept prepared.
 _HELD_TENSORS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes of a file from `start_byte` on: of a packed tensor, or those in the rest at `at_byte`.
+    """Bytes of a file from `start_byte` on: of a packed tensor, or of the rest at `at_byte`.
 
     `tensor` is "" for the rest.
     """
@@ -115,7 +115,7 @@ class AwayFiles:
             raise
 
     def will_need(self, path: str, start_byte: int, nbytes: int) -> None:
-        """Do nothing: what is decoded is read then."""
+        """Do nothing: bytes are read when they are decoded."""
 
     def close(self) -> None:
         """Close all files."""
@@ -174,11 +174,11 @@ class _PackedTensors:
         refuse_other_codec(warehouse, record.pack_id)
         self._pack = warehouse.packs.open(record.pack_id)
         self._base = open_root(warehouse, warehouse.catalog.root(record.base), record.base)
-        known = checkpoint_inputs(warehouse, [self._base])
+        segments = checkpoint_inputs(warehouse, [self._base])
         self._source = open_source(self._base.root, reading)
         reader = BlockReader(self._source, self._base, None)
         self._files = FrameFiles(self._pack.root, reading)
-        self._decoder = Decoder(self._files, lambda _: reader, known)
+        self._decoder = Decoder(self._files, lambda _: reader, segments)
         self._of = lru_cache(maxsize=_HELD_TENSORS)(self._opened)
 
     def read_into(self, tensor: str, start_byte: int, out: memoryview) -> None:
@@ -208,13 +208,13 @@ def refuse_other_base(
 
     `digests` are those of the base's tensors, `expected` is of this `tensor`.
     """
-    found = digests.get(tensor, "no such tensor")
-    if found != expected:
+    content = digests.get(tensor, "no such tensor")
+    if content != expected:
         raise CorruptionError(
             "The base is not the one that the expert was packed against",
             where=f"{base.root}, tensor {tensor}",
             expected=f"content {expected[:16]}",
-            found=f"{found[:16]}",
+            found=f"{content[:16]}",
             next_step=f"put the files of that {record.base!r} back, or take the original from "
             f"{record.cold}",
         )

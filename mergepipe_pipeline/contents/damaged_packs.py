@@ -21,7 +21,7 @@ OTHER_CODEC = "was written by another version of the codec"
 def irreplaceable_packs(warehouse: Warehouse) -> frozenset[str]:
     """The ids of packs of experts whose files were moved away; of all if a record is damaged.
 
-    Also where a later version lies in the folder that an expert had.
+    Packs stay irreplaceable where a later version lies in the expert's old folder.
     """
     store = warehouse.replaced
     try:
@@ -38,16 +38,16 @@ def refuse_damaged(warehouse: Warehouse, packs: Mapping[str, Iterable[str]]) -> 
     there. Raises DamagedPackError once all were looked at, and for a pack that stands for its
     expert CorruptionError or PackVersionError.
     """
-    found = [
+    damaged = [
         (name, error)
         for name, pack_ids in packs.items()
         for pack_id in pack_ids
         if (error := _damage(warehouse, name, pack_id)) is not None
     ]
-    if not found:
+    if not damaged:
         return
-    first = found[0][1]
-    names = list(dict.fromkeys(name for name, _ in found))
+    first = damaged[0][1]
+    names = list(dict.fromkeys(name for name, _ in damaged))
     if len(names) > 1:
         first.what = f"The packs of {' and '.join(names)} are damaged, and were set aside"
         first.next_step = _again(names, str(warehouse.quarantine))
@@ -55,7 +55,7 @@ def refuse_damaged(warehouse: Warehouse, packs: Mapping[str, Iterable[str]]) -> 
 
 
 def _damage(warehouse: Warehouse, name: str, pack_id: str) -> DamagedPackError | None:
-    """What is wrong with a pack, which is set aside by then."""
+    """The error of a damaged pack, after setting it aside; None for a sound one."""
     try:
         if warehouse.packs.path(pack_id).is_dir():
             warehouse.packs.open(pack_id)
@@ -113,8 +113,8 @@ def _refuse_irreplaceable(warehouse: Warehouse, pack_id: str, error: CorruptionE
 def _away(warehouse: Warehouse) -> list[Replaced]:
     """Records of experts whose files were moved away. Raises CorruptionError."""
     store = warehouse.replaced
-    found = (store.find(checkpoint_id) for checkpoint_id in store.ids())
-    return [record for record in found if record is not None and record.is_away]
+    records = (store.find(checkpoint_id) for checkpoint_id in store.ids())
+    return [record for record in records if record is not None and record.is_away]
 
 
 def experts_of(plan: MergePlan, pack_id: str) -> list[str]:

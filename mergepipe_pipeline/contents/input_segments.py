@@ -45,13 +45,13 @@ def plan_inputs(warehouse: Warehouse, plan: MergePlan, layers: Sequence[LayerTas
         for i, s in enumerate(plan.sources)
     ]
     for view, digest in views:
-        found = view_digest(view, digests)
-        if found != digest:
+        content = view_digest(view, digests)
+        if content != digest:
             raise CorruptionError(
                 "What is known of a tensor is not what the plan was made from",
                 where=f"{plan.sources[min(sources_of(view))].root}, tensor {view.name}",
                 expected=f"content {digest[:16]}",
-                found=f"content {found[:16]}",
+                found=f"content {content[:16]}",
                 next_step="copy the file again if it is damaged; then run the same command again: "
                 "it plans anew",
             )
@@ -63,7 +63,7 @@ def plan_inputs(warehouse: Warehouse, plan: MergePlan, layers: Sequence[LayerTas
 def checkpoint_inputs(
     warehouse: Warehouse, checkpoints: Sequence[Checkpoint], progress: Progress | None = None
 ) -> Inputs:
-    """Checkpoints that planning reads; their digests are known then."""
+    """The segments of checkpoints that planning reads; takes missing digests first."""
     for checkpoint in checkpoints:
         ensure_digests(warehouse, checkpoint, progress)
     return _coarse(warehouse, checkpoints)
@@ -72,13 +72,13 @@ def checkpoint_inputs(
 def pass_inputs(
     warehouse: Warehouse, models: Sequence[Model], progress: Progress | None = None
 ) -> Inputs:
-    """Checkpoints of models that an analysis reads, which takes the digests of whole tensors.
+    """The segments of models that an analysis reads, which takes the digests of whole tensors.
 
-    Those of other parts (of adapters and deltas, rows in another order) are known then.
+    Missing digests of other parts (of adapters and deltas, rows in another order) are taken first.
     """
     for model in models:
-        others = [v for v in model.views.values() if not v.whole]
-        for number in sorted({p.source for view in others for p in _parts(view)}):
+        in_parts = [v for v in model.views.values() if not v.whole]
+        for number in sorted({p.source for view in in_parts for p in _parts(view)}):
             ensure_digests(warehouse, model.checkpoints[number], progress)
     return _coarse(warehouse, [c for model in models for c in model.checkpoints])
 
@@ -97,10 +97,10 @@ class Inputs:
     def __init__(self, warehouse: Warehouse, sources: Sequence[Source], segment_elems: int) -> None:
         self._warehouse, self._sources, self._elems = warehouse, sources, segment_elems
         self._files: dict[str, SegmentFiles] = {}
-        self._lock = RLock()  # what is taken asks for what it is verified against
+        self._lock = RLock()  # taking segments asks for others, which verify the read
 
     def ensure(self, views: Iterable[TensorView]) -> None:
-        """See to it that the catalog has the segments of all that views read."""
+        """Make the catalog have the segments of all that views read."""
         needed: dict[int, set[str]] = {}
         in_runs = []
         for view in views:
@@ -113,7 +113,7 @@ class Inputs:
             self._ensure_view(view)
 
     def of_view(self, view: TensorView) -> Segments:
-        """Of the view's stored elements, in the view's order."""
+        """The segments of the view's stored elements, in the view's order."""
         if not view.runs:
             return self.of_part(view.stored[0])
         with self._lock:
@@ -122,7 +122,7 @@ class Inputs:
         return Segments(self._elems, digests, self._sources[view.stored[0].source].root)
 
     def of_part(self, part: Part) -> Segments:
-        """Of one whole stored tensor."""
+        """The segments of one whole stored tensor."""
         source = self._sources[part.source]
         with self._lock:
             self._ensure_parts(part.source, {part.entry.name})
@@ -146,8 +146,8 @@ class Inputs:
         checkpoint_id = self._sources[number].checkpoint_id
         files = self._of(checkpoint_id)
         if missing := {name for name in names if name not in files}:
-            known = Known(checkpoint_id, self._opened(number))
-            take_segments(self._warehouse, known, self._elems, missing)
+            opened = Known(checkpoint_id, self._opened(number))
+            take_segments(self._warehouse, opened, self._elems, missing)
             del self._files[checkpoint_id]
 
     def _ensure_view(self, view: TensorView) -> None:

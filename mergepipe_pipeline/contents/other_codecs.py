@@ -19,7 +19,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 def refuse_other_codec(warehouse: Warehouse, pack_id: str) -> None:
     """Raise PackVersionError for a pack of another version of the codec; reads its index.
 
-    The error tells of the expert in cold storage that the pack stands for, if it does.
+    If the pack stands for an expert in cold storage, the error names it.
     """
     try:
         warehouse.packs.refuse_other_codec(pack_id)
@@ -47,12 +47,12 @@ def name_experts(error: PackVersionError, names: Iterable[str]) -> PackVersionEr
 def read_without_packs(warehouse: Warehouse, experts: Iterable[Checkpoint]) -> Iterator[str]:
     """A warning for each expert whose only packs are of another version of the codec."""
     store = warehouse.packs
-    others = store.others()
-    if not others:
+    errors = store.others()
+    if not errors:
         return
     contents = {}
-    for pack_id in others:
-        with suppress(CorruptionError):  # of a version with another index nothing is told
+    for pack_id in errors:
+        with suppress(CorruptionError):  # a version with another index cannot be read
             contents[pack_id] = read_any_contents(store.path(pack_id))
     current = [pack for pack in map(store.find, store.ids()) if pack is not None]
     for expert in experts:
@@ -61,7 +61,7 @@ def read_without_packs(warehouse: Warehouse, experts: Iterable[Checkpoint]) -> I
             continue
         for pack_id, of in contents.items():
             if of and holds(of, digests):
-                error = others[pack_id]
+                error = errors[pack_id]
                 yield (
                     f"the pack of {expert.name} was written by another version of the codec "
                     f"(expected {error.expected}, found {error.found}), so that the original is "

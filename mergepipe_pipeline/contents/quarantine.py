@@ -1,6 +1,6 @@
 """Which contents of experts are kept out of merges: a verdict on bytes, not on a name.
 
-A content stays in quarantine until somebody releases it, whenever it lies under its name; any other
+A content stays in quarantine until it is released, whenever it lies under its name; any other
 content of the name is free. Each decision is one more version of a chain, so that none is lost, and
 a damaged one stops what asks instead of letting the expert in. The inbox has a quarantine of its
 own, for what cannot be indexed (`deploy.arrivals`): that counts failures of one arrival, ends with
@@ -50,7 +50,7 @@ def quarantine_of(
 ) -> Quarantine | None:
     """Why a checkpoint (by default the registered one) is kept out under this name; None if not.
 
-    So far as its content is known; of what nobody has indexed, nothing is said. Raises
+    None if its content is not indexed yet. Raises
     CorruptionError where a decision about the name cannot be read.
     """
     decided = _decisions(warehouse, name)
@@ -61,22 +61,22 @@ def quarantine_of(
         content = content_of(catalog, checkpoint or catalog.get(name).checkpoint)
     except NotFoundError:
         return None
-    found = decided.get(content)
-    return found if found is not None and found.is_kept_out else None
+    decision = decided.get(content)
+    return decision if decision is not None and decision.is_kept_out else None
 
 
 def decide(
     warehouse: Warehouse, name: str, content: str, reason: str, *, is_kept_out: bool
 ) -> Quarantine:
     """Keep a content out under a name, or let it in; what holds already is not decided again."""
-    known = _decisions(warehouse, name).get(content)
-    if known is not None and known.is_kept_out == is_kept_out:
-        return known
-    made = Quarantine(name, content, reason, now(), is_kept_out)
-    value = asdict(made)
+    last = _decisions(warehouse, name).get(content)
+    if last is not None and last.is_kept_out == is_kept_out:
+        return last
+    decision = Quarantine(name, content, reason, now(), is_kept_out)
+    value = asdict(decision)
     del value["name"]
     VersionChain(warehouse.quarantined_dir / name).append(value)
-    return made
+    return decision
 
 
 def quarantined_names(warehouse: Warehouse) -> list[str]:
@@ -98,5 +98,5 @@ def _decisions(warehouse: Warehouse, name: str) -> dict[str, Quarantine]:
     if not is_chain(folder):
         return {}
     chain = VersionChain(folder)
-    found = (Quarantine(name=name, **chain.get(number)) for number in chain.versions())
-    return {decision.content: decision for decision in found}
+    decisions = (Quarantine(name=name, **chain.get(number)) for number in chain.versions())
+    return {decision.content: decision for decision in decisions}

@@ -1,8 +1,8 @@
 """Names the damaged file beside a pack, where an expert that is away does not read as it should.
 
-What reads such an expert knows the names of its own files alone, and says to copy these again. The
-file at fault may be what stays of one of them beside the pack. It is looked for when something is
-wrong, not before: it may be as long as the expert.
+A reader of such an expert knows only the names of its own files, and its errors say to copy these
+again. The damaged file may be the rest of one of them, beside the pack. Rests are checked only
+after an error: one may be as long as the expert.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def damaged_rest_named() -> Iterator[None]:
     try:
         yield
     except (CheckpointError, CorruptionError) as error:
-        found = _ROOT.search(error.where or "")
-        if found:
-            refuse_damaged_rest(Path(found[1]), error)
+        match = _ROOT.search(error.where or "")
+        if match:
+            refuse_damaged_rest(Path(match[1]), error)
         raise
 
 

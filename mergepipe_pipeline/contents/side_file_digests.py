@@ -19,12 +19,12 @@ def refuse_changed_file(
     warehouse: Warehouse, checkpoint_id: str, root: str, stamp: SideStamp, sha256: str
 ) -> None:
     """Raise CorruptionError if a side file that was read is not what was registered as this."""
-    known = warehouse.catalog.side_digests(checkpoint_id).get(stamp, sha256)
-    if known != sha256:
+    recorded = warehouse.catalog.side_digests(checkpoint_id).get(stamp, sha256)
+    if recorded != sha256:
         raise CorruptionError(
             "A file's bytes are not those that were registered, though size and time are",
             where=f"{root}, {stamp.file}",
-            expected=f"sha256 {known[:16]}",
+            expected=f"sha256 {recorded[:16]}",
             found=f"sha256 {sha256[:16]}",
             next_step="copy the file again; if the change is meant, `touch` it, and run again",
         )
@@ -32,8 +32,8 @@ def refuse_changed_file(
 
 def missing_files(warehouse: Warehouse, checkpoint_id: str, there: Iterable[str]) -> list[str]:
     """Side files of a checkpoint that are not `there` and were when it was registered; sorted."""
-    known = warehouse.catalog.side_digests(checkpoint_id)
-    return sorted({s.file for s in known if gone(s.file) not in known}.difference(there))
+    recorded = warehouse.catalog.side_digests(checkpoint_id)
+    return sorted({s.file for s in recorded if gone(s.file) not in recorded}.difference(there))
 
 
 def refuse_changed_files(warehouse: Warehouse, checkpoint: Checkpoint) -> None:

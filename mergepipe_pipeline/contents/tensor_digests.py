@@ -31,12 +31,12 @@ def ensure_digests(
 ) -> Mapping[str, str]:
     """The digest of every tensor of a checkpoint, from the catalog or by one pass over it.
 
-    They follow from the digests of segments; only tensors of which there are none are read.
+    They follow from the digests of segments; only tensors without them are read.
     """
     catalog = warehouse.catalog
-    known = catalog.digests(checkpoint.checkpoint_id)
-    if known is not None:
-        return known
+    stored = catalog.digests(checkpoint.checkpoint_id)
+    if stored is not None:
+        return stored
     files = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, COARSE_ELEMS)
     unread = {t.name for t in checkpoint.tensors if t.name not in files}
     taken = _take(warehouse, checkpoint, unread, progress) if unread else {}
@@ -49,7 +49,7 @@ def ensure_digests(
 
 
 def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
-    """The digest of all tensors and of what says what they mean: an adapter's scale, for one.
+    """The digest of all tensors and of what gives them their meaning, as an adapter's scale.
 
     Raises NotFoundError if the tensors' digests are not known.
     """
@@ -62,7 +62,7 @@ def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
 def _take(
     warehouse: Warehouse, checkpoint: Checkpoint, names: Collection[str], progress: Progress | None
 ) -> dict[str, str]:
-    """Read tensors, remember their segments, and give their digests."""
+    """Read tensors, store their segments, and give their digests."""
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
     nbytes = sum(t.nbytes for t in checkpoint.tensors if t.name in names)
@@ -76,7 +76,7 @@ def _take(
 def put_taken(
     warehouse: Warehouse, checkpoint_id: str, taken: Mapping[str, tuple[Segments, ...]]
 ) -> None:
-    """Remember segments of tensors, all levels."""
+    """Store the segments of tensors, all levels."""
     by_level: dict[int, dict[str, bytes]] = {}
     for name, levels in taken.items():
         for segments in levels:
@@ -87,22 +87,22 @@ def put_taken(
 
 def take_segments(
     warehouse: Warehouse,
-    known: Known,
+    identified: Known,
     segment_elems: int,
     names: Collection[str],
 ) -> None:
-    """Take the segments of some tensors of a checkpoint from its files, and remember them.
+    """Take the segments of some tensors of a checkpoint from its files, and store them.
 
     Raises CorruptionError if the files hold other bytes than were analysed.
     """
     from mergepipe_pipeline.analysis.digests import digest_checkpoint
 
-    checkpoint_id, checkpoint = known
+    checkpoint_id, checkpoint = identified
     levels = tuple(dict.fromkeys((COARSE_ELEMS, segment_elems)))
     taken = digest_checkpoint(checkpoint, levels=levels, names=names)
     contents = Contents(warehouse)
     for name, (segments, *_) in taken.items():
-        contents.refuse_changed(known, name, segments.content)
+        contents.refuse_changed(identified, name, segments.content)
     put_taken(warehouse, checkpoint_id, taken)
 
 
@@ -113,16 +113,16 @@ class Contents:
         self._catalog = warehouse.catalog
         self._digests: dict[str, Mapping[str, str]] = {}
 
-    def refuse_changed(self, known: Known, tensor: str, content: str) -> None:
+    def refuse_changed(self, identified: Known, tensor: str, content: str) -> None:
         """Raise CorruptionError if a tensor that was read has other content than it had before."""
-        digests = self._digests.get(known.checkpoint_id)
+        digests = self._digests.get(identified.checkpoint_id)
         if digests is None:
-            digests = self._catalog.digests(known.checkpoint_id) or {}
-            self._digests[known.checkpoint_id] = digests
+            digests = self._catalog.digests(identified.checkpoint_id) or {}
+            self._digests[identified.checkpoint_id] = digests
         if digests.get(tensor, content) != content:
             raise CorruptionError(
                 "An input's bytes are not those that were analysed",
-                where=f"{known.checkpoint.root}, tensor {tensor}",
+                where=f"{identified.checkpoint.root}, tensor {tensor}",
                 expected=f"content {digests[tensor][:16]}",
                 found=f"{content[:16]}, in a file of the same size and time",
                 next_step="copy the file again; if the change is meant, `touch` it, so that it is "
