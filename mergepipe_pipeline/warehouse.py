@@ -70,20 +70,20 @@ class Warehouse:
         own = (self.catalog_dir, self.inbox, self.recipes, self.root / FILE, dagster)
         if not self.root.is_dir() or any(path.exists() for path in own):
             return
-        others = [n for n in os.listdir(self.root) if n != "lost+found" and not n.startswith(".")]
-        if others:
+        foreign = [n for n in os.listdir(self.root) if n != "lost+found" and not n.startswith(".")]
+        if foreign:
             raise MergePipeError(
                 "This folder is no warehouse",
                 where=f"--home or {ENVIRONMENT}, {self.root}",
                 expected="a warehouse, an empty folder or none",
-                found=listed([repr(n) for n in sorted(others)], 1),
+                found=listed([repr(n) for n in sorted(foreign)], 1),
                 next_step="give the warehouse's folder, or a new one",
             )
 
     def ensure(self) -> Warehouse:
         """Create the folders that are missing; returns itself.
 
-        Places of roots that only this process has been told become the warehouse's defaults.
+        Places of roots that only this process knows become the warehouse's defaults.
         Raises MergePipeError for a folder of something else.
         """
         self._refuse_other_folder()
@@ -118,7 +118,7 @@ class Warehouse:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """What is known of checkpoints."""
+        """Contents, statistics and facts of checkpoints."""
         # It loads pyarrow, a quarter of a second that commands about results do without.
         from mergepipe_pipeline.catalog.catalog import Catalog
 
@@ -133,7 +133,7 @@ class Warehouse:
 
     @cached_property
     def replaced(self) -> ReplacedStore:
-        """What stays of experts whose files were moved away."""
+        """The rests of experts whose files were moved away."""
         from mergepipe_pipeline.packs.replaced import ReplacedStore
 
         return ReplacedStore(self.replaced_dir, self.roots)
@@ -243,7 +243,7 @@ class Warehouse:
         return self.releases / f"{recipe}.current.json"
 
     def working_plan_path(self, recipe: str, sha256: str) -> Path:
-        """That plan, whole: another of its id may have other files beside the weights."""
+        """That whole plan: another one of its id may have other files beside the weights."""
         return self.releases / f"{recipe}.{sha256[:16]}.plan"
 
     def layer_records_dir(self, recipe: str) -> Path:
@@ -325,12 +325,12 @@ class Warehouse:
         return self.root / "quarantine"
 
     def new_quarantine(self) -> Path:
-        """Where what is taken away now goes; nothing is there yet."""
+        """A new folder for what is set aside now; it does not exist yet."""
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
         return self.quarantine / name
 
     def verified_path(self, label: str) -> Path:
-        """What a verification that was interrupted has found right."""
+        """The intact files of a verification that was interrupted."""
         return self.root / "verify" / f"{label}.jsonl"
 
     def unnamed(self) -> Iterator[Path]:

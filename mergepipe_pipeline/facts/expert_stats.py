@@ -148,8 +148,8 @@ class _Findings:
             return
         part = model.views[tensor].stored[0]
         checkpoint = model.checkpoints[part.source]
-        read = Known(checkpoint.checkpoint_id, checkpoint)
-        self._contents.refuse_changed(read, part.entry.name, taken[0].content)
+        identified = Known(checkpoint.checkpoint_id, checkpoint)
+        self._contents.refuse_changed(identified, part.entry.name, taken[0].content)
         self._digested.setdefault(checkpoint.checkpoint_id, {})[part.entry.name] = taken
 
     def save(self) -> None:
