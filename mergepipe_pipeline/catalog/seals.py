@@ -138,7 +138,7 @@ def damaged(path: Path, expected: str, found: str) -> CorruptionError:
         where=str(path),
         expected=expected,
         found=found,
-        next_step="delete the file; what it told is found again where it is needed",
+        next_step="delete the file; its facts are computed again where they are needed",
     )
 
 
@@ -196,10 +196,10 @@ def drop(path: Path, error: CorruptionError, seen: tuple[int, int] | None) -> No
 
 
 #: The next step for a damaged file of facts.
-_FOUND_AGAIN = "nothing; it is left out, and what it told is found again where it is needed"
+_COMPUTED_AGAIN = "nothing; it is left out, and its facts are computed again where they are needed"
 
 
-def said(path: Path, error: CorruptionError, next_step: str = _FOUND_AGAIN) -> None:
+def said(path: Path, error: CorruptionError, next_step: str = _COMPUTED_AGAIN) -> None:
     """Warn of a damaged file that is left out, once."""
     if path in _said:
         return
