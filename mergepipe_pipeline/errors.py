@@ -255,8 +255,8 @@ class DefectError(MergePipeError):
 def causes(error: BaseException, *, besides: bool = False) -> Iterator[BaseException]:
     """An exception and what caused it, each once; `besides`: also what it was raised beside."""
     seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        yield found
-        seen.append(found)
-        found = found.__cause__ or (found.__context__ if besides else None)
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        yield cause
+        seen.append(cause)
+        cause = cause.__cause__ or (cause.__context__ if besides else None)

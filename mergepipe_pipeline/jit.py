@@ -58,13 +58,13 @@ def kernel_cache() -> Path:
 
 def kernel_sources() -> set[Path]:
     """The files of kernels, and those that they import."""
-    found: set[Path] = set()
+    files: set[Path] = set()
     for folder in KERNELS:
         for path in (_PACKAGE / folder).glob("*.py"):
             text = path.read_text()
             if "njit" in text:
-                found |= {path, *_imported(text)}
-    return found
+                files |= {path, *_imported(text)}
+    return files
 
 
 def _imported(text: str) -> Iterator[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.row_groups import RowGroups
-from mergepipe_pipeline.catalog.seals import damaged, is_sealed, name_parts, said
+from mergepipe_pipeline.catalog.seals import damaged, is_sealed, name_parts, warn_once
 from mergepipe_pipeline.errors import CorruptionError
 
 
@@ -29,6 +29,6 @@ def is_good(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except CorruptionError as error:
-        said(path, error)
+        warn_once(path, error)
         return False
     return True

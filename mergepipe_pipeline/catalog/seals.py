@@ -34,7 +34,7 @@ _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EISDIR})
 #: Bytes read at once where a file is only checked.
 _PART_NBYTES = 1 << 20
 #: Damaged files that were reported and still exist.
-_said: set[Path] = set()
+_warned: set[Path] = set()
 _judged: ContextVar[bool] = ContextVar("_judged", default=False)
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def known(path: Path, decode: Callable[[bytes], T]) -> T | None:
     try:
         return decode(data)
     except CorruptionError as error:
-        said(path, error)
+        warn_once(path, error)
         return None
 
 
@@ -188,22 +188,22 @@ def drop(path: Path, error: CorruptionError, seen: tuple[int, int] | None) -> No
     """
     if _judged.get():
         return
-    said(path, error)
+    warn_once(path, error)
     if version(path) == seen:
         with suppress(OSError):  # a warehouse that may only be read
             remove_tree(path)
-            _said.discard(path)
+            _warned.discard(path)
 
 
 #: The next step for a damaged file of facts.
 _COMPUTED_AGAIN = "nothing; it is left out, and its facts are computed again where they are needed"
 
 
-def said(path: Path, error: CorruptionError, next_step: str = _COMPUTED_AGAIN) -> None:
+def warn_once(path: Path, error: CorruptionError, next_step: str = _COMPUTED_AGAIN) -> None:
     """Warn of a damaged file that is left out, once."""
-    if path in _said:
+    if path in _warned:
         return
-    _said.add(path)
+    _warned.add(path)
     warning = CorruptionError(
         error.what,
         where=error.where,

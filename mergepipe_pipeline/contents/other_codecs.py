@@ -47,7 +47,7 @@ def name_experts(error: PackVersionError, names: Iterable[str]) -> PackVersionEr
 def read_without_packs(warehouse: Warehouse, experts: Iterable[Checkpoint]) -> Iterator[str]:
     """A warning for each expert whose only packs are of another version of the codec."""
     store = warehouse.packs
-    errors = store.others()
+    errors = store.of_other_codecs()
     if not errors:
         return
     contents = {}

@@ -16,7 +16,7 @@ from mergepipe_pipeline.concurrency.workers import Workers
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.packs.contents import packed_contents
 from mergepipe_pipeline.packs.pace import DECODE_EXACT_ELEM_S, MERGE_ELEM_S
-from mergepipe_pipeline.packs.store import Pack, said_damaged
+from mergepipe_pipeline.packs.store import Pack, warn_damaged
 from mergepipe_pipeline.planner.packed_rows import (
     PackedRow,
     PackGrid,
@@ -198,6 +198,6 @@ def _rows(served: _Served, grid: PackGrid) -> dict[Pair, PackedRow]:
                 place = 0, row.content.name, row.unit, row.threshold_bits
                 rows |= dict.fromkeys(pairs, packed_row(*place, nbytes, residual_sq))
     except CorruptionError as error:
-        said_damaged(served.pack.root, error)
+        warn_damaged(served.pack.root, error)
         return {}
     return rows

@@ -38,7 +38,7 @@ _REMADE = "`mergepipe pack` makes it again"
 def verify_indexes(warehouse: Warehouse, audit: Auditor) -> None:
     """Check the records of packs and of the experts that they stand for; reads no frame."""
     irreplaceable, records = irreplaceable_packs(warehouse), _records(warehouse)
-    store, other_versions = warehouse.packs, warehouse.packs.others()
+    store, other_versions = warehouse.packs, warehouse.packs.of_other_codecs()
     idle = [pack_id[:16] for pack_id in other_versions if pack_id not in irreplaceable]
     if idle:
         audit.notes.append(

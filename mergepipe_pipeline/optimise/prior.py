@@ -69,9 +69,9 @@ def _normalised(scores: F64Array) -> F64Array:
     spread = np.median(np.abs(known - median))
     if spread >= _SMALL:
         apart = (scores - median) / (_MAD_SCALE * spread + _SMALL)
-        found = 1 / (1 + np.exp(-np.clip(apart, -_FAR, _FAR)))
+        scaled = 1 / (1 + np.exp(-np.clip(apart, -_FAR, _FAR)))
     elif np.ptp(known) >= _SMALL:
-        found = (scores - known.min()) / np.ptp(known)
+        scaled = (scores - known.min()) / np.ptp(known)
     else:
         return middle
-    return np.where(np.isfinite(scores), found, middle)
+    return np.where(np.isfinite(scores), scaled, middle)

@@ -12,7 +12,7 @@ from itertools import product, zip_longest
 from pathlib import Path
 from threading import Lock
 
-from mergepipe_pipeline.catalog.seals import said
+from mergepipe_pipeline.catalog.seals import warn_once
 from mergepipe_pipeline.errors import CorruptionError, PackVersionError
 from mergepipe_pipeline.packs.contents import holds
 from mergepipe_pipeline.packs.damage import damaged_pack
@@ -137,9 +137,9 @@ class _Tensors(Mapping[str, PackedTensor]):
         )
 
 
-def said_damaged(path: Path, error: CorruptionError) -> None:
+def warn_damaged(path: Path, error: CorruptionError) -> None:
     """Warn of a damaged pack that is left out, once."""
-    said(
+    warn_once(
         path,
         error,
         "run `mergepipe pack` again; until then merges read the expert's own files; if these are "
@@ -173,7 +173,7 @@ class PackStore:
     def find(self, pack_id: str) -> Pack | None:
         """The pack of an id; None if there is none that this release reads.
 
-        It warns once of a damaged one; `others` lists those of other versions.
+        It warns once of a damaged one; `of_other_codecs` lists those of other versions.
         """
         path = self.path(pack_id)
         if not path.is_dir():
@@ -181,7 +181,7 @@ class PackStore:
         try:
             return self.open(pack_id)
         except CorruptionError as error:
-            said_damaged(path, error)
+            warn_damaged(path, error)
             return None
         except PackVersionError:
             return None
@@ -191,7 +191,7 @@ class PackStore:
         with suppress(CorruptionError):  # `open` raises it
             refuse_other_codec(self.path(pack_id), codec_of(self.path(pack_id)))
 
-    def others(self) -> dict[str, PackVersionError]:
+    def of_other_codecs(self) -> dict[str, PackVersionError]:
         """By id, the packs that another version of the codec wrote, with the error for each."""
         errors = {}
         for pack_id in self.ids():

@@ -182,15 +182,15 @@ class _Bench:
             snapshot = self._merged(plan())
             snapshot_id = snapshot.snapshot_id
             metrics, verdict = self.judged(snapshot)
-            passed, told = verdict.passed, verdict.summary
+            passed, outcome = verdict.passed, verdict.summary
         except EvaluationError as error:
             self._failed.append(error)
-            told = str(error)
+            outcome = str(error)
         except UNMERGEABLE as error:
-            told = str(error)
-        self.candidates.append(Candidate(undone, layers, snapshot_id, metrics, passed, told))
+            outcome = str(error)
+        self.candidates.append(Candidate(undone, layers, snapshot_id, metrics, passed, outcome))
         where = f" in {', '.join(layers)}" if layers is not None else ""
-        self._tell(f"without {', '.join(undone)}{where}: {told}")
+        self._tell(f"without {', '.join(undone)}{where}: {outcome}")
         return passed
 
     def _merged(self, plan: MergePlan) -> Snapshot:

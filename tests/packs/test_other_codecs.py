@@ -251,6 +251,6 @@ def test_an_index_without_a_version_is_damaged(files: Path, tmp_path: Path) -> N
     (index,) = find_sealed(root, "index")
     index.unlink()
     write_sealed(root, "index", encode(pa.table({"x": [1]}), {}))
-    assert warehouse.packs.others() == {}
+    assert warehouse.packs.of_other_codecs() == {}
     (finding,) = verify_all(warehouse, ["structure"]).findings
     assert finding.file == str(root)
