@@ -22,9 +22,9 @@ from mergepipe_pipeline.catalog.row_groups import RowGroups, write_groups
 from mergepipe_pipeline.catalog.seals import (
     drop,
     find_sealed,
-    known,
     name_parts,
     place_of,
+    read_facts,
     seal_of,
     sealed_path,
     version,
@@ -99,8 +99,8 @@ class Analyses:
         by_pair: dict[Pair, TensorStats] = {}
         analyses = self._of(base_id, checkpoint_id, block_elems)
         for analysis in analyses:
-            blocks = known(analysis.blocks, bytes)
-            tensors = None if blocks is None else known(analysis.tensors, bytes)
+            blocks = read_facts(analysis.blocks, bytes)
+            tensors = None if blocks is None else read_facts(analysis.tensors, bytes)
             if blocks is not None and tensors is not None:
                 where = str(analysis.tensors), str(analysis.blocks)
                 by_pair |= tables.decode_stats(tensors, blocks, *where, without).by_pair
@@ -114,7 +114,7 @@ class Analyses:
         """The histograms that `stats` may leave out, from the small file alone."""
         histograms: dict[Pair, tables.Histogram] = {}
         for analysis in self._of(base_id, checkpoint_id, block_elems):
-            tensors = known(analysis.tensors, bytes)
+            tensors = read_facts(analysis.tensors, bytes)
             if tensors is not None:
                 histograms |= tables.decode_histograms(tensors, str(analysis.tensors))
         return histograms
@@ -162,7 +162,7 @@ class Analyses:
         name, digest = ("base_tensor", "base_digest") if is_base else ("tensor", "digest")
         digests: dict[str, str] = {}
         for path in self._files(base_id, None if is_base else model_id, block_elems):
-            rows = known(path, partial(_rows, path, (name, digest)))
+            rows = read_facts(path, partial(_rows, path, (name, digest)))
             digests |= {tensor: its for tensor, its in rows or () if its}
         return digests
 
@@ -176,7 +176,7 @@ class Analyses:
             if analysis is None or not analysis.is_there:
                 continue
             checkpoint_id = path.name.partition(".")[0]
-            rows = known(path, partial(_rows, path, columns))
+            rows = read_facts(path, partial(_rows, path, columns))
             for tensor, *fields in rows or ():
                 content = Content(*fields)
                 if content.digest and content.base_digest:
@@ -219,9 +219,9 @@ def _analysis(path: Path, version: tuple[int, int] | None) -> _Analysis | None:
             pairs,
         )
 
-    return known(path, decode)
+    return read_facts(path, decode)
 
 
 @lru_cache(maxsize=512)
 def _is_whole(path: Path, version: tuple[int, int] | None) -> bool:
-    return known(path, lambda _: True) is not None
+    return read_facts(path, lambda _: True) is not None

@@ -18,7 +18,13 @@ from mergepipe_pipeline.catalog import arrow_tables as tables
 from mergepipe_pipeline.catalog import decoded
 from mergepipe_pipeline.catalog.analyses import Analyses
 from mergepipe_pipeline.catalog.formats import CHECKPOINTS, DIGESTS, SIDE_FILES, TENSOR_FACTS
-from mergepipe_pipeline.catalog.seals import find_sealed, known, name_parts, version, write_sealed
+from mergepipe_pipeline.catalog.seals import (
+    find_sealed,
+    name_parts,
+    read_facts,
+    version,
+    write_sealed,
+)
 from mergepipe_pipeline.errors import (
     CheckpointError,
     CorruptionError,
@@ -98,7 +104,7 @@ class Catalog(Analyses):
         if current and checkpoint.is_away:  # its name still means the place that it left
             value["root"] = current[1]["root"]
         records = find_sealed(self._folder / CHECKPOINTS, checkpoint.checkpoint_id)
-        if not any(known(path, len) for path in records):
+        if not any(read_facts(path, len) for path in records):
             self._put_checkpoint(checkpoint)
         self._put_side_files(checkpoint, with_gone=is_meant)
         if current and current[1] == value:
@@ -265,7 +271,7 @@ class Catalog(Analyses):
         """All facts under `key`, by tensor; empty if none is known."""
         facts: dict[str, Fact] = {}
         for path in find_sealed(self._facts(base_id, owner_id), key):
-            facts |= known(path, partial(tables.decode_facts, where=str(path))) or {}
+            facts |= read_facts(path, partial(tables.decode_facts, where=str(path))) or {}
         return facts
 
     def sql(

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe_pipeline.catalog import arrow_tables as tables
-from mergepipe_pipeline.catalog.seals import known
+from mergepipe_pipeline.catalog.seals import read_facts
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.side_files import SideStamp
@@ -23,19 +23,19 @@ Version = tuple[int, int] | None
 @lru_cache(maxsize=512)
 def side_digests(path: Path, version: Version) -> Mapping[SideStamp, str] | None:
     """SHA-256 of side files; None for a file that is gone or damaged."""
-    return known(path, lambda data: tables.decode_side_files(data, str(path)))
+    return read_facts(path, lambda data: tables.decode_side_files(data, str(path)))
 
 
 @lru_cache(maxsize=512)
 def checkpoint(path: Path, version: Version, name: str, root: str) -> Checkpoint | None:
     """A checkpoint, under a name and root as given; None for a file that is gone or damaged."""
-    return known(path, lambda data: tables.decode_checkpoint(data, str(path), name, root))
+    return read_facts(path, lambda data: tables.decode_checkpoint(data, str(path), name, root))
 
 
 @lru_cache(maxsize=512)
 def digests(path: Path, version: Version) -> Mapping[str, str] | None:
     """Tensor to the digest of its content; None for a file that is gone or damaged."""
-    by_tensor = known(path, lambda data: tables.decode_digests(data, str(path)))
+    by_tensor = read_facts(path, lambda data: tables.decode_digests(data, str(path)))
     return None if by_tensor is None else MappingProxyType(by_tensor)
 
 

@@ -151,7 +151,7 @@ def version(path: Path) -> tuple[int, int] | None:
     return stat.st_mtime_ns, stat.st_size
 
 
-def known(path: Path, decode: Callable[[bytes], T]) -> T | None:
+def read_facts(path: Path, decode: Callable[[bytes], T]) -> T | None:
     """What a sealed file says; None if there is none, or if it is damaged: see `drop`.
 
     An undamaged file that cannot be decoded is reported and stays.

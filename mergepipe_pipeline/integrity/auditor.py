@@ -18,7 +18,7 @@ SCOPES: tuple[Scope, ...] = ("structure", "digests", "lineage", "inputs")
 #: What reading a file raises that is not what it should be.
 UNREADABLE = (OSError, LookupError, TypeError, ValueError, AttributeError)
 T = TypeVar("T")
-_REMADE = "what it told is made again"
+_REMADE = "its content is computed again"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mergepipe_pipeline.arrays import I64Array, U8Array
-from mergepipe_pipeline.catalog.seals import find_sealed, known, write_sealed
+from mergepipe_pipeline.catalog.seals import find_sealed, read_facts, write_sealed
 from mergepipe_pipeline.contents.input_segments import checkpoint_inputs
 from mergepipe_pipeline.digest import digest_json, sha256_hex
 from mergepipe_pipeline.dtypes import itemsize
@@ -160,7 +160,7 @@ class Reindexer:
             rows.mean_rows.tolist(),
         ]
         folder, stem = self._warehouse.token_rows, digest_json(identity)[:24]
-        path = next((p for p in find_sealed(folder, stem) if known(p, len)), None)
+        path = next((p for p in find_sealed(folder, stem) if read_facts(p, len)), None)
         if path is None:
             values = _row_values(self._warehouse, self._original, m, name, rows, made_rows, names)
             shape = (len(made_rows), *view.shape[1:])

@@ -18,8 +18,8 @@ from mergepipe_pipeline.catalog.row_groups import RowGroups, encode_groups, writ
 from mergepipe_pipeline.catalog.seals import (
     drop,
     find_sealed,
-    known,
     name_parts,
+    read_facts,
     read_sealed,
     seal_of,
     sealed_path,
@@ -143,8 +143,8 @@ def test_a_file_that_could_not_be_opened_is_not_taken_for_damaged(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", refuse)
         with pytest.raises(OSError, match="Too many open files"):
-            known(path, bytes)
-    assert known(path, bytes) == b"facts"
+            read_facts(path, bytes)
+    assert read_facts(path, bytes) == b"facts"
 
 
 def test_what_another_process_mended_meanwhile_stays(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_what_another_process_mended_meanwhile_stays(tmp_path: Path) -> None:
         read_sealed(path)
     write_sealed(tmp_path, "a", b"facts")
     drop(path, told.value, seen)
-    assert known(path, bytes) == b"facts"
+    assert read_facts(path, bytes) == b"facts"
 
 
 def test_a_disk_that_cannot_read_a_sector_is_damage(
@@ -167,6 +167,6 @@ def test_a_disk_that_cannot_read_a_sector_is_damage(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "read_bytes", fail)
-    assert known(path, bytes) is None
+    assert read_facts(path, bytes) is None
     assert [str(path) in m for m in caplog.messages] == [True]
     assert not path.exists()
