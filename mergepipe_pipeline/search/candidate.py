@@ -21,7 +21,7 @@ from mergepipe_pipeline.recipe.parse import ParsedRecipe
 from mergepipe_pipeline.search.ledger import Ledger, now
 from mergepipe_pipeline.search.prior import search_prior
 from mergepipe_pipeline.search.records import MergeCost, Proposal, Result, Search
-from mergepipe_pipeline.search.start import parsed_of, refuse_changed
+from mergepipe_pipeline.search.start import parsed_of, refuse_changed, refuse_other_evaluator
 from mergepipe_pipeline.snapshots.find import load_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -114,8 +114,10 @@ def measure(
 ) -> Result:
     """What the evaluator says of a merged candidate; nothing is remembered.
 
-    Raises AbandonedError as soon as the descriptor `stop` can be read.
+    Raises AbandonedError as soon as the descriptor `stop` can be read, and EvaluationError where
+    the evaluator changed while the candidate was merged: that is no failure of the candidate's.
     """
+    refuse_other_evaluator(search)
     snapshot, failed = merged.snapshot, (merged.snapshot.snapshot_id, merged.cost)
     try:
         evaluation = measured(warehouse, snapshot, search.file.evaluator, search.folder, stop=stop)

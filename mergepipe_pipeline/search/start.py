@@ -116,6 +116,11 @@ def refuse_changed(warehouse: Warehouse, search: Search, progress: Progress | No
                 found=", ".join(c[:16] for c in contents),
                 next_step="bring back what was there, or begin a search of another name",
             )
+    refuse_other_evaluator(search)
+
+
+def refuse_other_evaluator(search: Search) -> None:
+    """Raise EvaluationError for another evaluator than the search began with."""
     digest = evaluator_id(search.file.evaluator, search.folder)
     if digest != search.evaluator_id:
         raise EvaluationError(

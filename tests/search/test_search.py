@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mergepipe_pipeline.errors import (
     RecipeError,
     SearchError,
 )
+from mergepipe_pipeline.search.candidate import Merged, measure, merge_candidate
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.snapshots.find import list_snapshots
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
@@ -241,6 +243,21 @@ def test_another_file_another_source_and_another_evaluator_are_refused(world: Wo
         evaluate(home, search, number)
     world.make("one", 1.0)
     assert evaluate(home, search, number).failure == ""
+
+
+@pytest.mark.parametrize("text", [EVALUATOR.replace("(first + last) / 2", "9.0"), None])
+def test_an_evaluator_that_changes_or_goes_during_a_merge_gives_no_result(
+    world: World, text: str | None
+) -> None:
+    search = start_search(world.home, world.write())
+    (number,) = propose(world.home, search, 1)
+    proposal, evaluator = Ledger(world.home, "mix").proposals()[number], world.folder / "eval.py"
+    with ExitStack() as leases:
+        merged = merge_candidate(world.home, search, proposal, leases)
+        assert isinstance(merged, Merged)
+        evaluator.unlink() if text is None else evaluator.write_text(text)
+        with pytest.raises(EvaluationError, match="not what it was when the search began"):
+            measure(world.home, search, proposal, merged)
 
 
 @pytest.mark.parametrize(
