@@ -150,7 +150,8 @@ def snapshot_of(
 ) -> Snapshot:
     """The snapshot of an evaluated candidate, leased until `leases` is closed.
 
-    One that was collected is merged again. Raises EvaluationError for one that gives no merge.
+    One that was collected is merged again. Raises EvaluationError for one that gives no merge, or
+    another one than was measured.
     """
     ledger = Ledger(warehouse, search.name)
     result, proposal = ledger.result(number), proposal_of(ledger, number)
@@ -166,6 +167,16 @@ def snapshot_of(
             where=f"candidate {number} of the search {search.name}",
             found=merged.failure,
             next_step="take another one",
+        )
+    if result is not None and merged.snapshot.snapshot_id != result.snapshot_id:
+        raise EvaluationError(
+            "A candidate is not merged to what was measured",
+            where=f"candidate {number} of the search {search.name}",
+            expected=f"snapshot {result.snapshot_id}",
+            found=f"{merged.snapshot.snapshot_id}: its plan reads other bytes by now, as it does "
+            "where an expert was packed meanwhile",
+            next_step=f"remove {ledger.folder / 'results' / f'{number:04d}.json'} and run the "
+            "search again to have it measured anew, or take another candidate",
         )
     return merged.snapshot
 

@@ -45,7 +45,7 @@ from mergepipe_pipeline.verbs.search import (
     state_of,
 )
 from mergepipe_pipeline.verbs.verify_all import verify_all
-from tests.family import tensors_of, write_model
+from tests.family import layout, tensors_of, write_model
 from tests.search.world import EVALUATOR, World
 
 
@@ -310,6 +310,27 @@ def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) ->
         pick(home, search, {"speed": 1})
     for bound in ("good", "good=nan"):
         assert call(world, "pick", "mix", "--min", bound).exit_code == 2
+
+
+def test_a_candidate_that_would_be_another_snapshot_by_now_is_not_published(world: World) -> None:
+    generator = torch.Generator().manual_seed(1)
+    size = {"layers": 3, "hidden": 64, "vocab": 64}
+    base = {name: torch.randn(shape, generator=generator) for name, shape in layout(**size)}
+    for name, far in (("base", 0.0), ("one", 0.01), ("zero", 0.01)):
+        far_off = {k: v + far * torch.randn(v.shape, generator=generator) for k, v in base.items()}
+        write_model(world.folder / name, far_off, **size)
+    path = world.write("evaluations: 2\ninitial: 1\nmethod: sobol\nbudget: 40%\n")
+    assert call(world, "search", path).exit_code == 0
+    refs = sorted(world.home.refs.names())
+    names = [world.folder / name for name in ("one", "zero")]
+    packed = call(world, "pack", *names, "--base", world.folder / "base")
+    assert packed.exit_code == 0, packed.output
+    world.home.snapshots.rename(world.home.root / "gone")
+    world.home.snapshots.mkdir()
+    refused = call(world, "pick", "mix", "--min", "good=-99", "--ref", "other")
+    assert refused.exit_code == EvaluationError.exit_code, refused.output
+    assert "A candidate is not merged to what was measured" in refused.stderr
+    assert sorted(world.home.refs.names()) == refs
 
 
 @pytest.mark.parametrize("number", [2, 6])
