@@ -6,7 +6,7 @@ Needs no checkpoint, so that definitions can be made from a recipe whose models 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from mergepipe_pipeline.errors import BudgetError, MergePipeError
@@ -23,7 +23,11 @@ from mergepipe_pipeline.recipe.evaluate import read_evaluate, read_gate
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
 from mergepipe_pipeline.recipe.recipe_warnings import joined_base, recipe_warnings
-from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
+from mergepipe_pipeline.recipe.references import (
+    UnreadableReference,
+    named_models,
+    parse_reference,
+)
 from mergepipe_pipeline.recipe.resolve_tensors import resolve_recipe
 from mergepipe_pipeline.recipe.schema import (
     DEFAULT_SCHEDULE,
@@ -33,7 +37,7 @@ from mergepipe_pipeline.recipe.schema import (
     validate,
 )
 from mergepipe_pipeline.recipe.selectors import Choose, nobody
-from mergepipe_pipeline.recipe.stages import link_stages, stage_choices
+from mergepipe_pipeline.recipe.stages import link_stages, stage_choices, stage_name
 from mergepipe_pipeline.recipe.structure import (
     Choice,
     Level,
@@ -52,6 +56,8 @@ from mergepipe_pipeline.spec.recipe import Budget, ModelRef, TokenizerRecipe
 __all__ = ["ParsedRecipe", "parse_recipes", "resolve_recipe"]
 
 Methods = Mapping[str, OperatorSchema]
+#: Why a model cannot be used; None if it can, or if nobody looks.
+Lost = Callable[[ModelRef], str | None]
 
 
 def parse_recipes(
@@ -62,6 +68,7 @@ def parse_recipes(
     methods: Methods | None = None,
     choose: Choose = nobody,
     lenient: bool = False,
+    lost: Lost = lambda _: None,
 ) -> tuple[ParsedRecipe, ...]:
     """Read a file of one or more recipes, the stages of one merge: the last gives the result.
 
@@ -69,7 +76,7 @@ def parse_recipes(
     schedule of all are those of the last; `name` is the default ref, `where` (a path) goes into
     messages. With `methods`, the method and its parameters' names are checked here already, else by
     `resolve_recipe`. Selectors are replaced by the experts that `choose` gives, as if the recipe
-    named them.
+    named them. Of a recipe with problems, what is `lost` of its models is a problem, too.
 
     Raises RecipeError with every problem; BudgetError if the budget's amount is the only one.
     """
@@ -82,8 +89,18 @@ def parse_recipes(
     ]
     link = link_stages(documents, stages)
     if any(d.problems for d in documents):
+        _add_lost(documents, lost)
         raise _error(documents, where)
     return link
+
+
+def _add_lost(documents: Collection[Document], lost: Lost) -> None:
+    """Add to each document's problems its models that are not there."""
+    stages = {stage_name(d.value) for d in documents if isinstance(d.value, dict)}
+    for document in documents:
+        for path, ref in named_models(document.value):
+            if ref.model not in stages and (why := lost(ref)):
+                document.problems.add(path, why)
 
 
 def _error(documents: Collection[Document], where: str) -> MergePipeError:

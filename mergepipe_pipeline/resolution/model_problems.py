@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from mergepipe_pipeline.errors import MergePipeError, RecipeError
+from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RecipeError
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, line_of, shown_place, suggest
-from mergepipe_pipeline.resolution.locate import UNKNOWN_MODEL
+from mergepipe_pipeline.remote.address import is_address, is_hub_name
+from mergepipe_pipeline.resolution.locate import UNKNOWN_MODEL, exists, locate_checkpoint
 from mergepipe_pipeline.spec.recipe import ModelRef
+from mergepipe_pipeline.warehouse import Warehouse
 
 #: Where a tokenizer's source stands, which may be another word than a model's name.
 _TOKENIZERS: tuple[KeyPath, ...] = (("tokenizer_source",), ("tokenizer", "source"))
@@ -23,6 +26,22 @@ def placed_in(parsed: ParsedRecipe, error: MergePipeError, ref: ModelRef) -> Mer
     if path in _TOKENIZERS and error.what == UNKNOWN_MODEL and not found.endswith("?"):
         error.found = found + suggest(ref.text, ("union", "base"))
     return error
+
+
+def why_lost(warehouse: Warehouse, relative_to: Path, ref: ModelRef) -> str | None:
+    """Why a model or its adapter cannot be opened here; None if it can, or if a server would be
+    asked.
+    """
+    if exists(warehouse, ref.text, relative_to):
+        return None
+    for text, revision in ((ref.model, ref.revision), (ref.lora, ref.lora_revision)):
+        if text is None or is_address(text) or is_hub_name(text):
+            continue
+        try:
+            locate_checkpoint(warehouse, text, relative_to, revision=revision)
+        except CheckpointError as error:
+            return f"{error.what[0].lower()}{error.what[1:]}: {error.found}"
+    return None
 
 
 def several(problems: Sequence[MergePipeError], parsed: ParsedRecipe) -> MergePipeError:

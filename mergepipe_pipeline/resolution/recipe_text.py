@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
-from mergepipe_pipeline.errors import CheckpointError, RecipeError
+from mergepipe_pipeline.errors import BudgetError, CheckpointError, RecipeError
 from mergepipe_pipeline.operators import OPERATORS
-from mergepipe_pipeline.recipe.parse import ParsedRecipe, parse_recipes
+from mergepipe_pipeline.recipe.parse import Lost, ParsedRecipe, parse_recipes
 from mergepipe_pipeline.recipe.selectors import Choose, Recorded, nobody
 from mergepipe_pipeline.recipe.yaml_text import MAX_NBYTES
+from mergepipe_pipeline.resolution.model_problems import why_lost
 from mergepipe_pipeline.resolution.selected import Registered
 from mergepipe_pipeline.spec.plan import MergePlan
 from mergepipe_pipeline.spec.selector import Selected, Selector
@@ -30,7 +31,7 @@ def load_recipe(
     copy_tokenizer: bool = True,
     truncate_embeddings: bool = False,
 ) -> ParsedRecipe:
-    """Parse a recipe file. Raises RecipeError with all problems, also for a lost file.
+    """Parse a recipe file. Raises RecipeError with all problems, also for a lost file or model.
 
     Its selectors are answered by `choose`, by default from the names of the warehouse as they are.
     Read `lenient`ly, what mergekit ignores is warned about instead. `truncate_embeddings` crops
@@ -40,9 +41,12 @@ def load_recipe(
     text = yaml_file(file, "recipe")
     choose = choose or Registered(warehouse, file.resolve().parent)
     name, where = text_of(file.stem), text_of(path)
-    parsed = _settled(text, name, where, lenient) or parse(
-        text, name=name, where=where, choose=choose, lenient=lenient
-    )
+    read = partial(parse, text, name=name, where=where, choose=choose, lenient=lenient)
+    try:
+        parsed = _settled(text, name, where, lenient) or read()
+    except (RecipeError, BudgetError):
+        read(lost=partial(why_lost, warehouse, file.resolve().parent))
+        raise
     return as_asked(parsed, copies_tokenizer=copy_tokenizer, truncates=truncate_embeddings)
 
 
@@ -101,13 +105,19 @@ def parse_plan(plan: MergePlan) -> ParsedRecipe:
 
 
 def parse(
-    text: str, *, name: str, where: str, choose: Choose = nobody, lenient: bool = False
+    text: str,
+    *,
+    name: str,
+    where: str,
+    choose: Choose = nobody,
+    lenient: bool = False,
+    lost: Lost = lambda _: None,
 ) -> ParsedRecipe:
     """Parse recipe text with the operators there are; earlier stages are in `before`.
 
     Raises RecipeError, BudgetError.
     """
     *before, final = parse_recipes(
-        text, name=name, where=where, methods=SCHEMAS, choose=choose, lenient=lenient
+        text, name=name, where=where, methods=SCHEMAS, choose=choose, lenient=lenient, lost=lost
     )
     return replace(final, before=tuple(before), text=text) if before else final

@@ -134,6 +134,40 @@ def test_several_unknown_models_are_explained_once(registered: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("mistake", "place"),
+    [
+        ("budget: 30\n", "line 6, budget"),
+        ("seeed: 1\n", "line 6, seeed"),
+        ("dtype: bfloat17\n", "line 6, dtype"),
+    ],
+)
+def test_a_model_that_is_not_there_is_said_beside_what_else_is_wrong(
+    registered: Path, mistake: str, place: str
+) -> None:
+    text = RECIPE.replace("model: math", "model: mth").replace(
+        "base_model: base", "base_model: ./b"
+    )
+    result = check(registered, text + mistake)
+    assert "found     3 problems" in result.stderr
+    assert "line 2, base_model: a model is neither a registered name nor a path" in result.stderr
+    assert "no such name, and nothing at 'mth'; did you mean `math`?\n" in result.stderr
+    assert place in result.stderr
+    alone = check(registered, RECIPE + mistake)
+    assert alone.exit_code != 0
+    assert "neither a registered name" not in alone.stderr
+
+
+def test_a_stage_is_no_model_that_is_missing_where_something_else_is_wrong(
+    registered: Path,
+) -> None:
+    first = f"name: half\n{RECIPE}"
+    last = RECIPE.replace("model: math", "model: half") + "dtype: bfloat17\n"
+    result = check(registered, f"{first}---\n{last}")
+    assert "bfloat17" in result.stderr
+    assert "neither a registered name" not in result.stderr
+
+
+@pytest.mark.parametrize(
     ("wish", "key"),
     [
         ("tokenizer_source: unoin\n", "tokenizer_source"),
