@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from math import isfinite
 
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.errors import UNMERGEABLE, EvaluationError, NotFoundError
@@ -127,6 +128,9 @@ def measure(
     except KeyError as error:
         there = ", ".join(evaluation.metrics)
         why = f"the evaluator does not print the metric {error}; it prints {there}"
+        return Result.failed(search, proposal, why, now(), *failed)
+    if not all(map(isfinite, values)):
+        why = "a metric lies too far from its anchors for a number: bring them nearer to it"
         return Result.failed(search, proposal, why, now(), *failed)
     return Result(
         proposal.number,

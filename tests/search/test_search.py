@@ -312,6 +312,17 @@ def test_pick_publishes_the_cheapest_and_says_the_best_there_is(world: World) ->
         assert call(world, "pick", "mix", "--min", bound).exit_code == 2
 
 
+def test_a_metric_too_far_from_its_anchors_for_a_number_is_a_failure_of_its_candidate(
+    world: World,
+) -> None:
+    path = world.write("evaluations: 2\ninitial: 1\nmethod: sobol\n")
+    path.write_text(path.read_text().replace("anchors: [0, 1]", "anchors: [0, 1.0e-309]"))
+    run_search(world.home, search := start_search(world.home, path))
+    failures = [t.failure for t in front(world.home, search).trials]
+    assert len(failures) == 2
+    assert all("too far from its anchors" in failure for failure in failures)
+
+
 def test_a_candidate_that_would_be_another_snapshot_by_now_is_not_published(world: World) -> None:
     generator = torch.Generator().manual_seed(1)
     size = {"layers": 3, "hidden": 64, "vocab": 64}
