@@ -35,9 +35,12 @@ def at_address(catalog: Catalog, address: Address, taken: Mapping[str, str]) -> 
 
 
 def on_hub(
-    catalog: Catalog, text: str, revision: str | None, taken: Mapping[str, str]
+    catalog: Catalog, text: str, revision: str | None, taken: Mapping[str, str], near: str
 ) -> Checkpoint:
-    """The checkpoint of a plain hub name. The CheckpointError says what else it may be."""
+    """The checkpoint of a plain hub name. The CheckpointError says what else it may be.
+
+    `near` names a path that may be meant, as `suggest` does.
+    """
     try:
         return at_address(catalog, Address(HUB, text, revision), taken)
     except RemoteError as error:
@@ -46,8 +49,8 @@ def on_hub(
             "gives",
             where=text if revision is None else f"{text}@{revision}",
             expected="one of the names of `mergepipe ls`, a folder with safetensors, or org/model",
-            found=f"no such name, nothing at {text!r}; the hub: {error.what}: {error.found}",
-            next_step=error.next_step,
+            found=f"no such name, nothing at {text!r}{near}; the hub: {error.what}: {error.found}",
+            next_step=f"correct the path; {error.next_step}" if near else error.next_step,
         ) from error
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
@@ -24,6 +25,7 @@ from mergepipe_pipeline.resolution.names import free_name
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.storage.hub_cache import cached_model
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
+from mergepipe_pipeline.storage.regular import text_of
 from mergepipe_pipeline.storage.roots import refuse_unmounted, why_unmounted
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -79,9 +81,10 @@ def locate_checkpoint(
     moved = _moved(warehouse, place, relative_to) if revision is None else None
     if moved is not None:
         return moved
+    near = _near_path(text, relative_to)
     if is_hub_name(text) and not is_offline():
-        return on_hub(catalog, text, revision, taken or {})
-    raise _unknown(catalog, text)
+        return on_hub(catalog, text, revision, taken or {}, near)
+    raise _unknown(catalog, text, near)
 
 
 def registered_version(catalog: Catalog, text: str) -> Checkpoint:
@@ -108,13 +111,26 @@ def registered_version(catalog: Catalog, text: str) -> Checkpoint:
     return _revision(catalog, ref.model, ref.revision)
 
 
-def _unknown(catalog: Catalog, text: str) -> CheckpointError:
+def _near_path(text: str, relative_to: Path | None) -> str:
+    """`; did you mean …?` for a path whose folder is there and holds a folder of a near name."""
+    parent, slash, _ = text.rpartition("/")
+    for folder in (Path.cwd(), relative_to) if slash else ():
+        if folder is None:
+            continue
+        with suppress(OSError):
+            places = (p for p in (folder / expanded(parent)).iterdir() if p.is_dir())
+            if near := suggest(text, [f"{parent}/{text_of(p.name)}" for p in places]):
+                return near
+    return ""
+
+
+def _unknown(catalog: Catalog, text: str, near: str) -> CheckpointError:
     return CheckpointError(
         UNKNOWN_MODEL,
         where=text,
         expected="a folder with safetensors, a model in the Hugging Face cache, an address like "
         "hf://org/model or s3://bucket/prefix, or one of the names of `mergepipe ls`",
-        found=f"no such name, and nothing at {text!r}{suggest(text, catalog.names())}",
+        found=f"no such name, and nothing at {text!r}{suggest(text, catalog.names()) or near}",
         next_step="check the spelling, or give the model's folder or address",
     )
 

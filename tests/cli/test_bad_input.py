@@ -157,6 +157,18 @@ def test_a_model_that_is_not_there_is_said_beside_what_else_is_wrong(
     assert "neither a registered name" not in alone.stderr
 
 
+@pytest.mark.parametrize("text", ["experts/maht", "./experts/maht", "far/experts/maht"])
+def test_a_misspelt_path_is_named_with_the_folder_that_is_meant_though_it_may_be_a_hub_name(
+    registered: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
+    right = registered.parent / text.replace("maht", "math")
+    right.mkdir(parents=True)
+    result = check(registered, RECIPE.replace("model: math", f"model: {text}"))
+    assert f"did you mean `{text.replace('maht', 'math')}`?" in result.stderr
+    assert "next      correct the path" in result.stderr or "check the spelling" in result.stderr
+
+
 def test_a_stage_is_no_model_that_is_missing_where_something_else_is_wrong(
     registered: Path,
 ) -> None:
