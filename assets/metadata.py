@@ -62,7 +62,7 @@ def description(text: str) -> str:
     return "\n".join(map(markdown, text.split("\n")))
 
 
-def plan_metadata(plan: MergePlan, of_recipe: RecipeCurve | None = None) -> Mapping[str, Any]:
+def plan_metadata(plan: MergePlan, recipe_curve: RecipeCurve | None = None) -> Mapping[str, Any]:
     """What a person asks of a plan, in this order: what it costs and loses, pictures, the inputs
     and what each gives, and what `told` says of other budgets.
     """
@@ -79,7 +79,7 @@ def plan_metadata(plan: MergePlan, of_recipe: RecipeCurve | None = None) -> Mapp
         "expert GiB saved": gib(saved),
         **error_metadata(plan),
         **({"warnings": dg.MetadataValue.md(warnings)} if warnings else {}),
-        **_curve_metadata(of_recipe),
+        **_curve_metadata(recipe_curve),
         "share read": png(bytes_picture(plan), "share of bytes read by layer and expert"),
         "blocks read": e.blocks_bought,
         "blocks in all": e.blocks_total,
@@ -108,7 +108,7 @@ def plan_metadata(plan: MergePlan, of_recipe: RecipeCurve | None = None) -> Mapp
             ],
         ),
         "plan id": plan.plan_id,
-        **_budgets_metadata(of_recipe),
+        **_budgets_metadata(recipe_curve),
     }
 
 
@@ -256,23 +256,23 @@ def _views(task: TensorTask) -> Sequence[TensorView]:
     return [*(e.view for e in task.experts), *base]
 
 
-def _curve_metadata(of_recipe: RecipeCurve | None) -> Mapping[str, Any]:
+def _curve_metadata(recipe_curve: RecipeCurve | None) -> Mapping[str, Any]:
     """A picture of what other budgets and strategies would lose, and its knee."""
-    if of_recipe is None or of_recipe.unknown:
+    if recipe_curve is None or recipe_curve.unknown:
         return {}
-    knee = of_recipe.curve.knee
+    knee = recipe_curve.curve.knee
     return {
         **({"knee GiB": gib(knee.nbytes)} if knee else {}),
-        "error by budget": svg(small_picture(of_recipe), "predicted error over bytes"),
-        "error by budget, large": png(picture(of_recipe), "predicted error over expert bytes"),
+        "error by budget": svg(small_picture(recipe_curve), "predicted error over bytes"),
+        "error by budget, large": png(picture(recipe_curve), "predicted error over expert bytes"),
     }
 
 
-def _budgets_metadata(of_recipe: RecipeCurve | None) -> Mapping[str, Any]:
+def _budgets_metadata(recipe_curve: RecipeCurve | None) -> Mapping[str, Any]:
     """The same as a table, or why there is none."""
-    if of_recipe is None:
+    if recipe_curve is None:
         return {}
-    return {"budgets": of_recipe.unknown or markdown_table(*rows_of(of_recipe.curve))}
+    return {"budgets": recipe_curve.unknown or markdown_table(*rows_of(recipe_curve.curve))}
 
 
 def _selected_metadata(plan: MergePlan) -> Mapping[str, Any]:

@@ -215,16 +215,15 @@ def _pictures(shown: DrawnFront) -> dict[str, Any]:
     }
 
 
-def _front_metadata(results: Front) -> dict[str, Any]:
-    names = [o.metric for o in results.objectives]
+def _front_metadata(front: Front) -> dict[str, Any]:
+    names = [o.metric for o in front.objectives]
     rows = [
-        (t.number, t.ref or "-", *(f"{t.metrics[name]:.4g}" for name in names))
-        for t in results.best
+        (t.number, t.ref or "-", *(f"{t.metrics[name]:.4g}" for name in names)) for t in front.best
     ]
     return {
-        "hypervolume": short(results.hypervolume),
-        "evaluations": len(results.trials),
-        "failures": sum(bool(t.failure) for t in results.trials),
-        "on the front": len(results.best),
+        "hypervolume": short(front.hypervolume),
+        "evaluations": len(front.trials),
+        "failures": sum(bool(t.failure) for t in front.trials),
+        "on the front": len(front.best),
         "candidates": markdown_table(("candidate", "ref", *map(plain_name, names)), rows),
     }

@@ -62,7 +62,7 @@ def curve(
     from mergepipe_pipeline.verbs.curve import curve as run
     from mergepipe_pipeline.verbs.curve import picture, records
 
-    of_recipe = run(
+    recipe_curve = run(
         console.warehouse,
         load_recipe(recipe, console.warehouse, **reading(planning)),
         relative_to=recipe_folder(recipe),
@@ -70,42 +70,45 @@ def curve(
         shares=shares or SHARES,
         **planning,
     )
-    console.warn(of_recipe.warnings)
-    rows = records(of_recipe.curve)
+    console.warn(recipe_curve.warnings)
+    rows = records(recipe_curve.curve)
     if csv_file:
         write_csv(csv_file, rows)
     if png_file:
-        write_file(png_file, picture(of_recipe))
+        write_file(png_file, picture(recipe_curve))
     *points, chosen = rows
     console.show(
         {
-            "recipe": of_recipe.recipe,
-            "expert_bytes_total": of_recipe.curve.nbytes_total,
-            "update_norm": of_recipe.curve.update_norm,
-            "analysed": list(of_recipe.read),
+            "recipe": recipe_curve.recipe,
+            "expert_bytes_total": recipe_curve.curve.nbytes_total,
+            "update_norm": recipe_curve.curve.update_norm,
+            "analysed": list(recipe_curve.read),
             "knee": next((p for p in points if p["is_knee"]), None),
-            "chosen": {**chosen, "bound_note": of_recipe.bound_note},
+            "chosen": {**chosen, "bound_note": recipe_curve.bound_note},
             "points": points,
-            "egress": [asdict(e) for e in of_recipe.egress],
+            "egress": [asdict(e) for e in recipe_curve.egress],
         },
-        *_lines(of_recipe),
-        *egress_lines(of_recipe.egress, "download  "),
+        *_lines(recipe_curve),
+        *egress_lines(recipe_curve.egress, "download  "),
     )
 
 
-def _lines(of_recipe: RecipeCurve) -> list[str]:
+def _lines(recipe_curve: RecipeCurve) -> list[str]:
     from mergepipe_pipeline.verbs.curve import bound_percent, percent, rows_of
 
-    curve = of_recipe.curve
+    curve = recipe_curve.curve
     own, knee = curve.chosen, curve.knee
-    analysed = [f"analysed first: {', '.join(of_recipe.read)}"] if of_recipe.read else []
-    if of_recipe.unknown:
-        return [*analysed, f"{of_recipe.recipe}: predicted error of a budget: {of_recipe.unknown}"]
+    analysed = [f"analysed first: {', '.join(recipe_curve.read)}"] if recipe_curve.read else []
+    if recipe_curve.unknown:
+        return [
+            *analysed,
+            f"{recipe_curve.recipe}: predicted error of a budget: {recipe_curve.unknown}",
+        ]
     headers, rows = rows_of(curve)
     allowed = "" if own.budget_bytes is None else f" of {size(own.budget_bytes)} allowed"
     return [
         *analysed,
-        f"{of_recipe.recipe}: predicted error of a budget, in percent of the full update "
+        f"{recipe_curve.recipe}: predicted error of a budget, in percent of the full update "
         f"({curve.update_norm:.4g} in L2, {size(curve.nbytes_total)} of expert bytes)",
         "",
         *table(headers, rows),
@@ -114,5 +117,5 @@ def _lines(of_recipe: RecipeCurve) -> list[str]:
         if knee
         else "knee    none: the curve is nearly straight",
         f"chosen  {own.strategy}, {size(own.nbytes)} read{allowed}, "
-        f"{percent(curve, own)}, bound {bound_percent(curve, own)} ({of_recipe.bound_note})",
+        f"{percent(curve, own)}, bound {bound_percent(curve, own)} ({recipe_curve.bound_note})",
     ]

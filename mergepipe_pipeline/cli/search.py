@@ -140,15 +140,15 @@ def _bounds(given: Sequence[str], option: str) -> dict[str, float]:
     return bounds
 
 
-def _json(results: Front) -> Mapping[str, Any]:
-    return {**results.to_json(), "spent": _spent(results)}
+def _json(front: Front) -> Mapping[str, Any]:
+    return {**front.to_json(), "spent": _spent(front)}
 
 
-def _spent(results: Front) -> dict[str, Any]:
+def _spent(front: Front) -> dict[str, Any]:
     """What candidates took on average, beside merges from scratch; of their seconds the most that
     one took, None if there was none.
     """
-    merges = [t.merge for t in results.trials if t.merge is not None]
+    merges = [t.merge for t in front.trials if t.merge is not None]
     if not merges:
         return {}
     n = len(merges)
@@ -160,12 +160,12 @@ def _spent(results: Front) -> dict[str, Any]:
         "mean_scratch_nbytes": sum(m.scratch_nbytes for m in merges) / n,
         "mean_merge_s": sum(m.seconds for m in merges) / n,
         "scratch_merge_s": max((m.seconds for m in merges if not m.layers_reused), default=None),
-        "mean_evaluation_s": sum(t.evaluation_s for t in results.trials) / n,
+        "mean_evaluation_s": sum(t.evaluation_s for t in front.trials) / n,
     }
 
 
-def _lines(results: Front) -> Sequence[str]:
-    names = [o.metric for o in results.objectives]
+def _lines(front: Front) -> Sequence[str]:
+    names = [o.metric for o in front.objectives]
     rows = [
         (
             t.ref or "-",
@@ -175,13 +175,13 @@ def _lines(results: Front) -> Sequence[str]:
             t.merge.layers_reused if t.merge else 0,
             (t.snapshot_id or "-")[:16],
         )
-        for t in results.best
+        for t in front.best
     ]
     headers = ("ref", "candidate", *names, "merged", "reused", "snapshot")
-    failed = sum(bool(t.failure) for t in results.trials)
-    heading = f"{counted(len(results.trials), 'result')}, {failed} of them failed; hypervolume "
-    spent = _spent(results)
-    lines = [*table(headers, rows), "", f"{heading}{results.hypervolume:.4f}"]
+    failed = sum(bool(t.failure) for t in front.trials)
+    heading = f"{counted(len(front.trials), 'result')}, {failed} of them failed; hypervolume "
+    spent = _spent(front)
+    lines = [*table(headers, rows), "", f"{heading}{front.hypervolume:.4f}"]
     if spent:
         lines.append(
             f"a candidate merged {spent['mean_layers_merged']:.1f} layers and took over "

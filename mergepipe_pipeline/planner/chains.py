@@ -40,13 +40,13 @@ def additive_chains(
     """
     n_out_blocks, count = size.shape
     by_saving, saving_residual = np.empty(count, np.int64), np.empty(count + 1)
-    for s in range(n_out_blocks):
-        _omit_least(size[s], kept[s], cosine[s], nbytes[s], order[s], residual[s])
-        _save_most(size[s], kept[s], cosine[s], nbytes[s], by_saving, saving_residual)
-        area = _area(by_saving, saving_residual, nbytes[s])
-        if area < _area(order[s], residual[s], nbytes[s]):
-            order[s] = by_saving
-            residual[s] = saving_residual
+    for b in range(n_out_blocks):
+        _omit_least(size[b], kept[b], cosine[b], nbytes[b], order[b], residual[b])
+        _save_most(size[b], kept[b], cosine[b], nbytes[b], by_saving, saving_residual)
+        area = _area(by_saving, saving_residual, nbytes[b])
+        if area < _area(order[b], residual[b], nbytes[b]):
+            order[b] = by_saving
+            residual[b] = saving_residual
 
 
 @cached_njit(nogil=True)
@@ -172,19 +172,19 @@ def hull_of(
 ) -> None:
     """The items worth making in a row: the lower convex hull of residual over bytes.
 
-    Arguments as in `additive_chains`. Item n of output block s takes the experts at the places k of
-    its order with `item[s, k]` = n (−1: read by none), for `cost[s, n]` bytes, and saves
-    `saved[s, n]` (0: there is no such item). What is saved per byte falls from one to the next.
+    Arguments as in `additive_chains`. Item n of output block b takes the experts at the places k of
+    its order with `item[b, k]` = n (−1: read by none), for `cost[b, n]` bytes, and saves
+    `saved[b, n]` (0: there is no such item). What is saved per byte falls from one to the next.
     """
-    for s in range(len(order)):
+    for b in range(len(order)):
         at, n = 0, 0
         while True:
-            to, spent = _next(order[s], residual[s], nbytes[s], at)
+            to, spent = _next(order[b], residual[b], nbytes[b], at)
             if to < 0:
                 break
-            item[s, at:to] = n
-            saved[s, n] = residual[s, at] - residual[s, to]
-            cost[s, n] = spent
+            item[b, at:to] = n
+            saved[b, n] = residual[b, at] - residual[b, to]
+            cost[b, n] = spent
             at, n = to, n + 1
 
 

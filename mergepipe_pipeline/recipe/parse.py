@@ -23,11 +23,7 @@ from mergepipe_pipeline.recipe.evaluate import read_evaluate, read_gate
 from mergepipe_pipeline.recipe.parsed import ParsedRecipe
 from mergepipe_pipeline.recipe.problems import KeyPath, Problems, recipe_error
 from mergepipe_pipeline.recipe.recipe_warnings import joined_base, recipe_warnings
-from mergepipe_pipeline.recipe.references import (
-    UnreadableReference,
-    named_models,
-    parse_reference,
-)
+from mergepipe_pipeline.recipe.references import UnreadableReference, parse_reference
 from mergepipe_pipeline.recipe.resolve_tensors import resolve_recipe
 from mergepipe_pipeline.recipe.schema import (
     DEFAULT_SCHEDULE,
@@ -37,7 +33,12 @@ from mergepipe_pipeline.recipe.schema import (
     validate,
 )
 from mergepipe_pipeline.recipe.selectors import Choose, nobody
-from mergepipe_pipeline.recipe.stages import link_stages, stage_choices, stage_name
+from mergepipe_pipeline.recipe.stages import (
+    link_stages,
+    named_models,
+    stage_choices,
+    stage_name,
+)
 from mergepipe_pipeline.recipe.structure import (
     Choice,
     Level,

@@ -8,16 +8,14 @@ folder: whoever resolves references to files asks `ModelRef.text` first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 
-from mergepipe_pipeline.recipe.problems import KeyPath, shown, unknown_key
+from mergepipe_pipeline.recipe.problems import shown, unknown_key
 from mergepipe_pipeline.spec.recipe import ModelRef
 
 _PATH_STARTS = ("/", ".", "~")
 _HUB = "hf://"
 _MAPPING_KEYS = ("model", "lora", "override_architecture")
-_NAMING_KEYS = ("model", "base_model")
 
 
 class UnreadableReference(ValueError):
@@ -34,21 +32,6 @@ def parse_reference(value: object) -> ModelRef:
     if isinstance(value, Mapping):
         return _from_mapping(value)
     raise UnreadableReference(f"expected a catalog name or a path, found {shown(value)}")
-
-
-def named_models(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, ModelRef]]:
-    """Every model that a recipe names by `model:` or `base_model:`, with its key path.
-
-    Needs no recipe that can be used: a name that cannot be read is left out.
-    """
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    for key, entry in value.items() if isinstance(value, Mapping) else ():
-        if key in _NAMING_KEYS and not isinstance(entry, list):
-            with suppress(UnreadableReference):
-                yield (*path, key), parse_reference(entry)
-        else:
-            yield from named_models(entry, (*path, key))
 
 
 def identity(ref: ModelRef) -> tuple[str | None, ...]:

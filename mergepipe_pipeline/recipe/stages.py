@@ -7,6 +7,7 @@ its result. Nothing here decides what runs when: a name must only refer to an ea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from mergepipe_pipeline.recipe.budget import with_amount
@@ -17,6 +18,7 @@ from mergepipe_pipeline.recipe.schema import ref_problem
 from mergepipe_pipeline.recipe.selectors import Choose
 from mergepipe_pipeline.recipe.structure import Choice
 from mergepipe_pipeline.recipe.yaml_text import Document
+from mergepipe_pipeline.spec.recipe import ModelRef
 
 #: Keys about the whole of a file, which its last document gives.
 _OF_THE_WHOLE = ("budget", "ref", "schedule", "trigger", "timezone", "evaluate", "gate")
@@ -36,14 +38,14 @@ def link_stages(
     made_of: dict[str, ParsedRecipe] = {}
     for i, (document, stage) in enumerate(zip(documents, stages, strict=True)):
         used: dict[str, None] = {}
-        for path, model in _references(document.value):
-            stage_number = names.get(model)
+        for path, ref in named_models(document.value):
+            stage_number = names.get(ref.model)
             if stage_number is None:
                 continue
             if stage_number < i:
-                used[model] = None
+                used[ref.model] = None
             else:
-                target = "itself" if stage_number == i else f"the later stage {shown(model)}"
+                target = "itself" if stage_number == i else f"the later stage {shown(ref.model)}"
                 document.problems.add(path, f"a stage can use earlier stages only, found {target}")
         if stage is not None:
             before = tuple(made_of[name] for name in used if name in made_of)
@@ -89,26 +91,22 @@ def stage_choices(documents: Sequence[Document], choose: Choose) -> Iterator[Cho
         yield Choice(choose, reserved, "" if name is None else f"{name}: ")
 
 
-def _references(value: object, path: KeyPath = ()) -> list[tuple[KeyPath, str]]:
-    """Every model that a document names, without revision and adapter, with its key path."""
-    references: list[tuple[KeyPath, str]] = []
+def named_models(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, ModelRef]]:
+    """Every model that a document names, with its key path; a name that cannot be read is left out.
+
+    Needs no recipe that can be used.
+    """
     if isinstance(value, list):
-        for i, item in enumerate(value):
-            references += _references(item, (*path, i))
-    if not isinstance(value, Mapping):
-        return references
-    for key, item in value.items():
+        value = dict(enumerate(value))
+    for key, item in value.items() if isinstance(value, Mapping) else ():
         key_path = (*path, key)
         if key == "parameters" or item in ("base", "union"):
             continue
         if key in _REFERENCE_KEYS and not (isinstance(item, Mapping) and "kind" in item):
-            try:
-                references.append((key_path, parse_reference(item).model))
-            except UnreadableReference:
-                continue
+            with suppress(UnreadableReference):
+                yield key_path, parse_reference(item)
         else:
-            references += _references(item, key_path)
-    return references
+            yield from named_models(item, key_path)
 
 
 def _linked(

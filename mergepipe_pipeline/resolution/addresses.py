@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.errors import CheckpointError, RemoteError
@@ -35,22 +35,27 @@ def at_address(catalog: Catalog, address: Address, taken: Mapping[str, str]) -> 
 
 
 def on_hub(
-    catalog: Catalog, text: str, revision: str | None, taken: Mapping[str, str], near: str
+    catalog: Catalog,
+    text: str,
+    revision: str | None,
+    taken: Mapping[str, str],
+    near: Callable[[], str],
 ) -> Checkpoint:
     """The checkpoint of a plain hub name. The CheckpointError says what else it may be.
 
-    `near` names a path that may be meant, as `suggest` does.
+    `near` gives a path that may be meant, as `suggest` does; it is asked if the hub has no model.
     """
     try:
         return at_address(catalog, Address(HUB, text, revision), taken)
     except RemoteError as error:
+        meant = near()
         raise CheckpointError(
             "A model is neither a registered name, nor a path that exists, nor one that the hub "
             "gives",
             where=text if revision is None else f"{text}@{revision}",
             expected="one of the names of `mergepipe ls`, a folder with safetensors, or org/model",
-            found=f"no such name, nothing at {text!r}{near}; the hub: {error.what}: {error.found}",
-            next_step=f"correct the path; {error.next_step}" if near else error.next_step,
+            found=f"no such name, nothing at {text!r}{meant}; the hub: {error.what}: {error.found}",
+            next_step=f"correct the path; {error.next_step}" if meant else error.next_step,
         ) from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Catalog, Registration
@@ -81,10 +82,10 @@ def locate_checkpoint(
     moved = _moved(warehouse, place, relative_to) if revision is None else None
     if moved is not None:
         return moved
-    near = _near_path(text, relative_to)
+    near = partial(_near_path, text, relative_to)
     if is_hub_name(text) and not is_offline():
         return on_hub(catalog, text, revision, taken or {}, near)
-    raise _unknown(catalog, text, near)
+    raise _unknown(catalog, text, near())
 
 
 def registered_version(catalog: Catalog, text: str) -> Checkpoint:
@@ -113,13 +114,13 @@ def registered_version(catalog: Catalog, text: str) -> Checkpoint:
 
 def _near_path(text: str, relative_to: Path | None) -> str:
     """`; did you mean …?` for a path whose folder is there and holds a folder of a near name."""
-    parent, slash, _ = text.rpartition("/")
-    for folder in (Path.cwd(), relative_to) if slash else ():
+    parent = text[: text.rfind("/") + 1]
+    for folder in (Path.cwd(), relative_to) if parent else ():
         if folder is None:
             continue
         with suppress(OSError):
             places = (p for p in (folder / expanded(parent)).iterdir() if p.is_dir())
-            if near := suggest(text, [f"{parent}/{text_of(p.name)}" for p in places]):
+            if near := suggest(text, [f"{parent}{text_of(p.name)}" for p in places]):
                 return near
     return ""
 

@@ -152,46 +152,46 @@ def _seconds(began: str, ended: str) -> float:
 
 
 def cheapest(
-    results: Front, minima: Mapping[str, float], maxima: Mapping[str, float], cost: str | None
+    front: Front, minima: Mapping[str, float], maxima: Mapping[str, float], cost: str | None
 ) -> Trial:
     """Of the results that keep to all bounds on metrics, the best by the objective `cost`.
 
     By default the last objective is the cost. Raises SearchError where there is none, with the best
     that there is.
     """
-    objectives = {o.metric: o for o in results.objectives}
-    cost = cost or results.objectives[-1].metric
+    objectives = {o.metric: o for o in front.objectives}
+    cost = cost or front.objectives[-1].metric
     if cost not in objectives:
         raise SearchError(
             "The cost is no objective of the search",
-            where=results.search,
+            where=front.search,
             expected=" or ".join(objectives),
             found=cost,
             next_step="name an objective",
         )
-    good = [t for t in results.trials if not t.failure]
-    _refuse_unmeasured(results, good, {**minima, **maxima})
+    good = [t for t in front.trials if not t.failure]
+    _refuse_unmeasured(front, good, {**minima, **maxima})
     fit = [t for t in good if _fits(t, minima, maxima)]
     if not fit:
         raise SearchError(
             "No candidate keeps to these bounds",
-            where=results.search,
+            where=front.search,
             expected=", ".join(_told(minima, maxima)),
             found="; ".join(_best_there_is(good, minima, maxima)),
             next_step="ask for less, or search further",
         )
     # As measured: values tell nothing beneath −0.2.
-    asked = (objectives[cost], *results.objectives)
+    asked = (objectives[cost], *front.objectives)
     return max(fit, key=lambda t: (*(o.share(t.metrics) for o in asked), -t.number))
 
 
-def _refuse_unmeasured(results: Front, good: list[Trial], bounds: Mapping[str, float]) -> None:
+def _refuse_unmeasured(front: Front, good: list[Trial], bounds: Mapping[str, float]) -> None:
     measured = {name for t in good for name in t.metrics}
     for name in bounds:
         if name not in measured:
             raise SearchError(
                 "Nothing of the search has this metric" if good else "The search has no result yet",
-                where=results.search,
+                where=front.search,
                 expected=", ".join(sorted(measured)) or "a result",
                 found=name,
                 next_step="name a metric that its evaluator prints" if good else "let it go on",

@@ -131,9 +131,9 @@ def bound_percent(curve: BudgetCurve, p: Point) -> str:
     return "none" if bound is None else f"{100 * bound:.1f} %"
 
 
-def small_picture(of_recipe: RecipeCurve) -> str:
+def small_picture(recipe_curve: RecipeCurve) -> str:
     """SVG: predicted error of the best strategy over bytes, the recipe's own budget marked."""
-    curve = of_recipe.curve
+    curve = recipe_curve.curve
 
     def place(p: Point) -> tuple[float, float]:
         return p.nbytes / max(1, curve.nbytes_total), curve.relative(p.error) or 0.0
@@ -141,13 +141,13 @@ def small_picture(of_recipe: RecipeCurve) -> str:
     return sketch([*map(place, curve.of(curve.best))], place(curve.chosen), "predicted error")
 
 
-def picture(of_recipe: RecipeCurve) -> bytes:
+def picture(recipe_curve: RecipeCurve) -> bytes:
     """PNG: predicted error over bytes for all strategies, the knee, the recipe's own budget."""
-    curve = of_recipe.curve
+    curve = recipe_curve.curve
     total = max(1, curve.nbytes_total)
 
     def place(p: Point) -> tuple[float, float]:
-        error = nan if of_recipe.unknown else curve.relative(p.error) or 0.0
+        error = nan if recipe_curve.unknown else curve.relative(p.error) or 0.0
         return 100 * p.nbytes / total, 100 * error
 
     names = dict.fromkeys(p.strategy for p in curve.points)
@@ -158,8 +158,8 @@ def picture(of_recipe: RecipeCurve) -> bytes:
     return curve_picture(
         lines,
         marks,
-        f"{of_recipe.recipe}: what a budget loses"
-        + (f", {of_recipe.unknown}" if of_recipe.unknown else ""),
+        f"{recipe_curve.recipe}: what a budget loses"
+        + (f", {recipe_curve.unknown}" if recipe_curve.unknown else ""),
         "expert bytes read, %",
         "predicted error, % of the full update",
     )

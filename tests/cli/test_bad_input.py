@@ -169,6 +169,12 @@ def test_a_misspelt_path_is_named_with_the_folder_that_is_meant_though_it_may_be
     assert "next      correct the path" in result.stderr or "check the spelling" in result.stderr
 
 
+def test_a_path_from_the_root_is_not_looked_for_beside_the_recipe(registered: Path) -> None:
+    (registered.parent / "exprets").mkdir()
+    result = check(registered, RECIPE.replace("model: math", "model: /experts"))
+    assert "nothing at '/experts'\n" in result.stderr
+
+
 def test_a_stage_is_no_model_that_is_missing_where_something_else_is_wrong(
     registered: Path,
 ) -> None:
