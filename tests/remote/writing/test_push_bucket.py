@@ -123,13 +123,14 @@ def test_of_two_pushes_of_two_models_to_one_address_one_is_told(
     home: Warehouse, made: Snapshot, s3: WatchedS3, bucket: str
 ) -> None:
     other = Store(home.root).commit((1, 2, 4))
-    both = threading.Barrier(2, timeout=30)
-    lists = 0
+    both = threading.Barrier(2, timeout=120)  # a start may take half a minute
+    claims = 0
 
     def meet(method: str, path: str) -> Answer | None:
-        nonlocal lists
-        if method == "GET" and path.strip("/") == bucket and lists < 2:
-            lists += 1
+        """Hold the first claim until the other process has found the address empty, too."""
+        nonlocal claims
+        if method == "PUT" and path.endswith("/m/manifest.json") and claims < 2:
+            claims += 1
             both.wait()
         return None
 
@@ -144,7 +145,7 @@ def test_of_two_pushes_of_two_models_to_one_address_one_is_told(
         )
         for snapshot in (made, other)
     ]
-    told = [json.loads(p.communicate(timeout=60)[0]) for p in processes]
+    told = [json.loads(p.communicate(timeout=180)[0]) for p in processes]
     codes = [p.returncode for p in processes]
     assert sorted(codes) == [0, 18]
     won = (made, other)[codes.index(0)]
