@@ -58,6 +58,11 @@ def distance(a: Path, b: Path) -> float:
     return math.sqrt(total)
 
 
+def norm(folder: Path) -> float:
+    """‖W‖₂ over all tensors of a model folder."""
+    return math.sqrt(sum(float(value.double().square().sum()) for _, value in tensors(folder)))
+
+
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
