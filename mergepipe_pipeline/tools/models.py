@@ -1,8 +1,11 @@
-"""Checkpoints as the tools read them: found as recipes find theirs, whole tensors at a time."""
+"""Checkpoints as the tools read them: found as recipes find theirs, whole tensors at a time.
+
+What is read is compared with what was analysed or digested before, as in a merge.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,18 +13,23 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.arrays import F32Array
-from mergepipe_pipeline.contents.tensor_digests import content_of, ensure_digests
+from mergepipe_pipeline.contents.input_segments import Inputs, checkpoint_inputs
+from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
+from mergepipe_pipeline.contents.tensor_digests import content_of
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.progress import Progress
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.plan import Source
 from mergepipe_pipeline.spec.snapshot import LineageEntry
+from mergepipe_pipeline.spec.view import view_of
 from mergepipe_pipeline.storage.json_text import load_object
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.side_files import side_files
 from mergepipe_pipeline.storage.source import CheckpointSource, open_source
 from mergepipe_pipeline.tensors.stored import as_float32, torch_dtype
+from mergepipe_pipeline.tensors.verified import Verifier
+from mergepipe_pipeline.tools.result import Origin
 from mergepipe_pipeline.warehouse import Warehouse
 
 
@@ -33,6 +41,7 @@ class Input:
     checkpoint: Checkpoint
     content: str
     _source: CheckpointSource = field(repr=False)
+    _segments: Inputs = field(repr=False)
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
@@ -57,12 +66,15 @@ class Input:
         return Source(c.name, c.root, c.checkpoint_id, c.stamp)
 
     def raw(self, name: str) -> bytearray:
-        """The stored bytes of a tensor. Raises CheckpointChangedError."""
+        """The stored bytes of a tensor. Raises CheckpointChangedError, CorruptionError."""
         entry = self.tensors[name]
-        return BlockReader(self._source, self.checkpoint, None).read(entry, 0, entry.numel)
+        data = BlockReader(self._source, self.checkpoint, None).read(entry, 0, entry.numel)
+        view = view_of(entry)
+        Verifier(view, self._segments.of_view(view)).check(0, entry.numel, memoryview(data))
+        return data
 
     def floats(self, name: str) -> F32Array:
-        """A tensor as float32 in its shape. Raises CheckpointChangedError."""
+        """A tensor as float32 in its shape. Raises CheckpointChangedError, CorruptionError."""
         entry = self.tensors[name]
         raw = np.frombuffer(self.raw(name), np.uint8)
         values: F32Array = as_float32(raw, entry.dtype).numpy().reshape(entry.shape)
@@ -102,7 +114,8 @@ def open_input(
 ) -> Input:
     """The full checkpoint that a text means, its content known; one pass reads it if it is not.
 
-    Raises CheckpointError for what is not there, an adapter or a delta.
+    Raises CheckpointError for what is not there, an adapter or a delta; CorruptionError for a file
+    beside the weights that is not what was registered.
     """
     checkpoint = locate_checkpoint(warehouse.ensure(), text, relative_to)
     if checkpoint.kind != "full":
@@ -113,6 +126,15 @@ def open_input(
             found=f"{'an adapter' if checkpoint.kind == 'adapter' else 'a delta'}",
             next_step="merge it into its base first, and give the result",
         )
-    ensure_digests(warehouse, checkpoint, progress)
+    segments = checkpoint_inputs(warehouse, [checkpoint], progress)
+    refuse_changed_files(warehouse, checkpoint)
     content = content_of(warehouse.catalog, checkpoint)
-    return Input(role, checkpoint, content, open_source(checkpoint.root))
+    return Input(role, checkpoint, content, open_source(checkpoint.root), segments)
+
+
+def unchanged_origin(verb: str, parameters: Mapping[str, Any], inputs: Sequence[Input]) -> Origin:
+    """What a result was made from. Raises CheckpointChangedError if an input has changed since."""
+    for source in inputs:
+        source.verify_unchanged()
+    lineage, sources = tuple(i.lineage for i in inputs), tuple(i.source for i in inputs)
+    return Origin(verb, parameters, lineage, sources)

@@ -12,8 +12,8 @@ from mergepipe_pipeline.errors import MergePipeError
 from mergepipe_pipeline.progress import Progress, Silent
 from mergepipe_pipeline.tools.adapter import Extraction, Extractor, details_of
 from mergepipe_pipeline.tools.low_rank import RankChoice
-from mergepipe_pipeline.tools.models import open_input
-from mergepipe_pipeline.tools.result import Made, Origin, check_place, drafted
+from mergepipe_pipeline.tools.models import open_input, unchanged_origin
+from mergepipe_pipeline.tools.result import Made, check_place, drafted
 from mergepipe_pipeline.warehouse import Warehouse
 
 VERB = "extract-lora"
@@ -53,12 +53,9 @@ def extract_lora(
         extractor = Extractor(one, other, asked)
         draft = stack.enter_context(drafted(warehouse, VERB, place))
         rows = extractor.write(draft, progress)
-        for source in (one, other):
-            source.verify_unchanged()
         parameters = {**asdict(wanted), "modules": list(modules), "save": list(save)}
         parameters |= {"dtype": dtype, "seed": seed}
-        lineage, sources = (one.lineage, other.lineage), (one.source, other.source)
-        return draft.finish(Origin(VERB, parameters, lineage, sources), details_of(rows))
+        return draft.finish(unchanged_origin(VERB, parameters, (one, other)), details_of(rows))
 
 
 def _wanted(rank: int | None, energy: float | None, max_rank: int | None) -> RankChoice:

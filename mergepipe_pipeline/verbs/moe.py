@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.tools.models import Input, open_input
+from mergepipe_pipeline.tools.models import Input, open_input, unchanged_origin
 from mergepipe_pipeline.tools.moe import Mixture, parameters_of
 from mergepipe_pipeline.tools.moe_config import load_moe_config
-from mergepipe_pipeline.tools.result import Made, Origin, check_place, drafted
+from mergepipe_pipeline.tools.result import Made, check_place, drafted
 from mergepipe_pipeline.warehouse import Warehouse
 
 VERB = "moe"
@@ -43,13 +43,5 @@ def moe(
         mixture = Mixture(config, base, experts, seed)
         draft = stack.enter_context(drafted(warehouse, VERB, place))
         mixture.write(draft, progress)
-        for source in (base, *experts):
-            source.verify_unchanged()
-        inputs = (base, *experts)
-        origin = Origin(
-            VERB,
-            parameters_of(config, seed),
-            tuple(i.lineage for i in inputs),
-            tuple(i.source for i in inputs),
-        )
+        origin = unchanged_origin(VERB, parameters_of(config, seed), (base, *experts))
         return draft.finish(origin, {"experts": len(config.experts)})

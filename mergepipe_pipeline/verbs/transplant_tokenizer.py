@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mergepipe_pipeline.progress import Progress, Silent
-from mergepipe_pipeline.tools.models import open_input
-from mergepipe_pipeline.tools.result import Made, Origin, check_place, drafted
+from mergepipe_pipeline.tools.models import open_input, unchanged_origin
+from mergepipe_pipeline.tools.result import Made, check_place, drafted
 from mergepipe_pipeline.tools.transplant import Transplant, Wish
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -41,7 +41,4 @@ def transplant_tokenizer(
         transplant = Transplant(one, other, wish)
         draft = stack.enter_context(drafted(warehouse, VERB, place))
         details = transplant.write(draft, progress)
-        for source in (one, other):
-            source.verify_unchanged()
-        lineage, sources = (one.lineage, other.lineage), (one.source, other.source)
-        return draft.finish(Origin(VERB, asdict(wish), lineage, sources), details)
+        return draft.finish(unchanged_origin(VERB, asdict(wish), (one, other)), details)
