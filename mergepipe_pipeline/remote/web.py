@@ -39,6 +39,8 @@ _NAMES = (
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 #: What the hub says beside status 429: nothing is left of an allowance, which begins anew in `t`.
 _RATE_LIMIT = re.compile(r"\br=0\s*;\s*t=(\d{1,6})\b")
+#: Codings of a body under which its bytes are not those of the file.
+_COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "br", "zstd"})
 #: Statuses after which the same request may succeed.
 TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -197,6 +199,14 @@ def _refuse_status(
         raise changed(root, file, "no such file any more")
     if status == 416:
         raise changed(root, file, "a shorter file")
+    coding = answer.headers.get("content-encoding", "").lower()
+    if status in (200, 206) and coding in _COMPRESSED:
+        raise RequestError(
+            f"it sends {coding} in place of the file's bytes: download the checkpoint and give "
+            "its folder",
+            str(status),
+            retries=False,
+        )
     if status == 206:
         match = _RANGE.fullmatch(answer.headers.get("content-range", ""))
         if match and match[3] not in ("*", str(file.nbytes)):

@@ -5,6 +5,7 @@ All count what they were asked and what they sent, on their side of the wire.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.client
 import json
@@ -22,7 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-#: A fault of one answer: a status, or one of cut, stall, whole (no ranges), other (wrong range).
+#: A fault of one answer: a status, or one of cut, stall, whole (no ranges), other (wrong range) and
+#: gzip (compressed unasked).
 Fault = int | str | None
 
 
@@ -128,6 +130,9 @@ class Handler(BaseHTTPRequestHandler):
         tag = headers.get("ETag")
         if self.headers.get("If-Match") not in (None, tag):
             self.reply(412, {})
+        elif self.fault == "gzip" and self.command == "GET":
+            packed = gzip.compress(_read(path, 0, nbytes))
+            self.reply(200, headers | {"Content-Encoding": "gzip"}, packed)
         elif asked is None or self.fault == "whole":
             whole = {"Content-Length": str(nbytes)} if self.command == "HEAD" else {}
             self.reply(200, headers | whole, _read(path, 0, nbytes) if not whole else b"")

@@ -90,6 +90,24 @@ def test_an_answer_with_another_range_is_refused(folder: FolderServer) -> None:
         _whole(folder)
 
 
+@pytest.mark.parametrize("times", [1, 100])
+def test_bytes_that_a_server_compresses_unasked_are_refused_and_not_kept(
+    folder: FolderServer, times: int
+) -> None:
+    left = iter(range(times))
+    folder.fault = lambda method, path, number: (
+        "gzip"
+        if method == "GET" and "tokenizer.json" in path and next(left, None) is not None
+        else None
+    )
+    expected = (folder.folder / "base" / "tokenizer.json").read_bytes()
+    with RemoteSource(f"{folder.url}/base") as source:
+        with pytest.raises(RemoteError, match="sends gzip"):
+            source.read_range("tokenizer.json", 0, len(expected))
+        folder.fault = lambda method, path, number: None
+        assert source.read_range("tokenizer.json", 0, len(expected)) == expected
+
+
 def test_every_read_is_of_the_file_that_was_listed(folder: FolderServer) -> None:
     with RemoteSource(f"{folder.url}/expert_00") as source:
         source.read_range(WEIGHTS, 0, 100)
