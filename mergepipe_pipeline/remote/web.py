@@ -23,6 +23,7 @@ from mergepipe_pipeline.remote.traffic import METER, Traffic
 from mergepipe_pipeline.storage.adapter_config import CONFIG as ADAPTER_CONFIG
 from mergepipe_pipeline.storage.open_checkpoint import ADAPTER_WEIGHTS, INDEX
 from mergepipe_pipeline.storage.side_files import MAX_JSON_NBYTES, SIDE_NAMES
+from mergepipe_pipeline.text import listed
 
 _LOG = logging.getLogger("mergepipe")
 _SINGLE = "model.safetensors"
@@ -39,6 +40,8 @@ _NAMES = (
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 #: What the hub says beside status 429: nothing is left of an allowance, which begins anew in `t`.
 _RATE_LIMIT = re.compile(r"\br=0\s*;\s*t=(\d{1,6})\b")
+#: Names that a warning tells.
+_MOST_NAMED = 3
 #: Codings of a body under which its bytes are not those of the file.
 _COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "br", "zstd"})
 #: Statuses after which the same request may succeed.
@@ -51,6 +54,7 @@ class WebSite:
     def __init__(self, address: Address) -> None:
         self._address = address
         self._refused = False
+        self._pages: set[str] = set()
 
     def listing(self) -> Listing:
         """Asks for every name that a model may have, several at once. Raises RemoteError."""
@@ -61,13 +65,12 @@ class WebSite:
         if INDEX in files and _SINGLE not in files:
             files |= self._found(self._shards(files[INDEX]))
         if not files:
-            raise RemoteError(
-                "Nothing lies at an address",
-                where=self._address.text,
-                expected=f"{INDEX}, {_SINGLE} or {ADAPTER_WEIGHTS} in this folder",
-                found="none of them" + ", and status 403 (refused)" * self._refused,
-                next_step="check the address: it is that of the folder which holds these files"
-                + ", and everybody may read them" * self._refused,
+            raise self._nothing()
+        if self._pages:
+            _LOG.warning(
+                "%s gives web pages in place of %s: these files count as not there",
+                self._address.text,
+                listed(sorted(self._pages), _MOST_NAMED),
             )
         plain = sorted(f.path for f in files.values() if not f.tag.endswith('"'))
         if plain:
@@ -75,7 +78,7 @@ class WebSite:
                 "%s gives no ETag of %s: a change is seen by size and time alone, so one within "
                 "a second is not",
                 self._address.text,
-                ", ".join(plain[:3]),
+                listed(plain, _MOST_NAMED),
             )
         return Listing(self._address, self._address.text, files)
 
@@ -88,6 +91,20 @@ class WebSite:
             _refuse_other_tag(self._address.text, file, headers)
             yield chunks
 
+    def _nothing(self) -> RemoteError:
+        found, hint = "none of them", ""
+        if self._pages:
+            found, hint = "web pages under these names", ". Servers also show a page to log in"
+        elif self._refused:
+            found, hint = f"{found}, and status 403 (refused)", ", and everybody may read them"
+        return RemoteError(
+            "Nothing lies at an address",
+            where=self._address.text,
+            expected=f"{INDEX}, {_SINGLE} or {ADAPTER_WEIGHTS} in this folder",
+            found=found,
+            next_step=f"check the address: it is that of the folder which holds these files{hint}",
+        )
+
     def _url(self, path: str) -> str:
         folder = self._address.folder
         return f"{folder.scheme}://{folder.place}/{quote(path)}"
@@ -98,7 +115,7 @@ class WebSite:
         return {file.path: file for file in files if file is not None}
 
     def _look(self, name: str) -> RemoteFile | None:
-        """A file by its head; None if it is not there, or not to be had. Raises RemoteError."""
+        """A file by its head; None if it is not there, or not given. Raises RemoteError."""
         return tried(lambda: self._head(name), self._url(name))
 
     def _head(self, name: str) -> RemoteFile | None:
@@ -119,6 +136,9 @@ class WebSite:
                 str(answer.status_code),
                 after_s=asked_s(answer.headers),
             )
+        if answer.status_code == 200 and _is_page(answer.headers):
+            self._pages.add(name)
+            return None
         if answer.status_code != 200 or "content-length" not in answer.headers:
             raise RemoteError(
                 "A server does not tell of a file what reading it needs",
@@ -156,6 +176,11 @@ class WebSite:
         finally:
             WANTED.close()
         return sorted(n for n in names if ".." not in n.split("/") and not n.startswith("/"))
+
+
+def _is_page(headers: Mapping[str, str]) -> bool:
+    """Whether an answer is for people, as sites give it in place of what they do not have."""
+    return headers.get("content-type", "").lower().startswith("text/html")
 
 
 @contextmanager

@@ -145,7 +145,12 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class FolderServer(Server):
-    """Serves the files below a folder. `tags`: what tells of changes, "etag", "time" or "none"."""
+    """Serves the files below a folder. `tags`: what tells of changes, "etag", "time" or "none".
+
+    With `page`, it answers with this web page where there is no file.
+    """
+
+    page = b""
 
     def __init__(self, folder: Path, tags: str = "etag") -> None:
         super().__init__(_FolderHandler)
@@ -158,7 +163,8 @@ class _FolderHandler(Handler):
     def serve(self) -> None:
         path = self.server.folder / unquote(self.path.lstrip("/"))
         if not path.is_file():
-            self.reply(404, {})
+            page = self.server.page
+            self.reply(200 if page else 404, {"Content-Type": "text/html", "ETag": '"p"'}, page)
             return
         headers = {}
         if self.server.tags == "etag":

@@ -154,6 +154,25 @@ def test_a_server_that_refuses_every_file_is_said_to(folder: FolderServer) -> No
         RemoteSource(f"{folder.url}/expert_00")
 
 
+def test_a_web_page_in_place_of_every_file_is_taken_for_none(folder: FolderServer) -> None:
+    folder.page = b"<!doctype html><title>Log in</title>"
+    for place in ("private", f"private/{WEIGHTS}"):
+        with pytest.raises(RemoteError, match=r"found web pages.*show a page to log in"):
+            open_checkpoint(f"{folder.url}/{place}", "private")
+
+
+def test_a_web_page_in_place_of_what_is_not_there_is_no_part_of_a_model(
+    folder: FolderServer, family: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.page = b"<!doctype html><title>Our models</title>"
+    with caplog.at_level(logging.WARNING, "mergepipe"):
+        found = open_checkpoint(f"{folder.url}/expert_00", "expert")
+    assert found.tensors == open_checkpoint(str(family / "expert_00"), "expert").tensors
+    assert "gives web pages in place of adapter_config.json, adapter_model.safeten" in caplog.text
+    with RemoteSource(f"{folder.url}/expert_00") as source:
+        assert source.list() == sorted(p.name for p in (family / "expert_00").iterdir())
+
+
 def test_only_bin_files_are_refused_with_what_converts_them(folder: FolderServer) -> None:
     (folder.folder / "old").mkdir()
     (folder.folder / "old" / "pytorch_model.bin").write_bytes(b"pickle")
