@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 
 from mergepipe_pipeline.errors import MergePipeError, RemoteError
 
@@ -28,6 +29,8 @@ def failures_named(where: str) -> Iterator[None]:
         yield
     except MergePipeError:
         raise
+    except JSONDecodeError as error:
+        raise no_hub(where, error) from error
     except Exception as error:
         if not (_is_of_client(error) or isinstance(error, OSError)):
             raise
@@ -42,6 +45,17 @@ def said(error: BaseException) -> str:
     parts = [status["status"].strip()] if status else []
     parts += [": ".join(filter(None, (code["code"], code["message"])))] if code else []
     return ", ".join(parts)[:_LONGEST] or first_line(error)
+
+
+def no_hub(where: str, error: Exception) -> RemoteError:
+    """The error for an answer that is not what the hub's client expects."""
+    return RemoteError(
+        "The answers of a server are not those of the hub",
+        where=where,
+        expected="the hub, or a mirror of it",
+        found=f"{type(error).__name__}: {first_line(error)}",
+        next_step="check HF_ENDPOINT, and whether a proxy or a page to log in answers instead",
+    )
 
 
 def first_line(error: BaseException) -> str:

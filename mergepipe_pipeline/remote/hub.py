@@ -23,7 +23,7 @@ from mergepipe_pipeline.remote.clients import (
     hub_session,
     need,
 )
-from mergepipe_pipeline.remote.failures import first_line
+from mergepipe_pipeline.remote.failures import first_line, no_hub
 from mergepipe_pipeline.remote.fetch import tried
 from mergepipe_pipeline.remote.listing import Listing, RemoteFile, RequestError, changed
 from mergepipe_pipeline.remote.traffic import METER, Traffic
@@ -58,8 +58,9 @@ class HubSite:
         for s in info.siblings or ():
             digest = s.lfs.sha256 if s.lfs else s.blob_id
             size = s.lfs.size if s.lfs else s.size
-            if digest is not None and size is not None:
-                files[s.rfilename] = RemoteFile(s.rfilename, int(size), digest, content=digest)
+            if digest is None or size is None or size < 0:
+                raise _untold(where, s.rfilename)
+            files[s.rfilename] = RemoteFile(s.rfilename, size, digest, content=digest)
         root = Address(self._address.scheme, self._address.place, info.sha).text
         METER.count(root, Traffic(requests=1))
         return Listing(self._address, root, files)
@@ -104,7 +105,9 @@ class HubSite:
                 next_step="correct the revision, or leave it out for the newest",
             ) from error
         except (errors.HfHubHTTPError, http.HTTPError) as error:
-            raise _failed(error) from error
+            raise _failed(error, where) from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise no_hub(where, error) from error
 
     def _link(self, file: RemoteFile) -> _Link:
         with self._lock:
@@ -135,7 +138,7 @@ class HubSite:
         except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
             raise _refused(self._address.text, error) from error
         except (errors.HfHubHTTPError, http.HTTPError) as error:
-            raise _failed(error) from error
+            raise _failed(error, self._address.text) from error
         if metadata.commit_hash not in (None, self._address.revision):
             raise changed(self._address.text, file, f"the commit {metadata.commit_hash}")
         if metadata.etag not in (None, file.tag):
@@ -163,11 +166,13 @@ def gets_token(location: str, url: str) -> bool:
     return place.netloc == asked.netloc and place.scheme in (asked.scheme, "https")
 
 
-def _failed(error: Exception) -> RequestError:
+def _failed(error: Exception, where: str) -> RequestError | RemoteError:
     """What the hub's client raised for one question, with the time that the hub asks for."""
     answer = getattr(error, "response", None)
     if answer is None:
         return RequestError(first_line(error), type(error).__name__)
+    if answer.status_code in (401, 403):
+        return _refused(where, error)
     retries = answer.status_code in TEMPORARY
     after_s = asked_s(answer.headers)
     return RequestError(
@@ -186,10 +191,22 @@ def _offline(where: str) -> RemoteError:
 
 
 def _refused(where: str, error: Exception) -> RemoteError:
+    told = getattr(error, "server_message", None)
     return RemoteError(
         "The hub gives no such model to this user",
         where=where,
         expected="a public model, or one that the token may read",
-        found=first_line(error),
-        next_step="check the spelling; for a gated or private model, log in: `hf auth login`",
+        found=first_line(error) + (f" {told}" if told else ""),
+        next_step="check the spelling, and the token: HF_TOKEN if it is set, else log in with "
+        "`hf auth login`",
+    )
+
+
+def _untold(where: str, name: str) -> RemoteError:
+    return RemoteError(
+        f"The hub does not tell the size and digest of {name}",
+        where=where,
+        expected="both of each file, as the hub itself tells them",
+        found="a mirror that does not",
+        next_step="unset HF_ENDPOINT, or download the model and give its folder",
     )

@@ -177,16 +177,20 @@ class _FolderHandler(Handler):
 class HubServer(Server):
     """The hub's protocol for reading: models are the folders `org/model` below a folder.
 
-    The commit of a model is made of its files; `private` ones ask for the token. Weights are served
-    by the path `/cdn/`, to which the hub sends its readers, as by another host.
+    The commit of a model is made of its files; `private` ones ask for the token, and files of
+    `gated` ones nobody gets. Another token is refused everywhere. Weights are served by the path
+    `/cdn/`, to which the hub sends its readers, as by another host.
     """
 
     def __init__(self, folder: Path, handler: type[Handler] | None = None) -> None:
         super().__init__(handler or HubHandler)
         self.folder = folder
         self.private: set[str] = set()
+        self.gated: set[str] = set()
         self.token = "hf_test"
         self.revisions: dict[str, Path] = {}
+        #: What it says that a file has, of the bytes that it has.
+        self.told_nbytes: Callable[[int], int | None] = lambda nbytes: nbytes
 
     def commit(self, repo: str) -> str:
         """The newest commit of a model."""
@@ -204,7 +208,10 @@ class HubHandler(Handler):
 
     def serve(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if path.startswith("/api/models/"):
+        token = self.headers.get("authorization")
+        if not path.startswith("/cdn/") and token not in (None, f"Bearer {self.server.token}"):
+            self._refuse(401, "", "Invalid credentials in Authorization header")
+        elif path.startswith("/api/models/"):
             self._info(path.removeprefix("/api/models/"))
         elif path.startswith("/cdn/"):
             if "authorization" in self.headers:
@@ -226,7 +233,8 @@ class HubHandler(Handler):
             return
         files = []
         for path in sorted(_files(folder)):
-            told = {"rfilename": str(path.relative_to(folder)), "size": path.stat().st_size}
+            nbytes = self.server.told_nbytes(path.stat().st_size)
+            told: dict[str, object] = {"rfilename": str(path.relative_to(folder)), "size": nbytes}
             told["blobId"] = _digest(path)[:40]
             if _is_large(path):
                 told["lfs"] = {"sha256": _digest(path), "size": told["size"], "pointerSize": 130}
@@ -238,6 +246,10 @@ class HubHandler(Handler):
     def _resolve(self, path: str) -> None:
         repo, _, rest = path.partition("/resolve/")
         commit, _, name = rest.partition("/")
+        if repo in self.server.gated:
+            said = f"Access to model {repo} is restricted. Visit its page to ask for access."
+            self._refuse(403, "GatedRepo", said)
+            return
         file = self.server.folder / repo / name
         if self._is_hidden(repo) or not file.is_file():
             self.reply(404, {"X-Error-Code": "EntryNotFound"})
@@ -252,6 +264,10 @@ class HubHandler(Handler):
         port = self.server.server_address[1]
         headers["Location"] = f"http://localhost:{port}/cdn/{repo}/{name}?signature=1"
         self.reply(302, headers)
+
+    def _refuse(self, status: int, code: str, said: str) -> None:
+        headers = {"X-Error-Message": said, **({"X-Error-Code": code} if code else {})}
+        self.reply(status, headers, json.dumps({"error": said}).encode())
 
     def _is_hidden(self, repo: str) -> bool:
         wanted = f"Bearer {self.server.token}"

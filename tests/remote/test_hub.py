@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from mergepipe_pipeline.errors import CheckpointChangedError, CheckpointError, RemoteError
+from mergepipe_pipeline.remote.address import parse_address
+from mergepipe_pipeline.remote.folders import folder_at
 from mergepipe_pipeline.remote.hub import gets_token
 from mergepipe_pipeline.remote.source import RemoteSource
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.remote.servers import Fault, HubServer
+from tests.remote.servers import Fault, FolderServer, HubServer
 
 
 def test_a_revision_is_pinned_to_its_commit(hub: HubServer, home: Warehouse) -> None:
@@ -71,6 +73,49 @@ def test_a_private_model_needs_the_token_and_the_place_of_bytes_never_gets_it(
     # `servers.HubHandler` fails if the token comes there.
     with RemoteSource(found.root) as source:
         assert len(source.read_range("model.safetensors", 100, 100)) == 100
+
+
+def test_a_token_that_the_hub_does_not_know_is_named_as_what_is_wrong(
+    hub: HubServer, home: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_last_year")
+    with pytest.raises(RemoteError, match=r"401.*Invalid credentials.*HF_TOKEN") as refused:
+        locate_checkpoint(home, "hf://org/base")
+    assert "hf_of_last_year" not in str(refused.value)
+    with pytest.raises(CheckpointError, match=r"Invalid credentials.*HF_TOKEN"):
+        locate_checkpoint(home, "org/base")
+
+
+def test_a_gated_model_is_told_in_the_hubs_own_words(hub: HubServer, home: Warehouse) -> None:
+    hub.gated.add("org/base")
+    with pytest.raises(RemoteError, match=r"org/base is restricted\. Visit its page to ask"):
+        locate_checkpoint(home, "hf://org/base")
+
+
+@pytest.mark.parametrize("page", [b"<!doctype html>", b"[1, 2]", b'{"siblings": "none"}'])
+def test_what_is_no_hub_is_told_by_its_address(
+    hub: HubServer,
+    folder: FolderServer,
+    home: Warehouse,
+    monkeypatch: pytest.MonkeyPatch,
+    page: bytes,
+) -> None:
+    folder.page = page
+    monkeypatch.setenv("HF_ENDPOINT", folder.url)
+    with pytest.raises(RemoteError, match=r"not those of the hub.*HF_ENDPOINT"):
+        locate_checkpoint(home, "hf://org/base")
+    if page.startswith(b"<"):
+        with pytest.raises(RemoteError, match=r"not those of the hub.*HF_ENDPOINT"):
+            folder_at(parse_address("hf://org/base"))
+
+
+@pytest.mark.parametrize("size", [None, -5])
+def test_a_hub_that_does_not_tell_sizes_is_refused(
+    hub: HubServer, home: Warehouse, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    monkeypatch.setattr(hub, "told_nbytes", lambda nbytes: size)
+    with pytest.raises(RemoteError, match=r"does not tell the size and digest of config\.json"):
+        locate_checkpoint(home, "hf://org/base")
 
 
 def test_a_whole_model_in_the_hubs_cache_is_read_there(
