@@ -13,7 +13,7 @@ from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.remote.address import parse_address
 from mergepipe_pipeline.remote.clients import IN_FLIGHT
-from mergepipe_pipeline.remote.pieces import downloads_folder
+from mergepipe_pipeline.remote.pieces import downloads_folder, refusals_named
 from mergepipe_pipeline.storage.atomic import write_atomic
 
 #: Bytes that are worth a request where nobody has measured: 20 ms at 150 MB/s, shared by twelve.
@@ -60,8 +60,9 @@ def pace_of(root: str) -> Pace | None:
 
 
 def put_pace(root: str, pace: Pace) -> None:
-    """Remember what was measured of an address's source. Raises StorageFullError."""
-    write_atomic(_path(), seal({"paces": _paces() | {source_of(root): asdict(pace)}}))
+    """Remember what was measured of an address's source. Raises as `refusals_named`."""
+    with refusals_named():
+        write_atomic(_path(), seal({"paces": _paces() | {source_of(root): asdict(pace)}}))
 
 
 def gap_nbytes(root: str | None = None) -> int:

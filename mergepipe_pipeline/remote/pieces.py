@@ -7,17 +7,18 @@ counts as not there. The folder holds nothing that cannot be downloaded again.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from mergepipe_pipeline.digest import CHECKSUM_NBYTES, segment_checksums
-from mergepipe_pipeline.errors import MergePipeError
-from mergepipe_pipeline.storage.atomic import remove_unnamed, write_fleeting
+from mergepipe_pipeline.errors import MergePipeError, StorageFullError
+from mergepipe_pipeline.storage.atomic import READ_ONLY, remove_unnamed, write_fleeting
 
 FOLDER, LIMIT = "MERGEPIPE_DOWNLOADS", "MERGEPIPE_CACHE_LIMIT"
 DEFAULT_LIMIT = "20GB"
@@ -25,6 +26,8 @@ DEFAULT_LIMIT = "20GB"
 LEAST_NBYTES = 512 << 20
 #: Bytes that a checksum is of.
 _CHUNK_NBYTES = 64 << 10
+#: What the system says where files cannot be made for good.
+_NO_FOLDER = READ_ONLY | {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 _NAME = re.compile(r"([0-9a-f]{12})-([0-9a-f]{12})")
 
 
@@ -77,12 +80,13 @@ class Pieces:
     def put(self, key: str, start_byte: int, data: bytearray) -> None:
         """Keep the bytes of a file from `start_byte` on; collects if that is too much.
 
-        Raises StorageFullError.
+        Raises StorageFullError, and MergePipeError if the folder cannot be written.
         """
         run = Run(start_byte, start_byte + len(data))
         sums = segment_checksums(memoryview(data), _CHUNK_NBYTES)
         path = self._path(key, run)
-        write_fleeting(path, (data, sums))
+        with refusals_named():
+            write_fleeting(path, (data, sums))
         self._used.add(path)
         with self._lock:
             if self._nbytes is None:
@@ -162,6 +166,31 @@ def downloads_folder() -> Path:
     named = os.environ.get(FOLDER)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(named or f"{home}/mergepipe/downloads").expanduser().absolute()
+
+
+@contextmanager
+def refusals_named() -> Iterator[None]:
+    """Say what names another folder where that of downloads cannot be written, or is full.
+
+    Raises MergePipeError, StorageFullError.
+    """
+    try:
+        yield
+    except StorageFullError as error:
+        error.next_step = (
+            "free space there and run the same command again: what came is kept. Another folder: "
+            f"{FOLDER}, less of it: {LIMIT}"
+        )
+        raise
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise
+        raise MergePipeError(
+            "The folder of downloads cannot be written",
+            where=str(downloads_folder()),
+            found=error.strerror,
+            next_step=f"make it writable, or give the downloads another folder: {FOLDER}",
+        ) from error
 
 
 def downloads_limit_nbytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe_pipeline.errors import MergePipeError, StorageFullError
 from mergepipe_pipeline.remote import pieces
 from mergepipe_pipeline.remote.coalesce import coalesced
 from mergepipe_pipeline.remote.downloads import DownloadedFile
@@ -112,6 +114,33 @@ def test_what_was_used_longest_ago_goes_first(
     other.put("a" * 32, 5 * 200_000, bytearray(180_000))
     left = {run.start_byte // 200_000 for run in store.runs("a" * 32)}
     assert left == {0, 3, 4, 5}
+
+
+def test_a_folder_that_takes_no_downloads_is_named_with_what_names_another(
+    folder: FolderServer, fresh_downloads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_downloads.write_text("a file")
+    for place in (fresh_downloads, Path("/proc/nobody")):
+        monkeypatch.setenv("MERGEPIPE_DOWNLOADS", str(place))
+        with (
+            RemoteSource(f"{folder.url}/base") as source,
+            pytest.raises(MergePipeError, match=rf"{place}.*another folder: MERGEPIPE_DOWNLOADS"),
+        ):
+            source.read_range("model.safetensors", 0, 100)
+
+
+def test_a_disk_that_is_full_of_downloads_is_told_with_what_limits_them_and_reading_goes_on(
+    folder: FolderServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RemoteSource(f"{folder.url}/base") as source:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", full)
+            with pytest.raises(StorageFullError, match=r"MERGEPIPE_DOWNLOADS, .*_CACHE_LIMIT"):
+                source.read_range("model.safetensors", 0, 100)
+        assert len(source.read_range("model.safetensors", 0, 100)) == 100
 
 
 _READER = """
