@@ -12,6 +12,7 @@ from mergepipe_pipeline.remote.address import BUCKETS, HUB, Address
 from mergepipe_pipeline.remote.bucket import Bucket
 from mergepipe_pipeline.remote.clients import hub_api
 from mergepipe_pipeline.remote.failures import failures_named
+from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.storage.hashing import file_sha256
 
 
@@ -86,7 +87,8 @@ class _HubFolder:
     def download(self, name: str, path: Path, sha256: str, advance: Callable[[int], None]) -> bool:
         if name not in self._tree:
             return False
-        got = self._got(name, path.parent / f"{path.name}.parts")
+        parts = path.parent / f"{path.name}.parts"
+        got = self._got(name, parts)
         if (found := file_sha256(got)) != sha256:
             raise CorruptionError(
                 "A file of the hub is not what was put there",
@@ -96,6 +98,7 @@ class _HubFolder:
                 next_step="push it again",
             )
         got.replace(path)
+        remove_tree(parts)  # the client keeps notes there
         advance(path.stat().st_size)
         return True
 

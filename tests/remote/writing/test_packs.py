@@ -104,8 +104,16 @@ def test_packs_travel_by_the_hub_beside_what_is_in_the_repository(
     assert _run(here, "push", "--pack", "e0", "hf://org/model")["commit"] == sent["commit"]
     came = _run(there, "pull-pack", "hf://org/model", "--base", "foundation")
     assert came[0]["nbytes"] > 0
+    assert _names(there.packs.path(came[0]["pack_id"])) == _names(
+        here.packs.path(came[0]["pack_id"])
+    )
+    assert not list(there.root.rglob(".cache")), "the hub's client keeps notes beside downloads"
     unpack(there, "e0", tmp_path / "again")
     assert files_in(tmp_path / "again") == files_in(here.root.parent / "e0")
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def test_another_base_and_a_flipped_byte_are_refused_and_leave_nothing(
