@@ -105,7 +105,7 @@ class Ledger:
 
     def turn(self) -> AbstractContextManager[None]:
         """Propose alone, after those who do."""
-        return locked(self._warehouse.leases_dir / f"search-{self.name}.lock")
+        return locked(self._warehouse.leases_dir / f"search-{self.name}.turn")
 
     @contextmanager
     def claim(self, number: int) -> Iterator[None]:

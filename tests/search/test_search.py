@@ -171,6 +171,16 @@ def test_a_search_whose_evaluations_all_fail_ends_and_goes_on_when_it_is_mended(
     assert list(state_of(world.home, search).waiting) == [1, 2, 3]
 
 
+def test_a_search_whose_name_ends_in_a_number_waits_for_no_candidate_of_another(
+    world: World,
+) -> None:
+    home = world.home
+    start_search(home, world.write(name="mix"))
+    other = start_search(home, world.write(name="mix-0001"))
+    with ThreadPoolExecutor(1) as pool, Ledger(home, "mix").claim(1):
+        assert pool.submit(propose, home, other, 1).result(timeout=30) == [1]
+
+
 def test_a_candidate_is_evaluated_by_one_process_at_a_time(world: World) -> None:
     home = world.home
     search = start_search(home, world.write("evaluations: 3\nmethod: sobol\n"))
