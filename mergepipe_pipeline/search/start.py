@@ -57,7 +57,15 @@ def read_search(warehouse: Warehouse, path: Path) -> Search:
     refuse_no_activations(file, folder, models, text_of(path))
     layers = layers_of([models[source].views for source in file.sources])
     n_layers = len(numbered(layers))
-    if (file.blocks is not None and file.blocks > n_layers) or not n_layers:
+    if not n_layers:
+        raise RecipeError(
+            "The models of a search have no numbered layers",
+            where=f"{text_of(path)}, sources",
+            expected="tensors of layers, as model.layers.0.mlp.up_proj.weight",
+            found=", ".join(layer.name for layer in layers[:3]),
+            next_step="a search gives weights to layers: sweep the weights of recipes instead",
+        )
+    if file.blocks is not None and file.blocks > n_layers:
         raise RecipeError(
             "A search has more blocks than its models have layers",
             where=f"{text_of(path)}, space.blocks",

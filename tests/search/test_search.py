@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -169,6 +170,16 @@ def test_a_search_whose_evaluations_all_fail_ends_and_goes_on_when_it_is_mended(
     for result in (world.home.search_ledgers / "mix" / "results").iterdir():
         result.unlink()
     assert list(state_of(world.home, search).waiting) == [1, 2, 3]
+
+
+def test_models_without_numbered_layers_are_told_to_have_none(world: World) -> None:
+    for name in ("base", "one", "zero"):
+        shutil.rmtree(world.folder / name)
+        write_model(world.folder / name, {"proj.weight": torch.ones(4, 4)})
+    done = call(world, "search", world.write())
+    assert done.exit_code == RecipeError.exit_code
+    assert "The models of a search have no numbered layers" in done.stderr
+    assert searches(world.home) == []
 
 
 def test_a_search_whose_name_ends_in_a_number_waits_for_no_candidate_of_another(
