@@ -38,20 +38,29 @@ def run_search(
 ) -> SearchState:
     """Evaluate what is pending and propose more, until the search has ended.
 
-    Raises SearchError where too many evaluations in a row failed, and what `evaluate` raises.
+    Raises SearchError where too many evaluations in a row failed, or all, and what `evaluate`
+    raises.
     """
     with _Loop(warehouse, search, progress, tell) as loop:
         state = loop.run()
     if state.done < state.evaluations:
-        raise SearchError(
-            "A search ends early",
-            where=f"{search.name}, {state.told}",
-            expected=f"fewer than {search.file.failures} failures one after the other",
-            found=state.ended,
-            next_step="if what failed was around the evaluator, run it again: it goes on; with "
-            "another evaluator or space it is another search, of another name",
-        )
+        few = f"fewer than {search.file.failures} failures one after the other"
+        raise _failed("A search ends early", search, state, few)
+    if state.failed == state.done:
+        one = "an evaluation that does not fail"
+        raise _failed("A search ends without a front", search, state, one)
     return state
+
+
+def _failed(what: str, search: Search, state: SearchState, expected: str) -> SearchError:
+    return SearchError(
+        what,
+        where=f"{search.name}, {state.told}",
+        expected=expected,
+        found=state.ended,
+        next_step="if what failed was around the evaluator, remove these files and run it again: "
+        "it goes on; with another evaluator or space it is another search, of another name",
+    )
 
 
 class _Loop:

@@ -66,7 +66,7 @@ def state_of(warehouse: Warehouse, search: Search) -> SearchState:
 def _ended(search: Search, ledger: Ledger, results: dict[int, Result], *, is_all: bool) -> str:
     latest = sorted(results.values(), key=lambda r: r.ended, reverse=True)
     in_a_row = list(takewhile(lambda r: r.is_failure, latest))
-    if len(in_a_row) >= search.file.failures:
+    if len(in_a_row) >= search.file.failures or (is_all and len(in_a_row) == len(latest)):
         return (
             f"the last {len(in_a_row)} evaluations failed, the last one so: {in_a_row[0].failure}; "
             f"remove their files in {ledger.folder / 'results'} to have them again"

@@ -172,6 +172,21 @@ def test_a_search_whose_evaluations_all_fail_ends_and_goes_on_when_it_is_mended(
     assert list(state_of(world.home, search).waiting) == [1, 2, 3]
 
 
+def test_a_search_of_which_nothing_could_be_measured_ends_with_an_error(world: World) -> None:
+    path = world.write("evaluations: 2\nmethod: sobol\n")
+    (world.folder / "eval.py").write_text("raise SystemExit('no such dataset')")
+    for _ in range(2):
+        done = call(world, "search", path)
+        assert done.exit_code == SearchError.exit_code, done.stdout
+        assert "2 of 2 evaluated, 2 of them failed" in done.stderr
+        assert "no such dataset" in done.stderr
+        assert "remove these files and run it again" in done.stderr
+    for result in (world.home.search_ledgers / "mix" / "results").iterdir():
+        result.unlink()
+    (world.folder / "eval.py").write_text("raise SystemExit('no such dataset')")
+    assert len(state_of(world.home, search_of(world.home, "mix")).waiting) == 2
+
+
 def test_models_without_numbered_layers_are_told_to_have_none(world: World) -> None:
     for name in ("base", "one", "zero"):
         shutil.rmtree(world.folder / name)
@@ -338,7 +353,9 @@ def test_a_metric_too_far_from_its_anchors_for_a_number_is_a_failure_of_its_cand
 ) -> None:
     path = world.write("evaluations: 2\ninitial: 1\nmethod: sobol\n")
     path.write_text(path.read_text().replace("anchors: [0, 1]", "anchors: [0, 1.0e-309]"))
-    run_search(world.home, search := start_search(world.home, path))
+    search = start_search(world.home, path)
+    with pytest.raises(SearchError, match="without a front"):
+        run_search(world.home, search)
     failures = [t.failure for t in front(world.home, search).trials]
     assert len(failures) == 2
     assert all("too far from its anchors" in failure for failure in failures)
