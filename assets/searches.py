@@ -225,5 +225,6 @@ def _front_metadata(front: Front) -> dict[str, Any]:
         "evaluations": len(front.trials),
         "failures": sum(bool(t.failure) for t in front.trials),
         "on the front": len(front.best),
+        **({"warnings": "; ".join(front.warnings)} if front.warnings else {}),
         "candidates": markdown_table(("candidate", "ref", *map(plain_name, names)), rows),
     }

@@ -53,6 +53,7 @@ def search(console: Console, file: str, dry_run: bool) -> None:
     verbs.run_search(home, begun, progress=console.progress, tell=_teller(console, begun))
     refs = verbs.publish_front(home, begun, console.progress)
     results = verbs.front(home, begun)
+    console.warn(results.warnings)
     shown = {**_json(results), "cost": asdict(cost), "refs": [asdict(r) for r in refs]}
     console.show(shown, *_lines(results))
 
@@ -61,6 +62,13 @@ def _teller(console: Console, search: Search) -> Any:
     """Says each result on stderr, as a line of text or of JSON."""
 
     def tell(result: Result, state: SearchState) -> None:
+        show(result, state)
+        if state.done == search.file.initial < state.evaluations:
+            from mergepipe_pipeline.verbs.search import front
+
+            console.warn(front(console.warehouse, search).warnings)
+
+    def show(result: Result, state: SearchState) -> None:
         if console.as_json:
             line = {"task": f"search {search.name}", "done": state.done}
             line |= {"total": state.evaluations, "unit": "evaluations", "result": result.to_json()}
@@ -83,6 +91,7 @@ def front(console: Console, name: str, picture: str | None) -> None:
     from mergepipe_pipeline.verbs import search as verbs
 
     results = verbs.front(console.warehouse, _search(console, name))
+    console.warn(results.warnings)
     if picture is not None:
         from mergepipe_pipeline.report.front import front_picture
 

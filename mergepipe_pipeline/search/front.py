@@ -12,6 +12,7 @@ import numpy as np
 from mergepipe_pipeline.errors import SearchError
 from mergepipe_pipeline.optimise.pareto import front as on_front
 from mergepipe_pipeline.optimise.pareto import hypervolume
+from mergepipe_pipeline.optimise.trials import REFERENCE
 from mergepipe_pipeline.report.front import DrawnFront, DrawnTrial
 from mergepipe_pipeline.search.ledger import Ledger
 from mergepipe_pipeline.search.records import MergeCost, Point, Result, Search
@@ -66,6 +67,18 @@ class Front:
         """What the front covers."""
         return self.trials[-1].hypervolume if self.trials else 0.0
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The objectives of which a search learns nothing: all results count alike in them."""
+        good = [t for t in self.trials if not t.failure]
+        return tuple(
+            f"nothing is learned of {o.metric}: all results lie far beyond its worst anchor, "
+            f"{figure(o.worst)} (the nearest is {figure(_best(good, o))}), and count alike; begin "
+            "a search of another name, with anchors that results lie between"
+            for k, o in enumerate(self.objectives)
+            if good and all(t.values[k] <= REFERENCE for t in good)
+        )
+
     def drawn(self) -> DrawnFront:
         """What a picture of the front shows."""
         objectives = self.objectives
@@ -85,7 +98,9 @@ class Front:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON material."""
-        return {**asdict(self), "front": self.numbers, "hypervolume": self.hypervolume}
+        return {**asdict(self), "front": self.numbers, "hypervolume": self.hypervolume} | {
+            "warnings": self.warnings
+        }
 
 
 def front(warehouse: Warehouse, search: Search) -> Front:
@@ -131,6 +146,11 @@ def _one_of_each(search: Search, results: list[Result], places: list[int]) -> It
         if search.file.shares(result.metrics) > search.file.shares(other.metrics):
             chosen[result.values] = place
     return chosen.values()
+
+
+def _best(trials: Iterable[Trial], objective: Objective) -> float:
+    metrics = (t.metrics[objective.metric] for t in trials)
+    return (max if objective.is_max else min)(metrics)
 
 
 def ref_name(search: Search, k: int) -> str:

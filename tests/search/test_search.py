@@ -187,6 +187,24 @@ def test_a_search_of_which_nothing_could_be_measured_ends_with_an_error(world: W
     assert len(state_of(world.home, search_of(world.home, "mix")).waiting) == 2
 
 
+def test_an_objective_in_which_all_candidates_are_beyond_its_worst_anchor_is_told(
+    world: World,
+) -> None:
+    path = world.write("evaluations: 4\ninitial: 2\nmethod: sobol\n")
+    path.write_text(path.read_text().replace("anchors: [2, 0]", "anchors: [-1, -2]"))
+    done = call(world, "search", path)
+    assert done.exit_code == 0, done.stderr
+    said = "nothing is learned of cost: all results lie far beyond its worst anchor, -1"
+    assert done.stderr.count(said) == 2, "once after the first candidates, once in the end"
+    assert done.stderr.index(said) < done.stderr.index("3 of 4")
+    shown = call(world, "front", "mix", "--json")
+    assert said in shown.stderr
+    (warning,) = json.loads(shown.stdout)["warnings"]
+    assert "the nearest is 0" in warning
+    path = world.write("evaluations: 4\ninitial: 2\nmethod: sobol\n", "sound")
+    assert said.split(" of")[0] not in call(world, "search", path).stderr
+
+
 def test_models_without_numbered_layers_are_told_to_have_none(world: World) -> None:
     for name in ("base", "one", "zero"):
         shutil.rmtree(world.folder / name)
