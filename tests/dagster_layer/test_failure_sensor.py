@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.definitions import build_definitions
+from mergepipe_pipeline.deploy import notify
 from mergepipe_pipeline.deploy.faults import Fault
 from mergepipe_pipeline.deploy.notify import post, run_failure
 from mergepipe_pipeline.text import in_one_line, markdown, plain_of_markdown
@@ -108,6 +111,30 @@ def test_a_webhook_that_fails_harms_nothing_and_its_address_is_not_told() -> Non
         problem = post(wrong, FAILURE)
         assert problem
         assert wrong not in problem
+
+
+def test_a_webhook_that_answers_bit_by_bit_is_given_up_after_its_time_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notify, "_TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=_drip, args=(server,), daemon=True)
+        thread.start()
+        began = time.monotonic()
+        assert post(f"http://127.0.0.1:{server.getsockname()[1]}/", FAILURE) == (
+            "no answer: TimeoutError"
+        )
+        assert time.monotonic() - began < 3
+        thread.join()
+
+
+def _drip(server: socket.socket) -> None:
+    """Answer one who connects with a byte at a time, for 4 s: never later than a timeout allows."""
+    with server.accept()[0] as connection, suppress(OSError):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+        for _ in range(40):
+            connection.sendall(b"x")
+            time.sleep(0.1)
 
 
 @given(st.text())
