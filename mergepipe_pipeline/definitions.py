@@ -4,6 +4,7 @@ Loaded by `workspace.yaml`. Loading reads recipe files and the catalog, never a 
 import torch.
 """
 
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -44,12 +45,12 @@ _ASSETS, _JOBS = (expert_index, free_space), (index_job, index_burst, space_job)
 def build_definitions(
     home: Warehouse,
     mergepipe: MergePipe | None = None,
-    loaded_s: float = 0.0,
+    loaded_s: float = -math.inf,
     shards: int | None = None,
 ) -> dg.Definitions:
     """The definitions of one warehouse, with its resource (by default as the environment says).
 
-    `loaded_s`: when they were loaded, in seconds since 1970, if a daemon has yet to hear of them.
+    `loaded_s`: when they were loaded, of `time.monotonic`, if a daemon has yet to hear of them.
     `shards`: the steps that a merge is split into, by default as the environment says.
 
     A recipe that cannot be used is one asset that says why, and has no job.
@@ -159,4 +160,4 @@ def build_job(file: RecipeFile) -> AssetJob:
     )
 
 
-defs = build_definitions(Warehouse.at(), loaded_s=time.time())
+defs = build_definitions(Warehouse.at(), loaded_s=time.monotonic())

@@ -120,7 +120,8 @@ def _telling(
     """The failed attempts that tell what another one would give."""
     if failed and failed[-1].fault is Fault.LASTING:  # a file may be mended with its time kept
         written_s = last_written_s(mergepipe.warehouse, file.members)
-        return [a for a in failed if a.ended_s >= written_s]
+        # A time after now is of a clock that was set back: no attempt would ever come after it.
+        return [a for a in failed if not a.ended_s < written_s <= time.time()]
     return failed
 
 
@@ -132,11 +133,10 @@ def build_recipe_sensor(
 ) -> dg.SensorDefinition:
     """The level-triggered sensor over all recipe files.
 
-    `loaded` are the recipes with a job, loaded at `loaded_s` (seconds since 1970); `refused` says
+    `loaded` are the recipes with a job, loaded at `loaded_s` (of `time.monotonic`); `refused` says
     why Dagster takes no definitions of a file, by the file's token.
     """
     layers = {file.name: file.layers for file in loaded}
-    known_s = loaded_s + _SPREADING_S
 
     @dg.sensor(
         name="recipe_sensor",
@@ -155,10 +155,11 @@ def build_recipe_sensor(
         """
         make_pools_known(context.instance)
         busy = recipes_under_way(context.instance)
+        is_known = time.monotonic() >= loaded_s + _SPREADING_S
         requests, states = [], []
         for file in recipe_files(mergepipe.warehouse):
             reason = file.problem or refused.get(file.token)
-            if reason is None and (layers.get(file.name) != file.layers or time.time() < known_s):
+            if reason is None and not (is_known and layers.get(file.name) == file.layers):
                 reason = "its definitions are being loaded"
             asked = reason or request_or_reason(
                 mergepipe, file, context.instance, busy, is_time=False

@@ -40,6 +40,7 @@ def stalled_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) ->
         if why is None:
             continue
         since_s, is_reported = before.get(file.name, (now_s, False))
+        since_s = min(since_s, now_s)  # the clock may have been set back
         if not is_reported and count < _MOST_AT_ONCE and now_s - since_s >= STALLED.value():
             count += 1
             failure = stalled(file.name, in_one_line(why), now_s - since_s)

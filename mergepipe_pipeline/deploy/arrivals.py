@@ -20,7 +20,7 @@ from typing import Any
 
 from mergepipe_pipeline.catalog.catalog import Catalog
 from mergepipe_pipeline.deploy.faults import SILENT, Fault, fault_of_exception
-from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, pause_s
+from mergepipe_pipeline.deploy.retry import MOST_ATTEMPTS, left_s, pause_s
 from mergepipe_pipeline.deploy.stamps import Stamp, stamps_of, token_of
 from mergepipe_pipeline.digest import seal, unseal
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
@@ -94,7 +94,7 @@ class Arrival:
         """Seconds until a run may be asked for again; `retry_s` is the first wait."""
         if not self.tries:
             return 0.0
-        return max(0.0, self.asked_s + pause_s(retry_s, self.tries) - time.time())
+        return left_s(pause_s(retry_s, self.tries), time.time() - self.asked_s)
 
 
 def arrival(warehouse: Warehouse, name: str) -> Arrival:

@@ -217,6 +217,11 @@ def _unfinished(
     if known.landed == token_of(stamps):  # `land` put it there whole
         return is_complete(str(folder))
     age_s = (time.time_ns() - changed_ns) / 1e9
+    if age_s < 0:
+        return (
+            f"its files changed {-age_s:.0f} s after now, as the clock of this machine says, which "
+            "it waits for; if that clock is right, `touch` them, and they are taken at once"
+        )
     if age_s < patience.quiet_s:
         return (
             f"its files changed {age_s:.0f} s ago; it is taken after {patience.quiet_s:.0f} s of "

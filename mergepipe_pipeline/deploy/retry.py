@@ -46,6 +46,14 @@ def pause_s(first_s: float, failed: int) -> float:
     return min(grown_s, max(first_s, LONGEST_PAUSE_S))
 
 
+def left_s(pause: float, passed_s: float) -> float:
+    """Seconds that are left of a pause; `passed_s` is negative where the clock was set back.
+
+    By more than the pause, it says nothing of when the pause began, which is taken to be over.
+    """
+    return pause - passed_s if abs(passed_s) < pause else 0.0
+
+
 def reason_to_wait(attempts: Sequence[Attempt], now_s: float, first_s: float) -> str | None:
     """Why not to try again now, after the last attempts at one wanted state; None to try.
 
@@ -63,12 +71,12 @@ def reason_to_wait(attempts: Sequence[Attempt], now_s: float, first_s: float) ->
             f"failing {why}, until the recipe or an input changes or somebody runs it; "
             f"the last error: {error}"
         )
-    left_s = pause_s(first_s, last.number) - (now_s - last.ended_s)
-    if left_s <= 0:
+    wait_s = left_s(pause_s(first_s, last.number), now_s - last.ended_s)
+    if wait_s <= 0:
         return None
     until = ", and so on until one works" if last.fault is Fault.SURROUNDINGS else ""
     return (
-        f"the next attempt comes in {left_s:.0f} s, after {last.number} that failed{until}; "
+        f"the next attempt comes in {wait_s:.0f} s, after {last.number} that failed{until}; "
         f"the last: {error}"
     )
 

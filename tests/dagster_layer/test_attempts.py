@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,9 +34,11 @@ class Sensor:
     def __init__(self, home: Warehouse, instance: dg.DagsterInstance) -> None:
         self.home, self.instance = home, instance
 
-    def tick(self, pause_s: float = 0) -> tuple[list[dg.RunRequest], str]:
-        """What one tick requests, and what it says."""
-        repository = build_definitions(self.home).get_repository_def()
+    def tick(
+        self, pause_s: float = 0, repository: dg.RepositoryDefinition | None = None
+    ) -> tuple[list[dg.RunRequest], str]:
+        """What one tick requests, and what it says; its definitions are made anew by default."""
+        repository = repository or build_definitions(self.home).get_repository_def()
         with dg.build_sensor_context(
             instance=self.instance,
             repository_def=repository,
@@ -160,6 +164,39 @@ def test_pauses_grow_to_an_hour_and_the_fault_says_how_often_the_same_is_tried()
     assert [pause_s(30.0, n) for n in (1, 2, 3, 4, 5, 10_000)] == [30, 120, 480, 1920, 3600, 3600]
     assert [pause_s(7200.0, n) for n in (1, 2)] == [7200, 7200]
     assert pause_s(0.0, 10_000) == 0
+
+
+def test_a_clock_that_is_set_back_makes_no_attempt_wait_longer_than_two_pauses() -> None:
+    last = Attempt(1e9, "no disk", Fault.SURROUNDINGS, 1)
+    assert "attempt comes in 31 s" in str(reason_to_wait([last], 1e9 - 1, 30.0))
+    assert reason_to_wait([last], 1e9 - 86400, 30.0) is None
+
+
+def test_a_clock_that_is_set_back_after_definitions_are_loaded_delays_no_merge(
+    sensor: Sensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "_SPREADING_S", 0.0)
+    now_s = time.time
+    monkeypatch.setenv("MERGEPIPE_HOME", str(sensor.home.root))
+    loaded = runpy.run_module("mergepipe_pipeline.definitions")["defs"].get_repository_def()
+    monkeypatch.setattr(time, "time", lambda: now_s() - 86400)
+    requests, said = sensor.tick(repository=loaded)
+    assert [r.job_name for r in requests] == ["merge_a"], said
+
+
+def test_an_input_of_a_time_after_now_has_a_failure_that_lasts_tried_no_more_often(
+    sensor: Sensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((request,), _) = sensor.tick()
+    monkeypatch.setattr(recipes, "failed_attempts", lambda *_: [_refused(time.time())])
+    monkeypatch.setattr(recipes, "last_written_s", lambda *_: time.time() + 86400)
+    assert "failing and would again" in sensor.tick()[1]
+    monkeypatch.setattr(recipes, "last_written_s", lambda *_: time.time())
+    assert [r.job_name for r in sensor.tick()[0]] == [request.job_name]
+
+
+def _refused(ended_s: float) -> Attempt:
+    return Attempt(ended_s, "no such tensor", Fault.LASTING)
 
 
 def test_an_input_that_was_mended_is_tried_again_though_its_contents_are_those_of_before(

@@ -183,6 +183,29 @@ def test_pauses_before_a_run_grow_to_an_hour_however_many_failed() -> None:
     assert [round(wait) for wait in waits] == [30, 120, 480, 1920, 3600, 3600]
 
 
+def test_an_expert_that_was_asked_for_by_a_clock_that_was_set_back_since_is_asked_for_again() -> (
+    None
+):
+    day_s = 86400.0
+    assert Arrival(tries=1, asked_s=time.time() + day_s).left_s(30.0) == 0
+    assert Arrival(tries=1, asked_s=time.time() + 1.0).left_s(30.0) == pytest.approx(31.0, abs=0.5)
+
+
+def test_a_folder_that_was_written_after_now_says_so_and_how_to_have_it_taken(
+    home: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(home.inbox / "a", tensors_of(0, 0))
+    with monkeypatch.context() as patch:
+        now_ns = time.time_ns()
+        patch.setattr(time, "time_ns", lambda: now_ns - 3600 * 10**9)
+        waiting = only(home, PATIENT).waiting or ""
+    assert "its files changed 3600 s after now, as the clock of this machine says" in waiting
+    assert "touch" in waiting
+    os.utime(folder / "model.safetensors")
+    wait_for_quiet()
+    assert only(home, PATIENT).is_ready
+
+
 def test_a_new_version_waits_while_only_some_of_its_shards_are_new(home: Warehouse) -> None:
     folder = write_model(home.inbox / "a", tensors_of(0, 0), shards=2)
     index_arrival(home, "a")
