@@ -18,9 +18,8 @@ from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.verbs.standing_searches import StandingSearch, standing_searches
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import interval_s
+from sensors.guard import RELOAD_TIMEOUT_S, client_of, guard
 
-#: Seconds that loading definitions may take.
-_TIMEOUT_S = 180
 #: Held from when this process asked for its successor: asked twice, the server loads twice.
 _ASKED = threading.Lock()
 
@@ -37,9 +36,11 @@ def build_reload_sensor(loaded: str) -> dg.SensorDefinition:
     )
     def reload_sensor(context: dg.SensorEvaluationContext, mergepipe: MergePipe) -> dg.SkipReason:
         """Has this process replaced by one that loads the recipes as they are now."""
+        server = code_server()
+        if server is not None:
+            guard(server)
         if definitions_token(mergepipe.warehouse) == loaded:
             return dg.SkipReason("recipes are loaded as they are")
-        server = code_server()
         if server is None:
             return dg.SkipReason(
                 "recipes changed; no code server runs above this process, so that the daemon loads "
@@ -93,13 +94,8 @@ def listening(
 
 
 def _reload(server: Namespace) -> None:
-    from dagster._grpc.client import DagsterGrpcClient
-
-    host = server.host or "localhost"
-    port = int(server.port) if server.port else None
     try:
-        client = DagsterGrpcClient(host=host, port=port, socket=None if port else server.socket)
-        client.reload_code(timeout=_TIMEOUT_S)
+        client_of(server).reload_code(timeout=RELOAD_TIMEOUT_S)
     except Exception:
         logging.getLogger(__name__).exception("The code server did not load definitions anew.")
         _ASKED.release()  # the next tick tries again

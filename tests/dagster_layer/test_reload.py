@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from urllib.request import Request, urlopen
 
 import dagster as dg
@@ -12,6 +13,7 @@ from dagster import DagsterRunStatus as Status
 from mergepipe_pipeline import definitions
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
 from mergepipe_pipeline.resources import MergePipe
+from mergepipe_pipeline.verbs.deploy import last_release
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
@@ -59,6 +61,22 @@ def test_a_new_recipe_appears_on_any_port_and_an_edited_one_is_merged_once(
         asked = [s for s in said if "loads definitions anew" in s]
         assert len(asked) == 2  # of a server that is loading nobody asks to load once more
         assert [r.number for r in history(home, "new")] == [1, 2]
+
+
+def test_what_lands_after_the_process_that_serves_definitions_is_killed_is_merged(
+    home: Warehouse, recipe_file: RecipeFile, drop: Drop
+) -> None:
+    with running_daemon(home, ui="dg") as daemon:
+        daemon.wait_for("a look at recipes", lambda: daemon.skips("reload_sensor"))
+        daemon.wait_for("the release", lambda: last_release(home, "n"))
+        for number in (2, 3):
+            daemon.wait_for(
+                "a look that succeeds", lambda: daemon.skips("reload_sensor", 1) != [""]
+            )
+            assert daemon.kill_code_server() == 1
+            shutil.rmtree(home.inbox / "expert_01")
+            drop("expert_01", f"expert_0{number}")
+            daemon.wait_for(f"release {number}", lambda n=number: len(history(home, "n")) == n)
 
 
 def test_a_recipe_that_comes_while_definitions_are_made_has_them_loaded_anew(
