@@ -18,7 +18,7 @@ from mergepipe_pipeline.deploy.recorded import last_written_s
 from mergepipe_pipeline.deploy.retry import Attempt, reason_to_wait
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.text import visible
-from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due, last_release
+from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, Release, due, last_release
 from sensors import MAX_LINES, NIGHTLY_PRIORITY, SOON_S, interval_s
 from sensors.attempts import RECIPE_TAG, count_runs, failed_attempts, recipes_under_way
 from sensors.pools import make_pools_known
@@ -153,17 +153,16 @@ def build_recipe_sensor(
 
         A tick that requests runs tells of every recipe in its log, others as `_idle` does.
         """
-        make_pools_known(context.instance)
-        busy = recipes_under_way(context.instance)
+        instance = context.instance
+        make_pools_known(instance)
+        busy = recipes_under_way(instance)
         is_known = time.monotonic() >= loaded_s + _SPREADING_S
         requests, states = [], []
         for file in recipe_files(mergepipe.warehouse):
             reason = file.problem or refused.get(file.token)
             if reason is None and not (is_known and layers.get(file.name) == file.layers):
                 reason = "its definitions are being loaded"
-            asked = reason or request_or_reason(
-                mergepipe, file, context.instance, busy, is_time=False
-            )
+            asked = reason or request_or_reason(mergepipe, file, instance, busy, is_time=False)
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
                 asked = f"a run is requested, attempt {asked.tags['mergepipe/attempt']}"
@@ -171,9 +170,28 @@ def build_recipe_sensor(
         if requests:
             context.log.info("\n".join(states))
             return dg.SensorResult(run_requests=requests)
+        _show_releases(instance, mergepipe, [s for s in states if s.partition(":")[0] not in busy])
         return dg.SensorResult(skip_reason=dg.SkipReason(_idle(states)))
 
     return recipe_sensor
+
+
+def _show_releases(
+    instance: dg.DagsterInstance, mergepipe: MergePipe, states: Sequence[str]
+) -> None:
+    """Report current releases of which Dagster has no event.
+
+    Their runs were ended once they had published, or worked for an instance that is gone.
+    """
+    current = [s.partition(":")[0] for s in states if s.endswith(f": {CURRENT}")]
+    keys = [dg.AssetKey([name, "release"]) for name in current]
+    records = instance.get_asset_records(keys) if keys else ()  # one query
+    entries = {r.asset_entry.asset_key: r.asset_entry for r in records}
+    for key in keys:
+        made = entries[key].last_materialization if key in entries else None
+        last = last_release(mergepipe.warehouse, key.path[0])
+        if last and (not made or (made.tags or {}).get("dagster/data_version") != last.snapshot_id):
+            _confirm(instance, last, "It was published, and no run was left to say so.")
 
 
 def _idle(states: Sequence[str]) -> str:
@@ -213,22 +231,22 @@ def build_nightly(file: RecipeFile, job: AssetJob) -> dg.ScheduleDefinition | No
         if isinstance(request, dg.RunRequest):
             return request
         if request == CURRENT:
-            _confirm(context.instance, mergepipe, file)
+            # It is as fresh as its schedule asks, and its age must not say otherwise.
+            last = last_release(mergepipe.warehouse, file.name)
+            assert last is not None
+            said = "The schedule found nothing to merge: the release is current."
+            _confirm(context.instance, last, said)
         return dg.SkipReason(visible(request))
 
     return nightly
 
 
-def _confirm(instance: dg.DagsterInstance, mergepipe: MergePipe, file: RecipeFile) -> None:
-    """Report the release as it is once more: it is as fresh as its schedule asks, and its age must
-    not say otherwise.
-    """
-    last = last_release(mergepipe.warehouse, file.name)
-    assert last is not None
+def _confirm(instance: dg.DagsterInstance, last: Release, said: str) -> None:
+    """Report a release as it is once more."""
     instance.report_runless_asset_event(
         dg.AssetMaterialization(
-            [file.name, "release"],
-            description="The schedule found nothing to merge: the release is current.",
+            [last.recipe, "release"],
+            description=said,
             metadata={
                 "confirmed": True,
                 "snapshot id": last.snapshot_id,

@@ -128,6 +128,20 @@ def test_a_damaged_record_of_a_release_is_made_once_more(
     assert history(home, "n")[-1].snapshot_id == released
 
 
+def test_a_release_of_which_dagster_has_no_event_is_shown_and_not_made_again(
+    home: Warehouse, released: str
+) -> None:
+    key = dg.AssetKey(["n", "release"])
+    with dg.DagsterInstance.ephemeral() as another:
+        ticker = Ticker(home, another)
+        for _ in range(2):
+            assert jobs(ticker.tick()) == []
+            (event,) = another.fetch_materializations(key, limit=5).records
+            shown = event.asset_materialization
+            assert shown is not None
+            assert (shown.tags or {})["dagster/data_version"] == released
+
+
 def test_an_expert_that_is_mended_with_its_time_kept_is_merged(
     home: Warehouse, ticker: Ticker, released: str
 ) -> None:
