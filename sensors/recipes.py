@@ -157,7 +157,8 @@ def build_recipe_sensor(
         make_pools_known(instance)
         busy = recipes_under_way(instance)
         is_known = time.monotonic() >= loaded_s + _SPREADING_S
-        requests, states = [], []
+        requests: list[dg.RunRequest] = []
+        states: dict[str, str] = {}
         for file in recipe_files(mergepipe.warehouse):
             reason = file.problem or refused.get(file.token)
             if reason is None and not (is_known and layers.get(file.name) == file.layers):
@@ -166,24 +167,24 @@ def build_recipe_sensor(
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
                 asked = f"a run is requested, attempt {asked.tags['mergepipe/attempt']}"
-            states.append(visible(f"{file.name}: {asked}"))
+            states[file.name] = asked
         if requests:
-            context.log.info("\n".join(states))
+            context.log.info("\n".join(_lines(states)))
             return dg.SensorResult(run_requests=requests)
-        _show_releases(instance, mergepipe, [s for s in states if s.partition(":")[0] not in busy])
+        current = (name for name, state in states.items() if state == CURRENT)
+        _show_releases(instance, mergepipe, [name for name in current if name not in busy])
         return dg.SensorResult(skip_reason=dg.SkipReason(_idle(states)))
 
     return recipe_sensor
 
 
 def _show_releases(
-    instance: dg.DagsterInstance, mergepipe: MergePipe, states: Sequence[str]
+    instance: dg.DagsterInstance, mergepipe: MergePipe, current: Sequence[str]
 ) -> None:
-    """Report current releases of which Dagster has no event.
+    """Report the releases of recipes that are current and of which Dagster has no event.
 
     Their runs were ended once they had published, or worked for an instance that is gone.
     """
-    current = [s.partition(":")[0] for s in states if s.endswith(f": {CURRENT}")]
     keys = [dg.AssetKey([name, "release"]) for name in current]
     records = instance.get_asset_records(keys) if keys else ()  # one query
     entries = {r.asset_entry.asset_key: r.asset_entry for r in records}
@@ -194,15 +195,19 @@ def _show_releases(
             _confirm(instance, last, "It was published, and no run was left to say so.")
 
 
-def _idle(states: Sequence[str]) -> str:
+def _lines(states: Mapping[str, str]) -> list[str]:
+    return [visible(f"{name}: {state}") for name, state in states.items()]
+
+
+def _idle(states: Mapping[str, str]) -> str:
     """Why nothing is requested: of many recipes those that are current are counted, and others
     from the first on told.
     """
     if len(states) <= MAX_LINES:
-        return "\n".join(states) or "no recipes"
-    others = [line for line in states if not line.endswith(f": {CURRENT}")]
+        return "\n".join(_lines(states)) or "no recipes"
+    others = {name: state for name, state in states.items() if state != CURRENT}
     more = len(others) - MAX_LINES
-    lines = [*others[:MAX_LINES], *([f"{more} more"] if more > 0 else [])]
+    lines = [*_lines(others)[:MAX_LINES], *([f"{more} more"] if more > 0 else [])]
     return "\n".join([*lines, f"{len(states) - len(others)} recipes: {CURRENT}"])
 
 
