@@ -69,6 +69,11 @@ class ParsedRecipe:
             for part in module.slices:
                 yield module, part
 
+    @property
+    def apart(self) -> frozenset[int]:
+        """The references that some slice merges on another base, or on other layers of it."""
+        return frozenset[int]().union(*(part.apart_from(self.base) for _, part in self.slices()))
+
     def entries(self) -> Iterator[Entry]:
         """Every listed model of every slice, in recipe order."""
         for _, part in self.slices():

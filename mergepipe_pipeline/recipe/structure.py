@@ -66,6 +66,16 @@ class Slice:
         """The entries that are merged: without the base, unless it `base_takes_part`."""
         return tuple(e for e in self.entries if base_takes_part or e.model != self.base)
 
+    def apart_from(self, base: int | None) -> frozenset[int]:
+        """The models that do not lie here on the model `base`, or on other layers of it."""
+        starts = {e.model: e.layers[0] for e in self.entries if e.layers is not None}
+        below = starts.get(base, next(iter(starts.values()), 0)) if base is not None else 0
+        return frozenset(
+            e.model
+            for e in self.entries
+            if self.base != base or starts.get(e.model, below) != below
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Module:

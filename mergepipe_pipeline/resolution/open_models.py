@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,10 +51,13 @@ def open_models(
     pending: Pending,
     problems: list[MergePipeError],
     placed: Placed = lambda error, ref: error,
+    apart: Collection[int] = (),
 ) -> list[Model]:
     """A model per reference, the base's number being `base`; empty if there are problems.
 
-    Adds one problem per reference that cannot be opened, as `placed` gives it.
+    BASE+ADAPTER is what the adapter changes of the base, but whole where its number is among
+    `apart`, since there it does not lie on the base's own tensors. Adds one problem per reference
+    that cannot be opened, as `placed` gives it.
     """
     opener = _Opener(warehouse, relative_to, pending)
     opened: list[tuple[Checkpoint, ...] | None] = []
@@ -74,9 +77,10 @@ def open_models(
         problems.append(error)
         return []
     for number, checkpoints in enumerate(groups):
+        below = None if number in apart and len(checkpoints) > 1 else base_model
         try:
             models.append(
-                base_model if base_model and number == base else _model(checkpoints, base_model)
+                base_model if base_model and number == base else _model(checkpoints, below)
             )
         except MergePipeError as error:
             problems.append(error)

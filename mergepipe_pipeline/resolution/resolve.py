@@ -257,6 +257,7 @@ def open_stage(
         pending,
         problems,
         partial(placed_in, parsed),
+        parsed.apart,
     )
     if problems:
         raise several(problems, parsed)

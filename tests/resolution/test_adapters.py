@@ -486,6 +486,27 @@ def test_an_adapter_takes_part_in_slices_with_the_layers_of_its_base(
         torch.testing.assert_close(value, found[1][name], rtol=1e-6, atol=1e-7, msg=name)
 
 
+@pytest.mark.parametrize("below", ["another base", "other layers of the base"])
+def test_a_base_with_an_adapter_stays_that_model_in_a_slice_on(
+    home: Warehouse, zoo: Zoo, below: str
+) -> None:
+    base, other = zoo.bases["llama"], below == "another base"
+    found = []
+    for model in (f"{base}+{zoo.adapters['plain']}", zoo.merged["plain"]):
+        text = f"merge_method: task_arithmetic\nbase_model: {base}\nslices:\n"
+        for start in (0, 1):
+            under = zoo.full if other and start else base
+            own = start if other else 1 - start
+            text += f"- base_model: {under}\n  sources:\n"
+            text += f"  - {{model: {under}, layer_range: [{start}, {start + 1}]}}\n"
+            text += f"  - {{model: {model}, layer_range: [{own}, {own + 1}], "
+            text += "parameters: {weight: 0.5}}\n"
+        found.append(tensors(run(home, f"{text}out_dtype: float32\n").snapshot.path))
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_an_adapter_may_lie_on_the_result_of_an_earlier_stage(
     home: Warehouse, zoo: Zoo, tmp_path: Path
 ) -> None:
