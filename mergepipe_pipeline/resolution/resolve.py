@@ -35,7 +35,7 @@ from mergepipe_pipeline.resolution.model_files import (
 from mergepipe_pipeline.resolution.model_problems import placed_in, several
 from mergepipe_pipeline.resolution.open_models import open_models, tied_updates
 from mergepipe_pipeline.resolution.recipe_text import SCHEMAS
-from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for
+from mergepipe_pipeline.resolution.token_rows import Reindexer, build_for, with_own_matrices
 from mergepipe_pipeline.resolution.vocabulary import fit_rows
 from mergepipe_pipeline.snapshots.model_folder import config_json
 from mergepipe_pipeline.spec.blocks import BlockGrid
@@ -147,7 +147,7 @@ def resolve_stage(
 ) -> ResolvedRecipe:
     """As `resolve`, for one stage; `pending` are the results of earlier ones by name."""
     recipe, models = open_stage(warehouse, parsed, {**(checkpoints or {}), **pending}, relative_to)
-    recipe, models = without(recipe, models, leave_out)
+    recipe, models = with_own_matrices(*without(recipe, models, leave_out))
     fitted = _fit(warehouse, parsed, recipe, models)
     if no_packs:
         _refuse_away(models, pending)

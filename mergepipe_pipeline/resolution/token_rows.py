@@ -26,7 +26,7 @@ from mergepipe_pipeline.resolution.model_files import tokenizer_of
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.layers import embedding_like, is_post
 from mergepipe_pipeline.spec.model import Model
-from mergepipe_pipeline.spec.recipe import Recipe
+from mergepipe_pipeline.spec.recipe import Recipe, TensorRecipe
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS
 from mergepipe_pipeline.spec.view import Part, Run, TensorView, view_of
 from mergepipe_pipeline.storage.header import build_header
@@ -60,6 +60,40 @@ def _embedding_rows(model: Model) -> int:
     return embeddings[0].shape[0] if embeddings else 1 << 62
 
 
+def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list[Model]]:
+    """The recipe and its models with a matrix per end of a tied model, where others do not tie.
+
+    With a tokenizer, rows that it lacks come from the others' embeddings in the one and from their
+    heads in the other.
+    """
+    if recipe.tokenizer is None:
+        return recipe, models
+    found = list(models)
+    outputs = [t for t in recipe.tensors if embedding_like(t.name)]
+    uses = [(site, dict(_sites(t))) for t in outputs for site in dict.fromkeys(_sites(t))]
+    shared = {site for site, names in uses if any(s == site and n != names for s, n in uses)}
+
+    def own(m: int, name: str, output: str) -> str:
+        if (m, name) not in shared or output in models[m].views:
+            return name
+        view = replace(found[m].views[name], name=output)
+        found[m] = replace(found[m], views={**found[m].views, output: view})
+        return output
+
+    def separate(t: TensorRecipe) -> TensorRecipe:
+        inputs = tuple(replace(i, tensor=own(i.model, i.tensor, t.name)) for i in t.inputs)
+        base = t.base and replace(t.base, tensor=own(t.base.model, t.base.tensor, t.name))
+        return replace(t, inputs=inputs, base=base)
+
+    return replace(recipe, tensors=tuple(map(separate, recipe.tensors))), found
+
+
+def _sites(t: TensorRecipe) -> list[tuple[int, str]]:
+    """The models that an output is made of, each with its tensor; the base comes last."""
+    sites = [(i.model, i.tensor) for i in t.inputs]
+    return sites + ([(t.base.model, t.base.tensor)] if t.base else [])
+
+
 class Reindexer:
     """Gives models whose vocabulary matrices follow the output's tokenizer.
 
@@ -84,8 +118,7 @@ class Reindexer:
         for t in self._recipe.tensors:
             if not embedding_like(t.name):
                 continue
-            sites = [(i.model, i.tensor) for i in t.inputs]
-            sites += [(t.base.model, t.base.tensor)] if t.base else []
+            sites = _sites(t)
             among = list(dict.fromkeys(m for m, _ in sites))
             rows = dict(zip(among, self._build.rows_among(among), strict=True))
             names = dict(sites)

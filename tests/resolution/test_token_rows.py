@@ -64,6 +64,11 @@ WISHES = {
     "ties, another model, trimmed": Wish(
         "ties", "tokenizer_source: B", models="BC", per_model="weight: 0.5, density: 0.5"
     ),
+    "ties, base, one tied": Wish("ties", "tokenizer_source: base", family="one tied", models="BC"),
+    "linear, union, one tied": Wish("linear", family="one tied"),
+    "slerp, union, base tied": Wish(
+        "slerp", family="base tied", models="B", extra="parameters: {t: 0.4}", per_model=""
+    ),
     "slerp, union": Wish("slerp", models="B", extra="parameters: {t: 0.4}", per_model=""),
     "model stock, union": Wish("model_stock", models="BC", per_model=""),
     "passthrough of one with another's tokenizer": Wish(
@@ -89,15 +94,18 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     members = {
         "words": word_family(gaps=False),
         "untied": word_family(gaps=False),
+        "one tied": word_family(gaps=False),
+        "base tied": word_family(gaps=False),
         "gaps": word_family(gaps=True),
         "pieces": piece_family(),
     }
+    untied = {"untied": "ABC", "one tied": "AC", "base tied": "BC"}
     out: Folders = {}
     for name, models in members.items():
         top = tmp_path_factory.mktemp(name)
         for i, (files, rows) in enumerate(models):
             folder = out.setdefault(name, {})["ABC"[i]] = top / "ABC"[i]
-            write(folder, 7 + i, rows, files, untied=name == "untied")
+            write(folder, 7 + i, rows, files, untied="ABC"[i] in untied.get(name, ""))
     return out
 
 
