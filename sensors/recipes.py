@@ -157,12 +157,11 @@ def build_recipe_sensor(
         make_pools_known(instance)
         busy = recipes_under_way(instance)
         is_known = time.monotonic() >= loaded_s + _SPREADING_S
-        requests: list[dg.RunRequest] = []
-        states: dict[str, str] = {}
+        requests, states = list[dg.RunRequest](), dict[str, str]()
         for file in recipe_files(mergepipe.warehouse):
             reason = file.problem or refused.get(file.token)
-            if reason is None and not (is_known and layers.get(file.name) == file.layers):
-                reason = "its definitions are being loaded"
+            if not (is_known and layers.get(file.name) == file.layers):
+                reason = reason or "its definitions are being loaded"
             asked = reason or request_or_reason(mergepipe, file, instance, busy, is_time=False)
             if isinstance(asked, dg.RunRequest):
                 requests.append(asked)
@@ -171,8 +170,8 @@ def build_recipe_sensor(
         if requests:
             context.log.info("\n".join(_lines(states)))
             return dg.SensorResult(run_requests=requests)
-        current = (name for name, state in states.items() if state == CURRENT)
-        _show_releases(instance, mergepipe, [name for name in current if name not in busy])
+        current = {name for name, state in states.items() if state == CURRENT}
+        _show_releases(instance, mergepipe, sorted(current.difference(busy)))
         return dg.SensorResult(skip_reason=dg.SkipReason(_idle(states)))
 
     return recipe_sensor

@@ -68,16 +68,19 @@ def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list
     """
     if recipe.tokenizer is None:
         return recipe, models
-    found = list(models)
-    outputs = [t for t in recipe.tensors if embedding_like(t.name)]
-    uses = [(site, dict(_sites(t))) for t in outputs for site in dict.fromkeys(_sites(t))]
-    shared = {site for site, names in uses if any(s == site and n != names for s, n in uses)}
+    separated = list(models)
+    #: Of each matrix the tensors that it is merged with, once for each output that it goes to.
+    uses: dict[tuple[int, str], list[dict[int, str]]] = {}
+    for t in recipe.tensors:
+        for site in dict.fromkeys(_sites(t)) if embedding_like(t.name) else ():
+            uses.setdefault(site, []).append(dict(_sites(t)))
+    shared = {site for site, (first, *more) in uses.items() if any(m != first for m in more)}
 
     def own(m: int, name: str, output: str) -> str:
         if (m, name) not in shared or output in models[m].views:
             return name
-        view = replace(found[m].views[name], name=output)
-        found[m] = replace(found[m], views={**found[m].views, output: view})
+        view = replace(separated[m].views[name], name=output)
+        separated[m] = replace(separated[m], views={**separated[m].views, output: view})
         return output
 
     def separate(t: TensorRecipe) -> TensorRecipe:
@@ -85,7 +88,7 @@ def with_own_matrices(recipe: Recipe, models: list[Model]) -> tuple[Recipe, list
         base = t.base and replace(t.base, tensor=own(t.base.model, t.base.tensor, t.name))
         return replace(t, inputs=inputs, base=base)
 
-    return replace(recipe, tensors=tuple(map(separate, recipe.tensors))), found
+    return replace(recipe, tensors=tuple(map(separate, recipe.tensors))), separated
 
 
 def _sites(t: TensorRecipe) -> list[tuple[int, str]]:
