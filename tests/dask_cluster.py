@@ -37,7 +37,9 @@ def environment(home: Path, dagster_home: Path, **settings: str) -> dict[str, st
     }
 
 
-def wait_for(what: str, look: Callable[[], T], seconds: float = 60.0, every_s: float = 0.02) -> T:
+def wait_for(
+    what: str, look: Callable[[], T | None], seconds: float = 60.0, every_s: float = 0.02
+) -> T:
     """The first truth that `look` gives. Raises AssertionError."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

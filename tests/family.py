@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
+
+class Size(TypedDict):
+    """How large a family's model is, as `tensors_of` and `write_model` are told it."""
+
+    layers: int
+    hidden: int
+    vocab: int
 
 
 def layout(layers: int, hidden: int, vocab: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -91,7 +100,7 @@ def write_model(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocab)}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -111,7 +120,7 @@ def write_model(
         return folder
     names = list(tensors)
     size = -(-len(names) // shards)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(shards):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         part = {n: tensors[n] for n in names[i * size : (i + 1) * size]}

@@ -34,8 +34,10 @@ def nuslerp(case: Case, row_elems: int | None = None) -> Floats:
     """Between two experts (or deltas), t = w₂ / (w₁ + w₂); norms are at least 1e-7."""
     first, second = case.column("weight")[:, 0]
     t = 0.5 if abs(first + second) < 1e-6 else second / (first + second)
-    flat = case.params.get("nuslerp_flatten", True) or row_elems is None
-    rows = case.deltas.reshape(2, 1 if flat else -1, case.deltas.shape[1] if flat else row_elems)
+    if row_elems is None or case.params.get("nuslerp_flatten", True):
+        rows = case.deltas[:, None]
+    else:
+        rows = case.deltas.reshape(2, -1, row_elems)
     merged = []
     for a, b in zip(*rows, strict=True):
         unit_a, unit_b = (v / max(np.linalg.norm(v), 1e-7) for v in (a, b))
@@ -51,7 +53,8 @@ def multislerp(case: Case) -> Floats:
     weight, eps = case.column("weight"), float(case.params.get("eps", 1e-8))
     base = 0.0 if case.base is None else case.base
     if len(weight) == 1:
-        return case.experts[0]
+        alone: Floats = case.experts[0]
+        return alone
     if case.params.get("normalize_weights", True):
         weight = weight / weight.sum()
     norms = np.linalg.norm(case.deltas, axis=1, keepdims=True)
@@ -72,7 +75,8 @@ def karcher(case: Case) -> Floats:
     """Steps on the sphere from the normalised mean; lengths of all inputs are averaged."""
     max_iter, tol = int(case.params.get("max_iter", 10)), float(case.params.get("tol", 1e-5))
     if len(case.experts) == 1:
-        return case.experts[0]
+        alone: Floats = case.experts[0]
+        return alone
     norms = np.linalg.norm(case.experts, axis=1)
     units = case.experts[norms > tol] / norms[norms > tol][:, None]
     if not len(units):

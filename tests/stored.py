@@ -125,6 +125,7 @@ def delta_of_view(
         inside += gathered(view, sources)
         inside -= 0 if view.is_delta else base[: view.numel]
     if low := view.low_rank:
+        assert isinstance(low, LowRank)
         inside += update_of(low, sources)
     return delta
 
