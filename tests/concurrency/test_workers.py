@@ -161,11 +161,15 @@ def test_a_queue_gives_what_is_ready_and_keeps_its_order() -> None:
 
 @pytest.mark.parametrize("finish_all", [False, True])
 def test_what_is_queued_runs_after_the_end_only_where_all_must_finish(finish_all: bool) -> None:
-    let_go, done = threading.Event(), []
+    started, let_go, done = threading.Event(), threading.Event(), list[bool]()
+
+    def first() -> None:
+        started.set()
+        done.append(let_go.wait(10))
+
     with Workers(1, finish_all=finish_all) as workers:
         queue: TaskQueue[None] = workers.queue()
-        started = threading.Event()
-        queue.put(lambda: started.set() or done.append(let_go.wait(10)))
+        queue.put(first)
         queue.put(lambda: done.append(True))
         started.wait(10)
         threading.Timer(0.02, let_go.set).start()

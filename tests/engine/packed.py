@@ -116,7 +116,7 @@ def write_pack(
     mine, below = (np.frombuffer(s[2], BITS_OF[dtype]) for s in (expert, base))
     with np.errstate(invalid="ignore", over="ignore"):
         delta = np.nan_to_num(decode(expert) - decode(base))
-    unit = unit_of(float(np.square(delta, dtype=np.float64).sum()), np.count_nonzero(delta))
+    unit = unit_of(float(np.square(delta, dtype=np.float64).sum()), int(np.count_nonzero(delta)))
     threshold_bits = int(np.quantile(np.abs(delta), 0.8).astype(np.float32).view(np.uint32))
     starts = range(0, len(mine), CHUNK_ELEMS)
     chunks = [

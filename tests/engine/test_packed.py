@@ -19,7 +19,7 @@ from mergepipe_pipeline.engine.window import to_bytes
 from mergepipe_pipeline.errors import BudgetError, CorruptionError, DamagedPackError
 from mergepipe_pipeline.operators import OPERATORS, Window
 from mergepipe_pipeline.packs import together
-from mergepipe_pipeline.packs.frame_files import Attempt
+from mergepipe_pipeline.packs.frame_files import Attempt, read_at_once
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, TIERS, Level, PackedTensor, Tier
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan, TrimRule
@@ -263,11 +263,9 @@ def test_a_flipped_bit_in_a_frame_is_named_and_nothing_is_written(
 def test_seconds_of_reading_ahead_are_not_taken_from_those_of_arithmetic(
     family: PackedFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = together.read_at_once
-
     def slow(*args: Any) -> Attempt:
         time.sleep(0.2)
-        return read(*args)
+        return read_at_once(*args)
 
     monkeypatch.setattr(together, "read_at_once", slow)
     _, result = run(plan_from(family, "task_arithmetic", levels=[all_at("X")]), tmp_path)
@@ -283,7 +281,13 @@ def test_frames_that_the_plan_does_not_name_are_refused(family: PackedFamily) ->
         reader = runner._sources._packs[0, False]
         tensor = reader.tensor("w")
         assert reader.read(tensor, frames(tensor, "L1", 1, 2), 0, 3, PageBuffer()).nbytes.any()
-        for tier, first, stop in (("L1", 0, 2), ("L1", 2, 3), ("L2", 1, 2), ("X", 1, 2)):
+        others: list[tuple[Tier, int, int]] = [
+            ("L1", 0, 2),
+            ("L1", 2, 3),
+            ("L2", 1, 2),
+            ("X", 1, 2),
+        ]
+        for tier, first, stop in others:
             with pytest.raises(BudgetError, match="access set"):
                 reader.read(tensor, frames(tensor, tier, first, stop), 0, 3, PageBuffer())
 

@@ -16,6 +16,7 @@ from mergepipe_pipeline.engine.sources import SourcePool
 from mergepipe_pipeline.errors import BudgetError, CheckpointChangedError
 from mergepipe_pipeline.spec.blocks import total_elems
 from mergepipe_pipeline.spec.plan import ExpertInput, MergePlan
+from mergepipe_pipeline.spec.view import LowRank
 from mergepipe_pipeline.storage.reader import BlockReader
 from tests.engine.plans import merged
 from tests.kinds import KINDS, Kinds, make_kinds
@@ -56,6 +57,7 @@ def test_an_access_set_has_the_stored_elements_of_the_ranges_read(
         at = i - run.start_elem + run.at_elem if run else i
         wanted.setdefault(part.entry.name, set()).add(at)
     if low := e.view.low_rank:
+        assert isinstance(low, LowRank)
         wanted |= {p.entry.name: set(range(p.entry.numel)) for p in (low.a, low.b)}
     assert {name: found for name, found in elems.items() if found} == wanted
 
@@ -81,7 +83,7 @@ def test_a_read_outside_the_ranges_of_the_plan_is_refused(kinds: Kinds, name: st
 def test_factors_of_an_adapter_that_was_not_bought_are_refused(kinds: Kinds) -> None:
     plan = merged(kinds, ["low rank"], "task_arithmetic", reads=[()])
     low = expert_of(plan).view.low_rank
-    assert low is not None
+    assert isinstance(low, LowRank)
     with SourcePool(plan) as pool:
         for part in (low.a, low.b):
             with pytest.raises(BudgetError, match=r"leave the access set.*elements inside \[\]"):

@@ -27,4 +27,5 @@ def quantised_at(level: Level, delta: F32Array, unit: float, threshold_bits: int
     """δ̂ of `delta` [n] at one level."""
     tiers = np.array([[TIERS.index(level)]], np.int8)
     least = np.array([threshold_bits], np.uint32)
-    return quantised(delta[None, None], np.array([unit]), least, tiers)[0, 0]
+    found: F32Array = quantised(delta[None, None], np.array([unit]), least, tiers)[0, 0]
+    return found

@@ -55,7 +55,8 @@ def killed_after(warehouse: Warehouse, steps: int) -> bool:
 
 def main(tmp: Path) -> None:
     """Kill at one moment after the other, until a packing comes to its end."""
-    os.fsync = os.fstat  # a death of the process, not of the machine
+    # A death of the process, not of the machine.
+    os.fsync = os.fstat  # type: ignore[assignment]
     warehouse, steps = warehouse_of(tmp, experts=2), 4
     analyze(warehouse)
     pack(warehouse, ["e1"])  # so that a fork has nothing to load

@@ -35,7 +35,8 @@ def killed_after(warehouse: Warehouse, recipe: Path, steps: int) -> bool:
 
 def main(home: Path, recipe: Path) -> None:
     """Kill at one moment after the other, until a merge comes to its end."""
-    os.fsync = os.fstat  # a death of the process, not of the machine
+    # A death of the process, not of the machine.
+    os.fsync = os.fstat  # type: ignore[assignment]
     warehouse, steps = Warehouse.at(home), _EVERY
     text = recipe.read_text()
     merge(warehouse, parse(f"{text}seed: 1\n", name="other", where="other"))  # loads what forks use

@@ -159,8 +159,7 @@ def test_the_verbs_about_recipes_and_snapshots_take_it_as_any_other(
         done = CliRunner().invoke(main, ["--home", str(away.root), command, str(recipe)])
         assert done.exit_code == 0, done.output
     snapshot = merged(away, recipe.read_text()).snapshot
-    for command in (["explain", "snapshot"], ["explain", "expert", "e0"]):
-        asked = [*command, snapshot.snapshot_id] if len(command) == 2 else command
+    for asked in (["explain", "snapshot", snapshot.snapshot_id], ["explain", "expert", "e0"]):
         done = CliRunner().invoke(main, ["--home", str(away.root), *asked])
         assert done.exit_code == 0, done.output
     assert replay(away, snapshot.snapshot_id).snapshot_id == snapshot.snapshot_id

@@ -27,7 +27,7 @@ from mergepipe_pipeline.packs.codec import (
 from mergepipe_pipeline.packs.frames import Frames, to_frame
 from mergepipe_pipeline.packs.quantise import quantised
 from mergepipe_pipeline.packs.sections import contents_of, sections_of
-from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, NOT_READ, TIERS, TIERS_OF, Tier
+from mergepipe_pipeline.spec.pack import CHUNK_ELEMS, NOT_READ, TIERS, TIERS_OF, Level, Tier
 from tests.packs.approximate import decode_approximate, quantised_at
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -67,7 +67,7 @@ def of_delta(delta: Floats, unit: float, threshold_bits: int = 0) -> EncodedChun
     return encode_chunk(delta.view(np.uint32), base, "F32", unit, threshold_bits)
 
 
-def approximated(chunk: EncodedChunk, level: str, unit: float, n: int) -> Floats:
+def approximated(chunk: EncodedChunk, level: Level, unit: float, n: int) -> Floats:
     out = np.full(n, np.nan, np.float32)
     frames = [memoryview(chunk.frames[tier]) for tier in TIERS_OF[level]]
     decode_approximate(frames, unit, out)
@@ -75,7 +75,7 @@ def approximated(chunk: EncodedChunk, level: str, unit: float, n: int) -> Floats
 
 
 def unit_for(delta: Floats) -> float:
-    return unit_of(float(np.square(delta, dtype=np.float64).sum()), np.count_nonzero(delta))
+    return unit_of(float(np.square(delta, dtype=np.float64).sum()), int(np.count_nonzero(delta)))
 
 
 @given(LENGTHS, DTYPES, SEEDS, THRESHOLDS)
@@ -129,9 +129,9 @@ def test_quantised_gives_what_the_decoder_gives(n: int, seed: int, threshold_bit
     for level in APPROXIMATE:
         found = quantised_at(level, delta, unit, threshold_bits)
         assert np.array_equal(found, approximated(chunk, level, unit, n))
-    base, found = np.zeros(n, np.uint32), np.empty(n, np.uint32)
-    decode_exact(memoryview(chunk.frames["X20"]), None, base, found)
-    assert np.array_equal(quantised_at("X20", delta, unit, threshold_bits), found.view(np.float32))
+    base, bits = np.zeros(n, np.uint32), np.empty(n, np.uint32)
+    decode_exact(memoryview(chunk.frames["X20"]), None, base, bits)
+    assert np.array_equal(quantised_at("X20", delta, unit, threshold_bits), bits.view(np.float32))
     assert np.array_equal(quantised_at("X", delta, unit, threshold_bits), delta)
 
 
@@ -147,7 +147,7 @@ def test_rows_are_quantised_each_at_its_own_level_and_by_its_experts_unit(
     for e, r in np.ndindex(*tiers.shape):
         wanted = np.zeros_like(delta[e, r])
         if tiers[e, r] != NOT_READ:
-            wanted = quantised_at(TIERS[tiers[e, r]], delta[e, r], units[e], int(least[e]))
+            wanted = quantised_at(TIERS[tiers[e, r]], delta[e, r], float(units[e]), int(least[e]))
         assert np.array_equal(found[e, r], wanted, equal_nan=True)
 
 
@@ -279,8 +279,8 @@ def _decode_one(frame: memoryview, tier: Tier, n: int) -> None:
         before = [None] * APPROXIMATE.index(tier)
         decode_approximate([*before, frame], 1.0, np.empty(n, np.float32))
     else:
-        pair = (frame, None) if tier == "X20" else (None, frame)
-        decode_exact(*pair, np.zeros(n, np.uint32), np.empty(n, np.uint32))
+        coarse, rest = (frame, None) if tier == "X20" else (None, frame)
+        decode_exact(coarse, rest, np.zeros(n, np.uint32), np.empty(n, np.uint32))
 
 
 def _values(bits: Bits, dtype: str) -> Floats:

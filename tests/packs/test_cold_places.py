@@ -11,6 +11,7 @@ import pytest
 
 from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.packs.index import frames_path
+from mergepipe_pipeline.storage.atomic import publish_dir, remove_tree
 from mergepipe_pipeline.verbs import replace as module
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.pack import pack
@@ -48,14 +49,14 @@ def test_gc_keeps_the_pack_of_an_expert_whose_old_folder_has_a_new_version(tmp_p
 def test_two_that_go_to_one_place_at_once_lose_neither(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warehouse, real = warehouse_of(tmp_path), module.publish_dir
+    warehouse = warehouse_of(tmp_path)
     (made,) = pack(warehouse, ["e0"])
     before = files_in(tmp_path / "e0")
 
     def another_is_faster(staged: Path, final: Path) -> bool:
         final.mkdir(parents=True)
         (final / "model.safetensors").write_bytes(b"of another")
-        return real(staged, final)
+        return publish_dir(staged, final)
 
     across_file_systems(monkeypatch)
     monkeypatch.setattr(module, "publish_dir", another_is_faster)
@@ -68,13 +69,13 @@ def test_two_that_go_to_one_place_at_once_lose_neither(
 def test_nothing_is_unpacked_over_what_came_there_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warehouse, real = warehouse_of(tmp_path), module.publish_dir
+    warehouse = warehouse_of(tmp_path)
     move_to_cold(warehouse, pack(warehouse, ["e0"])[0], tmp_path / "cold")
 
     def another_is_faster(staged: Path, final: Path) -> bool:
         final.mkdir()
         (final / "notes").touch()
-        return real(staged, final)
+        return publish_dir(staged, final)
 
     monkeypatch.setattr(module, "publish_dir", another_is_faster)
     with pytest.raises(MergePipeError, match="place for an expert's files is taken"):
@@ -110,11 +111,11 @@ def test_other_checkpoints_and_the_warehouse_do_not_move_with_an_expert(
 def test_a_folder_that_cannot_be_removed_whole_is_not_reported_as_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warehouse, real = warehouse_of(tmp_path), module.remove_tree
+    warehouse = warehouse_of(tmp_path)
     (made,) = pack(warehouse, ["e0"])
 
     def something_stays(path: Path) -> None:
-        real(path)
+        remove_tree(path)
         if path == tmp_path / "e0":
             path.mkdir()
             (path / ".nfs0001").touch()

@@ -17,7 +17,7 @@ from mergepipe_pipeline.packs.frame_files import FrameFiles
 from mergepipe_pipeline.packs.index import frames_path
 from mergepipe_pipeline.packs.store import Pack
 from mergepipe_pipeline.spec.pack import TIERS, PackedTensor
-from mergepipe_pipeline.storage import source, uncached
+from mergepipe_pipeline.storage import source
 from mergepipe_pipeline.storage.page_buffer import PageBuffer
 from mergepipe_pipeline.storage.source import Reading
 from mergepipe_pipeline.verbs.pack import pack
@@ -64,10 +64,10 @@ def test_any_frames_of_any_chunks_come_as_they_were_written(
         drop(frames_path(known.root, tier))
     with FrameFiles(known.root, reading) as files:
         frames = files.read_wanted(tensor, wanted, first, stop, buffer)
-    for tier in range(len(TIERS)):
+    for i, tier in enumerate(TIERS):
         for chunk in range(first, stop):
-            found = bytes(frames.frame(TIERS[tier], chunk - first))
-            expected = written(known.root, tensor, tier, chunk) if wanted[tier, chunk] else b""
+            found = bytes(frames.frame(tier, chunk - first))
+            expected = written(known.root, tensor, i, chunk) if wanted[i, chunk] else b""
             assert found == expected
 
 
@@ -84,9 +84,9 @@ def test_where_files_cannot_be_read_past_the_page_cache_they_are_read_through_it
 
     tensor = known.tensors[NAME]
     drop(frames_path(known.root, "X"))
-    monkeypatch.setattr(uncached.os, "open", refused)
+    monkeypatch.setattr(os, "open", refused)
     with FrameFiles(known.root, "once") as files:
-        frames = files.read(tensor, ("X",), 0, 1)
+        frames = files.read(tensor, ["X"], 0, 1)
     assert bytes(frames.frame("X", 0)) == written(known.root, tensor, TIERS.index("X"), 0)
 
 
@@ -103,7 +103,7 @@ def test_where_reads_past_the_page_cache_fail_once_they_are_not_tried_again(
     monkeypatch.setattr(source, "open_direct", of_no_use)
     with FrameFiles(known.root, "once") as files:
         for _ in range(3):
-            frames = files.read(tensor, ("X",), 0, 1)
+            frames = files.read(tensor, ["X"], 0, 1)
             assert bytes(frames.frame("X", 0)) == written(known.root, tensor, TIERS.index("X"), 0)
             with files._source.lent(frames_path(known.root, "X").name) as (_, is_direct):
                 assert not is_direct

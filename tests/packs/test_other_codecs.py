@@ -21,7 +21,8 @@ from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.packs.index import INDEX, read_contents
 from mergepipe_pipeline.packs.replaced import put_record
-from mergepipe_pipeline.resolution.recipe_text import ParsedRecipe, parse
+from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.spec.pack import CODEC_VERSION
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.verbs.ls import ls
@@ -198,8 +199,8 @@ def by_pack(warehouse: Warehouse) -> object:
     return pack(warehouse, ["e0"])
 
 
-def by_standing_recipe(warehouse: Warehouse) -> object:
-    return refuse_damaged(warehouse, {"e0": warehouse.packs.ids()})
+def by_standing_recipe(warehouse: Warehouse) -> None:
+    refuse_damaged(warehouse, {"e0": warehouse.packs.ids()})
 
 
 @pytest.mark.parametrize(

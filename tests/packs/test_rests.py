@@ -12,7 +12,8 @@ from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import run_layers
 from mergepipe_pipeline.packs.replaced import RECORD, Replaced
-from mergepipe_pipeline.resolution.recipe_text import ParsedRecipe, parse
+from mergepipe_pipeline.recipe.parsed import ParsedRecipe
+from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs.analyze import analyze
 from mergepipe_pipeline.verbs.merge import merge
 from mergepipe_pipeline.verbs.replace import unpack

@@ -26,7 +26,7 @@ def test_frames_are_what_the_library_says_and_one_flipped_bit_is_seen(
     starts = nbytes.cumsum()[None] - nbytes
     expected = np.zeros((1, first + len(lengths)), np.uint64)
     for i, (start, n) in enumerate(zip(starts[0], lengths, strict=True)):
-        expected[0, first + i] = xxhash.xxh3_64_intdigest(raw[start : start + n])
+        expected[0, first + i] = xxhash.xxh3_64_intdigest(raw[start : start + n].data)
     assert are_equal(raw, starts, nbytes, expected, first)
     where = int(rng.integers(len(raw)))
     raw[where] ^= 1 << int(rng.integers(8))

@@ -12,7 +12,8 @@ from mergepipe_pipeline.errors import CorruptionError, MergePipeError
 from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.collection import collect
 from mergepipe_pipeline.snapshots.find import load_snapshot, scan_snapshots
-from mergepipe_pipeline.snapshots.folder_export import RECIPE_FILE, export_snapshot
+from mergepipe_pipeline.snapshots.folder_export import export_snapshot
+from mergepipe_pipeline.snapshots.model_folder import RECIPE_FILE
 from mergepipe_pipeline.snapshots.objects import ObjectStore
 from mergepipe_pipeline.storage import atomic
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at
@@ -51,7 +52,7 @@ def test_a_damaged_action_is_unknown(store: Store, change: str) -> None:
     data = bytearray(action.read_bytes())
     if change == "flip":
         data[len(data) // 2] ^= 1
-    action.write_bytes({"flip": data, "cut": data[:-5], "empty": b""}[change])
+    action.write_bytes({"flip": bytes(data), "cut": bytes(data[:-5]), "empty": b""}[change])
     assert store.objects.lookup(key) is None
     assert store.shard(1).layer_key == key
     assert store.objects.lookup(key) is not None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, FileEntry, TensorEntry
-from mergepipe_pipeline.spec.view import TensorView
+from mergepipe_pipeline.spec.view import LowRank, TensorView
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -50,7 +50,9 @@ def pair(
 
 def used(view: TensorView) -> list[str]:
     """Names of the stored tensors that a view needs."""
-    factors = [view.low_rank.a, view.low_rank.b] if view.low_rank else []
+    low = view.low_rank
+    assert low is None or isinstance(low, LowRank)
+    factors = [low.a, low.b] if low else []
     return [part.entry.name for part in [*view.stored, *factors]]
 
 
@@ -60,6 +62,7 @@ def value(view: TensorView, factors: Mapping[str, np.ndarray], base: np.ndarray)
     if view.is_delta:
         out = base + out
     if low := view.low_rank:
+        assert isinstance(low, LowRank)
         update = factors[low.b.entry.name] @ factors[low.a.entry.name].astype(np.float64)
         out = out + low.scale * (update.T if low.transposed else update)
     return out

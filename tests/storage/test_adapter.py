@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mergepipe_pipeline.errors import CheckpointError
+from mergepipe_pipeline.spec.view import LowRank
 from mergepipe_pipeline.storage.adapter import adapter_views, delta_views
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from tests.storage.adapters import BASE, Q, Shapes, adapter, pair, used, value
@@ -25,7 +26,7 @@ def test_a_tensor_is_found_with_fewer_or_more_prefixes_and_under_any_adapter_nam
     views = adapter_views(adapter(pair(prefix + module, name=name)), BASE)
     assert list(views) == [f"{Q}.weight"]
     low_rank = views[f"{Q}.weight"].low_rank
-    assert low_rank
+    assert isinstance(low_rank, LowRank)
     assert (low_rank.scale, low_rank.transposed) == (2.0, False)
 
 
@@ -46,7 +47,7 @@ def test_without_shapes_the_config_says_whether_an_update_is_transposed() -> Non
     for flag, shape in ((False, (8, 6)), (True, (6, 8))):
         view = adapter_views(adapter(pair(Q), fan_in_fan_out=flag), list(BASE))[f"{Q}.weight"]
         assert view.shape == shape
-        assert view.low_rank
+        assert isinstance(view.low_rank, LowRank)
         assert view.low_rank.transposed is flag
 
 

@@ -98,7 +98,7 @@ def test_where_reads_past_the_cache_are_impossible_ordinary_ones_are_made(
 
     wanted = file.read_bytes()[5 : 5 + (1 << 20)]
     drop(file)
-    monkeypatch.setattr(uncached.os, "open", refused)
+    monkeypatch.setattr(os, "open", refused)
     with LocalSource(file.parent, "once") as source:
         assert source.read_range(file.name, 5, 1 << 20) == wanted
 

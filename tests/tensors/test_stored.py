@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe_pipeline.errors import BudgetError
-from mergepipe_pipeline.spec.view import TensorView, cropped, moved
+from mergepipe_pipeline.spec.view import LowRank, TensorView, cropped, moved
 from mergepipe_pipeline.storage.reader import BlockReader
 from mergepipe_pipeline.storage.source import open_source
 from mergepipe_pipeline.tensors.stored import as_float32, read_stored
@@ -58,7 +58,7 @@ def test_a_moved_view_reads_its_new_sources(kinds: Kinds) -> None:
     with opened((*kinds.base.checkpoints, *kinds.base.checkpoints, *kind.model.checkpoints)) as rs:
         np.testing.assert_array_equal(read(rs, view, 0, 1000), gathered(kind.view, kind.stored))
     low_rank = moved(kinds.experts["low rank on a full one"].view, 3).low_rank
-    assert low_rank
+    assert isinstance(low_rank, LowRank)
     assert (low_rank.a.source, low_rank.b.source) == (4, 4)
 
 
