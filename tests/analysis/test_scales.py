@@ -143,10 +143,10 @@ def test_scales_do_not_depend_on_windows(kind: Fact) -> None:
 
 def test_a_pair_stored_in_float32_has_the_scale_of_the_same_pair_in_bfloat16() -> None:
     narrow = pair(30000, 6)
-    wide = [encode(decode(s), "F32") for s in narrow]
+    expert, base = (encode(decode(s), "F32") for s in narrow)
     for density in (0.1, 0.5):
         params = {"density": density}
-        assert scale(*wide, "drop", params) == scale(*narrow, "drop", params)
+        assert scale(expert, base, "drop", params) == scale(*narrow, "drop", params)
 
 
 def test_windows_without_a_difference_add_nothing_to_a_scale() -> None:

@@ -54,8 +54,16 @@ def test_parts_of_segments_are_verified_with_their_tensor_and_do_not_pile_up(
         tracemalloc.start()
         for name in names:
             view = view_of(checkpoint.by_name[name])
-            rows = {"row_elems": ROW_ELEMS, "as_delta": False, "only": 0}
-            list(reader.groups([view], None, view.numel, lambda w: w.nbytes, **rows))
+            groups = reader.groups(
+                [view],
+                None,
+                view.numel,
+                lambda w: w.nbytes,
+                row_elems=ROW_ELEMS,
+                as_delta=False,
+                only=0,
+            )
+            list(groups)
             held.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         reader.verify_unchanged()

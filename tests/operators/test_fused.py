@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ def drawn(seed: int, count: int, n: int, *, odd: bool) -> Floats:
 def task_of(name: str, seed: int, n: int, count: int) -> TensorTask:
     rng = np.random.default_rng(seed)
     known = {p.name: p for p in OPERATORS[name].schema.parameters}
-    method = {
+    method: dict[str, Any] = {
         "normalize": bool(rng.integers(2)),
         "rescale": bool(rng.integers(2)),
         "lambda": float(rng.choice([1.0, 0.3, -2.0])),

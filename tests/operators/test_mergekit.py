@@ -73,7 +73,8 @@ def _theirs(method: str, job: Job, monkeypatch: pytest.MonkeyPatch) -> torch.Ten
             ids = [entry.id for entry in group.non_base]
             params[p.name] = dict(zip(ids, (m[p.name] for m in case.model_params), strict=True))
     (out,) = registry.get(method)([group], parameters=params)
-    return out.float().flatten()
+    flat: torch.Tensor = out.float().flatten()
+    return flat
 
 
 #: Of the small numbers that arcee_fusion selects by, most is rounding where mergekit uses float32.

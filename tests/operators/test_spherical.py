@@ -38,7 +38,7 @@ Params = Mapping[str, Any]
 
 def case_of(
     method: str,
-    rows: Sequence[Sequence[float]] | Floats,
+    rows: Sequence[Sequence[float] | Floats] | Floats,
     base: Sequence[float] | Floats | None = None,
     **params: Any,
 ) -> Case:
@@ -239,7 +239,8 @@ def mergekit(method: str, case: Case, shape: tuple[int, ...], **others: Any) -> 
             for entry, m in zip(group.non_base, case.model_params, strict=True)
         }
     (out,) = registry.get(method)([group], parameters=params)
-    return out.flatten()
+    flat: torch.Tensor = out.flatten()
+    return flat
 
 
 @live

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp
 from statistics import median
 
@@ -20,7 +21,7 @@ from mergepipe_pipeline.optimise.prior import (
 scores_of_layers = st.lists(st.integers(0, 100), min_size=3, max_size=40, unique=True)
 
 
-def robust(scores: list[float]) -> list[float]:
+def robust(scores: Sequence[float]) -> list[float]:
     """The paper's normalisation, for scores of which no half is equal."""
     middle = median(scores)
     spread = 1.4826 * median(abs(s - middle) for s in scores) + 1e-8

@@ -30,6 +30,7 @@ from mergepipe_pipeline.spec.recipe import (
     TensorInput,
     TensorRecipe,
 )
+from mergepipe_pipeline.spec.view import LowRank
 from tests import oracles
 from tests.analysis.pairs import analyze_one
 from tests.kinds import KINDS, Kinds, make_kinds
@@ -182,6 +183,7 @@ def test_sources_of_models_with_several_checkpoints_are_numbered_through(family:
     checkpoints = [*family.kinds.base.checkpoints]
     for name, e in experts_of(plan).items():
         low = e.view.low_rank
+        assert low is None or isinstance(low, LowRank)
         used = {p.source for p in e.view.stored} | ({low.a.source, low.b.source} if low else set())
         mine = range(len(checkpoints), len(checkpoints) + len(family.kinds.experts[name].stored))
         assert used <= set(mine), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,11 @@ Ints = npt.NDArray[np.int64]
 
 #: What a sum of products with cosines in float32 may be off by, of its first term.
 _ROUNDED = 4e-6
+
+
+def in_python(kernel: Any) -> Any:
+    """What a kernel is compiled from."""
+    return kernel.py_func
 
 
 class OutBlocks:
@@ -41,7 +47,7 @@ class OutBlocks:
     def chains(self, compiled: bool = True) -> tuple[Ints, Floats]:
         order = np.full(self.size.shape, -7, np.int64)
         residual = np.full((len(order), order.shape[1] + 1), np.nan)
-        run = additive_chains if compiled else additive_chains.py_func
+        run = additive_chains if compiled else in_python(additive_chains)
         run(self.size, np.ones_like(self.size), self.cosine, self.nbytes, order, residual)
         return order, residual
 
@@ -49,7 +55,7 @@ class OutBlocks:
         order, residual = self.chains()
         item = np.full(order.shape, -1, np.int64)
         saved, cost = np.zeros(order.shape), np.zeros(order.shape, np.int64)
-        run = hull_of if compiled else hull_of.py_func
+        run = hull_of if compiled else in_python(hull_of)
         run(order, residual, self.nbytes, item, saved, cost)
         return item, saved, cost
 
@@ -191,9 +197,9 @@ def test_compiled_loops_do_what_their_python_does(seed: int) -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
     rng = np.random.default_rng(seed)
     worth, chain = rng.random(20), np.sort(rng.integers(0, 6, 20))
-    np.testing.assert_array_equal(falling(worth, chain), falling.py_func(worth, chain))
+    np.testing.assert_array_equal(falling(worth, chain), in_python(falling)(worth, chain))
     fits = items(seed)
-    np.testing.assert_array_equal(affordable(*fits), affordable.py_func(*fits))
+    np.testing.assert_array_equal(affordable(*fits), in_python(affordable)(*fits))
 
 
 def items(seed: int) -> tuple[Ints, Ints, Ints, Ints, Ints, int, Ints, int]:

@@ -21,12 +21,12 @@ from mergepipe_pipeline.verbs.pack import pack
 from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import tensors
-from tests.family import tensors_of, write_model
+from tests.family import Size, tensors_of, write_model
 from tests.planner.test_promises import ROUNDING, distance
 from tests.profiles import ENGINE, PROFILE
 
 #: The embedding is two chunks and a part of one; all other tensors are less than one.
-SIZES = {"layers": 1, "hidden": 64, "vocab": 2100}
+SIZES: Size = {"layers": 1, "hidden": 64, "vocab": 2100}
 N_EXPERTS, UNPACKED = 4, 3
 METHODS = ("task_arithmetic", "ties", "dare_linear", "ties", "linear", "breadcrumbs", "dare_ties")
 SUMS = ("task_arithmetic", "dare_linear", "linear")
@@ -113,7 +113,7 @@ def test_a_plan_that_reads_all_of_the_packs_has_the_ids_of_the_merge_without_the
 ) -> None:
     own: dict[str, float] = {"density": 0.5} if method[:2] in ("ti", "da", "br", "de", "au") else {}
     own |= {} if method in ("sce", "slerp") else {"weight": 0.5}
-    params = {"slerp": {"t": 0.4}}.get(method, {})
+    params: dict[str, object] = {"t": 0.4} if method == "slerp" else {}
     raw = recipe(method, [0] if method == "slerp" else [0, 1, UNPACKED], params, **own)
     plain = make_plan(home, raw, no_packs=True)
     for block_elems in (4096, 1 << 17):

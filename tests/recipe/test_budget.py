@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,7 +143,7 @@ def test_a_whole_number_for_an_error_is_taken_for_a_forgotten_percent_sign() -> 
     "amount", [Budget(), Budget(nbytes=7), Budget(fraction=0.5), Budget(error=0.1)]
 )
 def test_an_amount_replaces_the_amount_and_leaves_the_wishes(amount: Budget) -> None:
-    wishes = {
+    wishes: dict[str, Any] = {
         "pin": (Selection(("a",)),),
         "exclude": (Selection((), ("x",)),),
         "keep": ("y",),

@@ -59,7 +59,9 @@ WEIGHTS = st.one_of(st.just(0.3), st.just([0.2, 0.8]), st.just([{"filter": "mlp"
 def test_a_recipe_with_selectors_means_what_it_means_with_the_models_written_out(
     drawn: list[tuple[dict[str, str], Any]],
 ) -> None:
-    entries = [{**entry, "parameters": {"weight": weight}} for entry, weight in drawn]
+    entries: list[dict[str, Any]] = [
+        {**entry, "parameters": {"weight": weight}} for entry, weight in drawn
+    ]
     named = {e["model"] for e in entries if "model" in e}
     written: list[dict[str, Any]] = []
     for entry in entries:

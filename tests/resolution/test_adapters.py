@@ -217,7 +217,8 @@ def test_an_adapter_alone_and_on_its_base_by_name_are_one_snapshot(
 ) -> None:
     base, adapter = zoo.bases["llama"], zoo.adapters["plain"]
     ids = set()
-    for i, model in enumerate((adapter, f"{base}+{adapter}")):
+    models: list[str | Path] = [adapter, f"{base}+{adapter}"]
+    for i, model in enumerate(models):
         home = Warehouse.at(tmp_path / str(i)).ensure()
         text = recipe(method, base, [model], density=method == "ties")
         ids.add(run(home, text).snapshot.snapshot_id)

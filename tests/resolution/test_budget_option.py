@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_the_option_replaces_the_amount_and_keeps_the_wishes(
     home: Warehouse,
     recipe_text: Callable[..., str],
     option: str | None,
-    amount: dict[str, float],
+    amount: dict[str, Any],
 ) -> None:
     raw = parse(recipe_text(extra=WISHES), name="r", where="r.yml")
     recipe = resolve(home, raw, budget=option).recipe

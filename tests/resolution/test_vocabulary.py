@@ -16,7 +16,7 @@ from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.resolution.resolve import resolve
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.execution.test_run import run, tensors
-from tests.family import tensors_of, write_model
+from tests.family import Size, tensors_of, write_model
 from tests.oracles import ORACLES, Case
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -194,7 +194,8 @@ def test_without_a_base_all_are_cropped_to_the_shortest(home: Warehouse, folder:
     for name, value in merged.items():
         rows = [f[name][: len(value)].double() for f in found]
         weights = (0.5, 0.75, 1.0)
-        mean = sum(w * r for w, r in zip(weights, rows, strict=True)) / sum(weights)  # type: ignore[misc]
+        summed = sum(w * r for w, r in zip(weights, rows, strict=True))
+        mean = torch.as_tensor(summed / sum(weights))
         assert_close(value, mean)
     assert merged[EMBEDDING].shape == merged[HEAD].shape == (ROWS - 30, SIZES["hidden"])
 
@@ -208,7 +209,7 @@ def test_a_cropped_model_loads_and_runs(home: Warehouse, folder: Path) -> None:
 def test_other_tensors_of_another_shape_are_refused(
     home: Warehouse, folder: Path, tmp_path: Path
 ) -> None:
-    sizes = {"layers": 2, "hidden": 64, "vocab": ROWS}
+    sizes: Size = {"layers": 2, "hidden": 64, "vocab": ROWS}
     write_model(tmp_path / "wide", tensors_of(0, None, **sizes), **sizes)
     text = recipe("ties", folder / "tied", [tmp_path / "wide"])
     with pytest.raises(MergePipeError, match="do not fit"):

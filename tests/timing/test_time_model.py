@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -73,7 +74,7 @@ WORK = st.fixed_dictionaries(dict.fromkeys(AMOUNTS, AMOUNT))
 
 @settings(max_examples=50, deadline=None)
 @given(WORK, st.sampled_from(AMOUNTS), AMOUNT)
-def test_more_work_never_takes_less_time(amounts: dict[str, int], name: str, more: int) -> None:
+def test_more_work_never_takes_less_time(amounts: dict[str, Any], name: str, more: int) -> None:
     work = replace(NOTHING, **amounts)
     grown = replace(work, **{name: amounts[name] + more})
     assert seconds(grown, PROFILE).total_s >= seconds(work, PROFILE).total_s
@@ -81,7 +82,7 @@ def test_more_work_never_takes_less_time(amounts: dict[str, int], name: str, mor
 
 @settings(max_examples=50, deadline=None)
 @given(WORK, st.integers(2, 64))
-def test_more_cores_never_take_longer(amounts: dict[str, int], cores: int) -> None:
+def test_more_cores_never_take_longer(amounts: dict[str, Any], cores: int) -> None:
     work, more = replace(NOTHING, **amounts), replace(ENGINE, cores=cores)
     faster = seconds(work, replace(PROFILE, engine=more))
     assert faster.total_s <= seconds(work, PROFILE).total_s

@@ -78,7 +78,7 @@ def build_of(setting: Setting) -> TokenizerBuild:
 
 def row_by_definition(setting: Setting, token: str, model: int) -> Matrix:
     """The row of a token in a model's aligned embedding, from the words of SEMANTICS.md."""
-    rows = {
+    rows: dict[int, Matrix] = {
         m: setting.embeddings[m][t.vocab[token]]
         for m, t in enumerate(setting.models)
         if t.vocab.get(token, t.n_rows) < t.n_rows
@@ -96,7 +96,8 @@ def row_by_definition(setting: Setting, token: str, model: int) -> Matrix:
         return np.zeros(3, dtype=np.float32)
     if setting.base in rows:
         return rows[setting.base]
-    return np.mean(list(rows.values()), axis=0)
+    mean: Matrix = np.mean(list(rows.values()), axis=0)
+    return mean
 
 
 @given(some_settings())

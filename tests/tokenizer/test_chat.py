@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -49,7 +50,7 @@ def test_a_built_in_template_renders_the_published_format(name: str, tmp_path: P
     assert rendered == EXPECTED[name]
 
 
-def model(**config: object) -> ModelTokenizer:
+def model(**config: Any) -> ModelTokenizer:
     return words("m", {"x": 0}, **config)
 
 

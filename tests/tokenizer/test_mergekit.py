@@ -41,7 +41,7 @@ for file in sys.argv[1:]:
     config = MergeConfiguration.model_validate(yaml.safe_load(text))
     run_merge(config, file.removesuffix(".yml"), MergeOptions(quiet=True), config_source=text)
 """
-MIXED = {
+MIXED: dict[str, tuple[Any, bool]] = {
     "w1": ({"kind": "zero"}, True),
     "w6": (1, True),
     "w3": ({"kind": "model_token", "model": 2, "token": "w5"}, True),
@@ -223,7 +223,8 @@ def test_every_token_has_the_row_that_mergekit_gives_it(
     recipe = TokenizerRecipe(case.source, rules_of(case), case.pad)
     build = build_tokenizer(recipe, family.models, case.base)
     parts = [gather(r, m, family.embeddings) for m, r in enumerate(build.rows)]
-    ours = sum(w * p for w, p in zip(WEIGHTS, parts, strict=True)) / np.float32(sum(WEIGHTS))
+    summed = np.asarray(sum(w * p for w, p in zip(WEIGHTS, parts, strict=True)))
+    ours = summed / np.float32(sum(WEIGHTS))
     theirs = load_file(merged / name / "model.safetensors")[EMBEDDING]
     their_tokenizer = load(merged / name)
     their_vocab = their_tokenizer.get_vocab()
