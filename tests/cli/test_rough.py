@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.cli.ending import from_os_error
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.warehouse import Warehouse
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -131,7 +130,7 @@ def test_a_table_that_cannot_be_written_leaves_the_one_before(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(atomic.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     result = call(*command)
     assert result.exit_code == 20
     assert f"error: The disk is full\n  where     {table}\n" in result.stderr

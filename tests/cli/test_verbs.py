@@ -137,7 +137,8 @@ def test_the_exported_folder_loads_in_transformers_and_answers(
         "mergepipe_recipe.yml",
     }
     assert (out / "mergepipe_recipe.yml").read_text() == recipe.read_text()
-    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     tokens = AutoTokenizer.from_pretrained(out)("w5 w6 w7", return_tensors="pt")

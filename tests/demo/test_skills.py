@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from logging import ERROR, INFO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,10 +89,14 @@ def test_examples_depend_on_the_generator_alone() -> None:
     assert ask([1, 2], [1, 2], seed=5) != ask([1, 2], [1, 2], seed=6)
 
 
+def quietly(text: str) -> None:
+    return
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> family.Family:
     """A family after a few steps; read-only."""
-    return build_family(str, TINY, tmp_path_factory.mktemp("made"))
+    return build_family(quietly, TINY, tmp_path_factory.mktemp("made"))
 
 
 @pytest.mark.parametrize("weak", ["copy", "sort"])
@@ -107,9 +112,9 @@ def test_quiet_gives_back_the_verbosity_it_found() -> None:
     logging.enable_progress_bar()
     try:
         with skills.quiet():
-            assert logging.get_verbosity() == logging.ERROR
+            assert logging.get_verbosity() == ERROR
             assert not logging.is_progress_bar_enabled()
-        assert logging.get_verbosity() == logging.INFO
+        assert logging.get_verbosity() == INFO
         assert logging.is_progress_bar_enabled()
     finally:
         logging.set_verbosity_warning()
@@ -132,9 +137,9 @@ def test_equal_settings_give_equal_bytes_and_others_another_folder(
     made: family.Family, tmp_path: Path
 ) -> None:
     torch.rand(1)
-    again = build_family(str, TINY, tmp_path)
+    again = build_family(quietly, TINY, tmp_path)
     assert [weights(f) for f in folders(again)] == [weights(f) for f in folders(made)]
-    other = build_family(str, replace(TINY, seed=1), tmp_path)
+    other = build_family(quietly, replace(TINY, seed=1), tmp_path)
     assert other.base.parent != again.base.parent
     assert weights(other.base) != weights(again.base)
 
@@ -160,7 +165,7 @@ def test_an_interrupted_training_leaves_nothing_and_the_next_one_succeeds(tmp_pa
         build_family(stop, TINY, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert torch.get_num_threads() == threads
-    assert all(folder.is_dir() for folder in folders(build_family(str, TINY, tmp_path)))
+    assert all(folder.is_dir() for folder in folders(build_family(quietly, TINY, tmp_path)))
 
 
 def test_a_family_loads_with_transformers_and_reads_its_own_text(made: family.Family) -> None:

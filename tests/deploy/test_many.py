@@ -12,6 +12,7 @@ import pytest
 from mergepipe_pipeline.catalog import arrow_tables
 from mergepipe_pipeline.deploy import recipe_files as reading
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.execution.lookup import snapshot_of
 from mergepipe_pipeline.resolution import recipe_text
 from mergepipe_pipeline.verbs import deploy
@@ -42,7 +43,7 @@ def released(standing: Warehouse) -> RecipeFile:
     """The recipe, released."""
     (file,) = recipe_files(standing)
     deploy.plan_recipe(standing, file)
-    list(deploy.merge_recipe(standing, file.name, file.layers, deploy.EngineOptions()))
+    list(deploy.merge_recipe(standing, file.name, file.layers, EngineOptions()))
     deploy.snapshot_recipe(standing, file.name)
     deploy.release_recipe(standing, file)
     return file

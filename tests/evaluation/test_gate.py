@@ -224,12 +224,12 @@ def test_a_copy_carries_the_metrics_and_the_snapshot_stays_as_it_was(
 def test_damage_of_what_was_measured_is_found_and_mended(home: Warehouse) -> None:
     live = history(home, "n")[-1].snapshot_id
     record, log = (next((home.evaluations / live).glob(f"*.{end}")) for end in ("json", "log"))
-    assert verify_all(home, ("structure",)).ok
+    assert verify_all(home, ["structure"]).ok
     log.write_text("another log")
-    (finding,) = verify_all(home, ("structure",), fresh=True).findings
+    (finding,) = verify_all(home, ["structure"], fresh=True).findings
     assert str(log) in str(finding)
     assert repair(home).taken == (str(record),)
-    assert verify_all(home, ("structure",), fresh=True).ok
+    assert verify_all(home, ["structure"], fresh=True).ok
     assert ls(home).snapshots
 
 

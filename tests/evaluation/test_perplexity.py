@@ -24,8 +24,8 @@ def measured(
     evaluator: Evaluator, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, float]:
     """What the child would print: its arguments are those that the parent gives."""
-    arguments = command_of(evaluator, folder)[3:]
-    perplexity.main(*arguments, str(model))
+    file, field, max_tokens = command_of(evaluator, folder)[3:]
+    perplexity.main(file, field, max_tokens, str(model))
     found: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found
 

@@ -157,7 +157,7 @@ def test_repair_registers_a_damaged_name_again_where_it_can_and_says_where_it_ca
     catalog = home.catalog
     assert catalog.root("landed") == str(home.inbox / "landed")
     assert catalog.root("twice") == str(family / "expert_03")
-    assert verify_all(home, ("structure",)).ok
+    assert verify_all(home, ["structure"]).ok
 
 
 def test_registering_again_gets_past_a_damaged_name(

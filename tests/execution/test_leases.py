@@ -13,6 +13,7 @@ from mergepipe_pipeline.snapshots import collection as gc
 from mergepipe_pipeline.storage import locks
 from mergepipe_pipeline.timing import calibrate as calibrating
 from mergepipe_pipeline.timing.calibrate import calibrate
+from mergepipe_pipeline.timing.storage_timers import write_s
 from mergepipe_pipeline.verbs.gc import collect
 from mergepipe_pipeline.warehouse import Warehouse
 
@@ -67,8 +68,6 @@ def test_what_killed_writers_left_goes_from_every_folder(home: Warehouse) -> Non
 def test_a_calibration_keeps_its_files_through_a_collection(
     home: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_s = calibrating.write_s
-
     def collect_first(path: Path, nbytes: int) -> float:
         collect(home, older_than_s=0)
         return write_s(path, nbytes)

@@ -18,12 +18,12 @@ from mergepipe_pipeline.operators.steps.random import uniforms
 from mergepipe_pipeline.warehouse import Warehouse
 from tests import oracles
 from tests.execution.test_run import run, tensors
-from tests.family import tensors_of, write_model
+from tests.family import Size, tensors_of, write_model
 from tests.oracles import ORACLES, Bools, Case, Floats
 from tests.oracles_spherical import ORACLES_SPHERICAL
 
 #: Matrices of the MLP have four blocks of the smallest size.
-SIZES = {"layers": 1, "hidden": 64, "vocab": 192}
+SIZES: Size = {"layers": 1, "hidden": 64, "vocab": 192}
 WEIGHTS = (1.0, 0.5, 0.75)
 EXACT = "out_dtype: float32"
 #: Methods that choose another one have no oracle of their own.

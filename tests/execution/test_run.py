@@ -21,7 +21,7 @@ from mergepipe_pipeline.execution.run import MergeOutcome, run_plan
 from mergepipe_pipeline.operators.steps.random import keep_mask
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.storage import read_batch
-from mergepipe_pipeline.storage.compiled_reads import COPY
+from mergepipe_pipeline.storage.compiled_reads import COPY, run_all
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.oracles import ORACLES, Case
 
@@ -131,7 +131,7 @@ def test_the_kernel_counts_no_more_expert_bytes_than_planned(
 ) -> None:
     plan = make_plan(home, parse(recipe_text(), name="t", where="t"), budget="25%")
     counted: dict[str, int] = {}
-    alone, together = os.preadv, read_batch.run_all
+    alone = os.preadv
 
     def count(handle: int, offset: int, nbytes: int) -> None:
         path = os.readlink(f"/proc/self/fd/{handle}")
@@ -148,7 +148,7 @@ def test_the_kernel_counts_no_more_expert_bytes_than_planned(
         for kind, handle, offset, nbytes, _ in requests.tolist():
             if kind != COPY:
                 count(handle, offset, nbytes)
-        return together(requests, scratch)
+        return run_all(requests, scratch)
 
     monkeypatch.setattr(os, "preadv", counting)
     monkeypatch.setattr(read_batch, "run_all", counting_all)

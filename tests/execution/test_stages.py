@@ -205,9 +205,9 @@ def test_a_stage_without_a_name_or_used_before_it_is_made_is_refused(family: Pat
 def test_a_shape_that_does_not_fit_a_stages_result_is_told_before_it_is_made(
     home: Warehouse, family: Path, tmp_path: Path
 ) -> None:
-    from tests.family import tensors_of, write_model
+    from tests.family import Size, tensors_of, write_model
 
-    sizes = {"layers": 2, "hidden": 32, "vocab": 512}
+    sizes: Size = {"layers": 2, "hidden": 32, "vocab": 512}
     narrow = write_model(tmp_path / "narrow", tensors_of(0, None, **sizes), **sizes)
     text = both(family).replace(str(family / "expert_02"), str(narrow))
     with pytest.raises(RecipeError, match="do not fit"):

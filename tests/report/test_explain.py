@@ -26,6 +26,7 @@ from mergepipe_pipeline.report.explain_tables import (
 from mergepipe_pipeline.report.shares import shares
 from mergepipe_pipeline.report.stories import explain_expert, explain_snapshot, explain_tensor
 from mergepipe_pipeline.spec.plan import MergePlan
+from mergepipe_pipeline.spec.plan_json import plan_from_json
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.benchmarks.baselines import BASELINES
@@ -177,13 +178,13 @@ def test_only_plans_with_the_expert_are_built_whole(
     home: Warehouse, recipe_text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = {n: make_plan(home, raw_of(recipe_text(experts=n))) for n in (1, 2)}
-    built, real = list[str](), plan_store.plan_from_json
+    built = list[str]()
 
-    def plan_from_json(value: dict[str, Any]) -> MergePlan:
-        built.append(real(value).plan_id)
-        return real(value)
+    def counted(value: dict[str, Any]) -> MergePlan:
+        built.append(plan_from_json(value).plan_id)
+        return plan_from_json(value)
 
-    monkeypatch.setattr(plan_store, "plan_from_json", plan_from_json)
+    monkeypatch.setattr(plan_store, "plan_from_json", counted)
     found = explain_expert(home, "expert_01").appearances
     assert [a.id for a in found] == [plans[2].plan_id]
     assert set(built) == {plans[2].plan_id}

@@ -431,7 +431,7 @@ def test_a_damaged_result_is_said_and_repair_has_it_evaluated_again(world: World
     path.write_bytes(data)
     with pytest.raises(CorruptionError, match=r"0002\.json"):
         front(home, search)
-    assert any(str(path) == f.file for f in verify_all(home, ("structure",)).findings)
+    assert any(str(path) == f.file for f in verify_all(home, ["structure"]).findings)
     # What may name a snapshot of the front is in doubt, so that all stay.
     stay = _snapshots(world)
     assert "may name one" in "".join(collect(home, older_than_s=0).notes)

@@ -73,7 +73,7 @@ def test_a_snapshot_has_every_bit_config_and_tokenizer_and_is_verified_and_merge
     recipe.write_text(text.format(made.path))
     same(read(merge(home, recipe).outcome.snapshot.path), expected)
     assert verify_all(home).findings == ()
-    assert verify_all(home, scopes=("inputs",)).findings == ()
+    assert verify_all(home, scopes=["inputs"]).findings == ()
     assert explain_snapshot(home, made.snapshot_id).provenance["made_by"]["verb"] == "convert"
     with pytest.raises(NotFoundError, match="No recipe made this snapshot"):
         replay(home, made.snapshot_id)

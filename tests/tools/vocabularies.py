@@ -39,7 +39,8 @@ def write(
     from transformers import LlamaConfig
 
     folder.mkdir(parents=True)
-    ids = {f"{part}_id": vocab[token] for part, token in parts.items() if part != "unk_token"}
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    ids |= {f"{part}_id": vocab[token] for part, token in parts.items() if part != "unk_token"}
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=len(vocab),
@@ -50,7 +51,7 @@ def write(
         num_key_value_heads=2,
         tie_word_embeddings=tied,
         dtype="float32",
-        **{"bos_token_id": None, "eos_token_id": None, **ids},
+        **ids,
     ).save_pretrained(folder)
     rng, layer = np.random.default_rng(seed), "model.layers.0."
     squares = [f"self_attn.{x}_proj" for x in "qkvo"]
@@ -63,7 +64,9 @@ def write(
     tensors = {n: torch.from_numpy(v) for n, v in values.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": vocab[t], "content": t, "special": True} | flags for t in parts.values()]
+    added: list[dict[str, Any]] = [
+        {"id": vocab[t], "content": t, "special": True} | flags for t in parts.values()
+    ]
     kind = {"type": "BPE", "merges": []} if step else {"type": "WordLevel"}
     tokenizer = {
         "version": "1.0",

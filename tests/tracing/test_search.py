@@ -18,7 +18,12 @@ def test_a_single_guilty_item_is_found_in_few_questions(
 ) -> None:
     guilty = data.draw(st.sampled_from(items))
     asked = list[tuple[int, ...]]()
-    found = narrow(items, lambda part: asked.append(part) or guilty in part, most=10**6)
+
+    def is_guilty(part: tuple[int, ...]) -> bool:
+        asked.append(part)
+        return guilty in part
+
+    found = narrow(items, is_guilty, most=10**6)
     assert (found.part, found.is_smallest) == ((guilty,), True)
     assert len(asked) <= 2 * ceil(log2(len(items)))
 

@@ -13,6 +13,7 @@ import pytest
 from mergepipe_pipeline.catalog.formats import DIGESTS, SEGMENTS
 from mergepipe_pipeline.contents.tensor_digests import ensure_digests
 from mergepipe_pipeline.facts import expert_stats as verb
+from mergepipe_pipeline.progress import Silent
 from mergepipe_pipeline.resolution.locate import locate_registered
 from mergepipe_pipeline.spec.stats import ExpertStats
 from mergepipe_pipeline.verbs.analyze import analyze
@@ -28,7 +29,7 @@ class CrashError(BaseException):
     """Stands for the end of the process; no handler of the code under test catches it."""
 
 
-class CrashAfter:
+class CrashAfter(Silent):
     """A progress that ends the process when so many bytes are analysed."""
 
     def __init__(self, nbytes: int) -> None:

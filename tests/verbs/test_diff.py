@@ -136,7 +136,8 @@ def test_other_shapes_buffers_and_infinities_are_said_without_a_figure(
         save_file(weights, tmp_path / f"m{n}" / "model.safetensors", metadata={"format": "pt"})
         text = f"merge_method: passthrough\nmodels: [{{model: {tmp_path}/m{n}}}]\n"
         ids.append(run(home, text).snapshot.snapshot_id)
-    found = {t.tensor: t for t in diff(home, *ids).tensors}
+    one, other = ids
+    found = {t.tensor: t for t in diff(home, one, other).tensors}
     assert found["model.embed_tokens.weight"].state == "reshaped"
     up = found["model.layers.0.mlp.up_proj.weight"]
     assert (up.changed_elems, up.l2, up.max_abs) == (64, None, None)

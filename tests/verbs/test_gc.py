@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -237,9 +237,11 @@ class Collecting(Silent):
     def __init__(self, home: Warehouse) -> None:
         self._home = home
 
-    def task(self, label: str, total_nbytes: int) -> AbstractContextManager[Advance]:
+    @contextmanager
+    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
         collect(self._home, older_than_s=0)
-        return super().task(label, total_nbytes)
+        with super().task(label, total_nbytes) as advance:
+            yield advance
 
 
 @pytest.mark.usefixtures("durable_writes")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -46,7 +47,7 @@ Text = Callable[..., str]
     ],
 )
 def test_a_merge_gives_the_same_bits_again_whatever_was_asked_on_the_command_line(
-    home: Warehouse, recipe_text: Text, method: str, planning: dict[str, object]
+    home: Warehouse, recipe_text: Text, method: str, planning: dict[str, Any]
 ) -> None:
     store_seek(home.profile_path, 20_000)
     made = run(home, recipe_text(method, ""), **planning)

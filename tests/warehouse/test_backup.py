@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from mergepipe_pipeline.deploy.recipe_files import recipe_files
+from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.resolution.recipe_text import parse
 from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.verbs.index import index_arrival
@@ -109,7 +110,7 @@ def test_copies_made_while_merges_run_are_whole_and_work_goes_on_in_them(
     home.recipe_path("n").write_text(text)
     (recipe_file,) = recipe_files(home)
     deploy.plan_recipe(home, recipe_file)
-    list(deploy.merge_recipe(home, "n", recipe_file.layers, deploy.EngineOptions()))
+    list(deploy.merge_recipe(home, "n", recipe_file.layers, EngineOptions()))
     snapshot, _ = deploy.snapshot_recipe(home, "n")
     deploy.release_recipe(home, recipe_file)
 

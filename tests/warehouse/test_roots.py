@@ -165,8 +165,8 @@ def test_ids_are_the_same_from_two_mounts(
         for name, place in (("base", "a/base"), ("expert_00", "a/e"), ("expert_01", "b/e")):
             shutil.copytree(family / name, mount / place)
         found = []
-        for number, place in enumerate((one, other)):
-            there = Path(folder, "one" if number == 0 else "other", *place.parts[1:])
+        for number, point in enumerate((one, other)):
+            there = Path(folder, "one" if number == 0 else "other", *point.parts[1:])
             if number:
                 there.parent.mkdir(parents=True)
                 mount.rename(there)

@@ -152,7 +152,7 @@ def test_residuals_that_promise_too_much_are_refused(
     here: Warehouse, there: Warehouse, pushed: Pushed, tmp_path: Path
 ) -> None:
     pack, mine = packed(here, "e0")
-    forged = {n: replace(t, residual_sq=t.residual_sq / 2) for n, t in mine.items()}
+    forged = {n: replace(t, residual_sq=t.residual_sq / np.float32(2)) for n, t in mine.items()}
     frames = dict.fromkeys(TIERS, pack.root)
     _, files = files_of(tmp_path / "forged", forged, frames)
     rests = {n: data for n, data in pushed.files.items() if n.endswith(".rest")}
