@@ -26,7 +26,8 @@ from dagster import DagsterRunStatus as Status
 from assets.experts import expert_index
 from mergepipe_pipeline.warehouse import Warehouse
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 REPOSITORY = Path(__file__).parents[2]
 #: Makes daemons quick; Dagster's own pace is 5 s.
 QUICK = REPOSITORY / "tests" / "quick_daemon"
@@ -183,7 +184,7 @@ class Daemon:
         return [r.run_id for r in runs if self._view.all_logs(r.run_id, of_type=_STEP_START)]
 
     def wait_for(
-        self, what: str, look: Callable[[], T], seconds: float = 120, every_s: float = 0.5
+        self, what: str, look: Callable[[], T | None], seconds: float = 120, every_s: float = 0.5
     ) -> T:
         """The first truth that `look` gives. Raises AssertionError with the log's end."""
         until = time.monotonic() + seconds

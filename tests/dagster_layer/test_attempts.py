@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import dagster as dg
@@ -19,6 +18,7 @@ from mergepipe_pipeline.deploy.retry import LONGEST_PAUSE_S, Attempt, pause_s, r
 from mergepipe_pipeline.resources import MergePipe
 from mergepipe_pipeline.storage.atomic import remove_tree
 from mergepipe_pipeline.tick import Ticker
+from mergepipe_pipeline.verbs.deploy import CURRENT
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.warehouse import Warehouse
 from sensors import MAX_LINES, recipes
@@ -59,9 +59,7 @@ class Sensor:
 
 
 @pytest.fixture
-def sensor(
-    home: Warehouse, instance: dg.DagsterInstance, ticker: Ticker, drop: Drop
-) -> Iterator[Sensor]:
+def sensor(home: Warehouse, instance: dg.DagsterInstance, ticker: Ticker, drop: Drop) -> Sensor:
     """Recipes a and b, ready to be merged."""
     for name in ("base", "expert_00"):
         drop(name)
@@ -132,7 +130,7 @@ def test_a_tick_that_requests_a_run_tells_of_every_recipe_in_its_log(
 def test_an_idle_tick_counts_many_recipes_that_are_current_and_tells_of_few_others(
     sensor: Sensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipes, "due", lambda warehouse, file: recipes.CURRENT)
+    monkeypatch.setattr(recipes, "due", lambda warehouse, file: CURRENT)
     for n in range(MAX_LINES):
         sensor.home.recipe_path(f"a{n}").write_text(sum_of("base", "expert_00"))
     _, said = sensor.tick()

@@ -29,7 +29,8 @@ def metadata(home: Warehouse, drop: Drop) -> dict[str, object]:
     )
     key = dg.AssetKey(["a", "conflicts"])
     graph = build_definitions(home)
-    (asset,) = [a for a in graph.assets or () if getattr(a, "keys", None) == {key}]
+    assets = [a for a in graph.assets or () if isinstance(a, dg.AssetsDefinition)]
+    (asset,) = [a for a in assets if a.keys == {key}]
     with dg.DagsterInstance.ephemeral() as instance:
         result = dg.materialize([asset], instance=instance, resources=graph.resources)
         (made,) = result.asset_materializations_for_node("a__conflicts")

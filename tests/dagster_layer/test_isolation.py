@@ -51,8 +51,8 @@ def hostile_recipes(folder: Path) -> dict[str, str]:
     (folder / "void.yml").write_bytes(b"\0" * 100)
     with (folder / "huge.yml").open("wb") as file:
         file.truncate(100 << 20)
-    for name in (b"caf\xe9.yml", b"caf\xe8.yml"):
-        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text(LINEAR)
+    for raw in (b"caf\xe9.yml", b"caf\xe8.yml"):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + raw)).write_text(LINEAR)
     for name in ("good.yaml", "good.yml", "good.yml.yml", r"caf\udce9.yml"):
         (folder / name).write_text(LINEAR)
     return {

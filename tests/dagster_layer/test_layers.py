@@ -13,7 +13,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.contents.test_input_segments import flip
 from tests.dagster_layer.conftest import Drop
 from tests.dagster_layer.test_experts import jobs, sum_of
-from tests.family import tensors_of, write_model
+from tests.family import Size, tensors_of, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 MERGE, LAYERS = dg.AssetKey(["a", "merge"]), dg.AssetKey(["a", "layers"])
@@ -45,14 +45,16 @@ def released(home: Warehouse, ticker: Ticker, drop: Drop) -> Warehouse:
 
 
 def test_a_recipe_of_eighty_layers_is_seven_assets(home: Warehouse) -> None:
-    size = {"layers": 80, "hidden": 4, "vocab": 8}
+    size: Size = {"layers": 80, "hidden": 4, "vocab": 8}
     for i, name in enumerate(("base", "one")):
         register(home, write_model(home.inbox / name, tensors_of(i, None, **size), **size), name)
     home.recipe_path("a").write_text(sum_of("base", "one"))
     graph = build_definitions(home).resolve_asset_graph()
     names = {key.path[-1] for key in graph.get_all_asset_keys() if key.path[0] == "a"}
     assert names == {"conflicts", "plan", "merge", "layers", "snapshot", "release", "report"}
-    assert graph.get(LAYERS).partitions_def.get_partition_keys() == [
+    layers = graph.get(LAYERS).partitions_def
+    assert layers is not None
+    assert layers.get_partition_keys() == [
         "embed",
         *(f"{i:02d}" for i in range(80)),
         "head",

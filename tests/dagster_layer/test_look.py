@@ -40,12 +40,16 @@ def known(home: Warehouse, family: Path) -> Warehouse:
 def described(home: Warehouse) -> Iterator[tuple[str, str | None]]:
     defs = build_definitions(home)
     repository, graph = defs.get_repository_def(), defs.resolve_asset_graph()
-    for part in (*repository.sensor_defs, *repository.schedule_defs):
+    parts: list[dg.SensorDefinition | dg.ScheduleDefinition]
+    parts = [*repository.sensor_defs, *repository.schedule_defs]
+    for part in parts:
         yield part.name, part.description
     for job in repository.get_all_jobs():
         if not job.name.startswith("__"):
             yield job.name, job.description
-    for key in (*graph.get_all_asset_keys(), *graph.asset_check_keys):
+    keys: list[dg.AssetKey | dg.AssetCheckKey]
+    keys = [*graph.get_all_asset_keys(), *graph.asset_check_keys]
+    for key in keys:
         yield key.to_user_string(), graph.get(key).description
 
 

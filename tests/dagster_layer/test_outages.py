@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import dagster as dg
@@ -80,11 +81,13 @@ def test_a_merge_whose_process_is_killed_four_times_is_made_by_the_daemon_all_th
     home: Warehouse, recipe_file: RecipeFile
 ) -> None:
     with running_daemon(home, MERGEPIPE_RETRY_S="0.1") as daemon:
+
+        def has_failed(times: int) -> bool:
+            return len(daemon.runs(None, Status.FAILURE)) == times
+
         for number in range(1, 5):
             daemon.wait_for("a merge", lambda: daemon.begun() and daemon.kill_workers(), 120, 0.05)
-            daemon.wait_for(
-                f"failure {number}", lambda n=number: len(daemon.runs(None, Status.FAILURE)) == n
-            )
+            daemon.wait_for(f"failure {number}", partial(has_failed, number))
         daemon.wait_for("the release", lambda: last_release(home, "n"))
         assert len(daemon.runs("merge_n", Status.SUCCESS, Status.STARTED)) == 1
         told = "\n".join(daemon.skips("recipe_sensor", None))

@@ -32,7 +32,8 @@ def metadata_of(home: Warehouse, drop: Drop, text: str, not_finite: str = "") ->
     home.recipe_path("a").write_text(f"{text}models:\n{models}")
     key = dg.AssetKey(["a", "plan"])
     graph = build_definitions(home)
-    (asset,) = [a for a in graph.assets or () if getattr(a, "keys", None) == {key}]
+    assets = [a for a in graph.assets or () if isinstance(a, dg.AssetsDefinition)]
+    (asset,) = [a for a in assets if a.keys == {key}]
     with dg.DagsterInstance.ephemeral() as instance:
         result = dg.materialize([asset], instance=instance, resources=graph.resources)
         (made,) = result.asset_materializations_for_node("a__plan")

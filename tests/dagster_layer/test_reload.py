@@ -100,8 +100,13 @@ def test_a_recipe_that_comes_while_definitions_are_made_has_them_loaded_anew(
 
 def test_the_address_of_a_code_server_is_what_its_command_or_environment_says() -> None:
     start = ["python", "-m", "dagster", "code-server", "start"]
-    assert listening([*start, "--socket", "/tmp/x", "--heartbeat"], {}).socket == "/tmp/x"
+    found = listening([*start, "--socket", "/tmp/x", "--heartbeat"], {})
+    assert found is not None
+    assert found.socket == "/tmp/x"
     found = listening([*start, "-p", "4000", "-h", "0.0.0.0", "-m", "a.b"], {})
+    assert found is not None
     assert (found.port, found.host) == ("4000", "0.0.0.0")
-    assert listening(start, {"DAGSTER_CODE_SERVER_PORT": "4001"}).port == "4001"
+    found = listening(start, {"DAGSTER_CODE_SERVER_PORT": "4001"})
+    assert found is not None
+    assert found.port == "4001"
     assert listening(["dagster-daemon", "run"], {"DAGSTER_CODE_SERVER_PORT": "4001"}) is None

@@ -12,9 +12,10 @@ from assets.recipes import build_recipe_assets
 from mergepipe_pipeline.deploy.arrivals import ask, attempted
 from mergepipe_pipeline.deploy.inbox import scan_inbox
 from mergepipe_pipeline.deploy.recipe_files import RecipeFile, recipe_files
+from mergepipe_pipeline.deploy.wanted import wanted
 from mergepipe_pipeline.errors import CheckpointError
 from mergepipe_pipeline.tick import Ticker
-from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due, wanted
+from mergepipe_pipeline.verbs.deploy import CURRENT, Due, Postponed, due
 from mergepipe_pipeline.verbs.index import index_arrival
 from mergepipe_pipeline.verbs.publish import history
 from mergepipe_pipeline.verbs.tag import tag

@@ -65,7 +65,7 @@ def merge_in(
 def told(result: dg.ExecuteInProcessResult) -> dict[str, dict[str, Any]]:
     """What each step of the merge says of itself, by the step's name."""
     return {
-        event.step_key.removeprefix("n__merge."): {
+        (event.step_key or "").removeprefix("n__merge."): {
             name: value.value for name, value in event.step_output_data.metadata.items()
         }
         for event in result.all_events
@@ -125,7 +125,7 @@ def test_no_shard_begins_before_the_plan_is_within_its_budget(
     home: Warehouse, recipe_file: RecipeFile
 ) -> None:
     job = build_definitions(home, shards=2).resolve_job_def("merge_n")
-    steps = {step.key: step for step in create_execution_plan(job).steps}
+    steps: dict[str, Any] = {step.key: step for step in create_execution_plan(job).steps}
     for name in ("n__merge.shard_001", "n__merge.shard_002"):
         before = {key for i in steps[name].step_inputs for key in i.dependency_keys}
         assert before == {"n__plan", "n__plan_within_budget"}

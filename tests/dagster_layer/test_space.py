@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -50,7 +51,7 @@ def test_the_daily_run_keeps_as_many_versions_as_the_setting_says_and_shows_what
     done = job.execute_in_process(instance=instance)
     assert {path.name for path in home.snapshots.iterdir()} == set(ids[-kept:])
     (made,) = done.asset_materializations_for_node("free_space")
-    shown = {name: value.value for name, value in made.metadata.items()}
+    shown: dict[str, Any] = {name: value.value for name, value in made.metadata.items()}
     assert shown["versions kept"] == (setting or "all")
     assert shown["disk GiB free"] > 0
     assert (ids[0] in str(shown.get("snapshots removed"))) == (kept == 2)

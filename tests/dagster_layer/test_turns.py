@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import dagster as dg
@@ -109,7 +109,7 @@ class Queue:
         self._definitions = build_definitions(home)
         self._coordinator = QueuedRunCoordinatorDaemon(interval_seconds=1)
 
-    def add(self, job: str, tags: dict[str, str] | None = None) -> None:
+    def add(self, job: str, tags: Mapping[str, str] | None = None) -> None:
         """Queue a run as the UI does: it has the tags of its job, and its pools."""
         definition = self._definitions.resolve_job_def(job)
         run = self.instance.create_run_for_job(

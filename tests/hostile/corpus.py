@@ -285,7 +285,8 @@ def _all() -> Iterator[tuple[str, Build]]:
             f"an index that names {repr(shard)[:16]}…{repr(shard)[-4:]}",
             partial(_index_names, shard=shard),
         )
-    for weight_map in (None, [], "x", {"gone": ONE}):
+    maps: tuple[object, ...] = (None, [], "x", {"gone": ONE})
+    for weight_map in maps:
         yield f"a weight map {weight_map!r}", partial(_weight_map, weight_map=weight_map)
     for what, (data, _) in (REFUSED | STRICTER).items():
         yield f"a header: {what}", partial(_header, data=data)

@@ -21,7 +21,7 @@ def _connect_without_waiting(*args: Any, **kwargs: Any) -> sqlite3.Connection:
     return made
 
 
-sqlite3.dbapi2.connect = sqlite3.connect = _connect_without_waiting
+sqlite3.dbapi2.connect = sqlite3.connect = _connect_without_waiting  # type: ignore[assignment]
 os.fsync = os.fstat  # type: ignore[assignment]
 
 if "dagster._daemon" in sys.orig_argv:
@@ -29,6 +29,6 @@ if "dagster._daemon" in sys.orig_argv:
 
     dagster._daemon.sensor.MIN_INTERVAL_LOOP_TIME = 1
 if "grpc" in sys.orig_argv:
-    from dagster._core.storage.sql import ScriptDirectory
+    from alembic.script import ScriptDirectory
 
     ScriptDirectory.from_config = cache(ScriptDirectory.from_config)  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from mergepipe_pipeline.warehouse import Warehouse
 from tests.celery_cluster import CeleryCluster, celery_cluster
 from tests.dagster_layer.postgres import running_server
 from tests.dask_cluster import ROOT, Cluster, environment, running_cluster, wait_for
-from tests.family import tensors_of, write_model
+from tests.family import Size, tensors_of, write_model
 
 #: Kills who works in a process.
 Kill = Callable[[int], None]
@@ -67,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser.parse_args(argv)
     folder = chosen.keep or Path(tempfile.mkdtemp(prefix="mergepipe-cluster-"))
     try:
-        with running_server() if chosen.postgres else nullcontext({}) as variables:
+        server: AbstractContextManager[dict[str, str]]
+        server = running_server() if chosen.postgres else nullcontext({})
+        with server as variables:
             os.environ.update(variables)
             return _run(folder, chosen, variables)
     finally:
@@ -148,7 +150,7 @@ def _parent(process: int) -> int:
 def small_warehouse(root: Path, layers: int, hidden: int) -> Warehouse:
     """A warehouse of a base and three experts of so many layers, indexed, and the recipe r."""
     home = Warehouse.at(root).ensure()
-    size = {"layers": layers, "hidden": hidden, "vocab": 512}
+    size: Size = {"layers": layers, "hidden": hidden, "vocab": 512}
     for seed, name in enumerate(("base", *_EXPERTS)):
         expert = seed - 1 if seed else None
         write_model(home.inbox / name, tensors_of(0, expert, **size), shards=2, **size)

@@ -159,7 +159,7 @@ class Deployment:
 def _used_nbytes(path: Path) -> int:
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=20)) as database:
         pages, free, nbytes = (
-            database.execute(f"PRAGMA {what}").fetchone()[0]
+            int(database.execute(f"PRAGMA {what}").fetchone()[0])
             for what in ("page_count", "freelist_count", "page_size")
         )
     return (pages - free) * nbytes

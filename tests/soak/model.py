@@ -79,7 +79,7 @@ class Model:
 
     def _is_refused(self, name: str, value: float | None) -> bool:
         recipe = self.recipes.get(name)
-        limit = recipe and recipe.limit
+        limit = recipe.limit if recipe else None
         return value is not None and limit is not None and value > limit
 
     def _result(self, name: str) -> float | None:

@@ -64,7 +64,7 @@ def warm_up(world: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
     os.environ.pop("MERGEPIPE_HOME", None)
-    sys.modules.setdefault("scipy", None)  # as the program does
+    sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # as the program does
     import torch
 
     from mergepipe_pipeline.cli.main import main as cli

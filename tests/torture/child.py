@@ -67,8 +67,8 @@ def run(
         os.kill(child, signal.SIGKILL)
         code = -signal.SIGKILL
         os.waitpid(child, 0)
-    text = [p.read_text(errors="replace") if p.exists() else "" for p in (out, err)]
-    return Done(code, *text, hung, time.monotonic() - began)
+    said, wrong = (p.read_text(errors="replace") if p.exists() else "" for p in (out, err))
+    return Done(code, said, wrong, hung, time.monotonic() - began)
 
 
 def call(function: Callable[..., Any], *given: Any, hangs_s: float = HANGS_S) -> Any:

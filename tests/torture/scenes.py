@@ -99,8 +99,8 @@ def scene_of(verb: Verb, world: Path, folder: Path) -> Scene:
     copy_place(place, after)
     steps = folder / "steps"
     shim = Shim(after)
-    args = verb.at(world, after)
-    _must(child.run(args, logs, before=shim.install, after=lambda: _save(steps, shim.steps)))
+    asked = verb.at(world, after)
+    _must(child.run(asked, logs, before=shim.install, after=lambda: _save(steps, shim.steps)))
     told = [Step(*line.split("\t")) for line in steps.read_text().splitlines()]
     old, new = child.call(state_of, place), child.call(state_of, after)
     return Scene(verb, place, old, new, tuple(told))

@@ -71,7 +71,7 @@ class Shim:
             self.disk = Disk(self.root)  # here, since it holds files open: they go with the child
         for name, wrap in _WRAPPERS.items():
             setattr(os, name, wrap(self, getattr(os, name)))
-        io.open = builtins.open = self._open(io.open)  # type: ignore[assignment]
+        io.open = builtins.open = self._open(io.open)
 
     def power_off(self) -> None:
         """Write what would be left after a loss of power to `lost` beside `root`."""

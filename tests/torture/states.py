@@ -257,7 +257,7 @@ class Machine(RuleBasedStateMachine):
 
         all_args = [*args, "--home", str(self.place / "w")]
         logs = self.live / "logs"
-        done = child.run(all_args, logs, before=shim and shim.install, after=power_off)
+        done = child.run(all_args, logs, before=shim.install if shim else None, after=power_off)
         if (lost := self.live / "lost").exists():
             shutil.rmtree(self.place)
             lost.rename(self.place)

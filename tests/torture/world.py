@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.family import tensors_of, write_adapter, write_model
+from tests.family import Size, tensors_of, write_adapter, write_model
 
-SIZE = {"layers": 1, "hidden": 32, "vocab": 96}
+SIZE: Size = {"layers": 1, "hidden": 32, "vocab": 96}
 _EXPERTS = 2
 
 

@@ -13,10 +13,10 @@ from dagster import DagsterRunStatus as Status
 from assets.links import expert_link
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.dagster_layer.daemon import Daemon, running_daemon
-from tests.family import tensors_of, write_model
+from tests.family import Size, tensors_of, write_model
 from tests.ui.chromium import Page
 
-SIZE = {"layers": 8, "hidden": 16, "vocab": 64}
+SIZE: Size = {"layers": 8, "hidden": 16, "vocab": 64}
 NAN = "model.layers.3.mlp.up_proj.weight"
 #: What a page may take for HTML, code, emphasis or the end of a table's cell; a folder's name too.
 ODD = "<b>x<b> `y` |z| _w_ <script>"
