@@ -215,8 +215,8 @@ def main() -> None:
     print(HEADER)
     for label, (method, all_) in sweeps(args.evaluations).items():
         print(swept(work, family, label, method, all_).told, flush=True)
-    for name, *how in searches(args.seeds):
-        text = search_text(family, *how, args.evaluations)
+    for name, method, weights, proposer, seed in searches(args.seeds):
+        text = search_text(family, method, weights, proposer, seed, args.evaluations)
         print(searched(work, name, text).told, flush=True)
 
 

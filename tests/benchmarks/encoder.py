@@ -15,6 +15,7 @@ import uuid
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -88,7 +89,8 @@ def _pretrained(folder: Path) -> Path:
 
 
 def _make(folder: Path, pretrained: Path, kinds: tuple[Task, ...]) -> None:
-    base = BertModel.from_pretrained(pretrained).to(torch.bfloat16).float()
+    loaded: Any = BertModel.from_pretrained(pretrained)
+    base = loaded.to(torch.bfloat16).float()
     _save(base, folder / "base")
     (folder / "base" / "tokenizer.json").write_bytes((pretrained / "tokenizer.json").read_bytes())
     tokenizer = _tokenizer(folder / "base")
@@ -113,12 +115,13 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 def _load(folder: Path) -> BertModel:
     with quiet():
-        model = BertModel.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+        model: BertModel = BertModel.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    return model
 
 
 def _save(model: BertModel, folder: Path) -> None:
-    kept = BertModel(BertConfig.from_dict(model.config.to_dict()))
+    kept: Any = BertModel(BertConfig.from_dict(model.config.to_dict()))
     kept.load_state_dict(model.state_dict())
     kept.to(torch.bfloat16).save_pretrained(folder)
 

@@ -118,7 +118,7 @@ def _translations(language: str) -> Iterator[list[str]]:
     for file in _readable(_files(_LOCALES / language).get("mo", ())):
         try:
             with open(file, "rb") as opened:
-                catalog = gettext.GNUTranslations(opened)
+                catalog: Any = gettext.GNUTranslations(opened)
         except (OSError, UnicodeError):
             continue
         said = (re.findall(r"[^\W\d_]{2,}", str(text)) for text in catalog._catalog.values())

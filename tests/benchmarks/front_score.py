@@ -63,7 +63,7 @@ def generated(
     `most` tokens at most.
     """
     known: list[tuple[Tensor, Tensor]] = []
-    told, found = prompts, []
+    told, found = prompts, list[Tensor]()
     has_ended = torch.zeros(len(prompts), 1, dtype=torch.bool)
     while len(found) < most and not has_ended.all():
         told = _logits(config, weights, told, known)[:, -1].argmax(-1, keepdim=True)

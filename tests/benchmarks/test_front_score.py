@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,10 +16,15 @@ STOP, MOST = 2, 7
 
 def test_the_models_answers_are_those_that_transformers_generates(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    sizes = {"vocab_size": 5, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": 5,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, **heads, initializer_range=0.5, tie_word_embeddings=True)
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "model")
     prompts = torch.randint(5, (200, 4))
     said = model.generate(

@@ -18,8 +18,14 @@ from pathlib import Path
 from tests.foreign.expected import EXPECTED
 
 #: The files whose tests merge by mergekit's command or `run_merge`.
-FILES = ("basic_merges", "chat_template", "tokenizer", "embedding_truncation", "merge_dtypes")
-FILES = (*FILES, "vocabulary_axis")
+FILES = (
+    "basic_merges",
+    "chat_template",
+    "tokenizer",
+    "embedding_truncation",
+    "merge_dtypes",
+    "vocabulary_axis",
+)
 _HERE = Path(__file__).parent
 _CONFTEST = """
 import pytest

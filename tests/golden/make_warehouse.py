@@ -25,13 +25,13 @@ from mergepipe_pipeline.deploy.recipe_files import recipe_files
 from mergepipe_pipeline.engine.options import EngineOptions
 from mergepipe_pipeline.verbs import deploy
 from mergepipe_pipeline.warehouse import Warehouse
-from tests.family import tensors_of, write_adapter, write_model
+from tests.family import Size, tensors_of, write_adapter, write_model
 
 #: Where every golden warehouse was made. The records in it name this place, which is gone.
 PLACE = Path("/tmp/mergepipe-golden")
 #: The modification time of all inputs, in seconds: a part of their ids, so the archive keeps it.
 INPUT_MTIME_S = 1_700_000_000
-_SIZES: dict[str, int] = {"layers": 1, "hidden": 16, "vocab": 64}
+_SIZES: Size = {"layers": 1, "hidden": 16, "vocab": 64}
 
 TIES = """\
 merge_method: ties
@@ -139,7 +139,7 @@ def pack(folder: Path, target: Path) -> None:
 def main() -> None:
     """Make the golden warehouse of the number that the command line gives."""
     out = Path(__file__).parent / f"warehouse-{int(sys.argv[1])}.json"
-    platform.node = lambda: "golden"  # type: ignore[assignment]  # goes to provenance
+    platform.node = lambda: "golden"  # goes to provenance
     PLACE.mkdir()
     try:
         write_inputs(PLACE / "inputs")

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.family import tensors_of, write_adapter, write_model
+from tests.family import Size, tensors_of, write_adapter, write_model
 from tests.golden.make_warehouse import call
 
 _RECORDED = Path(__file__).parent / "ids.json"
-_SIZES = {"layers": 2, "hidden": 16, "vocab": 64}
+_SIZES: Size = {"layers": 2, "hidden": 16, "vocab": 64}
 _MTIME_S = 1_700_000_000
 
 _TRIO = """\

@@ -21,10 +21,10 @@ import torch
 from mergepipe_pipeline.warehouse import Warehouse
 from tests.architectures import Tensors
 from tests.execution.test_run import run
-from tests.family import tensors_of, write_model
+from tests.family import Size, tensors_of, write_model
 from tests.parity.peer import read_model, run_mergekit
 
-_SIZES = {"layers": 6, "hidden": 512, "vocab": 8192}
+_SIZES: Size = {"layers": 6, "hidden": 512, "vocab": 8192}
 #: Method to parameters of every model, and of the recipe.
 METHODS = {
     "ties": ("weight: 0.5, density: 0.3", ""),

@@ -172,7 +172,8 @@ def fused_by_mergekit(case: Case, dtype: torch.dtype, seed: int) -> torch.Tensor
     torch.manual_seed(seed)
     group = TensorGroup.from_tensors(rows, base_index=0)
     (out,) = registry.get("arcee_fusion")([group], parameters={})
-    return out.flatten().double()
+    flat: torch.Tensor = out.flatten().double()
+    return flat
 
 
 def not_exact(values: torch.Tensor, case: Case) -> int:

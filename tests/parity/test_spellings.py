@@ -209,7 +209,7 @@ def tiny_vision(folder: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    config = AutoConfig.for_model(
+    config: Any = AutoConfig.for_model(
         "qwen2_5_vl",
         text_config=sizes | heads,
         vision_config=vision | {"intermediate_size": 48},
