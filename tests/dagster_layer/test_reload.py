@@ -76,7 +76,7 @@ def test_what_lands_after_the_process_that_serves_definitions_is_killed_is_merge
             assert daemon.kill_code_server() == 1
             shutil.rmtree(home.inbox / "expert_01")
             drop("expert_01", f"expert_0{number}")
-            daemon.wait_for(f"release {number}", lambda n=number: len(history(home, "n")) == n)
+            daemon.wait_for(f"release {number}", lambda: len(history(home, "n")) == number)  # noqa: B023
 
 
 def test_a_recipe_that_comes_while_definitions_are_made_has_them_loaded_anew(
