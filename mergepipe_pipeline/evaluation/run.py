@@ -1,4 +1,7 @@
-"""Measures a snapshot: by a child process, once for each evaluator."""
+"""Measures a snapshot: by a child process, once for each evaluator.
+
+Every byte is checked before: what is kept under an id was measured of what has it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from mergepipe_pipeline.evaluation.child import Ended, run_child
 from mergepipe_pipeline.evaluation.identity import command_of, environment_of, evaluator_id
 from mergepipe_pipeline.evaluation.metrics import NoMetricsError, metrics_of
 from mergepipe_pipeline.evaluation.store import keep, kept
+from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.snapshots.leases import Need
 from mergepipe_pipeline.spec.evaluation import Evaluation, Evaluator, Metrics
 from mergepipe_pipeline.spec.snapshot import Snapshot
@@ -33,7 +37,8 @@ def evaluate(
     """What an evaluator says of a snapshot: as it is kept, or measured now (always, if `fresh`).
 
     `folder` is that of the recipe. Raises EvaluationError, naming the log, for an evaluator that
-    fails each time, and AbandonedError as soon as the descriptor `stop` can be read.
+    fails each time, CorruptionError for a damaged snapshot, and AbandonedError as soon as the
+    descriptor `stop` can be read.
     """
     digest = evaluator_id(evaluator, folder)
     evaluation = None if fresh else kept(warehouse, snapshot.snapshot_id, digest)
@@ -41,6 +46,7 @@ def evaluate(
         return evaluation
     command = [*command_of(evaluator, folder), snapshot.path]
     with warehouse.leases.hold(Need(snapshot_ids=frozenset([snapshot.snapshot_id])), "evaluate"):
+        verify_snapshot(Path(snapshot.path))
         metrics, log, seconds = _tries(
             warehouse, snapshot, evaluator, folder, digest, command, stop
         )

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe_pipeline.errors import EvaluationError
+from mergepipe_pipeline.errors import CorruptionError, EvaluationError
 from mergepipe_pipeline.evaluation.run import evaluate
 from mergepipe_pipeline.evaluation.store import evaluations_of
 from mergepipe_pipeline.spec.evaluation import Evaluator, Perplexity
 from mergepipe_pipeline.spec.snapshot import Snapshot
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.contents.test_input_segments import flip
 from tests.snapshots.tiny import Crash, Store, count_steps, crash_at
 
 SCRIPT = Evaluator(("python", "eval.py"), retries=0)
@@ -163,3 +164,18 @@ def test_a_crash_at_any_step_leaves_a_measurement_whole_or_none(
         atomic.crash_hook = None
         assert all(e.metrics == {"files": 5} for e in evaluations_of(home, snapshot.snapshot_id))
         assert evaluate(home, snapshot, SCRIPT, folder).metrics == {"files": 5}
+
+
+def test_nothing_is_measured_of_a_snapshot_in_which_a_bit_turned(
+    home: Warehouse, snapshot: Snapshot, folder: Path, script: Write
+) -> None:
+    script(COUNTS)
+    shard = snapshot.manifest.shards[0]
+    name, _ = shard.tensors[0]
+    flip(Path(snapshot.path), name, 0.5)
+    with pytest.raises(CorruptionError, match="not the bytes that were written") as error:
+        evaluate(home, snapshot, SCRIPT, folder)
+    assert name in str(error.value)
+    assert (calls(folder), evaluations_of(home, snapshot.snapshot_id)) == (0, ())
+    flip(Path(snapshot.path), name, 0.5)
+    assert evaluate(home, snapshot, SCRIPT, folder).metrics == {"files": 5}
