@@ -1,6 +1,6 @@
 """The verb `diff`: what changed from one snapshot to another, by input, setting, layer and tensor.
 
-Layers that both have as the same bytes are not read; of the others both tensors are streamed.
+Layers that both have as the same bytes are not read; the others are checked, then streamed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergepipe_pipeline.dtypes import FLOATING
 from mergepipe_pipeline.execution.lookup import provenance_of, snapshot_named
 from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.snapshots.checks import verify_shard
 from mergepipe_pipeline.spec.checkpoint import Checkpoint, TensorEntry
 from mergepipe_pipeline.spec.layers import layer_count, layer_name, layer_order
 from mergepipe_pipeline.spec.snapshot import Manifest, Snapshot
@@ -212,6 +214,10 @@ def _tensors(
 
     before, after = (open_checkpoint(s.path, s.snapshot_id[:12]) for s in (one, other))
     same = {s.sha256 for s in one.manifest.shards} & {s.sha256 for s in other.manifest.shards}
+    for snapshot in (one, other):
+        for shard in snapshot.manifest.shards:
+            if shard.sha256 not in same:
+                verify_shard(Path(snapshot.path) / shard.file, shard)
     equal = {t for s in other.manifest.shards if s.sha256 in same for t, _ in s.tensors}
     names = [n for n in dict.fromkeys((*before.by_name, *after.by_name)) if n not in equal]
     names.sort(key=lambda n: layer_order(layers[n]))

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from mergepipe_pipeline.errors import IncompatibleCheckpointsError, NotFoundError
+from mergepipe_pipeline.errors import (
+    CorruptionError,
+    IncompatibleCheckpointsError,
+    NotFoundError,
+)
 from mergepipe_pipeline.execution.planning import make_plan
 from mergepipe_pipeline.execution.run import MergeOutcome
 from mergepipe_pipeline.report.comparison import full_plan_id, known_comparison
 from mergepipe_pipeline.verbs.compare import compare
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
 from tests.family import write_adapter
 from tests.reads import tensor_reads
@@ -146,3 +151,19 @@ def test_snapshots_of_other_models_cannot_be_compared(
         IncompatibleCheckpointsError, match=r"cannot be compared.*only one has model\.norm\.weight"
     ):
         compare(home, ours, theirs)
+
+
+@pytest.mark.parametrize("damaged", ["part", "full"])
+def test_no_figure_is_kept_of_a_snapshot_in_which_a_bit_turned(
+    home: Warehouse, recipe_text: Text, damaged: str
+) -> None:
+    part, full = (done.snapshot for done in both(home, recipe_text()))
+    root = Path((part if damaged == "part" else full).path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    flip(root, name, 0.5)
+    with pytest.raises(CorruptionError, match="not the bytes that were written") as error:
+        compare(home, part.snapshot_id, full.snapshot_id)
+    assert name in str(error.value)
+    flip(root, name, 0.5)
+    found = compare(home, part.snapshot_id, full.snapshot_id)
+    assert found.whole.error == pytest.approx(distance(part.path, full.path), rel=1e-6)

@@ -14,12 +14,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from mergepipe_pipeline.cli.main import main
-from mergepipe_pipeline.errors import NotFoundError
+from mergepipe_pipeline.errors import CorruptionError, NotFoundError
 from mergepipe_pipeline.execution.lookup import snapshot_named
 from mergepipe_pipeline.verbs.diff import diff
 from mergepipe_pipeline.verbs.export import Shards, export
 from mergepipe_pipeline.verbs.publish import publish
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.contents.test_input_segments import flip
 from tests.execution.test_run import run, tensors
 from tests.reads import tensor_reads
 from tests.verbs.test_compare import distance
@@ -160,3 +161,16 @@ def test_the_command_shows_a_table_by_layer_or_tensor(home: Warehouse, recipe_te
 def test_a_folder_that_is_no_snapshot_is_told_so(home: Warehouse, family: Path) -> None:
     with pytest.raises(NotFoundError, match=r"A folder is no snapshot.*found no manifest\.json"):
         snapshot_named(home, str(family / "base"))
+
+
+def test_no_figure_is_told_of_a_snapshot_in_which_a_bit_turned(
+    home: Warehouse, recipe_text: Text
+) -> None:
+    one = run(home, recipe_text("task_arithmetic", "")).snapshot
+    other = run(home, recipe_text("task_arithmetic", "{lambda: 0.5}")).snapshot
+    name = "model.layers.1.mlp.up_proj.weight"
+    flip(Path(other.path), name, 0.5)
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(CorruptionError, match="not the bytes that were written") as error:
+            diff(home, *(s.snapshot_id for s in pair))
+        assert name in str(error.value)
