@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
     CheckpointError,
     IncompleteCheckpointError,
     MergePipeError,
     NotFoundError,
 )
+from mergepipe_pipeline.progress import Advance, Silent
 from mergepipe_pipeline.report.stories import explain_snapshot
 from mergepipe_pipeline.storage.open_checkpoint import open_checkpoint
 from mergepipe_pipeline.verbs.convert import convert
@@ -149,3 +152,32 @@ def test_a_file_that_unfolds_to_terabytes_is_refused_and_leaves_nothing(
     with pytest.raises(CheckpointError, match="unfold to"):
         convert(home, str(source), tmp_path / "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old", "warehouse"]
+
+
+class _Replacing(Silent):
+    """Puts another file in the place of a pickled one as soon as it was digested."""
+
+    def __init__(self, new: Path, place: Path) -> None:
+        self._new, self._place = new, place
+
+    @contextmanager
+    def task(self, label: str, total_nbytes: int) -> Iterator[Advance]:
+        """As `Silent`, then the replacement."""
+        yield lambda nbytes: None
+        if label.startswith("read "):
+            shutil.copy(self._new, self._place)
+
+
+@pytest.mark.parametrize("to", ["snapshot", "out"])
+def test_a_file_that_is_replaced_while_it_is_converted_is_refused(
+    family: Path, home: Warehouse, tmp_path: Path, to: str
+) -> None:
+    folder, other = pickled(family, tmp_path / "p"), tmp_path / "other.bin"
+    weights = folder / "pytorch_model.bin"
+    torch.save({n: -t for n, t in torch.load(weights).items()}, other)
+    out = None if to == "snapshot" else tmp_path / "out"
+    with pytest.raises(CheckpointChangedError, match=r"pytorch_model\.bin"):
+        convert(home, str(folder), out, _Replacing(other, weights))
+    assert not list(home.snapshots.glob("*"))
+    assert not (tmp_path / "out").exists()
+    same(read(convert(home, str(folder), out).path), torch.load(other))
