@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mergepipe_pipeline.deploy.arrivals import mark_landed
 from mergepipe_pipeline.deploy.stamps import stamps_of, token_of
-from mergepipe_pipeline.errors import MergePipeError
+from mergepipe_pipeline.errors import CheckpointChangedError, MergePipeError
 from mergepipe_pipeline.progress import Advance, Progress, Silent
 from mergepipe_pipeline.remote.address import is_address
 from mergepipe_pipeline.resolution.locate import locate_checkpoint
@@ -67,7 +67,8 @@ def land(
     The files at the top of the folder are taken, those that links lead to as files. Linked files
     must not be written to afterwards. The name has the `tags` before the folder is there. Raises
     MergePipeError for a name that cannot be one or a folder of the inbox itself, CheckpointError
-    for what is not whole, RemoteError for an address that cannot be read, StorageFullError.
+    for what is not whole, CheckpointChangedError for weights that change meanwhile, RemoteError for
+    an address that cannot be read, StorageFullError.
     """
     remote = locate_checkpoint(warehouse, path) if is_address(path) else None
     source = Path(path if remote is None else remote.root).resolve()
@@ -84,7 +85,7 @@ def land(
         if remote is not None and is_address(remote.root):
             _download(remote, staged, progress or Silent())
         else:
-            _copy(source, staged, link=link)
+            _copy(source, staged, chosen, link=link)
         open_checkpoint(str(staged), chosen, probes=False)
         stamps, _ = stamps_of(staged)
         mark_landed(warehouse, chosen, token_of(stamps))
@@ -93,12 +94,24 @@ def land(
     return Landing(chosen, str(final), len(stamps), sum(s.nbytes for s in stamps), replaced)
 
 
-def _copy(source: Path, staged: Path, *, link: bool) -> None:
-    """Put the files at the top of a folder into another one, with their times."""
+def _copy(source: Path, staged: Path, name: str, *, link: bool) -> None:
+    """Put the files at the top of a folder into another one, with their times.
+
+    Raises CheckpointChangedError for weights that change meanwhile.
+    """
+    before = open_checkpoint(str(source), name, probes=False)
     for file in sorted(f for f in source.iterdir() if f.is_file()):
         (link_file if link else copy_file)(file.resolve(), staged / file.name)
         stat = file.stat()
         os.utime(staged / file.name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    if open_checkpoint(str(source), name, probes=False).stamp != before.stamp:
+        raise CheckpointChangedError(
+            "A checkpoint changed while it was copied",
+            where=str(source),
+            expected="weight files of one size and time from start to end",
+            found="files of another size or time",
+            next_step="run the same command again when nothing writes to them",
+        )
 
 
 def _download(checkpoint: Checkpoint, staged: Path, progress: Progress) -> None:

@@ -18,7 +18,13 @@ import pytest
 from assets.experts import EXPERTS_TAG
 from mergepipe_pipeline.deploy.arrivals import MAX_FAILURES, Arrival, arrival, ask
 from mergepipe_pipeline.deploy.inbox import InboxEntry, Patience, scan_inbox
-from mergepipe_pipeline.errors import CheckpointError, MergePipeError, RemoteError, StorageFullError
+from mergepipe_pipeline.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    MergePipeError,
+    RemoteError,
+    StorageFullError,
+)
 from mergepipe_pipeline.storage import atomic
 from mergepipe_pipeline.verbs import index
 from mergepipe_pipeline.verbs.index import IndexedExpert, index_arrival, index_expert
@@ -267,6 +273,32 @@ def test_what_is_not_whole_does_not_land(home: Warehouse, tmp_path: Path) -> Non
         with pytest.raises(MergePipeError):
             land(home, str(path), name)
     assert list(home.inbox.iterdir()) == []
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_model_that_is_saved_again_while_it_is_copied_does_not_land_as_parts_of_two(
+    home: Warehouse, tmp_path: Path, link: bool
+) -> None:
+    source, newer = (write_model(tmp_path / str(v), tensors_of(v, 0), shards=2) for v in range(2))
+    first, second = sorted(source.glob("*.safetensors"))
+
+    def save_again_between_the_shards(_: str) -> None:
+        if any(home.inbox.glob(f".*/{first.name}")):
+            atomic.crash_hook = None
+            for shard in (first, second):
+                (newer / shard.name).replace(shard)
+
+    atomic.crash_hook = save_again_between_the_shards
+    try:
+        with pytest.raises(CheckpointChangedError, match=str(source)):
+            land(home, str(source), "x", link=link)
+        assert atomic.crash_hook is None
+    finally:
+        atomic.crash_hook = None
+    assert list(home.inbox.iterdir()) == []
+    land(home, str(source), "x", link=link)
+    for file in source.iterdir():
+        assert (home.inbox / "x" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_a_scan_of_a_thousand_indexed_experts_opens_none_and_takes_less_than_0_3_s(
