@@ -48,6 +48,27 @@ def ensure_digests(
     return digests
 
 
+def refuse_changed_tensors(
+    warehouse: Warehouse, checkpoint: Checkpoint, progress: Progress | None = None
+) -> None:
+    """Read all of a checkpoint. Raises CorruptionError for a tensor that is not what is known."""
+    from mergepipe_pipeline.analysis.digests import digest_checkpoint
+
+    known = ensure_digests(warehouse, checkpoint, progress)
+    with (progress or Silent()).task(f"verify {checkpoint.name}", checkpoint.nbytes) as advance:
+        taken = digest_checkpoint(checkpoint, advance)
+    for name, (segments,) in taken.items():
+        if segments.content != known[name]:
+            raise CorruptionError(
+                "An input's bytes are not those that were analysed, though size and time are",
+                where=f"{checkpoint.root}, {checkpoint.by_name[name].file}, tensor {name}",
+                expected=f"blake3 {known[name][:16]}",
+                found=f"blake3 {segments.content[:16]}",
+                next_step="copy the file again from where it came; if these bytes are meant, "
+                "`touch` it and register it again",
+            )
+
+
 def content_of(catalog: Catalog, checkpoint: Checkpoint) -> str:
     """The digest of all tensors and of what gives them their meaning, as an adapter's scale.
 

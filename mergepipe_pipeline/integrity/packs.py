@@ -96,6 +96,16 @@ def verify_frames(warehouse: Warehouse, audit: Auditor, progress: Progress) -> N
                 advance(nbytes)
 
 
+def refuse_damaged_frames(pack: Pack, progress: Progress) -> None:
+    """Compare every frame of a pack with its checksum. Raises CorruptionError naming a bad one."""
+    with (
+        progress.task(f"verify pack {pack.pack_id[:8]}", pack.nbytes) as advance,
+        FrameFiles(pack.root, "once") as files,
+    ):
+        for tier in pack.tiers:
+            advance(_read_tier(pack, files, tier))
+
+
 def _records(warehouse: Warehouse) -> dict[str, Replaced]:
     """The experts that packs stand for, by pack id, as far as their records can be read."""
     records = {}

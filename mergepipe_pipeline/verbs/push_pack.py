@@ -14,11 +14,14 @@ from pathlib import Path
 
 from mergepipe_pipeline.catalog.catalog import Registration
 from mergepipe_pipeline.contents.other_codecs import refuse_other_codec
+from mergepipe_pipeline.contents.side_file_digests import refuse_changed_files
+from mergepipe_pipeline.contents.tensor_digests import refuse_changed_tensors
 from mergepipe_pipeline.digest import sha256_hex
 from mergepipe_pipeline.errors import MergePipeError, NotFoundError
 from mergepipe_pipeline.execution.lookup import plan_of
 from mergepipe_pipeline.execution.plan_leases import staging
 from mergepipe_pipeline.facts.packing import contents_of
+from mergepipe_pipeline.integrity.packs import refuse_damaged_frames
 from mergepipe_pipeline.packs.contents import packed_as
 from mergepipe_pipeline.packs.replaced import RECORD, Replaced, files_of, folders_of, write_record
 from mergepipe_pipeline.packs.store import Pack
@@ -50,14 +53,15 @@ def push_pack(
     """Put the pack of a registered expert, and what else gives it back, below `to`/packs.
 
     The options are those of `push`. Raises MergePipeError for an expert without an exact pack,
-    CorruptionError if the pack is not what was written, and as `push`.
+    CorruptionError, before anything is sent, if the pack is not what was written or the expert's
+    files are not what was packed, and as `push`.
     """
     address, progress = writable(to), progress or Silent()
     registration = locate_registered(warehouse, name)
     pack = _exact_pack(warehouse, registration, progress)
     with (
         warehouse.leases.hold(Need(pack_ids=frozenset([pack.pack_id])), "push"),
-        _record_of(warehouse, registration, pack) as (record, rest),
+        _record_of(warehouse, registration, pack, progress) as (record, rest),
     ):
         files = [*_beside(pack.root), *_beside(rest)]
         listed = [TravellingFile(f.name, f.nbytes, f.sha256) for f in files if f.name != RECORD]
@@ -149,12 +153,17 @@ def _exact_pack(warehouse: Warehouse, registration: Registration, progress: Prog
 
 @contextmanager
 def _record_of(
-    warehouse: Warehouse, registration: Registration, pack: Pack
+    warehouse: Warehouse, registration: Registration, pack: Pack, progress: Progress
 ) -> Iterator[tuple[Replaced, Path]]:
-    """The record of an expert and the folder with the bytes that no pack has, for a while."""
+    """The record of an expert and the folder with the bytes that no pack has, for a while.
+
+    Raises CorruptionError for a pack or a file that is not what was packed.
+    """
+    refuse_damaged_frames(pack, progress)
     checkpoint, store = registration.checkpoint, warehouse.replaced
     known = store.find(checkpoint.checkpoint_id)
     if checkpoint.is_away and known is not None:
+        store.refuse_damaged_rest(known)
         yield known, store.path(checkpoint.checkpoint_id)
         return
     if "://" in checkpoint.root or registration.base is None:
@@ -165,6 +174,8 @@ def _record_of(
             found=checkpoint.root,
             next_step="download the expert, and pack it here",
         )
+    refuse_changed_files(warehouse, checkpoint)
+    refuse_changed_tensors(warehouse, checkpoint, progress)
     with staging(warehouse, "push") as staged:
         root = Path(checkpoint.root)
         digests = warehouse.catalog.digests(checkpoint.checkpoint_id) or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mergepipe_pipeline.verbs.register import register
 from mergepipe_pipeline.verbs.replace import unpack
 from mergepipe_pipeline.verbs.verify_all import verify_all
 from mergepipe_pipeline.warehouse import Warehouse
+from tests.contents.test_input_segments import flip
 from tests.packs.families import packed_family, write_family
 from tests.packs.test_away import ids_of, merged, text_of
 from tests.packs.test_replace import files_in
@@ -180,3 +182,22 @@ def test_two_versions_of_an_expert_at_an_address_are_refused_by_the_names_of_the
     found = _run(there, "pull-pack", to, "--base", "foundation", exit_code=10)
     assert found["error"]["found"].count("packs/") == 2
     assert there.packs.ids() == []
+
+
+@pytest.mark.parametrize("part", ["frames", "weights", "config"])
+def test_nothing_is_sent_of_an_expert_in_which_a_bit_turned(
+    family: Path, s3: WatchedS3, bucket: str, tmp_path: Path, part: str
+) -> None:
+    warehouse, expert = packed_family(tmp_path, family), tmp_path / "e0"
+    (packed,) = pack(warehouse, ["e0"])
+    if part == "weights":
+        flip(expert, wrong := "model.layers.1.c.weight", 0.1)
+    else:
+        frames = warehouse.packs.path(packed.pack_id) / "X.frames"
+        place = frames if part == "frames" else expert / "config.json"
+        wrong, stat, data = place.name, place.stat(), place.read_bytes()
+        place.write_bytes(data[:-4] + bytes([data[-4] ^ 1]) + data[-3:])
+        os.utime(place, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    found = _run(warehouse, "push", "--pack", "e0", f"s3://{bucket}/p", exit_code=19)
+    assert wrong in found["error"]["where"]
+    assert s3.keys(bucket) == []
