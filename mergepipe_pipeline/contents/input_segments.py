@@ -16,6 +16,7 @@ from mergepipe_pipeline.contents.tensor_digests import (
     Known,
     ensure_digests,
     put_taken,
+    refuse_damaged_result,
     take_segments,
 )
 from mergepipe_pipeline.digest import digest_json
@@ -75,8 +76,11 @@ def pass_inputs(
     """The segments of models that an analysis reads, which takes the digests of whole tensors.
 
     Missing digests of other parts (of adapters and deltas, rows in another order) are taken first.
+    Raises CorruptionError as `refuse_damaged_result`.
     """
     for model in models:
+        for checkpoint in model.checkpoints:
+            refuse_damaged_result(warehouse, checkpoint)
         in_parts = [v for v in model.views.values() if not v.whole]
         for number in sorted({p.source for view in in_parts for p in _parts(view)}):
             ensure_digests(warehouse, model.checkpoints[number], progress)

@@ -6,6 +6,7 @@ The segments of a tensor have digests too, with which `input_segments` compares 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from mergepipe_pipeline.catalog.catalog import Catalog
@@ -13,6 +14,7 @@ from mergepipe_pipeline.catalog.segment_files import SegmentFiles, put_segments
 from mergepipe_pipeline.digest import digest_json
 from mergepipe_pipeline.errors import CorruptionError
 from mergepipe_pipeline.progress import Progress, Silent
+from mergepipe_pipeline.snapshots.checks import verify_snapshot
 from mergepipe_pipeline.spec.blocks import BlockGrid
 from mergepipe_pipeline.spec.checkpoint import Checkpoint
 from mergepipe_pipeline.spec.segments import COARSE_ELEMS, Segments, levels_for
@@ -31,7 +33,8 @@ def ensure_digests(
 ) -> Mapping[str, str]:
     """The digest of every tensor of a checkpoint, from the catalog or by one pass over it.
 
-    They follow from the digests of segments; only tensors without them are read.
+    They follow from the digests of segments; only tensors without them are read. Raises
+    CorruptionError as `refuse_damaged_result`.
     """
     catalog = warehouse.catalog
     stored = catalog.digests(checkpoint.checkpoint_id)
@@ -39,6 +42,8 @@ def ensure_digests(
         return stored
     files = SegmentFiles(warehouse.catalog_dir, checkpoint.checkpoint_id, COARSE_ELEMS)
     unread = {t.name for t in checkpoint.tensors if t.name not in files}
+    if unread:
+        refuse_damaged_result(warehouse, checkpoint)
     taken = _take(warehouse, checkpoint, unread, progress) if unread else {}
     digests = {
         t.name: taken.get(t.name) or Segments(COARSE_ELEMS, files[t.name]).content
@@ -46,6 +51,18 @@ def ensure_digests(
     }
     catalog.put_digests(checkpoint.checkpoint_id, digests)
     return digests
+
+
+def refuse_damaged_result(warehouse: Warehouse, checkpoint: Checkpoint) -> None:
+    """Raise CorruptionError for a snapshot of the warehouse that is not what was merged.
+
+    Its manifest is all that knows it before it is read as an input for the first time.
+    """
+    folder = Path(checkpoint.root)
+    if folder.parent != warehouse.snapshots:
+        return
+    if warehouse.catalog.digests(checkpoint.checkpoint_id) is None:
+        verify_snapshot(folder)
 
 
 def refuse_changed_tensors(

@@ -241,3 +241,18 @@ def test_a_byte_that_is_read_wrong_only_while_factors_are_found_is_seen(
     monkeypatch.setattr(SourcePool, "_open", half_wrong)
     with pytest.raises(CorruptionError, match="not those that were analysed"):
         run(home, recipe(inputs, "dare_ties", METHODS["dare_ties"]))
+
+
+@pytest.mark.parametrize("method", ["linear", "ties"])
+def test_a_bit_that_turned_in_a_snapshot_before_it_was_ever_an_input_gets_into_no_merge(
+    home: Warehouse, inputs: Path, method: str
+) -> None:
+    root = Path(run(home, recipe(inputs, "linear", METHODS["linear"])).snapshot.path)
+    text = recipe(inputs, method, METHODS[method]).replace(str(inputs / "expert_00"), str(root))
+    name = "model.layers.0.mlp.up_proj.weight"
+    flip(root, name, 0.1)
+    with pytest.raises(CorruptionError, match="not the bytes that were written") as error:
+        run(home, text)
+    assert name in str(error.value)
+    flip(root, name, 0.1)
+    run(home, text)
