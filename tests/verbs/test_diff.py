@@ -170,7 +170,7 @@ def test_no_figure_is_told_of_a_snapshot_in_which_a_bit_turned(
     other = run(home, recipe_text("task_arithmetic", "{lambda: 0.5}")).snapshot
     name = "model.layers.1.mlp.up_proj.weight"
     flip(Path(other.path), name, 0.5)
-    for pair in ((one, other), (other, one)):
+    for a, b in ((one, other), (other, one)):
         with pytest.raises(CorruptionError, match="not the bytes that were written") as error:
-            diff(home, *(s.snapshot_id for s in pair))
+            diff(home, a.snapshot_id, b.snapshot_id)
         assert name in str(error.value)
